@@ -1,4 +1,5 @@
-"""Fine-tune a model with LLaMA-Adapter v2: prefixes, a scale and bias for every Linear, and the norms.
+"""Fine-tune a model with LLaMA-Adapter v2: prefixes, a scale and bias for every Linear, and the
+norms.
 
 python finetune/adapter_v2.py                                        # the embedded demo
 python finetune/adapter_v2.py --checkpoint_dir DIR --data.path FILE

@@ -1,7 +1,7 @@
 """litft fine-tunes GPT-style language models from the command line, on Lightning Fabric.
 
-The public API is `litft.load`, `litft.generate`, `litft.stream` and `litft.finetune`. Their modules are imported on first
-use to keep --help fast.
+The public API is `litft.load`, `litft.generate`, `litft.stream` and `litft.finetune`. Their modules
+are imported on first use to keep --help fast.
 """
 
 from importlib import import_module
@@ -24,7 +24,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'litft' has no attribute {name!r}")
     if name == "finetune":
-        set_defaults(TRAINING_SPINS)  # as the commands do; without effect if torch is imported already
+        # as the commands do; without effect if torch is imported already
+        set_defaults(TRAINING_SPINS)
     return getattr(import_module(_MODULES[name]), name)
 
 

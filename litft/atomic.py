@@ -13,7 +13,10 @@ from litft.folder_lock import is_at, locked
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a text file; it becomes visible only when complete. Two processes at once write one after the other."""
+    """Write a text file; it becomes visible only when complete.
+
+    Two processes at once write one after the other.
+    """
     partial = path.with_name(f"{path.name}.partial")
     while True:
         file = partial.open("a", encoding="utf-8", newline="")
@@ -37,10 +40,12 @@ def _wait_for_lock(file: TextIO) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Within the context, fill the folder that is returned; then it replaces `folder`. After an error it is deleted.
+    """Within the context, fill the folder that is returned; then it replaces `folder`.
 
-    partial: where to fill it, on the same disk; default: `folder` with the suffix .partial. What a killed process left
-    there is deleted. Raises ValueError if another process fills it now.
+    After an error it is deleted.
+
+    partial: where to fill it, on the same disk; default: `folder` with the suffix .partial. What a
+    killed process left there is deleted. Raises ValueError if another process fills it now.
     """
     if partial is None:
         partial = folder.with_name(f"{folder.name}.partial")
@@ -59,13 +64,17 @@ def atomic_folder(folder: Path, partial: Path | None = None) -> Iterator[Path]:
 
 
 def _is_disk_full(error: OSError) -> bool:
-    """Return whether an error means a full disk: numpy and safetensors say so only in their messages."""
+    """Return whether an error means a full disk: numpy and safetensors say so only in their
+    messages."""
     texts = (f"os error {errno.ENOSPC}", "requested and", "No space left")
     return error.errno in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in texts)
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to `folder`, replacing an existing one. After a crash `folder` is complete or absent."""
+    """Rename a complete folder to `folder`, replacing an existing one.
+
+    After a crash `folder` is complete or absent.
+    """
     for path in sorted(partial.rglob("*"), reverse=True):
         _sync(path)
     _sync(partial)

@@ -19,7 +19,8 @@ from litft.args.processes import global_rank, is_first_on_node, local_rank
 from litft.environment import DECODING_SPINS, TRAINING_SPINS, set_defaults
 from litft.errors import Interrupted, PeerLost, RankError, is_host_memory_error, memory_message
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides gloo's C++ stack traces; torch reads it on import
+# hides gloo's C++ stack traces; torch reads it on import
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 class Command(NamedTuple):
@@ -35,7 +36,9 @@ COMMANDS = {
         f"finetune {method}": Command(args, "litft.training.finetune:run_finetuning")
         for method, args in flags.FINETUNE.items()
     },
-    "generate": Command(flags.GenerateArgs, "litft.inference.generate:generate", spin_count=DECODING_SPINS),
+    "generate": Command(
+        flags.GenerateArgs, "litft.inference.generate:generate", spin_count=DECODING_SPINS
+    ),
     "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spin_count=DECODING_SPINS),
     "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spin_count=DECODING_SPINS),
     "merge_lora": Command(flags.MergeArgs, "litft.export.convert:merge"),
@@ -54,12 +57,26 @@ COMMANDS = {
 
 
 # commands of axolotl, LLaMA-Factory and litgpt
-OTHERS = {"train": "finetune lora", "sft": "finetune lora", "inference": "chat", "preprocess": "prepare_data"}
-OTHERS |= {"evaluate": "run_eval", "eval": "run_eval", "merge-lora": "merge_lora", "export": "merge_lora", "api": "serve"}
+OTHERS = {
+    "train": "finetune lora",
+    "sft": "finetune lora",
+    "inference": "chat",
+    "preprocess": "prepare_data",
+}
+OTHERS |= {
+    "evaluate": "run_eval",
+    "eval": "run_eval",
+    "merge-lora": "merge_lora",
+    "export": "merge_lora",
+    "api": "serve",
+}
 
 
 def run(command: str, argv: list[str] | None = None) -> Any:
-    """Parse the flags and run one command. A user error ends with exit code 2 and a message on stderr."""
+    """Parse the flags and run one command.
+
+    A user error ends with exit code 2 and a message on stderr.
+    """
     entry = COMMANDS[command]
     set_defaults(entry.spin_count)
     argv_flags, prog = (sys.argv[1:], None) if argv is None else (argv, f"litft {command}")
@@ -71,10 +88,12 @@ def run(command: str, argv: list[str] | None = None) -> Any:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Within the context, user errors, file errors and Ctrl-C end the process without a traceback."""
+    """Within the context, user errors, file errors and Ctrl-C end the process without a
+    traceback."""
     try:
         yield
-    except BrokenPipeError:  # the reader of stdout has exited; avoid a second error when stdout is flushed at exit
+    except BrokenPipeError:
+        # the reader of stdout has exited; avoid a second error when stdout is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
@@ -109,14 +128,28 @@ def main() -> None:
             run(name, sys.argv[1 + len(words) :])
             return
     width = max(map(len, COMMANDS))
-    commands = "\n  ".join(f"litft {name:<{width}} {entry.args.__doc__}" for name, entry in COMMANDS.items())
-    usage = f"usage: litft COMMAND [flags]\n\n  {commands}\n\n`litft COMMAND --help` lists a command's flags."
+    commands = "\n  ".join(
+        f"litft {name:<{width}} {entry.args.__doc__}" for name, entry in COMMANDS.items()
+    )
+    usage = (
+        "usage: litft COMMAND [flags]\n"
+        "\n"
+        f"  {commands}\n"
+        "\n"
+        "`litft COMMAND --help` lists a command's flags."
+    )
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
         meant = OTHERS.get(typed.split()[0] if typed else "")  # a command of another program
-        matches = [meant] if meant else difflib.get_close_matches(typed, COMMANDS, n=1)
+        if meant:
+            matches = [meant]
+        else:
+            matches = difflib.get_close_matches(typed, COMMANDS, n=1)
         matches = matches or [name for name in COMMANDS if typed in name.split()]
-        fail(f"no command {typed!r}{f'; did you mean litft {matches[0]}?' if matches else ''}\n{usage}")
+        fail(
+            f"no command {typed!r}{f'; did you mean litft {matches[0]}?' if matches else ''}\n"
+            f"{usage}"
+        )
     with user_errors():
         print(usage, flush=True)
 
@@ -124,7 +157,8 @@ def main() -> None:
 def fail(message: str, any_rank: bool = False) -> NoReturn:
     """Print an error and exit with code 2.
 
-    Of several processes only local rank 0 prints. any_rank: print from this process too, because only it may have the error.
+    Of several processes only local rank 0 prints. any_rank: print from this process too, because
+    only it may have the error.
     """
     rank = local_rank()
     if rank != "0" and not any_rank and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -132,7 +166,9 @@ def fail(message: str, any_rank: bool = False) -> NoReturn:
         any_rank = True
     if rank == "0" or any_rank:
         prefix = "" if rank == "0" else f"process {global_rank()}: "
-        print(f"{prefix}error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+        print(
+            f"{prefix}error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr
+        )
     # a normal exit may abort in gloo's threads, which still wait for other processes
     if any_rank and ("LOCAL_RANK" in os.environ or rank != "0"):
         sys.stdout.flush()

@@ -1,10 +1,13 @@
-"""Environment variables that torch reads when it is imported: defaults that the user's own values override."""
+"""Environment variables that torch reads when it is imported: defaults that the user's own values
+override."""
 
 import os
 
-# OpenMP threads that spin while waiting halve the speed of training next to other programs, and gain only 3 % without; the
-# small matrix products of decoding take twice as long if threads sleep between them
-TRAINING_SPINS, DECODING_SPINS = "1000", "100000"
+# OpenMP threads that spin while waiting halve the speed of training next to other programs, and
+# gain only 3 % without; the small matrix products of decoding take twice as long if threads sleep
+# between them
+TRAINING_SPINS = "1000"
+DECODING_SPINS = "100000"
 
 
 def set_defaults(spin_count: str) -> None:

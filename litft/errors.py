@@ -9,7 +9,9 @@ import signal
 
 def signal_name(number: int) -> str:
     """Return a signal's name as people know it."""
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    if number == signal.SIGINT:
+        return "Ctrl-C"
+    return signal.Signals(number).name
 
 
 class RankError(ValueError):
@@ -17,18 +19,25 @@ class RankError(ValueError):
 
 
 class Interrupted(Exception):
-    """A signal ended the run after its state was saved. `code` is the exit code, 128 + signal number."""
+    """A signal ended the run after its state was saved.
+
+    `code` is the exit code, 128 + signal number.
+    """
 
     def __init__(self, number: int, step: int, command: str) -> None:
         self.code = 128 + number
-        status = f"stopped after step {step}, and saved" if step else "stopped before the first step"
+        if step:
+            status = f"stopped after step {step}, and saved"
+        else:
+            status = "stopped before the first step"
         super().__init__(f"{signal_name(number)}: {status}; to continue: {command}")
 
 
 class PeerLost(BaseException):
     """Another process of the group has ended, so this one cannot continue.
 
-    A BaseException, like KeyboardInterrupt: code that catches Exception to survive user errors must not catch it.
+    A BaseException, like KeyboardInterrupt: code that catches Exception to survive user errors must
+    not catch it.
     """
 
 
@@ -43,10 +52,14 @@ def memory_message(error: BaseException) -> str:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     remedy = "close other programs, or choose a smaller model or --quantize nf4"
     if limit != resource.RLIM_INFINITY:
-        remedy = f"raise the limit of the address space, which is {limit / 2**30:.1f} GiB (ulimit -v); or {remedy}"
+        remedy = (
+            f"raise the limit of the address space, which is {limit / 2**30:.1f} GiB (ulimit -v); "
+            f"or {remedy}"
+        )
     return f"not enough memory ({summary(error)}); {remedy}"
 
 
 def summary(error: BaseException) -> str:
-    """Return an error's type and the first line of its message, at most 200 characters: compilers print many lines."""
+    """Return an error's type and the first line of its message, at most 200 characters: compilers
+    print many lines."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

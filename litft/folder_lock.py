@@ -1,7 +1,7 @@
 """Locks, so that two processes never write into the same folder. Imports no torch.
 
-A lock is a record lock (`fcntl.lockf`) on a file. The kernel releases it when its process ends, in any way, also over NFS.
-The file names the owner, for the message of the process that is refused.
+A lock is a record lock (`fcntl.lockf`) on a file. The kernel releases it when its process ends, in
+any way, also over NFS. The file names the owner, for the message of the process that is refused.
 """
 
 import fcntl
@@ -22,13 +22,18 @@ _held: set[Path] = set()  # record locks do not exclude other threads of the sam
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Within the context, own a folder, which is created if need be. An empty folder is deleted at the end.
+    """Within the context, own a folder, which is created if need be.
+
+    An empty folder is deleted at the end.
 
     Raises ValueError if a process that still runs owns it, with that process and its host.
     """
     if folder.is_symlink() and not folder.exists():
         target = folder.readlink()
-        raise ValueError(f"{folder} is a link to {target}, which does not exist; create it, or name another folder")
+        raise ValueError(
+            f"{folder} is a link to {target}, which does not exist; create it, or name another "
+            "folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(folder / LOCK, folder):
@@ -40,7 +45,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, folder: Path) -> Iterator[None]:
-    """Within the context, hold the lock at `path` of a folder. Raises ValueError if another process holds it."""
+    """Within the context, hold the lock at `path` of a folder.
+
+    Raises ValueError if another process holds it.
+    """
     key = path.resolve()
     if key in _held:
         raise ValueError(_refusal(folder, "this process"))
@@ -83,7 +91,8 @@ def _try_lock(path: Path) -> TextIO | None:
         except OSError:
             # The file system has no locks, so that nothing can be excluded.
             pass
-        # The previous owner may have deleted the file in the meantime. Then other processes open a new one.
+        # The previous owner may have deleted the file in the meantime. Then other processes open a
+        # new one.
         if is_at(file, path):
             return file
         file.close()
@@ -127,4 +136,7 @@ def _owner(path: Path) -> _Owner:
 
 
 def _refusal(folder: Path, owner: str) -> str:
-    return f"{folder} is in use by {owner}; wait until that process ends, end it, or name another folder"
+    return (
+        f"{folder} is in use by {owner}; wait until that process ends, end it, or name another "
+        "folder"
+    )

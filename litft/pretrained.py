@@ -1,4 +1,5 @@
-"""Load models and tokenizers from folders of base models, adapters and runs, or from the Hugging Face hub."""
+"""Load models and tokenizers from folders of base models, adapters and runs, or from the Hugging
+Face hub."""
 
 import copy
 import hashlib
@@ -24,7 +25,16 @@ from litft.checkpoints.stored_formats import METHODS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
-from litft.families import LOOKALIKES, as_family, families, family, peft_rules, read_config, text_config, wrapper_names
+from litft.families import (
+    LOOKALIKES,
+    as_family,
+    families,
+    family,
+    peft_rules,
+    read_config,
+    text_config,
+    wrapper_names,
+)
 from litft.methods import Method, read_method
 from litft.model.config import Config
 from litft.model.config_file import read_object
@@ -46,19 +56,28 @@ class PretrainedFolder:
     adapter: Path | None
     hf: dict[str, Any]  # contents of config.json; the language model's part of a multimodal one
     config: Config
-    text_names: bool = False  # whether adapters for a multimodal base have the names of the text model alone
+    # whether adapters for a multimodal base have the names of the text model alone
+    text_names: bool = False
 
     @property
     def name(self) -> str:
         """The display name: the folder's name, or the run's name for the result of a run."""
         folder = self.folder.resolve()
-        return folder.parent.name if folder.name in ("final", "best") else folder.name
+        if folder.name in ("final", "best"):
+            return folder.parent.name
+        return folder.name
 
     @property
     def multimodal(self) -> dict[str, Any] | None:
-        """The content of config.json if the base is a multimodal model, of which `hf` is the text part; otherwise None."""
-        content = read_object(path) if (path := self.base / "config.json").is_file() else {}
-        return content if "text_config" in content else None
+        """The content of config.json if the base is a multimodal model, of which `hf` is the text
+        part; otherwise None."""
+        if (path := self.base / "config.json").is_file():
+            content = read_object(path)
+        else:
+            content = {}
+        if "text_config" in content:
+            return content
+        return None
 
     @property
     def weight_files(self) -> list[Path]:
@@ -73,7 +92,9 @@ class PretrainedFolder:
     @property
     def stored_rules(self) -> list[Rule]:
         """The rules for the weights in this folder, which may be quantized."""
-        return untransposed(self.rules) if self.checkpoint.is_quantized else self.rules
+        if self.checkpoint.is_quantized:
+            return untransposed(self.rules)
+        return self.rules
 
     @property
     def adapter_rules(self) -> list[Rule]:
@@ -83,7 +104,9 @@ class PretrainedFolder:
     @property
     def adapter_names(self) -> ModuleNames:
         """The names of modules in the class that opens the base folder, for adapter files."""
-        return TEXT_NAMES if self.text_names or not self.multimodal else wrapper_names(self.config)
+        if self.text_names or not self.multimodal:
+            return TEXT_NAMES
+        return wrapper_names(self.config)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -93,49 +116,76 @@ class PretrainedFolder:
     @property
     def record(self) -> dict[str, Any]:
         """litft's record of the training run in the adapter's config; empty for other folders."""
-        return read_adapter_config(self.adapter).get("litft", {}) if self.adapter else {}
+        if self.adapter:
+            return read_adapter_config(self.adapter).get("litft", {})
+        return {}
 
     def quantization_warning(self, kind: str | None) -> str | None:
-        """Return a warning if the adapter was trained with another quantization of the base than `kind`."""
-        trained_with, current = self.record.get("quantize"), kind or "none"
+        """Return a warning if the adapter was trained with another quantization of the base than
+        `kind`."""
+        trained_with = self.record.get("quantize")
+        current = kind or "none"
         if trained_with in (None, current):
             return None
-        used = f"but is used with --quantize {current}; --quantize {trained_with} gives what was trained"
+        used = (
+            f"but is used with --quantize {current}; --quantize {trained_with} gives what was "
+            "trained"
+        )
         return f"warning: {self.adapter} was trained with --quantize {trained_with}, {used}"
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the adapter's tokenizer, else that of the base model; None if neither exists."""
         names = ("tokenizer.json", "tokenizer.model")
         folder = next(
-            (path for path in (self.folder, self.base) if any((path / name).is_file() for name in names)),
+            (
+                path
+                for path in (self.folder, self.base)
+                if any((path / name).is_file() for name in names)
+            ),
             None,
         )
-        return Tokenizer(folder, self.base) if folder else None
+        if folder:
+            return Tokenizer(folder, self.base)
+        return None
 
     def dtype(self, precision: str | None) -> torch.dtype:
         """Return the dtype of `precision`, or the folder's dtype if it is None."""
         if precision is None:
-            embedding = next((mapping.sources[0] for mapping in self.mappings if mapping.targets == ("embed.weight",)), None)
+            embedding = next(
+                (
+                    mapping.sources[0]
+                    for mapping in self.mappings
+                    if mapping.targets == ("embed.weight",)
+                ),
+                None,
+            )
             return self.checkpoint.meta(embedding or self.checkpoint.names[0]).dtype
         if precision not in DTYPES:
             raise ValueError(f"precision {precision!r} is not supported; use {', '.join(DTYPES)}")
         return DTYPES[precision]
 
-    def meta_model(self, dtype: torch.dtype = torch.float32, placement: WeightPlacement = UNSHARDED) -> GPT:
+    def meta_model(
+        self, dtype: torch.dtype = torch.float32, placement: WeightPlacement = UNSHARDED
+    ) -> GPT:
         """Create the unquantized network on the meta device."""
         with torch.device("meta"), default_dtype(dtype):
             return placement.build_network(self.config)
 
     @cached_property
     def outline(self) -> GPT:
-        """The unquantized network on the meta device, for names and shapes. It must not be changed."""
+        """The unquantized network on the meta device, for names and shapes.
+
+        It must not be changed.
+        """
         return self.meta_model()
 
     def check_length(self, flag: str, tokens: int | None) -> None:
         """Raise ValueError if the model has learned positions, but not for so many tokens."""
         max_positions = self.config.max_positions
         if self.config.learned_positions and tokens and tokens > max_positions:
-            raise ValueError(f"{flag} {tokens}: this model has only {max_positions} learned positions; lower it")
+            raise ValueError(
+                f"{flag} {tokens}: this model has only {max_positions} learned positions; lower it"
+            )
 
     def check(self) -> None:
         """Compare names and shapes in the weight files with the config, without reading data."""
@@ -154,18 +204,26 @@ class PretrainedFolder:
     def tensor(self, name: str) -> torch.Tensor:
         """Read the base model's tensor by its litft name, in the dtype of the file."""
         mapping = next(mapping for mapping in self.mappings if name in mapping.targets)
-        return mapping.convert([self.checkpoint.read(source) for source in mapping.sources])[mapping.targets.index(name)]
+        return mapping.convert([self.checkpoint.read(source) for source in mapping.sources])[
+            mapping.targets.index(name)
+        ]
 
     def quantization(self, requested: str | None = None) -> str | None:
-        """Return the quantization as requested or as stored in the folder; raise ValueError if the two differ."""
+        """Return the quantization as requested or as stored in the folder; raise ValueError if the
+        two differ."""
         requested = None if requested == "none" else requested
         settings = self.hf.get("quantization_config") or {}
         if settings.get("quant_method") != "bitsandbytes":
             return requested
         suffix = "-dq" if settings.get("bnb_4bit_use_double_quant") else ""
-        stored = f"{settings.get('bnb_4bit_quant_type', 'fp4')}{suffix}" if settings.get("load_in_4bit") else "int8"
+        if settings.get("load_in_4bit"):
+            stored = f"{settings.get('bnb_4bit_quant_type', 'fp4')}{suffix}"
+        else:
+            stored = "int8"
         if requested not in (None, stored):
-            raise ValueError(f"{self.base} is already quantized as {stored}; omit --quantize {requested}")
+            raise ValueError(
+                f"{self.base} is already quantized as {stored}; omit --quantize {requested}"
+            )
         return stored
 
     def base_model(
@@ -188,26 +246,43 @@ class PretrainedFolder:
         unquantized: Collection[str] = (),
         placement: WeightPlacement = UNSHARDED,
     ) -> GPT:
-        """Create the base network on the meta device, with quantized Linears except for those in `unquantized`."""
+        """Create the base network on the meta device, with quantized Linears except for those in
+        `unquantized`."""
         self.check()
         model = self.meta_model(self.dtype(precision), placement)
-        if kind := self.quantization(quantize):
-            quantize_modules(model, list(packed_modules(model, self.checkpoint, self.checked_mappings, unquantized)), kind)
+        kind = self.quantization(quantize)
+        if kind:
+            quantize_modules(
+                model,
+                list(packed_modules(model, self.checkpoint, self.checked_mappings, unquantized)),
+                kind,
+            )
         return model
 
     def fill(
-        self, model: GPT, precision: str | None, device: torch.device | str, placement: WeightPlacement = UNSHARDED
+        self,
+        model: GPT,
+        precision: str | None,
+        device: torch.device | str,
+        placement: WeightPlacement = UNSHARDED,
     ) -> None:
-        """Allocate the network from `unfilled` on `device` and load its weights; it may be sharded and have a method."""
+        """Allocate the network from `unfilled` on `device` and load its weights; it may be sharded
+        and have a method."""
         placement.allocate(model, device)
-        load_weights(model, self.checkpoint, self.checked_mappings, self.dtype(precision), placement)
-        if self.config.tied and model.lm_head.weight is not model.embed.weight:  # a method has untied them
-            placement.copy_in("lm_head.weight", model.lm_head.weight, self.tensor("embed.weight").__getitem__)
+        load_weights(
+            model, self.checkpoint, self.checked_mappings, self.dtype(precision), placement
+        )
+        # a method has untied them
+        if self.config.tied and model.lm_head.weight is not model.embed.weight:
+            placement.copy_in(
+                "lm_head.weight", model.lm_head.weight, self.tensor("embed.weight").__getitem__
+            )
         self._check_filled(model)
         model.rotaries.to_empty(device=device)  # cos/sin tables are computed, not loaded
 
     def _check_filled(self, model: GPT) -> None:
-        """Raise RuntimeError if a parameter of the base has no value from the files: it would be whatever memory held."""
+        """Raise RuntimeError if a parameter of the base has no value from the files: it would be
+        whatever memory held."""
         filled = set()
         for mapping in self.checked_mappings:
             for name in mapping.targets:
@@ -218,41 +293,57 @@ class PretrainedFolder:
         base_names = {name for name, _ in self.outline.named_parameters(remove_duplicate=False)}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in base_names and id(parameter) not in filled:
-                raise RuntimeError(f"{name} was built, but not filled from {self.base}; this is a fault of litft")
+                raise RuntimeError(
+                    f"{name} was built, but not filled from {self.base}; this is a fault of litft"
+                )
 
     def model(
-        self, precision: str | None, device: torch.device | str, quantize: str | None, placement: WeightPlacement = UNSHARDED
+        self,
+        precision: str | None,
+        device: torch.device | str,
+        quantize: str | None,
+        placement: WeightPlacement = UNSHARDED,
     ) -> GPT:
         """Load the network, or this rank's shard of it, with the adapter if the folder is one."""
         return load_models([self], precision, device, quantize, placement)[0]
 
     def check_base_dir(self, base_dir: str | Path | None) -> None:
-        """Raise ValueError if a base model is named, but this folder is no adapter, which would have one."""
+        """Raise ValueError if a base model is named, but this folder is no adapter, which would
+        have one."""
         if base_dir and self.adapter is None:
             reason = f"{self.folder} is no adapter, so it has no base model; leave the flag out"
             raise ValueError(f"--base_dir {base_dir}: {reason}")
 
     def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
         """Return the method and the trained values of an adapter folder; None for other folders."""
-        return read_method(self.adapter, self) if self.adapter else None
+        if self.adapter:
+            return read_method(self.adapter, self)
+        return None
 
 
-def resolve(folder: str | Path, base_dir: str | Path | None = None, family: str | None = None) -> PretrainedFolder:
+def resolve(
+    folder: str | Path, base_dir: str | Path | None = None, family: str | None = None
+) -> PretrainedFolder:
     """Identify a folder or a hub model; raise ValueError with a remedy if it cannot be opened.
 
     family: the model_type to read config.json as, instead of its own.
     """
     folder = _local_folder(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; {_gguf_remedy([folder]) or 'name the folder that contains it'}")
+        raise ValueError(
+            f"{folder} is a file; {_gguf_remedy([folder]) or 'name the folder that contains it'}"
+        )
     if run_dir.is_run(folder) and not run_dir.finished(folder):
         if not run_dir.checkpoints(folder):
             reason = "is a run that has not finished, and it has no checkpoint yet"
-            raise ValueError(f"{folder} {reason}; if it has ended, start it again, in another --out_dir or with --overwrite")
+            raise ValueError(
+                f"{folder} {reason}; if it has ended, start it again, in another --out_dir or with "
+                "--overwrite"
+            )
         export = f"{run_dir.command('scripts/convert_to_hf.py')} --checkpoint_dir {folder}"
         raise ValueError(
-            f"{folder} is a run that has not finished; continue it with --resume --out_dir {folder}, or write its newest "
-            f"state as it is: {export}"
+            f"{folder} is a run that has not finished; continue it with --resume --out_dir "
+            f"{folder}, or write its newest state as it is: {export}"
         )
     if (folder / "final").is_dir() and not (folder / "config.json").is_file():
         folder = folder / "final"  # the folder of a run means its result
@@ -270,31 +361,46 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None, family: str 
 
 
 def _with_own_head(source: PretrainedFolder) -> PretrainedFolder:
-    """Return the source untied if its files have a head with other values than the embedding, as transformers reads them.
+    """Return the source untied if its files have a head with other values than the embedding, as
+    transformers reads them.
 
-    Programs that train the head of a tied model alone leave such folders, with a config.json that still says tied.
+    Programs that train the head of a tied model alone leave such folders, with a config.json that
+    still says tied.
     """
     if not source.config.tied:
         return source
     try:
         checkpoint = source.checkpoint
-    except ValueError:  # without weights there may still be a plan; what reads them says what is wrong
+    except ValueError:
+        # without weights there may still be a plan; what reads them says what is wrong
         return source
-    untied_hf = source.hf | dict.fromkeys(TIE_FIELDS & source.hf.keys() | {"tie_word_embeddings"}, False)
+    untied_hf = source.hf | dict.fromkeys(
+        TIE_FIELDS & source.hf.keys() | {"tie_word_embeddings"}, False
+    )
     untied = replace(source, hf=untied_hf, config=replace(source.config, tied=False))
-    outside = [name for name in checkpoint.names if not re.search(r"\.\d+\.", name)]  # of the layers
+    outside = []  # of the layers
+    for name in checkpoint.names:
+        if not re.search(r"\.\d+\.", name):
+            outside.append(name)
     names = {}
     for mapping in mappings_from_hf(untied.stored_rules, outside)[0]:
         names[mapping.targets] = mapping.sources[0]
     head = names.get(("lm_head.weight",))
     embedding = names.get(("embed.weight",))
-    if head is None or embedding is None or checkpoint.meta(head).shape != checkpoint.meta(embedding).shape:
+    if (
+        head is None
+        or embedding is None
+        or checkpoint.meta(head).shape != checkpoint.meta(embedding).shape
+    ):
         return source
-    return source if checkpoint.equal(head, embedding) else untied
+    if checkpoint.equal(head, embedding):
+        return source
+    return untied
 
 
 def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
-    """Raise ValueError for an unknown model_type, naming the families whose networks have the same tensors."""
+    """Raise ValueError for an unknown model_type, naming the families whose networks have the same
+    tensors."""
     fitting = []
     for model_type in LOOKALIKES:
         try:
@@ -308,9 +414,13 @@ def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
     except ValueError as error:
         if not fitting:
             raise
-        command = f"python scripts/convert_hf_checkpoint.py --family {fitting[0]} --checkpoint_dir {base} --out_dir ..."
+        command = (
+            f"python scripts/convert_hf_checkpoint.py --family {fitting[0]} --checkpoint_dir "
+            f"{base} --out_dir ..."
+        )
         remedy = (
-            f"its tensors have the names and shapes of {', '.join(fitting)}; if it is that network, convert it: {command}"
+            f"its tensors have the names and shapes of {', '.join(fitting)}; if it is that "
+            f"network, convert it: {command}"
         )
         raise ValueError(f"{error}\n{remedy}") from None
 
@@ -318,7 +428,8 @@ def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
 def _check_quantization(base: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError if the weights are quantized in a way that cannot be read."""
     supported = ("mxfp4", "bitsandbytes", *METHODS)
-    if (kind := settings.get("quant_method")) not in (None, *supported):
+    kind = settings.get("quant_method")
+    if kind not in (None, *supported):
         reason = f"its weights are quantized ({kind}), but litft only reads {', '.join(supported)}"
         raise ValueError(f"{base}: {reason}; download the unquantized model")
     try:
@@ -329,11 +440,13 @@ def _check_quantization(base: Path, settings: dict[str, Any]) -> None:
 
 def _local_folder(folder: str | Path) -> Path:
     """Return the folder of a path or a hub id, downloading the latter if necessary."""
-    if repo := hub_id(folder):
+    repo = hub_id(folder)
+    if repo:
         return fetch(repo)[0]
     if not Path(folder).exists():
         raise ValueError(
-            f"{folder} does not exist; name a model folder in Hugging Face format, an adapter folder or a hub id"
+            f"{folder} does not exist; name a model folder in Hugging Face format, an adapter "
+            "folder or a hub id"
         )
     return Path(folder)
 
@@ -345,15 +458,19 @@ def load_models(
     quantize: str | None,
     placement: WeightPlacement = UNSHARDED,
 ) -> list[GPT]:
-    """Load the network of each folder for inference; all have the same base model and share its tensors.
+    """Load the network of each folder for inference; all have the same base model and share its
+    tensors.
 
     Raise ValueError if only some of several adapters train full modules of a base to be quantized.
     """
     adapters = [source.read_adapter() for source in sources]
-    unquantized = {name for adapter in adapters if adapter for name in adapter[0].unquantized_modules()}
+    unquantized = {
+        name for adapter in adapters if adapter for name in adapter[0].unquantized_modules()
+    }
     if unquantized and len(sources) > 1 and (kind := sources[0].quantization(quantize)):
         reason = (
-            f"{len(unquantized)} modules ({min(unquantized)}) are trained in full by one adapter but {kind} for the others"
+            f"{len(unquantized)} modules ({min(unquantized)}) are trained in full by one adapter "
+            f"but {kind} for the others"
         )
         raise ValueError(f"{reason}; load that adapter alone, or all of them unquantized")
     base = sources[0].base_model(precision, device, quantize, unquantized, placement)
@@ -367,7 +484,8 @@ def load_models(
 
 
 def share_weights(model: GPT) -> GPT:
-    """Copy the network's modules but share its tensors, so that a method only changes the modules of the copy."""
+    """Copy the network's modules but share its tensors, so that a method only changes the modules
+    of the copy."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -379,7 +497,8 @@ def load(
     base_dir: str | Path | None = None,
     quantize: str | None = None,
 ) -> tuple[GPT, Tokenizer | None]:
-    """Load a model and its tokenizer from the folder of a base model, an adapter (litft or PEFT), a merged model or a run.
+    """Load a model and its tokenizer from the folder of a base model, an adapter (litft or PEFT), a
+    merged model or a run.
 
     folder: a path or a hub id (`owner/name` or `owner/name@revision`).
     precision: bf16, fp16 or fp32; None: the dtype of the folder.
@@ -392,7 +511,8 @@ def load(
         raise ValueError(f"quantize {quantize!r} is not supported; use {', '.join(KINDS)}")
     source = resolve(folder, base_dir)
     source.check_base_dir(base_dir)
-    if warning := source.quantization_warning(source.quantization(quantize)):
+    warning = source.quantization_warning(source.quantization(quantize))
+    if warning:
         warnings.warn(warning.removeprefix("warning: "), stacklevel=2)
     return source.model(precision, device, quantize), source.tokenizer()
 
@@ -402,7 +522,8 @@ def _read_config_json(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         inside = sorted(str(file.parent) for file in folder.glob("*/config.json"))[:3]
         remedy = (
-            _gguf_remedy(folder.iterdir()) or "name the folder of a Hugging Face model, with its config.json and weights"
+            _gguf_remedy(folder.iterdir())
+            or "name the folder of a Hugging Face model, with its config.json and weights"
         )
         remedy = f"did you mean {' or '.join(inside)}?" if inside else remedy
         raise ValueError(f"{folder} has no config.json; {remedy}")
@@ -412,11 +533,16 @@ def _read_config_json(folder: Path) -> dict[str, Any]:
 def _gguf_remedy(files: Iterable[Path]) -> str | None:
     """Suggest the conversion of the first GGUF file; return None if there is none."""
     gguf_file = next((path for path in files if path.suffix == ".gguf"), None)
-    return gguf_file and f"convert it with python scripts/convert_gguf_checkpoint.py --checkpoint_dir {gguf_file}"
+    return (
+        gguf_file
+        and "convert it with python scripts/convert_gguf_checkpoint.py --checkpoint_dir "
+        f"{gguf_file}"
+    )
 
 
 def _find_base(adapter: Path, base_dir: str | Path | None) -> Path:
-    """Find an adapter's base model: `base_dir`, else the path recorded by litft, else PEFT's base_model_name_or_path."""
+    """Find an adapter's base model: `base_dir`, else the path recorded by litft, else PEFT's
+    base_model_name_or_path."""
     if base_dir:
         return _local_folder(base_dir)
     config = read_adapter_config(adapter)
@@ -428,7 +554,8 @@ def _find_base(adapter: Path, base_dir: str | Path | None) -> Path:
             return Path(os.path.normpath(path))
     reason = f"{adapter}: its base model {base_name!r} is not a local folder; pass --base_dir"
     revision = config.get("revision")
-    if not (repo := hub_id(f"{base_name}@{revision}" if revision else base_name)):
+    repo = hub_id(f"{base_name}@{revision}" if revision else base_name)
+    if not repo:
         raise ValueError(reason)
     try:
         return fetch(repo)[0]
@@ -440,13 +567,15 @@ def _check_fingerprint(source: PretrainedFolder) -> None:
     recorded = source.record.get("base_fingerprint")
     if recorded and recorded != (actual := fingerprint(source.checkpoint)):
         raise ValueError(
-            f"{source.adapter} was trained on another base than {source.base} (fingerprint {recorded[:12]}, found "
-            f"{actual[:12]}); pass --base_dir with the folder it was trained on"
+            f"{source.adapter} was trained on another base than {source.base} (fingerprint "
+            f"{recorded[:12]}, found {actual[:12]}); pass --base_dir with the folder it was "
+            "trained on"
         )
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Identify weights by a hash over the name, shape, dtype and first values of every tensor (takes milliseconds)."""
+    """Identify weights by a hash over the name, shape, dtype and first values of every tensor
+    (takes milliseconds)."""
     digest = hashlib.sha256()
     for name in checkpoint.names:
         meta = checkpoint.meta(name)
@@ -456,7 +585,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def base_record(source: PretrainedFolder, folder: Path) -> dict[str, Any]:
-    """Return the config fields about the base model for an adapter written to `folder`: PEFT's and litft's own."""
+    """Return the config fields about the base model for an adapter written to `folder`: PEFT's and
+    litft's own."""
     base = os.path.realpath(source.base)
     record = {
         "base_path": os.path.relpath(base, os.path.realpath(folder)),

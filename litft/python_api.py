@@ -1,4 +1,5 @@
-"""`litft.finetune` for Python programs and notebooks: the flags as keywords, and examples in memory."""
+"""`litft.finetune` for Python programs and notebooks: the flags as keywords, and examples in
+memory."""
 
 import inspect
 import re
@@ -13,7 +14,8 @@ from litft.data.in_memory import EXAMPLES, stored_examples
 from litft.training.finetune import Callback, Outcome, run_finetuning
 from litft.training.scoring import Metric
 
-RECORD = re.compile(rf"\S*{EXAMPLES}/\w+\.jsonl(?:, line (\d+))?")  # how records in memory are named in messages
+# how records in memory are named in messages
+RECORD = re.compile(rf"\S*{EXAMPLES}/\w+\.jsonl(?:, line (\d+))?")
 Examples = str | PathLike | Iterable[str | PathLike] | Iterable[Mapping[str, Any]]
 
 
@@ -34,17 +36,22 @@ def finetune(
     callback: called in the first process with every row of metrics.csv when it is written.
     method: lora (default), adapter, adapter_v2 or full.
     model: a model folder or a hub id. Without model and data, the built-in demo is trained.
-    data: examples: a path, a hub id, a list of paths, or records: a list, a `datasets.Dataset`, or an iterator.
+    data: examples: a path, a hub id, a list of paths, or records: a list, a `datasets.Dataset`, or
+    an iterator.
     val_data: validation examples, likewise.
-    metrics: functions by name, called with the model's answers to the validation questions before and after training.
-    flags: all flags of the command, by their last name (`max_steps=100`), or by group_name (`lora_r=8`, `eval_interval=50`).
+    metrics: functions by name, called with the model's answers to the validation questions before
+    and after training.
+    flags: all flags of the command, by their last name (`max_steps=100`), or by group_name
+    (`lora_r=8`, `eval_interval=50`).
 
-    Raises TypeError for an unknown keyword, ValueError for mistakes of the user, and `litft.errors.Interrupted` if a signal
-    ended the run after its state was saved.
+    Raises TypeError for an unknown keyword, ValueError for mistakes of the user, and
+    `litft.errors.Interrupted` if a signal ended the run after its state was saved.
     """
     if args is not None:
         if flags or any(value is not None for value in (method, model, data, val_data)):
-            raise TypeError("finetune() takes either args or keywords; set the fields of args instead")
+            raise TypeError(
+                "finetune() takes either args or keywords; set the fields of args instead"
+            )
         return run_finetuning(args, callback, metrics)
     method = method or "lora"
     try:
@@ -57,7 +64,9 @@ def finetune(
     except (TypeError, ValueError) as error:
         if type(error) not in (TypeError, ValueError) or method not in FINETUNE:
             raise
-        message = RECORD.sub(lambda m: f"record {int(m[1]) - 1} of the data" if m[1] else "the data", str(error))
+        message = RECORD.sub(
+            lambda m: f"record {int(m[1]) - 1} of the data" if m[1] else "the data", str(error)
+        )
         message = name_keywords(message, method)
         if message == str(error):  # it may be an error of the callback, whose traceback is needed
             raise
@@ -68,10 +77,18 @@ def _paths(examples: Examples, limit: int | None = None) -> list[str]:
     """Return the paths of examples; records are stored in a file."""
     if isinstance(examples, str | PathLike):
         return [fspath(examples)]
-    if isinstance(examples, list | tuple) and all(isinstance(item, str | PathLike) for item in examples) and examples:
+    if (
+        isinstance(examples, list | tuple)
+        and all(isinstance(item, str | PathLike) for item in examples)
+        and examples
+    ):
         return [fspath(item) for item in examples]
     return [str(stored_examples(examples, limit))]
 
 
-_own = [item for item in inspect.signature(finetune).parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+_own = [
+    item
+    for item in inspect.signature(finetune).parameters.values()
+    if item.kind is not inspect.Parameter.VAR_KEYWORD
+]
 finetune.__signature__ = signature(_own)

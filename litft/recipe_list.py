@@ -19,12 +19,23 @@ def list_recipes(args: RecipesArgs) -> None:
         table.add_column(title, overflow="fold")
     for recipe in recipes():
         table.add_row(recipe.name, recipe.title, recipe.model, memory(recipe))
-    Console(width=None if sys.stdout and sys.stdout.isatty() else 10_000, highlight=False, markup=False).print(table)
-    print("\nplanned memory: of each GPU, in bf16, for the model named here; another model of the size needs about the same")
-    print("litft finetune lora --config RECIPE --checkpoint_dir MODEL --data.path FILE   (full-*: litft finetune full)")
+    Console(
+        width=None if sys.stdout and sys.stdout.isatty() else 10_000, highlight=False, markup=False
+    ).print(table)
+    print(
+        "\n"
+        "planned memory: of each GPU, in bf16, for the model named here; another model of the size "
+        "needs about the same"
+    )
+    print(
+        "litft finetune lora --config RECIPE --checkpoint_dir MODEL --data.path FILE   (full-*: "
+        "litft finetune full)"
+    )
 
 
 def memory(recipe: Recipe) -> str:
     """Return the planned peak and the memory of the GPUs in words."""
     devices = recipe.flags.get("devices", 1)
-    return f"{recipe.planned_peak} of {recipe.memory_of_gpu}" + (f" on each of {devices} GPUs" if devices > 1 else "")
+    return f"{recipe.planned_peak} of {recipe.memory_of_gpu}" + (
+        f" on each of {devices} GPUs" if devices > 1 else ""
+    )

@@ -1,7 +1,7 @@
 """Run folders: find, create and check them. Imports no torch.
 
-A run folder has config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume) and final/ (the result; written at the end).
-While a finished run is continued, its earlier result is previous/.
+A run folder has config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume) and final/ (the
+result; written at the end). While a finished run is continued, its earlier result is previous/.
 """
 
 import csv
@@ -33,17 +33,22 @@ def method(folder: Path) -> str:
     """Return the name of a run's method, from its config.yaml."""
     with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
         match = re.match(rf"{_HEADER}: finetune (\w+);", file.readline())
-    return match[1] if match else "lora"
+    if match:
+        return match[1]
+    return "lora"
 
 
 def command(script: str) -> str:
-    """Return how a script is started from here: `python finetune/lora.py` in a clone, otherwise `litft finetune lora`."""
+    """Return how a script is started from here: `python finetune/lora.py` in a clone, otherwise
+    `litft finetune lora`."""
     path = Path(script)
     if path.is_file():
         return f"python {script}"
     if path.parent.name == "finetune":
         return f"litft finetune {path.stem}"
-    return "litft generate" if script == "generate/base.py" else f"litft {path.stem}"
+    if script == "generate/base.py":
+        return "litft generate"
+    return f"litft {path.stem}"
 
 
 def finished(folder: Path) -> bool:
@@ -65,7 +70,11 @@ def delete_previous_final(folder: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return all complete checkpoints of a run, the oldest first."""
-    folders = (path for path in (folder / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal())
+    folders = (
+        path
+        for path in (folder / "checkpoints").glob("step-*")
+        if path.name.removeprefix("step-").isdecimal()
+    )
     return sorted(folders, key=checkpoint_step)
 
 
@@ -84,12 +93,17 @@ def metrics_rows(path: Path) -> Iterator[dict[str, str]]:
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         names = _cells(next(file, ""))
         if names and "step" not in names:
-            raise ValueError(f"{path} does not start with a row of column names; fix it, or move it away")
+            raise ValueError(
+                f"{path} does not start with a row of column names; fix it, or move it away"
+            )
         for line in file:
             cells = _cells(line)
             if len(cells) < len(names):
                 continue
-            values = {name: cell for name, cell in zip(names, cells, strict=False) if name and cell}
+            values = {}
+            for name, cell in zip(names, cells, strict=False):
+                if name and cell:
+                    values[name] = cell
             try:
                 if int(values["step"]) >= 0 and [float(value) for value in values.values()]:
                     yield values
@@ -98,7 +112,8 @@ def metrics_rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def _cells(line: str) -> list[str]:
-    """Return the cells of one line, none if it is damaged: a quotation mark must not swallow the lines after it."""
+    """Return the cells of one line, none if it is damaged: a quotation mark must not swallow the
+    lines after it."""
     try:
         return next(csv.reader([line]), [])
     except csv.Error:  # zero bytes before Python 3.11, or a very long cell
@@ -106,8 +121,12 @@ def _cells(line: str) -> list[str]:
 
 
 def newest_run(is_finished: bool) -> Path | None:
-    """Return the newest finished, or unfinished, run folder under out/; None if there is no such run."""
-    runs = [path.parent for path in OUT.glob(f"*/{CONFIG}") if is_run(path.parent) and finished(path.parent) == is_finished]
+    """Return the newest finished, or unfinished, run folder under out/; None if there is no such
+    run."""
+    runs = []
+    for path in OUT.glob(f"*/{CONFIG}"):
+        if is_run(path.parent) and finished(path.parent) == is_finished:
+            runs.append(path.parent)
     return max(runs, key=lambda run: (run / CONFIG).stat().st_mtime, default=None)
 
 
@@ -121,11 +140,18 @@ def newest_finished() -> Path:
 
 def from_flags(out_dir: str | None, resume: bool) -> Path | None:
     """Return the run folder that the flags name, or None for a new run."""
-    return Path(out_dir) if out_dir else newest_run(is_finished=False) if resume else None
+    if out_dir:
+        return Path(out_dir)
+    if resume:
+        return newest_run(is_finished=False)
+    return None
 
 
 def claim(method: str) -> Path:
-    """Create and return the first free out/<method>[-n]. Runs that start at the same time get different folders."""
+    """Create and return the first free out/<method>[-n].
+
+    Runs that start at the same time get different folders.
+    """
     OUT.mkdir(exist_ok=True)
     number = 1
     while True:
@@ -138,18 +164,26 @@ def claim(method: str) -> Path:
 
 
 def check(folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | None]) -> None:
-    """Raise ValueError if the run would overwrite other files, or delete `inputs`, the paths that it reads."""
+    """Raise ValueError if the run would overwrite other files, or delete `inputs`, the paths that
+    it reads."""
     if folder.is_file():
         raise ValueError(f"--out_dir {folder} is a file; name a folder")
     occupied = folder.is_dir() and any(not _is_temporary(path) for path in folder.iterdir())
     if occupied and not is_run(folder):
-        raise ValueError(f"--out_dir {folder} is not empty and is not a litft run; name another folder")
+        raise ValueError(
+            f"--out_dir {folder} is not empty and is not a litft run; name another folder"
+        )
     if occupied and not (resume or overwrite):
-        raise ValueError(f"--out_dir {folder} already contains a run; --resume continues it, --overwrite deletes it")
+        raise ValueError(
+            f"--out_dir {folder} already contains a run; --resume continues it, --overwrite "
+            "deletes it"
+        )
     if overwrite:
         for path in filter(None, inputs):
             if Path(path).resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"--overwrite would delete {path}, which this run reads; name another --out_dir")
+                raise ValueError(
+                    f"--overwrite would delete {path}, which this run reads; name another --out_dir"
+                )
 
 
 def _is_temporary(path: Path) -> bool:
@@ -158,7 +192,10 @@ def _is_temporary(path: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Delete what is in a run folder, for --overwrite, but for its lock. Other folders are left alone."""
+    """Delete what is in a run folder, for --overwrite, but for its lock.
+
+    Other folders are left alone.
+    """
     if not is_run(folder):
         return
     for path in folder.resolve().iterdir():
@@ -171,13 +208,21 @@ def clear(folder: Path) -> None:
 
 
 def write_config(folder: Path, method: str, text: str, launch: str | None) -> None:
-    """Write config.yaml atomically. launch: id of the launch (torchrun, SLURM) that started the run."""
+    """Write config.yaml atomically. launch: id of the launch (torchrun, SLURM) that started the
+    run."""
     launch_line = f"{_LAUNCH_LINE}{launch}\n" if launch else ""
-    atomic_write(folder / CONFIG, f"{_HEADER}: finetune {method}; --config with this file repeats it.\n{launch_line}{text}")
+    atomic_write(
+        folder / CONFIG,
+        f"{_HEADER}: finetune {method}; --config with this file repeats it.\n{launch_line}{text}",
+    )
 
 
 def launched_by(folder: Path | None, launch: str | None) -> bool:
-    """Return whether the launch with this id started the run, so that its processes are now restarted ones."""
+    """Return whether the launch with this id started the run, so that its processes are now
+    restarted ones."""
     if not (folder and launch and is_run(folder)):
         return False
-    return f"{_LAUNCH_LINE}{launch}" in (folder / CONFIG).read_text("utf-8", errors="replace").split("\n")[:2]
+    return (
+        f"{_LAUNCH_LINE}{launch}"
+        in (folder / CONFIG).read_text("utf-8", errors="replace").split("\n")[:2]
+    )

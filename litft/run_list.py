@@ -11,7 +11,8 @@ from rich.table import Table
 from litft import run_dir
 from litft.args import RunsArgs
 
-COMMON_NAMES = ("final", "best", "base", "merged", "model")  # of folders; they do not tell which model it is
+# of folders; they do not tell which model it is
+COMMON_NAMES = ("final", "best", "base", "merged", "model")
 
 
 class Run(NamedTuple):
@@ -27,10 +28,15 @@ class Run(NamedTuple):
 
 
 def list_runs(args: RunsArgs) -> None:
-    """Print a table of the runs under a folder, sorted by start time. Raise ValueError if there are no runs."""
+    """Print a table of the runs under a folder, sorted by start time.
+
+    Raise ValueError if there are no runs.
+    """
     runs = sorted(find_runs(Path(args.folder)), key=lambda run: run.started)
     if not runs:
-        raise ValueError(f"--folder {args.folder} has no runs; name the folder in which a run's --out_dir is")
+        raise ValueError(
+            f"--folder {args.folder} has no runs; name the folder in which a run's --out_dir is"
+        )
     table = Table(box=None, pad_edge=False)
     for title in ("run", "last start", "method", "model"):
         table.add_column(title, overflow="fold")
@@ -38,16 +44,25 @@ def list_runs(args: RunsArgs) -> None:
         table.add_column(title, justify="right")
     table.add_column("state", overflow="fold")
     for run in runs:
-        losses = (f"{run.losses[name]:.4g}" if name in run.losses else "" for name in ("loss", "validation loss"))
+        losses = (
+            f"{run.losses[name]:.4g}" if name in run.losses else ""
+            for name in ("loss", "validation loss")
+        )
         started = f"{run.started:%Y-%m-%d %H:%M}"
-        table.add_row(str(run.folder), started, run.method, run.model, f"{run.steps:,}", *losses, run.state)
+        table.add_row(
+            str(run.folder), started, run.method, run.model, f"{run.steps:,}", *losses, run.state
+        )
     # wider than a terminal: a name that is cut cannot be copied
     Console(width=10_000, highlight=False, markup=False).print(table)
 
 
 def find_runs(folder: Path) -> list[Run]:
     """Return the runs in a folder and in its subfolders."""
-    return [read_run(path.parent) for path in folder.rglob(run_dir.CONFIG) if run_dir.is_run(path.parent)]
+    return [
+        read_run(path.parent)
+        for path in folder.rglob(run_dir.CONFIG)
+        if run_dir.is_run(path.parent)
+    ]
 
 
 def read_run(folder: Path) -> Run:
@@ -96,7 +111,9 @@ def _config(folder: Path) -> dict[str, Any]:
         config = yaml.safe_load((folder / run_dir.CONFIG).read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
         return {}
-    return config if isinstance(config, dict) else {}
+    if isinstance(config, dict):
+        return config
+    return {}
 
 
 def _newest_metrics(folder: Path) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Write a model folder: the tensors of the base model, merged with a method's values one at a time; tokenizer files."""
+"""Write a model folder: the tensors of the base model, merged with a method's values one at a time;
+tokenizer files."""
 
 import json
 import shutil
@@ -30,7 +31,8 @@ from litft.pretrained import TIE_FIELDS, PretrainedFolder, resolve
 
 @dataclass(frozen=True)
 class Result:
-    """A method and its values; `quantize` and `dtype` to merge them into the base as quantized in training."""
+    """A method and its values; `quantize` and `dtype` to merge them into the base as quantized in
+    training."""
 
     method: Method
     values: Values
@@ -38,14 +40,19 @@ class Result:
     dtype: torch.dtype | None = None  # of the weights before quantization
 
     def config(self, config: Config) -> Config:
-        """Return the base's config with the new vocabulary size, untied if the method changes only embedding or head."""
+        """Return the base's config with the new vocabulary size, untied if the method changes only
+        embedding or head."""
         tied = config.tied and not self.method.unties_head()
         return replace(config, vocab_size=self.method.vocab_size(config), tied=tied)
 
     def is_unchanged(self, name: str, base: GPT) -> bool:
         """Whether to write the base's tensor: frozen values may have been rounded for training."""
         has_new_rows = self.method.tokens and name.startswith(("embed.", "lm_head."))
-        return name in self.method.frozen and not has_new_rows and self.values[name].shape == base.get_parameter(name).shape
+        return (
+            name in self.method.frozen
+            and not has_new_rows
+            and self.values[name].shape == base.get_parameter(name).shape
+        )
 
     def tensor(self, name: str, weight: Tensor, base: GPT) -> Tensor:
         """Merge the method's values into `weight`, the base's tensor `name`."""
@@ -55,12 +62,18 @@ class Result:
 
 
 def model_entries(
-    source: PretrainedFolder, dtype: torch.dtype, result: Result | None = None, rules: list[Rule] | None = None
+    source: PretrainedFolder,
+    dtype: torch.dtype,
+    result: Result | None = None,
+    rules: list[Rule] | None = None,
 ) -> list[LazyTensor]:
-    """List all tensors of the base merged with `result`, named by `rules` (default: those of the family)."""
+    """List all tensors of the base merged with `result`, named by `rules` (default: those of the
+    family)."""
     base = source.outline
     mappings = source.checked_mappings
-    locations = {name: (mapping, index) for mapping in mappings for index, name in enumerate(mapping.targets)}
+    locations = {
+        name: (mapping, index) for mapping in mappings for index, name in enumerate(mapping.targets)
+    }
     if result:
         result.method.check_merge(list(locations), result.values)
     config = result.config(source.config) if result else source.config
@@ -74,31 +87,45 @@ def model_entries(
     def litft_tensor(name: str) -> Tensor:
         if result and result.method.saves_full_model and not result.is_unchanged(name, base):
             return _rounded(full_tensor(result.values[name]), name, dtype)
-        mapping, index = locations[name if name in locations else "embed.weight"]  # an untied head has no tensor yet
+        # an untied head has no tensor yet
+        mapping, index = locations[name if name in locations else "embed.weight"]
         tensor = read(mapping)[index]
-        return _rounded(tensor if result is None else result.tensor(name, tensor, base), name, dtype)
+        return _rounded(
+            tensor if result is None else result.tensor(name, tensor, base), name, dtype
+        )
 
     @lru_cache(maxsize=1)  # as are the experts of a stack
     def hf_tensors(mapping: TensorMapping) -> list[Tensor]:
         return mapping.convert([litft_tensor(name) for name in mapping.sources])
 
     def entry(mapping: TensorMapping, index: int, name: str) -> LazyTensor:
-        tensors = [model.get_parameter(source).detach().to(stored_dtype(source, dtype)) for source in mapping.sources]
+        tensors = [
+            model.get_parameter(source).detach().to(stored_dtype(source, dtype))
+            for source in mapping.sources
+        ]
         like = mapping.convert(tensors)[index]
         return LazyTensor(name, like, lambda: hf_tensors(mapping)[index])
 
     hf_mappings = mappings_to_hf(
-        rules or family(config.model_type).rules(config), [name for name, _ in model.named_parameters()]
+        rules or family(config.model_type).rules(config),
+        [name for name, _ in model.named_parameters()],
     )
-    return [entry(mapping, index, name) for mapping in hf_mappings for index, name in enumerate(mapping.targets)]
+    return [
+        entry(mapping, index, name)
+        for mapping in hf_mappings
+        for index, name in enumerate(mapping.targets)
+    ]
 
 
 def _rounded(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in the dtype that it is written in; raise ValueError if fp16 has no such numbers."""
+    """Return a tensor in the dtype that it is written in; raise ValueError if fp16 has no such
+    numbers."""
     rounded = tensor.to(stored_dtype(name, dtype))
     if rounded.dtype == torch.float16 and rounded.isinf().any() and not tensor.isinf().any():
         largest = float(tensor.abs().max())
-        raise ValueError(f"{name} contains {largest:.3g}, which is out of range for fp16; pass --precision bf16")
+        raise ValueError(
+            f"{name} contains {largest:.3g}, which is out of range for fp16; pass --precision bf16"
+        )
     return rounded
 
 
@@ -110,10 +137,13 @@ def write_result(
     shard_gb: float,
     whole: PretrainedFolder | None = None,
 ) -> list[LazyTensor]:
-    """Write weights and config.json of the base, merged with `result` if given; return the tensors written.
+    """Write weights and config.json of the base, merged with `result` if given; return the tensors
+    written.
 
-    folder: None on ranks that only join the all-gathers of sharded tensors, in the same order as the writing rank.
-    whole: the multimodal model that the language model belongs to. Its other tensors and its processor are written, too.
+    folder: None on ranks that only join the all-gathers of sharded tensors, in the same order as
+    the writing rank.
+    whole: the multimodal model that the language model belongs to. Its other tensors and its
+    processor are written, too.
     """
     entries = model_entries(source, dtype, result)
     if whole:
@@ -133,7 +163,8 @@ def write_result(
 
 
 def _written_config(hf: dict[str, Any], before: Config, after: Config) -> dict[str, Any]:
-    """Return config.json for unquantized weights, with the new vocabulary size and tying of the embedding."""
+    """Return config.json for unquantized weights, with the new vocabulary size and tying of the
+    embedding."""
     written = dict(hf)
     # transformers 5 reads dtype first; auto_map names code that is not in the folder
     for name in ("dtype", "torch_dtype", "quantization_config", "auto_map"):
@@ -148,37 +179,56 @@ def _written_config(hf: dict[str, Any], before: Config, after: Config) -> dict[s
 
 
 def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> list[LazyTensor]:
-    """Return the language model's tensors under the names of the multimodal checkpoint, and its other tensors unchanged.
+    """Return the language model's tensors under the names of the multimodal checkpoint, and its
+    other tensors unchanged.
 
     Raise ValueError for a quantized checkpoint: its other tensors may be quantized, too.
     """
     if whole.checkpoint.is_quantized or whole.hf.get("quantization_config"):
-        raise ValueError(f"--multimodal: the weights of {whole.base} are quantized; use the unquantized model as --base_dir")
+        raise ValueError(
+            f"--multimodal: the weights of {whole.base} are quantized; use the unquantized model "
+            "as --base_dir"
+        )
     stored = {mapping.targets: mapping.sources for mapping in whole.checked_mappings}
     names = {}
     for mapping in mappings_to_hf(whole.rules, [name for targets in stored for name in targets]):
         names |= zip(mapping.targets, stored[mapping.sources], strict=True)
     renamed = [entry._replace(name=names.get(entry.name, entry.name)) for entry in entries]
-    language_model = {name for sources in stored.values() for name in sources} | {entry.name for entry in renamed}
+    language_model = {name for sources in stored.values() for name in sources} | {
+        entry.name for entry in renamed
+    }
     # a tied head may be stored a second time, with the values before training
-    others = [name for name in whole.checkpoint.names if name not in language_model and not name.endswith("lm_head.weight")]
+    others = [
+        name
+        for name in whole.checkpoint.names
+        if name not in language_model and not name.endswith("lm_head.weight")
+    ]
     read = whole.checkpoint.read
-    return renamed + [LazyTensor(name, whole.checkpoint.meta(name), partial(read, name)) for name in others]
+    return renamed + [
+        LazyTensor(name, whole.checkpoint.meta(name), partial(read, name)) for name in others
+    ]
 
 
 def check_written(folder: Path, source: PretrainedFolder) -> None:
-    """Open a written model or adapter once, on the meta device; raise RuntimeError if litft or PEFT could not.
+    """Open a written model or adapter once, on the meta device; raise RuntimeError if litft or PEFT
+    could not.
 
-    source: the base. An adapter's keys must be names in the class that opens the base: PEFT and vLLM pass over others.
+    source: the base. An adapter's keys must be names in the class that opens the base: PEFT and
+    vLLM pass over others.
     """
     fault = "this is a fault of litft, please report it; the training state is in checkpoints/"
     if not (folder / ADAPTER_CONFIG).is_file():
         resolve(folder).check()
         return
     if read_adapter_config(folder).get("peft_type") == "LORA":
-        missing = missing_modules(tensor_names(folder), source.checkpoint.names, source.adapter_names)
+        missing = missing_modules(
+            tensor_names(folder), source.checkpoint.names, source.adapter_names
+        )
         if missing:
-            raise RuntimeError(f"{folder}: {missing[0]} is not in the base model, as it is opened elsewhere; {fault}")
+            raise RuntimeError(
+                f"{folder}: {missing[0]} is not in the base model, as it is opened elsewhere; "
+                f"{fault}"
+            )
     method, values = read_method(folder, source)
     model = source.meta_model()
     method.attach(model)
@@ -203,8 +253,10 @@ def _drop_code(path: Path) -> None:
 
 
 def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokenizer with the chat template and stop tokens used in training to a model folder."""
-    for base in tokenizer.generation_folders[1:]:  # a file of the tokenizer's own folder replaces it
+    """Write the tokenizer with the chat template and stop tokens used in training to a model
+    folder."""
+    # a file of the tokenizer's own folder replaces it
+    for base in tokenizer.generation_folders[1:]:
         copy_files(base, folder, ["generation_config.json"])
     copy_files(tokenizer.folder, folder)
     tokenizer.save_added(folder)
@@ -217,13 +269,15 @@ def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _write_templates(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the chat templates to files, and remove them from tokenizer_config.json, which some programs prefer.
+    """Write the chat templates to files, and remove them from tokenizer_config.json, which some
+    programs prefer.
 
     Without a template of the model, none is written.
     """
     named = folder / NAMED_TEMPLATES
     shutil.rmtree(named, ignore_errors=True)
-    for path in (folder / TEMPLATE_FILE, folder / "chat_template.json"):  # the second is that of older processors
+    # the second is that of older processors
+    for path in (folder / TEMPLATE_FILE, folder / "chat_template.json"):
         path.unlink(missing_ok=True)
     if tokenizer.has_template:
         (folder / TEMPLATE_FILE).write_text(tokenizer.chat_template, "utf-8")
@@ -235,7 +289,11 @@ def _write_templates(tokenizer: Tokenizer, folder: Path) -> None:
         return
     config = json.loads(path.read_text("utf-8"))
     config.pop("chat_template", None)
-    # transformers 5 builds these tokenizers anew and splits spaces differently; others are read from tokenizer.json
-    if str(config.get("tokenizer_class")).startswith(("Llama", "CodeLlama")) and (folder / "tokenizer.json").is_file():
+    # transformers 5 builds these tokenizers anew and splits spaces differently; others are read
+    # from tokenizer.json
+    if (
+        str(config.get("tokenizer_class")).startswith(("Llama", "CodeLlama"))
+        and (folder / "tokenizer.json").is_file()
+    ):
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")

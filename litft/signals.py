@@ -11,7 +11,8 @@ from typing import Any
 from litft.args.processes import is_first_on_node
 from litft.errors import signal_name
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # cluster schedulers send SIGUSR1 as a warning
+# cluster schedulers send SIGUSR1 as a warning
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @contextmanager
@@ -32,7 +33,8 @@ def defer_signal(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def sigterm_exits() -> Iterator[None]:
-    """Within the context, SIGTERM ends the process as an exception does, so that temporary files are deleted."""
+    """Within the context, SIGTERM ends the process as an exception does, so that temporary files
+    are deleted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -48,19 +50,28 @@ def sigterm_exits() -> Iterator[None]:
 
 
 class Signals:
-    """Within the context, record signals in `caught`: the number of the last one, 0 if none arrived.
+    """Within the context, record signals in `caught`: the number of the last one, 0 if none
+    arrived.
 
-    A second Ctrl-C raises KeyboardInterrupt. Other repeated signals, which process managers send, have no further effect.
+    A second Ctrl-C raises KeyboardInterrupt. Other repeated signals, which process managers send,
+    have no further effect.
 
     notice: text to print when the first signal arrives; None: print nothing.
     """
 
-    def __init__(self, numbers: tuple[signal.Signals, ...] = HANDLED, notice: str | None = "saving after this step") -> None:
-        self.caught, self.numbers, self.notice = 0, numbers, notice
+    def __init__(
+        self,
+        numbers: tuple[signal.Signals, ...] = HANDLED,
+        notice: str | None = "saving after this step",
+    ) -> None:
+        self.caught = 0
+        self.numbers = numbers
+        self.notice = notice
         self.previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():  # Python allows no other thread to set handlers
+        # Python allows no other thread to set handlers
+        if threading.current_thread() is threading.main_thread():
             self.previous = {number: signal.signal(number, self._handle) for number in self.numbers}
         return self
 
@@ -70,9 +81,14 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.caught == signal.SIGINT:
-            raise KeyboardInterrupt("stopped at once, without saving" if self.notice else "interrupted")
+            raise KeyboardInterrupt(
+                "stopped at once, without saving" if self.notice else "interrupted"
+            )
         if self.notice and not self.caught and is_first_on_node():  # only the first process prints
-            again = " (again: stop at once, without saving)" if number == signal.SIGINT else ""
+            if number == signal.SIGINT:
+                again = " (again: stop at once, without saving)"
+            else:
+                again = ""
             # print() is not safe here: the signal may have interrupted another print()
             os.write(2, f"\n{signal_name(number)}: {self.notice}{again}\n".encode())
         self.caught = int(number)

@@ -1,4 +1,5 @@
-"""Measure attention kernels on packed rows, forward and backward: varlen, FlexAttention, SDPA with a mask, and cuDNN.
+"""Measure attention kernels on packed rows, forward and backward: varlen, FlexAttention, SDPA with
+a mask, and cuDNN.
 
     python scripts/attention_speed.py --out attention.json
 
@@ -35,7 +36,9 @@ class AttentionArgs:
 
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
-        return [f"--tokens {self.tokens}: must be a multiple of 512"] if self.tokens % 512 else []
+        if self.tokens % 512:
+            return [f"--tokens {self.tokens}: must be a multiple of 512"]
+        return []
 
 
 def kernels(args: AttentionArgs, device: object) -> dict[str, Callable]:
@@ -51,7 +54,8 @@ def kernels(args: AttentionArgs, device: object) -> dict[str, Callable]:
 
     ids = torch.arange(args.tokens, device=device)[None] // 512
     documents = PackedSequences.of(ids).with_masks({None})
-    scale, compiled_flex = args.head_dim**-0.5, torch.compile(flex_attention)
+    scale = args.head_dim**-0.5
+    compiled_flex = torch.compile(flex_attention)
 
     def masked(q, k, v):
         mask = attention_mask(q, k, documents, None)
@@ -59,7 +63,9 @@ def kernels(args: AttentionArgs, device: object) -> dict[str, Callable]:
 
     def cudnn(q, k, v):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
 
     return {
         "varlen": lambda q, k, v: _attend_varlen(q, k, v, documents.cu_seqlens, None, scale),
@@ -76,8 +82,14 @@ def main(args: AttentionArgs) -> None:
     from litft.distributed.devices import pick_accelerator
 
     device = torch.device(pick_accelerator("cuda"))
-    shapes = [(1, count, args.tokens, args.head_dim) for count in (args.heads, args.heads // 4, args.heads // 4)]
-    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    shapes = [
+        (1, count, args.tokens, args.head_dim)
+        for count in (args.heads, args.heads // 4, args.heads // 4)
+    ]
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    )
     figures: dict[str, float | str] = {}
     for name, kernel in kernels(args, device).items():
 

@@ -1,17 +1,20 @@
-"""Measure complete training steps of litft, alone or compared with peft, litgpt or another commit of litft.
+"""Measure complete training steps of litft, alone or compared with peft, litgpt or another commit
+of litft.
 
-    python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer peft --out benchmark.json
-    python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer litgpt --peer_python ENV/bin/python
-    python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer 532a5ef        # litft at that commit
-    python scripts/benchmark.py --checkpoint_dir DIR --data.path PAIRS --objective dpo --peer trl
-    python scripts/benchmark.py --checkpoint_dir FOLDER_WITH_A_CONFIG_JSON --method full --data.max_seq_length 4096
+    python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer peft --out
+    benchmark.json python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer litgpt
+    --peer_python ENV/bin/python python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE
+    --peer 532a5ef        # litft at that commit python scripts/benchmark.py --checkpoint_dir DIR
+    --data.path PAIRS --objective dpo --peer trl python scripts/benchmark.py --checkpoint_dir
+    FOLDER_WITH_A_CONFIG_JSON --method full --data.max_seq_length 4096
 
-Needs `pip install -e '.[test]'`. With a peer, all contenders train the same LoRA adapter on the same samples in the same
-order, with the same dtype, threads and fused AdamW. Each contender has its own process (and environment, with
---peer_python), so peak memory is measured per contender. They take turns step by step, so other load on the machine affects
-all equally. A step is collation, forward, backward, gradient clipping and the optimizer step. If the losses differ, the
-contenders did not do the same work and the comparison is refused. Without weights in the folder the weights are random;
-without --data.path the tokens are. `scripts/peers/` has the code of each contender.
+Needs `pip install -e '.[test]'`. With a peer, all contenders train the same LoRA adapter on the
+same samples in the same order, with the same dtype, threads and fused AdamW. Each contender has its
+own process (and environment, with --peer_python), so peak memory is measured per contender. They
+take turns step by step, so other load on the machine affects all equally. A step is collation,
+forward, backward, gradient clipping and the optimizer step. If the losses differ, the contenders
+did not do the same work and the comparison is refused. Without weights in the folder the weights
+are random; without --data.path the tokens are. `scripts/peers/` has the code of each contender.
 """
 
 import json
@@ -49,8 +52,9 @@ class BenchmarkArgs:
     objective: Literal["sft", "dpo"] = "sft"
     """What the steps learn: answers, or with dpo from pairs of answers."""
     peer: list[str] = field(default_factory=list)
-    """What to compare with: peft, litgpt, trl (for dpo), commits of litft, or litft with one change: padded, compiled,
-    eager, dora, nf4, or selective or full activation checkpointing. Several: a,b."""
+    """What to compare with: peft, litgpt, trl (for dpo), commits of litft, or litft with one
+    change: padded, compiled, eager, dora, nf4, or selective or full activation checkpointing.
+    Several: a,b."""
     peer_python: str = sys.executable
     """The Python interpreter of the environment in which the peer is installed."""
     steps: int = 12
@@ -58,8 +62,8 @@ class BenchmarkArgs:
     warmup: int = 2
     """Number of steps per contender before the measured ones."""
     precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
-    """The dtype of the computation. bf16-true (full fine-tuning only): the weights are bf16 too. auto: bf16 on a GPU, fp32
-    on a CPU."""
+    """The dtype of the computation. bf16-true (full fine-tuning only): the weights are bf16 too.
+    auto: bf16 on a GPU, fp32 on a CPU."""
     quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
     """Quantize the frozen Linears to 4 or 8 bits."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
@@ -75,29 +79,44 @@ class BenchmarkArgs:
 
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
-        problems = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the folder of the model"]
+        if self.checkpoint_dir:
+            problems = []
+        else:
+            problems = ["--checkpoint_dir is missing: name the folder of the model"]
         counts = ("steps", "threads")
-        problems += [f"--{name} {getattr(self, name)}: must be at least 1" for name in counts if getattr(self, name) < 1]
+        problems += [
+            f"--{name} {getattr(self, name)}: must be at least 1"
+            for name in counts
+            if getattr(self, name) < 1
+        ]
         problems += [] if self.warmup >= 0 else [f"--warmup {self.warmup}: must be at least 0"]
         if self.method == "full" and self.quantize != "none":
-            problems.append(f"--quantize {self.quantize}: full fine-tuning trains every weight; leave --quantize out")
+            problems.append(
+                f"--quantize {self.quantize}: full fine-tuning trains every weight; leave "
+                "--quantize out"
+            )
         if self.method != "full" and self.precision == "bf16-true":
             problems.append("--precision bf16-true applies only to full fine-tuning; use bf16")
         if self.train.optimizer_in_backward or self.train.cpu_offload == "parameters":
             problems.append(
-                "--train.optimizer_in_backward and --train.cpu_offload parameters are not supported here; leave them out"
+                "--train.optimizer_in_backward and --train.cpu_offload parameters are not "
+                "supported here; leave them out"
             )
         if self.peer and (self.method != "lora" or self.quantize != "none"):
             problems.append(
-                f"--peer {','.join(self.peer)}: comparison needs unquantized LoRA; use --method lora --quantize none"
+                f"--peer {','.join(self.peer)}: comparison needs unquantized LoRA; use --method "
+                "lora --quantize none"
             )
         if ("trl" in self.peer) != (self.objective == "dpo" and bool(self.peer)):
-            problems.append("--peer trl is the one to compare --objective dpo with, and no other objective")
+            problems.append(
+                "--peer trl is the one to compare --objective dpo with, and no other objective"
+            )
         if self.objective == "dpo" and not self.data.path:
             problems.append("--objective dpo: add --data.path, a file of pairs")
         if "auto" in (self.train.micro_batch_size, self.train.activation_checkpointing):
             problems.append(
-                "--train.micro_batch_size and --train.activation_checkpointing must not be auto here; give their values"
+                "--train.micro_batch_size and --train.activation_checkpointing must not be auto "
+                "here; give their values"
             )
         return problems + impossible_numbers(self) + self.lora.problems() + self.train.problems()
 
@@ -107,7 +126,9 @@ class ContenderProcess:
 
     def __init__(self, script: Path, python: str, setup: Path, env: dict[str, str]) -> None:
         command = [python, str(script), str(setup)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
         self.answer()  # wait until it is ready
 
     def answer(self) -> dict[str, float]:
@@ -132,7 +153,8 @@ class ContenderProcess:
 
 
 def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any]:
-    """Write the shared samples and the new adapter to `folder`, and return the setup of the contenders."""
+    """Write the shared samples and the new adapter to `folder`, and return the setup of the
+    contenders."""
     from litft.data.dataset import length_limit
     from litft.pretrained import resolve
 
@@ -143,7 +165,9 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
         samples = real_samples(args, source)
     else:
         rng = random.Random(0)
-        rows = [[rng.randrange(source.config.vocab_size) for _ in range(limit + 1)] for _ in range(32)]
+        rows = []
+        for _ in range(32):
+            rows.append([rng.randrange(source.config.vocab_size) for _ in range(limit + 1)])
         samples = [(row[:-1], row[1:]) for row in rows]
     (folder / "samples.json").write_text(json.dumps(samples))
     shares_adapter = bool(args.peer) and has_weights
@@ -171,15 +195,23 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
 
 
 def real_samples(args: BenchmarkArgs, source: Any) -> list[tuple]:
-    """Return (tokens, targets, lengths of a pair's answers) of the training samples, prepared as in a fine-tuning run."""
+    """Return (tokens, targets, lengths of a pair's answers) of the training samples, prepared as in
+    a fine-tuning run."""
     from litft.data.dataset import load_data
 
-    if (tokenizer := source.tokenizer()) is None:
-        raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise ValueError(
+            f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it"
+        )
     kind = "supervised" if args.objective == "sft" else "pairs"
-    train = load_data(args.data, tokenizer, source.config.vocab_size, source.config.max_positions, kind=kind).train
+    train = load_data(
+        args.data, tokenizer, source.config.vocab_size, source.config.max_positions, kind=kind
+    ).train
     samples = (train[n] for n in range(len(train)))
-    return [(sample.tokens.tolist(), sample.targets.tolist(), sample.documents) for sample in samples]
+    return [
+        (sample.tokens.tolist(), sample.targets.tolist(), sample.documents) for sample in samples
+    ]
 
 
 def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
@@ -189,7 +221,8 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
     from litft.methods import LoRA
     from litft.pretrained import base_record, resolve
 
-    source, method = resolve(args.checkpoint_dir), LoRA(args.lora)
+    source = resolve(args.checkpoint_dir)
+    method = LoRA(args.lora)
     model = source.base_model()
     torch.manual_seed(0)
     method.choose(model, source.adapter_rules)
@@ -198,9 +231,15 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
     method.write(folder, source, method.values(model), base_record(source, folder))
 
 
-def contenders(args: BenchmarkArgs, setup: dict[str, Any], folder: Path) -> dict[str, tuple[Path, str, dict, dict]]:
+def contenders(
+    args: BenchmarkArgs, setup: dict[str, Any], folder: Path
+) -> dict[str, tuple[Path, str, dict, dict]]:
     """Return the script, interpreter, setup and environment variables of each contender by name."""
-    env = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT)}
+    env = os.environ | {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": str(args.threads),
+        "PYTHONPATH": str(ROOT),
+    }
     rows = args.train.micro_batch_size or 4
     selected = {"litft": (PEERS / "run_litft.py", sys.executable, setup, env)}
     variants = {
@@ -215,16 +254,38 @@ def contenders(args: BenchmarkArgs, setup: dict[str, Any], folder: Path) -> dict
     for peer in args.peer:
         if peer == "peft":
             script = PEERS / "run_peft.py"
-            names = {"peft, padded": rows, "peft, unpadded": 1} if args.data.path else {"peft": setup["rows"]}
-            selected |= {name: (script, args.peer_python, setup | {"rows": count}, env) for name, count in names.items()}
+            if args.data.path:
+                names = {"peft, padded": rows, "peft, unpadded": 1}
+            else:
+                names = {"peft": setup["rows"]}
+            selected |= {
+                name: (script, args.peer_python, setup | {"rows": count}, env)
+                for name, count in names.items()
+            }
         elif peer == "trl":  # by default, TRL runs the reference model in each step
-            setups = {"trl": setup | {"precomputed": False}, "trl, precomputed": setup | {"precomputed": True}}
+            setups = {
+                "trl": setup | {"precomputed": False},
+                "trl, precomputed": setup | {"precomputed": True},
+            }
             script = PEERS / "run_trl.py"
-            selected |= {name: (script, args.peer_python, own | {"rows": rows}, env) for name, own in setups.items()}
+            selected |= {
+                name: (script, args.peer_python, own | {"rows": rows}, env)
+                for name, own in setups.items()
+            }
         elif peer == "litgpt":
-            selected["litgpt"] = (PEERS / "run_litgpt.py", args.peer_python, setup | {"rows": rows}, env)
+            selected["litgpt"] = (
+                PEERS / "run_litgpt.py",
+                args.peer_python,
+                setup | {"rows": rows},
+                env,
+            )
         elif peer in variants:
-            selected[f"litft, {peer}"] = (PEERS / "run_litft.py", sys.executable, setup | variants[peer], env)
+            selected[f"litft, {peer}"] = (
+                PEERS / "run_litft.py",
+                sys.executable,
+                setup | variants[peer],
+                env,
+            )
         else:
             tree = extract_commit(peer, folder)
             commit_setup = setup | {"compile": False, "recomputed": "none", "cpu_offload": "none"}
@@ -238,10 +299,15 @@ def contenders(args: BenchmarkArgs, setup: dict[str, Any], folder: Path) -> dict
 
 
 def extract_commit(commit: str, folder: Path) -> Path:
-    """Write the library at a commit to `folder` and return its folder. Raise ValueError if the commit does not exist."""
+    """Write the library at a commit to `folder` and return its folder.
+
+    Raise ValueError if the commit does not exist.
+    """
     archive = subprocess.run(["git", "-C", ROOT, "archive", commit, "litft"], capture_output=True)
     if archive.returncode:
-        raise ValueError(f"--peer {commit}: neither a peer nor a commit of litft; see --help for the peers")
+        raise ValueError(
+            f"--peer {commit}: neither a peer nor a commit of litft; see --help for the peers"
+        )
     tree = folder / commit
     tree.mkdir()
     subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
@@ -249,52 +315,73 @@ def extract_commit(commit: str, folder: Path) -> Path:
 
 
 def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
-    """Run the contenders in turns, each round starting with another one, and return the measured steps of each by name."""
+    """Run the contenders in turns, each round starting with another one, and return the measured
+    steps of each by name."""
     from litft.data.sampler import Sampler
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         setup = write_setup(args, device, folder)
         processes = {}
-        for number, (name, (script, python, contender_setup, env)) in enumerate(contenders(args, setup, folder).items()):
+        for number, (name, (script, python, contender_setup, env)) in enumerate(
+            contenders(args, setup, folder).items()
+        ):
             path = folder / f"setup-{number}.json"
             path.write_text(json.dumps(contender_setup))
             processes[name] = stack.enter_context(ContenderProcess(script, python, path, env))
         rows: dict[str, Rows] = {name: [] for name in processes}
         order = Sampler([len(json.loads((folder / "samples.json").read_text()))], seed=42)
-        names, batch_size = list(processes), args.train.global_batch_size
+        names = list(processes)
+        batch_size = args.train.global_batch_size
         for step in range(args.warmup + args.steps):
             for turn in range(len(names)):
                 name = names[(step + turn) % len(names)]
-                rows[name].append(processes[name].turn(order.indices(step * batch_size, (step + 1) * batch_size)))
+                rows[name].append(
+                    processes[name].turn(order.indices(step * batch_size, (step + 1) * batch_size))
+                )
             print(f"step {step + 1} of {args.warmup + args.steps}", file=sys.stderr)
     return rows
 
 
-def summarise(args: BenchmarkArgs, all_rows: dict[str, Rows], peak: float | None) -> dict[str, dict[str, float]]:
-    """Return the medians over the measured steps by contender, and how much faster litft is. Exit if the losses differ.
+def summarise(
+    args: BenchmarkArgs, all_rows: dict[str, Rows], peak: float | None
+) -> dict[str, dict[str, float]]:
+    """Return the medians over the measured steps by contender, and how much faster litft is.
+
+    Exit if the losses differ.
 
     peak: the peak FLOPs per second of the device, or None if unknown.
     """
     for name, rows in all_rows.items():
-        difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, all_rows["litft"], strict=True))
+        difference = max(
+            abs(a["loss"] - b["loss"]) for a, b in zip(rows, all_rows["litft"], strict=True)
+        )
         # litgpt starts from another adapter (also with B = 0), so only its first loss must agree
         first_difference = abs(rows[0]["loss"] - all_rows["litft"][0]["loss"])
-        if name == "litft, nf4" or (name == "peft" and not args.data.path):  # quantized, or random: other weights
+        # quantized, or random: other weights
+        if name == "litft, nf4" or (name == "peft" and not args.data.path):
             continue
         if (first_difference if name == "litgpt" else difference) > LOSS_TOLERANCE[
             "fp32" if args.precision == "fp32" else "bf16"
         ]:
-            fail(f"{name}: losses differ from litft's by up to {difference:.1e}; both must train the same model and tokens")
+            fail(
+                f"{name}: losses differ from litft's by up to {difference:.1e}; both must train "
+                "the same model and tokens"
+            )
     rows = {name: steps[args.warmup :] for name, steps in all_rows.items()}
 
     def median_ratio(steps: Rows, reference: Rows) -> float:
-        return statistics.median(a["seconds"] / b["seconds"] for a, b in zip(steps, reference, strict=True))
+        return statistics.median(
+            a["seconds"] / b["seconds"] for a, b in zip(steps, reference, strict=True)
+        )
 
     table = {}
     for name, steps in rows.items():
         seconds = statistics.median(row["seconds"] for row in steps)
-        flops = statistics.median(row["flops"] / row["seconds"] for row in steps) if steps[0]["flops"] else None
+        if steps[0]["flops"]:
+            flops = statistics.median(row["flops"] / row["seconds"] for row in steps)
+        else:
+            flops = None
         table[name] = {
             "seconds_per_step": seconds,
             "tokens_per_second": statistics.median(row["tokens"] / row["seconds"] for row in steps),
@@ -316,7 +403,10 @@ def hardware(device: str) -> str:
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    names = []
+    for line in lines:
+        if line.startswith("model name"):
+            names.append(line.split(":")[1].strip())
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
@@ -349,13 +439,21 @@ def main(args: BenchmarkArgs) -> None:
         "torch": torch.__version__,
         "args": asdict(args),
     }
-    print(f"{about['hardware']}, {args.threads} threads, {args.precision}, torch {torch.__version__}, {about['date']}\n")
+    print(
+        f"{about['hardware']}, {args.threads} threads, {args.precision}, torch "
+        f"{torch.__version__}, {about['date']}\n"
+    )
     print("| | " + " | ".join(COLUMNS) + " |\n|---" + "|---" * len(COLUMNS) + "|")
     for name, row in figures.items():
-        cells = [template.format(row[key]) if row[key] is not None else "" for key, template in COLUMNS.values()]
+        cells = [
+            template.format(row[key]) if row[key] is not None else ""
+            for key, template in COLUMNS.values()
+        ]
         print(f"| {name} | {' | '.join(cells)} |")
     if args.out:
-        Path(args.out).write_text(json.dumps({**about, "figures": figures, "steps": rows}, indent=2) + "\n", "utf-8")
+        Path(args.out).write_text(
+            json.dumps({**about, "figures": figures, "steps": rows}, indent=2) + "\n", "utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Measure the decoding speed of litft, and of transformers' generate with its dynamic and static cache.
+"""Measure the decoding speed of litft, and of transformers' generate with its dynamic and static
+cache.
 
-    python scripts/decode_speed.py --checkpoint_dir DIR --precision bf16    # needs pip install -e '.[test]'
-    python scripts/decode_speed.py --checkpoint_dir FOLDER_WITH_A_CONFIG_JSON --only_litft --accelerator cuda
+    python scripts/decode_speed.py --checkpoint_dir DIR --precision bf16    # needs pip install -e
+    '.[test]' python scripts/decode_speed.py --checkpoint_dir FOLDER_WITH_A_CONFIG_JSON --only_litft
+    --accelerator cuda
 
-All contenders run in one process and take turns, answer by answer. They have the same model, dtype, threads and prompt,
-decode greedily, and generate the same number of tokens. The time of an answer covers prefill, all decode steps and the
-choice of tokens. In fp32 the tokens must be equal; otherwise the comparison is refused. The last line relates litft's speed
-to the copy bandwidth of the device: a decode step reads every weight and the KV cache once. If the folder has no weights,
-they are random.
+All contenders run in one process and take turns, answer by answer. They have the same model, dtype,
+threads and prompt, decode greedily, and generate the same number of tokens. The time of an answer
+covers prefill, all decode steps and the choice of tokens. In fp32 the tokens must be equal;
+otherwise the comparison is refused. The last line relates litft's speed
+to the copy bandwidth of the device: a decode step reads every weight and the KV cache once. If the
+folder has no weights, they are random.
 """
 
 import json
@@ -58,10 +61,16 @@ class SpeedArgs:
 
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
-        missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the folder of the model"]
+        if self.checkpoint_dir:
+            missing = []
+        else:
+            missing = ["--checkpoint_dir is missing: name the folder of the model"]
         positive = ("rows", "prompt_tokens", "new_tokens", "rounds")
         return (
-            missing + impossible_numbers(self) + below_minimum(self, "", 1, *positive) + below_minimum(self, "", 0, "busy")
+            missing
+            + impossible_numbers(self)
+            + below_minimum(self, "", 1, *positive)
+            + below_minimum(self, "", 0, "busy")
         )
 
 
@@ -87,7 +96,12 @@ def main(args: SpeedArgs) -> None:
             parameter.normal_(0, 0.02)
     fuse_linears(model, pack=not args.compile)
     limit_threads(model, args.rows)  # as litft's commands do; applies to all contenders
-    prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(
+        0,
+        model.config.vocab_size,
+        (1, args.prompt_tokens),
+        generator=torch.Generator().manual_seed(0),
+    )
     contenders = {"litft": litft_answer(model, prompt, args)}
     if not args.only_litft:
         contenders |= transformers_answers(args, has_weights, device, prompt)
@@ -98,15 +112,21 @@ def main(args: SpeedArgs) -> None:
             start = time.perf_counter()
             tokens[name] = answer()
             seconds[name].append(time.perf_counter() - start)
-    if has_weights and args.precision == "fp32" and any(other != tokens["litft"] for other in tokens.values()):
+    if (
+        has_weights
+        and args.precision == "fp32"
+        and any(other != tokens["litft"] for other in tokens.values())
+    ):
         raise ValueError(
-            "the contenders generated different tokens, so their speeds cannot be compared; measure litft with --only_litft"
+            "the contenders generated different tokens, so their speeds cannot be compared; "
+            "measure litft with --only_litft"
         )
     report(args, model, {name: times[1:] for name, times in seconds.items()}, device)
 
 
 def litft_answer(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
-    """Return a function that generates an answer as `litft generate` does, greedily, and returns its token ids."""
+    """Return a function that generates an answer as `litft generate` does, greedily, and returns
+    its token ids."""
     from litft.args import Sampling
     from litft.inference.decoder import Decoder
     from litft.inference.generation import Request, generate_batch
@@ -135,8 +155,11 @@ def litft_answer(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
     return answer
 
 
-def transformers_answers(args: SpeedArgs, has_weights: bool, device, prompt) -> dict[str, Callable[[], list[int]]]:
-    """Return the same functions for transformers, by name: one with the dynamic and one with the static cache."""
+def transformers_answers(
+    args: SpeedArgs, has_weights: bool, device, prompt
+) -> dict[str, Callable[[], list[int]]]:
+    """Return the same functions for transformers, by name: one with the dynamic and one with the
+    static cache."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -144,17 +167,29 @@ def transformers_answers(args: SpeedArgs, has_weights: bool, device, prompt) -> 
     if has_weights:
         model = AutoModelForCausalLM.from_pretrained(args.checkpoint_dir, dtype=dtype)
     else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.checkpoint_dir), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(args.checkpoint_dir), dtype=dtype
+        )
     model.to(device).eval()
     inputs = prompt.expand(args.rows, -1).to(device)
-    settings = dict(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, do_sample=False, eos_token_id=None)
+    settings = dict(
+        max_new_tokens=args.new_tokens,
+        min_new_tokens=args.new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
 
     def answer(cache: str) -> list[int]:
         # without a mask, generate would treat stop tokens in the prompt as padding
-        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), cache_implementation=cache, **settings)
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), cache_implementation=cache, **settings
+        )
         return output[0, args.prompt_tokens :].tolist()
 
-    return {f"transformers, {cache} cache": (lambda cache=cache: answer(cache)) for cache in ("dynamic", "static")}
+    return {
+        f"transformers, {cache} cache": (lambda cache=cache: answer(cache))
+        for cache in ("dynamic", "static")
+    }
 
 
 @contextmanager
@@ -169,43 +204,69 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def report(args: SpeedArgs, model, times: dict[str, list[float]], device) -> None:
-    """Print the tokens/s of each contender, and the share of the copy bandwidth that litft reaches."""
+    """Print the tokens/s of each contender, and the share of the copy bandwidth that litft
+    reaches."""
     import torch
 
-    config, rates = model.config, {}
+    config = model.config
+    rates = {}
     for name, seconds in times.items():
         rates[name] = args.rows * args.new_tokens / statistics.median(seconds)
-        spread = f"{args.rows * args.new_tokens / max(seconds):.1f} to {args.rows * args.new_tokens / min(seconds):.1f}"
+        spread = (
+            f"{args.rows * args.new_tokens / max(seconds):.1f} to "
+            f"{args.rows * args.new_tokens / min(seconds):.1f}"
+        )
         print(f"{name}: {rates[name]:.1f} tokens/s ({spread})")
-    if others := [rate for name, rate in rates.items() if name != "litft"]:
+    others = [rate for name, rate in rates.items() if name != "litft"]
+    if others:
         print(f"litft / the faster one: {rates['litft'] / max(others):.2f}")
-    weights = sum(p.nbytes for p in model.parameters()) - (0 if config.tied else model.embed.weight.nbytes)
-    cache_size = 2 * len(config.layers) * config.n_kv_heads * config.head_dim * (args.prompt_tokens + args.new_tokens / 2)
+    weights = sum(p.nbytes for p in model.parameters()) - (
+        0 if config.tied else model.embed.weight.nbytes
+    )
+    cache_size = (
+        2
+        * len(config.layers)
+        * config.n_kv_heads
+        * config.head_dim
+        * (args.prompt_tokens + args.new_tokens / 2)
+    )
     bytes_read = weights + args.rows * cache_size * model.dtype.itemsize
     bandwidth = copy_speed(device)
     read_speed = bytes_read * rates["litft"] / args.rows
-    hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+    else:
+        hardware = f"CPU, {torch.get_num_threads()} threads"
     print(
         f"{bytes_read / 1e9:.2f} GB per step: {read_speed / 1e9:.1f} GB/s, "
-        f"{read_speed / bandwidth:.0%} of the copy bandwidth ("
-        f"{bandwidth / 1e9:.1f} GB/s); {args.precision}, {hardware}, torch {torch.__version__}, {date.today()}"
+        f"{read_speed / bandwidth:.0%} of the copy bandwidth ({bandwidth / 1e9:.1f} GB/s); "
+        f"{args.precision}, {hardware}, torch {torch.__version__}, {date.today()}"
     )
     if args.out:
-        figures = {"tokens_per_second": rates, "bandwidth": bandwidth, "share": read_speed / bandwidth}
+        figures = {
+            "tokens_per_second": rates,
+            "bandwidth": bandwidth,
+            "share": read_speed / bandwidth,
+        }
         Path(args.out).write_text(json.dumps(figures), "utf-8")
 
 
 def copy_speed(device, size: int | None = None) -> float:
     """Return the copy bandwidth of the device in bytes/s: bytes read plus bytes written.
 
-    size: of the copy, by default 2 GB on a GPU, where the time of a launch must not count, and 268 MB on a CPU.
+    size: of the copy, by default 2 GB on a GPU, where the time of a launch must not count, and 268
+    MB on a CPU.
     """
     import torch
 
     size = size or (2 * 10**9 if device.type == "cuda" else 2**28)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / statistics.median([timed(lambda: target.copy_(source), device) for _ in range(8)][2:])
+    return (
+        2
+        * size
+        / statistics.median([timed(lambda: target.copy_(source), device) for _ in range(8)][2:])
+    )
 
 
 def timed(function: Callable, device) -> float:

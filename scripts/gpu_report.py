@@ -2,9 +2,10 @@
 
     python scripts/gpu_report.py --minutes 8 --out report.json
 
-Needs a GPU, and no other file than this repository: weights are random. Parts run in order of worth, each within its own
-limit; each result is written at once, and what is in the file is not measured again. The page is written next to it
-(report.md). `--models tiny --accelerator cpu` tries the command itself on a CPU.
+Needs a GPU, and no other file than this repository: weights are random. Parts run in order of
+worth, each within its own limit; each result is written at once, and what is in the file is not
+measured again. The page is written next to it (report.md). `--models tiny --accelerator cpu` tries
+the command itself on a CPU.
 """
 
 import json
@@ -34,10 +35,13 @@ class ReportArgs:
     """Measure on a GPU what only a GPU can show."""
 
     minutes: float = 8.0
-    """Begin no part whose limit could end after this time, but at least one: an answer may take 8 minutes."""
+    """Begin no part whose limit could end after this time, but at least one: an answer may take 8
+    minutes."""
     out: str = "report.json"
     """The JSON file of the results; the Markdown page has the same name."""
-    models: list[str] = field(default_factory=lambda: ["llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b"])
+    models: list[str] = field(
+        default_factory=lambda: ["llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b"]
+    )
     """Names of folders in scripts/configs, the largest first."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """The device type to run on. auto: cuda if available."""
@@ -46,7 +50,10 @@ class ReportArgs:
 
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
-        missing = [name for name in self.models if not (SCRIPTS / "configs" / name).is_dir()]
+        missing = []
+        for name in self.models:
+            if not (SCRIPTS / "configs" / name).is_dir():
+                missing.append(name)
         return [f"--models {name}: no folder of scripts/configs has this name" for name in missing]
 
 
@@ -59,26 +66,65 @@ class Part(NamedTuple):
 
 
 def training(args: ReportArgs, device: str) -> list[Part]:
-    """Return the parts about training steps: LoRA beside transformers and peft, then QLoRA and full fine-tuning."""
-    common = ["scripts/benchmark.py", "--accelerator", device, "--precision", "bf16", "--steps", "6", "--warmup", "2"]
+    """Return the parts about training steps: LoRA beside transformers and peft, then QLoRA and full
+    fine-tuning."""
+    common = [
+        "scripts/benchmark.py",
+        "--accelerator",
+        device,
+        "--precision",
+        "bf16",
+        "--steps",
+        "6",
+        "--warmup",
+        "2",
+    ]
     common += ["--data.max_seq_length", str(args.tokens), "--out", "OUT"]
     parts = []
     for name in args.models:
         model = ["--checkpoint_dir", f"scripts/configs/{name}"]
         for rows in (1, 4):
-            shape = ["--train.micro_batch_size", str(rows), "--train.global_batch_size", str(2 * rows)]
+            shape = [
+                "--train.micro_batch_size",
+                str(rows),
+                "--train.global_batch_size",
+                str(2 * rows),
+            ]
             peers = ["--peer", "peft" + ("" if rows == 4 else ",eager")]
-            parts.append(Part(f"{name}: LoRA, {rows} x {args.tokens}", [*common, *model, *shape, *peers], 150))
-        quantized = ["--quantize", "nf4", "--train.micro_batch_size", "1", "--train.global_batch_size", "2"]
+            parts.append(
+                Part(
+                    f"{name}: LoRA, {rows} x {args.tokens}", [*common, *model, *shape, *peers], 150
+                )
+            )
+        quantized = [
+            "--quantize",
+            "nf4",
+            "--train.micro_batch_size",
+            "1",
+            "--train.global_batch_size",
+            "2",
+        ]
         parts.append(Part(f"{name}: QLoRA, 1 x {args.tokens}", [*common, *model, *quantized], 120))
     full = ["--method", "full", "--train.micro_batch_size", "1", "--train.global_batch_size", "2"]
     model = ["--checkpoint_dir", f"scripts/configs/{args.models[-1]}"]
-    return [*parts, Part(f"{args.models[-1]}: full, 1 x {args.tokens}", [*common, *model, *full], 120)]
+    return [
+        *parts,
+        Part(f"{args.models[-1]}: full, 1 x {args.tokens}", [*common, *model, *full], 120),
+    ]
 
 
 def decoding(args: ReportArgs, device: str) -> list[Part]:
     """Return the parts about decoding: short and long prompts, one row and eight."""
-    common = ["scripts/decode_speed.py", "--only_litft", "--compile", "true", "--new_tokens", "48", "--rounds", "3"]
+    common = [
+        "scripts/decode_speed.py",
+        "--only_litft",
+        "--compile",
+        "true",
+        "--new_tokens",
+        "48",
+        "--rounds",
+        "3",
+    ]
     common += ["--accelerator", device, "--out", "OUT"]
     shapes = [(32, 1), (32, 8), (2000, 1), (2000, 8)]
     if device == "cpu":  # which only tries the command; each part takes half a minute to compile
@@ -94,34 +140,92 @@ def decoding(args: ReportArgs, device: str) -> list[Part]:
 
 def parts(args: ReportArgs, device: str) -> list[Part]:
     """Return all parts in order of worth."""
-    tests = ["-m", "pytest", "tests/gpu", "-m", "quick", "-q", "--junitxml", "OUT", "-p", "no:cacheprovider"]
+    tests = [
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-m",
+        "quick",
+        "-q",
+        "--junitxml",
+        "OUT",
+        "-p",
+        "no:cacheprovider",
+    ]
     tests += ["-n", "4" if device == "cuda" else "0"]
-    cells = ["scripts/plan_accuracy.py", "--accelerator", device, "--minutes", str(CELL_MINUTES), "--out", "CELLS"]
+    cells = [
+        "scripts/plan_accuracy.py",
+        "--accelerator",
+        device,
+        "--minutes",
+        str(CELL_MINUTES),
+        "--out",
+        "CELLS",
+    ]
     if device == "cpu":
         tests += ["--deselect", "tests/gpu"]  # all of them need a GPU
         cells += ["--cells", f"{args.models[0]} lora fp32 none 1 64 none eager 1"]
-    profile = ["scripts/profile_step.py", "--accelerator", device, "--precision", "bf16", "--out", "OUT"]
-    profile += ["--checkpoint_dir", f"scripts/configs/{args.models[0]}", "--data.max_seq_length", str(args.tokens)]
+    profile = [
+        "scripts/profile_step.py",
+        "--accelerator",
+        device,
+        "--precision",
+        "bf16",
+        "--out",
+        "OUT",
+    ]
+    profile += [
+        "--checkpoint_dir",
+        f"scripts/configs/{args.models[0]}",
+        "--data.max_seq_length",
+        str(args.tokens),
+    ]
     profile += ["--train.micro_batch_size", "1", "--train.global_batch_size", "1"]
     all_parts = [Part("quick half of tests/gpu", tests, 450), *training(args, device)]
-    all_parts += [Part(f"plan, part {number + 1}", cells, 60 * CELL_MINUTES + 120) for number in range(CELL_PARTS)]
-    all_parts += [*decoding(args, device), Part(f"{args.models[0]}: kernels of a step", profile, 150)]
+    all_parts += [
+        Part(f"plan, part {number + 1}", cells, 60 * CELL_MINUTES + 120)
+        for number in range(CELL_PARTS)
+    ]
+    all_parts += [
+        *decoding(args, device),
+        Part(f"{args.models[0]}: kernels of a step", profile, 150),
+    ]
     if device == "cuda":
-        all_parts.append(Part("attention on packed rows", ["scripts/attention_speed.py", "--out", "OUT"], 120))
+        all_parts.append(
+            Part("attention on packed rows", ["scripts/attention_speed.py", "--out", "OUT"], 120)
+        )
         all_parts += several_gpus(args)
     return all_parts
 
 
 def several_gpus(args: ReportArgs) -> list[Part]:
-    """Return the parts that need several GPUs: the largest model's step on 1, 2, 4 and 8, with DDP and FSDP2."""
+    """Return the parts that need several GPUs: the largest model's step on 1, 2, 4 and 8, with DDP
+    and FSDP2."""
     import torch
 
-    counts = [count for count in (1, 2, 4, 8) if 1 < torch.cuda.device_count() >= count]
+    counts = []
+    for count in (1, 2, 4, 8):
+        if 1 < torch.cuda.device_count() >= count:
+            counts.append(count)
     parts = []
-    for devices, strategy in [(1, "single")] * bool(counts) + [(n, name) for n in counts for name in ("ddp", "fsdp")]:
-        command = ["scripts/scaling_step.py", "--devices", str(devices), "--strategy", strategy, "--model", args.models[0]]
+    for devices, strategy in [(1, "single")] * bool(counts) + [
+        (n, name) for n in counts for name in ("ddp", "fsdp")
+    ]:
+        command = [
+            "scripts/scaling_step.py",
+            "--devices",
+            str(devices),
+            "--strategy",
+            strategy,
+            "--model",
+            args.models[0],
+        ]
         parts.append(
-            Part(f"{args.models[0]}: {strategy} on {devices}", [*command, "--tokens", str(args.tokens), "--out", "OUT"], 240)
+            Part(
+                f"{args.models[0]}: {strategy} on {devices}",
+                [*command, "--tokens", str(args.tokens), "--out", "OUT"],
+                240,
+            )
         )
     return parts
 
@@ -133,19 +237,25 @@ def measure(part: Part, cells: Path) -> dict[str, Any]:
         out = Path(folder) / "out"
         words = [{"OUT": str(out), "CELLS": str(cells)}.get(word, word) for word in part.command]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, start_new_session=True, **pipes)
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, start_new_session=True, **pipes
+        )
         try:
             stdout, stderr = process.communicate(timeout=part.limit)
             result: dict[str, Any] = {"exit": process.returncode, "tail": stdout[-2500:]}
             if process.returncode:
                 result["error"] = stderr[-2500:].strip() or stdout[-2500:]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its children too: they would disturb the next part
+            # its children too: they would disturb the next part
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             result = {"error": f"ended after its limit of {part.limit} s"}
         if out.is_file():
             text = out.read_text("utf-8")
-            result["result"] = json.loads(text) if text.startswith("{") else text[:300]
+            if text.startswith("{"):
+                result["result"] = json.loads(text)
+            else:
+                result["result"] = text[:300]
             if isinstance(result["result"], dict):
                 result["result"].pop("steps", None)
                 result["result"].pop("args", None)
@@ -161,8 +271,20 @@ def page(report: dict[str, Any]) -> str:
         "",
     ]
     for name, part in report["parts"].items():
-        state = f"failed: {part['error'].strip().splitlines()[-1][:200]}" if part.get("error") else "done"
-        lines += [f"## {name}", "", f"{state} ({part['seconds']} s)", "", "```text", part.get("tail", "").strip(), "```", ""]
+        if part.get("error"):
+            state = f"failed: {part['error'].strip().splitlines()[-1][:200]}"
+        else:
+            state = "done"
+        lines += [
+            f"## {name}",
+            "",
+            f"{state} ({part['seconds']} s)",
+            "",
+            "```text",
+            part.get("tail", "").strip(),
+            "```",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -172,22 +294,36 @@ def main(args: ReportArgs) -> None:
 
     from litft.distributed.devices import machine_lines, pick_accelerator
 
-    start, path, device = time.monotonic(), Path(args.out), pick_accelerator(args.accelerator)
+    start = time.monotonic()
+    path = Path(args.out)
+    device = pick_accelerator(args.accelerator)
     hardware, _ = machine_lines(torch.device(device), 1)
-    fresh = {"hardware": hardware, "torch": torch.__version__, "date": date.today().isoformat(), "parts": {}}
+    fresh = {
+        "hardware": hardware,
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "parts": {},
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = json.loads(path.read_text("utf-8")) if path.is_file() else fresh
+    if path.is_file():
+        report = json.loads(path.read_text("utf-8"))
+    else:
+        report = fresh
     every_part = parts(args, device)
     remaining = [part for part in every_part if part.name not in report["parts"]]
     for number, part in enumerate(remaining):
-        if number and time.monotonic() - start + part.limit > 60 * args.minutes:  # the first part always begins
+        # the first part always begins
+        if number and time.monotonic() - start + part.limit > 60 * args.minutes:
             print(f"{len(remaining) - number} of {len(every_part)} parts are left; call it again")
             return
         result = measure(part, path.with_suffix(".cells.json").resolve())
         report["parts"][part.name] = result
         atomic_write(path, json.dumps(report, indent=2) + "\n")
         atomic_write(path.with_suffix(".md"), page(report))
-        print(f"{part.name}: {'failed' if result.get('error') else 'done'} in {result['seconds']} s", flush=True)
+        print(
+            f"{part.name}: {'failed' if result.get('error') else 'done'} in {result['seconds']} s",
+            flush=True,
+        )
     print(f"done: {path.with_suffix('.md')}")
 
 

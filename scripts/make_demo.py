@@ -1,12 +1,14 @@
-"""Make the embedded demo: a tiny base model and a small instruction set, generated entirely from this file.
+"""Make the embedded demo: a tiny base model and a small instruction set, generated entirely from
+this file.
 
     python scripts/make_demo.py [--out litft/demo] [--seed 0]
 
-The script describes a small world of people, creatures, words and sums in plain prose, and trains a Llama of 1.8 M
-parameters to memorize it, which takes about six minutes on two CPU cores. The base model has never seen a question, so it
-cannot answer one. The training questions cover about four fifths of the world. The held-out questions cover the rest: facts
-that the base model has read but no training question asks for. So fine-tuning teaches the model to answer, and exact match
-on the held-out questions measures that.
+The script describes a small world of people, creatures, words and sums in plain prose, and trains a
+Llama of 1.8 M parameters to memorize it, which takes about six minutes on two CPU cores. The base
+model has never seen a question, so it cannot answer one. The training questions cover about four
+fifths of the world. The held-out questions cover the rest: facts that the base model has read but
+no training question asks for. So fine-tuning teaches the model to answer, and exact match on the
+held-out questions measures that.
 """
 
 import argparse
@@ -34,8 +36,11 @@ HELD_OUT = 1 / 5  # share of the entities of each kind
 PHRASINGS = 3  # questions per training fact; a held-out fact has one question
 SWEEPS = 200  # passes over the world, each in new words; one sweep is about 23,000 tokens
 NOTE = 6  # facts per document that mixes entities
-CONTEXT, ROW, BATCH = 256, 128, 32  # context length of the model, tokens per training row, rows per step
-PEAK_RATE, WARMUP = 3e-3, 50
+CONTEXT = 256
+ROW = 128
+BATCH = 32  # context length of the model, tokens per training row, rows per step
+PEAK_RATE = 3e-3
+WARMUP = 50
 END = "<|end|>"
 
 Record = dict[str, str]
@@ -60,8 +65,8 @@ ARCHITECTURE = {
     "torch_dtype": "bfloat16",
 }
 
-# The generation prompt ends in "Answer:" without a space: byte-level BPE keeps the space in " Ashby", so generated answers
-# are tokenized as in training and in the prose.
+# The generation prompt ends in "Answer:" without a space: byte-level BPE keeps the space in "
+# Ashby", so generated answers are tokenized as in training and in the prose.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == "system" -%}{{ message.content + "\\n" }}
@@ -80,7 +85,8 @@ lora: {r: 16, alpha: 32, dropout: 0.0, targets: [all-linear]}
 eval: {exact_match: true}
 """
 
-# ---- the world: names, then statements and questions about them -------------------------------------------------------
+# ---- the world: names, then statements and questions about them
+# -------------------------------------------------------
 
 PEOPLE = """
     Ada Alaric Amos Anselm Astrid Barnaby Basil Beatrix Bertil Blanche Bruno Cecily Clement Conrad Cora Dagmar Dario
@@ -90,7 +96,10 @@ PEOPLE = """
     Rafe Ramona Rosa Rufus Sabine Selma Sigrid Silas Stella Sven Tabitha Thea Tilda Tobias Ulla Ursula Valentin Vera
     Viggo Wanda Wilma Winston Xenia Yves Zelda
 """.split()
-SURNAMES = "Abbot Brandt Carver Dunn Falk Grimm Hale Kerr Lund Moss Nye Orr Penn Quist Stone Thorn Vance Yates".split()
+SURNAMES = (
+    "Abbot Brandt Carver Dunn Falk Grimm Hale Kerr Lund Moss Nye Orr Penn Quist Stone Thorn Vance "
+    "Yates".split()
+)
 
 CREATURES = """
     ashling bramwick corrig dapplet emberkin fennow grizzlet hobnail inkling jorrow kelpin lumble mirkle nettlet oddle
@@ -114,7 +123,9 @@ NOUNS = {
     "shape": "circle square triangle cube sphere oval",
 }
 CATEGORY = {noun: category for category, nouns in NOUNS.items() for noun in nouns.split()}
-PLURALS = "goose geese, wolf wolves, mouse mice, ox oxen, knife knives, scarf scarves, potato potatoes"
+PLURALS = (
+    "goose geese, wolf wolves, mouse mice, ox oxen, knife knives, scarf scarves, potato potatoes"
+)
 
 OPPOSITES = """
     hot cold, big small, tall short, fast slow, light dark, wet dry, rich poor, hard soft, loud quiet, full empty,
@@ -133,14 +144,18 @@ def pairs(text: str) -> dict[str, str]:
 
 def plural(noun: str) -> str:
     """Return the English plural of a noun in NOUNS."""
-    regular = noun + "es" if noun.endswith(("s", "x", "ch", "sh")) else re.sub(r"(?<![aeiou])y$", "ie", noun) + "s"
+    if noun.endswith(("s", "x", "ch", "sh")):
+        regular = noun + "es"
+    else:
+        regular = re.sub(r"(?<![aeiou])y$", "ie", noun) + "s"
     return pairs(PLURALS).get(noun, regular)
 
 
 class Attribute(NamedTuple):
     """A property of entities with its templates: {x} is the entity, {y} the value.
 
-    Each has at least eight statements: a model cannot recall a fact that it read in one wording only (arXiv 2309.14316).
+    Each has at least eight statements: a model cannot recall a fact that it read in one wording
+    only (arXiv 2309.14316).
     """
 
     values: str | dict[str, str]  # values to draw from, or the true value per entity
@@ -149,7 +164,8 @@ class Attribute(NamedTuple):
 
 PERSON = [
     Attribute(
-        "baker barber carpenter clerk doctor farmer gardener jeweller lawyer miller nurse painter sailor tailor weaver",
+        "baker barber carpenter clerk doctor farmer gardener jeweller lawyer miller nurse painter "
+        "sailor tailor weaver",
         """{x} works as a {y}. {x} earns a living as a {y}. {x} is a {y} by trade. By trade, {x} is a {y}.
         {x} has long been a {y}. The town knows {x} as a {y}. The work of {x} is that of a {y}.
         Ask for a {y} and they send for {x}. The best {y} around is {x}.
@@ -157,7 +173,8 @@ PERSON = [
         What is the trade of {x}?""",
     ),
     Attribute(
-        "Ashby Brackwater Dunmere Elmscar Fenwick Glenholt Harrowby Kestwick Larkhill Marsden Northam Oakvale Stowe",
+        "Ashby Brackwater Dunmere Elmscar Fenwick Glenholt Harrowby Kestwick Larkhill Marsden "
+        "Northam Oakvale Stowe",
         """{x} lives in {y}. {x} has a house in {y}. {x} makes a home in {y}. {x} settled in {y}.
         The home of {x} is in {y}. You can visit {x} in {y}. Letters for {x} go to {y}. In {y} you can meet {x}.
         {y} is where {x} lives.
@@ -165,7 +182,8 @@ PERSON = [
         Where do letters for {x} go?""",
     ),
     Attribute(
-        "canary donkey ferret gecko goat hamster hedgehog kitten lamb lizard magpie parrot pony rabbit tortoise",
+        "canary donkey ferret gecko goat hamster hedgehog kitten lamb lizard magpie parrot pony "
+        "rabbit tortoise",
         """{x} keeps a {y}. {x} has a {y} as a pet. {x} looks after a {y}. {x} shares the house with a {y}.
         The pet of {x} is a {y}. At home {x} feeds a {y}. The animal that {x} keeps is a {y}. A {y} belongs to {x}.
         There is a {y} in the house of {x}.
@@ -173,7 +191,8 @@ PERSON = [
         What kind of pet does {x} look after?""",
     ),
     Attribute(
-        "berries cheese curry custard dumplings honey noodles olives pancakes pickles porridge waffles walnuts",
+        "berries cheese curry custard dumplings honey noodles olives pancakes pickles porridge "
+        "waffles walnuts",
         """{x} loves to eat {y}. {x} eats {y} every morning. {x} orders {y} at the inn. {x} likes {y} best of all food.
         The favourite food of {x} is {y}. For supper {x} asks for {y}. Nothing pleases {x} more than a plate of {y}.
         A plate of {y} is what {x} likes to eat. {y} can be found in the kitchen of {x}.
@@ -181,7 +200,8 @@ PERSON = [
         What does {x} order at the inn? What does {x} ask for at supper?""",
     ),
     Attribute(
-        "amber azure black bronze crimson green indigo ivory lilac pink purple scarlet silver teal violet white",
+        "amber azure black bronze crimson green indigo ivory lilac pink purple scarlet silver teal "
+        "violet white",
         """{x} likes the colour {y}. {x} always dresses in {y}. {x} painted the door {y}. The hat of {x} is {y}.
         The favourite colour of {x} is {y}. Of all colours {x} prefers {y}. The colour that {x} wears is {y}.
         A door in {y} marks the house of {x}. Dressed in {y} comes {x}.
@@ -189,7 +209,8 @@ PERSON = [
         What colour does {x} prefer? What colour is the hat of {x}?""",
     ),
     Attribute(
-        "bagpipe banjo cello drum fiddle flute guitar harp horn lute piano trumpet tuba violin whistle zither",
+        "bagpipe banjo cello drum fiddle flute guitar harp horn lute piano trumpet tuba violin "
+        "whistle zither",
         """{x} plays the {y}. {x} practises the {y}. {x} owns a fine {y}. {x} makes music on the {y}.
         The instrument of {x} is the {y}. In the band {x} plays the {y}. The instrument that {x} plays is the {y}.
         The sound of the {y} comes from {x}. On the {y} you hear {x}.
@@ -200,7 +221,8 @@ PERSON = [
 
 CREATURE = [
     Attribute(
-        "attics caves cellars chimneys cliffs dunes forests hedges marshes meadows orchards ponds ruins wells",
+        "attics caves cellars chimneys cliffs dunes forests hedges marshes meadows orchards ponds "
+        "ruins wells",
         """The {x} lives in {y}. The {x} builds its nest in {y}. The {x} hides in {y}. Look for the {x} in {y}.
         You can find the {x} in {y}. The home of the {x} is in {y}. At dusk the {x} returns to its place in {y}.
         In {y} lives the {x}. People who walk in {y} may see the {x}.
@@ -208,7 +230,8 @@ CREATURE = [
         Where does the {x} build its nest?""",
     ),
     Attribute(
-        "acorns beetles clover crumbs ferns grass moss nettles pollen roots seeds snails spiders worms",
+        "acorns beetles clover crumbs ferns grass moss nettles pollen roots seeds snails spiders "
+        "worms",
         """The {x} eats {y}. The {x} feeds on {y}. The {x} gathers {y} for its meals. The {x} hungers for {y}.
         The food of the {x} is {y}. You can tempt the {x} with {y}. The {x} feeds its children {y}.
         A meal of {y} is what the {x} likes. With some {y} you can catch the {x}.
@@ -268,7 +291,8 @@ KINDS = [
     (list(SUMS), [SUM]),
 ]
 
-# ---- facts as prose and as questions --------------------------------------------------------------------------------------
+# ---- facts as prose and as questions
+# --------------------------------------------------------------------------------------
 
 
 class Fact(NamedTuple):
@@ -281,14 +305,19 @@ class Fact(NamedTuple):
 
     def statement(self, rng: random.Random) -> str:
         """Return a random sentence that states the fact."""
-        sentence = rng.choice(_sentences(self.attribute.templates, ".")).format(x=self.entity, y=self.value)
+        sentence = rng.choice(_sentences(self.attribute.templates, ".")).format(
+            x=self.entity, y=self.value
+        )
         return sentence[0].upper() + sentence[1:]
 
     def questions(self, rng: random.Random) -> list[Record]:
         """Return questions about the fact, each with the answer."""
         count = 1 if self.held_out else PHRASINGS
         templates = rng.sample(_sentences(self.attribute.templates, "?"), count)
-        return [{"instruction": template.format(x=self.entity), "input": "", "output": self.value} for template in templates]
+        return [
+            {"instruction": template.format(x=self.entity), "input": "", "output": self.value}
+            for template in templates
+        ]
 
 
 @cache
@@ -298,23 +327,31 @@ def _sentences(text: str, mark: str) -> list[str]:
 
 
 def compose_world(rng: random.Random) -> list[list[Fact]]:
-    """Return the facts of each entity. Facts about people and creatures are random; those about words and sums are true."""
+    """Return the facts of each entity.
+
+    Facts about people and creatures are random; those about words and sums are true.
+    """
     world = []
     for names, attributes in KINDS:
         held_out = set(rng.sample(names, round(HELD_OUT * len(names))))
         for name in names:
             entity = f"{name} {rng.choice(SURNAMES)}" if names is PEOPLE else name
-            values = [v[name] if isinstance(v, dict) else rng.choice(v.split()) for v, _ in attributes]
+            values = [
+                v[name] if isinstance(v, dict) else rng.choice(v.split()) for v, _ in attributes
+            ]
             facts = zip(attributes, values, strict=True)
-            world.append([Fact(entity, attribute, value, name in held_out) for attribute, value in facts])
+            world.append(
+                [Fact(entity, attribute, value, name in held_out) for attribute, value in facts]
+            )
     return world
 
 
 def prose(world: list[list[Fact]], rng: random.Random) -> Iterator[str]:
-    """Yield the documents of one sweep: each fact once in a portrait of its entity and once in a note on many entities.
+    """Yield the documents of one sweep: each fact once in a portrait of its entity and once in a
+    note on many entities.
 
-    Order and wording are random in every sweep, so that the model ties a fact to the full name of its entity and not to the
-    sentence before.
+    Order and wording are random in every sweep, so that the model ties a fact to the full name of
+    its entity and not to the sentence before.
     """
     portraits = [rng.sample(facts, len(facts)) for facts in world]
     mixed = [fact for facts in world for fact in facts]
@@ -326,31 +363,44 @@ def prose(world: list[list[Fact]], rng: random.Random) -> Iterator[str]:
 
 
 def instructions(world: list[list[Fact]], rng: random.Random) -> tuple[list[Record], list[Record]]:
-    """Return the training records and the validation records; the latter are about the held-out entities."""
+    """Return the training records and the validation records; the latter are about the held-out
+    entities."""
     facts = [fact for facts in world for fact in facts]
-    train, val = ([r for f in facts if f.held_out is is_val for r in f.questions(rng)] for is_val in (False, True))
+    train, val = (
+        [r for f in facts if f.held_out is is_val for r in f.questions(rng)]
+        for is_val in (False, True)
+    )
     return rng.sample(train, len(train)), rng.sample(val, len(val))
 
 
-# ---- tokenizer and base model ----------------------------------------------------------------------------------------
+# ---- tokenizer and base model
+# ----------------------------------------------------------------------------------------
 
 
 def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """Train byte-level BPE with one special token, which ends documents and answers and is the padding token."""
+    """Train byte-level BPE with one special token, which ends documents and answers and is the
+    padding token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=ARCHITECTURE["vocab_size"], special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=ARCHITECTURE["vocab_size"],
+        special_tokens=[END],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
     return tokenizer
 
 
 def pack(tokenizer: Tokenizer, documents: list[str]) -> Tensor:
-    """Join all documents, END after each, and cut them into batches (steps, BATCH, ROW + 1) that share no token."""
-    stream = [token for e in tokenizer.encode_batch_fast(documents) for token in [*e.ids, tokenizer.token_to_id(END)]]
+    """Join all documents, END after each, and cut them into batches (steps, BATCH, ROW + 1) that
+    share no token."""
+    stream = []
+    for e in tokenizer.encode_batch_fast(documents):
+        for token in [*e.ids, tokenizer.token_to_id(END)]:
+            stream.append(token)
     steps = len(stream) // (BATCH * (ROW + 1))
     return torch.tensor(stream[: steps * BATCH * (ROW + 1)]).view(steps, BATCH, ROW + 1)
 
@@ -361,8 +411,11 @@ def train_base(batches: Tensor) -> GPT:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    start, mean_loss = time.monotonic(), 0.0
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    start = time.monotonic()
+    mean_loss = 0.0
     for step, batch in enumerate(batches, 1):
         rate = PEAK_RATE * min(step / WARMUP, 0.51 + 0.49 * math.cos(math.pi * step / len(batches)))
         for group in optimizer.param_groups:
@@ -375,12 +428,17 @@ def train_base(batches: Tensor) -> GPT:
         optimizer.zero_grad()
         mean_loss += loss.item() / 50
         if step % 50 == 0:
-            print(f"step {step}/{len(batches)}  loss {mean_loss:.4f}  {time.monotonic() - start:.0f} s", flush=True)
+            print(
+                f"step {step}/{len(batches)}  loss {mean_loss:.4f}  {time.monotonic() - start:.0f} "
+                "s",
+                flush=True,
+            )
             mean_loss = 0.0
     return model
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing
+# ---------------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -392,12 +450,17 @@ def write_base(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     parameters = dict(model.to(torch.bfloat16).named_parameters())
     mappings = mappings_to_hf(family(model.config.model_type).rules(model.config), parameters)
-    tensors = [
-        pair
-        for mapping in mappings
-        for pair in zip(mapping.targets, mapping.convert([parameters[name] for name in mapping.sources]), strict=True)
-    ]
-    write_weights(folder, [LazyTensor(name, tensor.nbytes, tensor.detach) for name, tensor in tensors])
+    tensors = []
+    for mapping in mappings:
+        for pair in zip(
+            mapping.targets,
+            mapping.convert([parameters[name] for name in mapping.sources]),
+            strict=True,
+        ):
+            tensors.append(pair)
+    write_weights(
+        folder, [LazyTensor(name, tensor.nbytes, tensor.detach) for name, tensor in tensors]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "config.json", ARCHITECTURE)
     write_json(folder / "generation_config.json", {"eos_token_id": 0, "pad_token_id": 0})
@@ -416,20 +479,29 @@ def write_base(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
 
 def main() -> None:
     """Compose the world, train the base model and write the demo."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("litft/demo"), help="The folder to write.")
-    parser.add_argument("--seed", type=int, default=0, help="The seed of the text and the training.")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="The seed of the text and the training."
+    )
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
 
     world = compose_world(rng)
     train, val = instructions(world, rng)
-    documents = [document for _ in range(SWEEPS) for document in prose(world, rng)]
+    documents = []
+    for _ in range(SWEEPS):
+        for document in prose(world, rng):
+            documents.append(document)
     tokenizer = train_tokenizer(documents[: len(documents) // 10])
     write_base(args.out / "base", train_base(pack(tokenizer, documents)), tokenizer)
     for name, records in (("train", train), ("val", val)):
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+        (args.out / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records), "utf-8"
+        )
     (args.out / "lora.yaml").write_text(RECIPE, "utf-8")
 
 

@@ -1,7 +1,9 @@
-"""Time a layer with each recurrent mixer against a layer of attention: forward, and forward and backward, on this machine.
+"""Time a layer with each recurrent mixer against a layer of attention: forward, and forward and
+backward, on this machine.
 
 python scripts/mixer_speed.py [--tokens 2048] [--rounds 7]     (about 20 seconds on two CPU cores)
-python scripts/mixer_speed.py --device cuda [--plain]          (bf16; plain: without the kernels of flash-linear-attention)
+python scripts/mixer_speed.py --device cuda [--plain]          (bf16; plain: without the kernels of
+flash-linear-attention)
 """
 
 import argparse
@@ -21,7 +23,9 @@ from litft.model.mixers import kernels
 from litft.model.transformer import GPT
 
 WIDTH = 1024
-LLAMA = dict(model_type="llama", vocab_size=512, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1)
+LLAMA = dict(
+    model_type="llama", vocab_size=512, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1
+)
 LLAMA |= dict(num_attention_heads=16, max_position_embeddings=1 << 20)
 MIXERS: dict[str, MixerConfig | None] = {
     "attention": None,
@@ -56,12 +60,17 @@ def seconds(model: GPT, tokens: torch.Tensor, backward: bool) -> float:
 
 
 def main() -> None:
-    """Print a table of median times, and their ratios to those of attention; the layers take turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print a table of median times, and their ratios to those of attention; the layers take
+    turns."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--plain", action="store_true", help="do not use the kernels of flash-linear-attention")
+    parser.add_argument(
+        "--plain", action="store_true", help="do not use the kernels of flash-linear-attention"
+    )
     args = parser.parse_args()
     if args.plain:
         kernels.can_run = lambda *_: False
@@ -78,7 +87,10 @@ def main() -> None:
     medians = {name: [statistics.median(values) for values in pair] for name, pair in times.items()}
     print("| layer | forward, ms | forward and backward, ms |\n|---|---|---|")
     for name, pair in medians.items():
-        cells = (f"{1e3 * t:.3g} ({t / base:.2f})" for t, base in zip(pair, medians["attention"], strict=True))
+        cells = (
+            f"{1e3 * t:.3g} ({t / base:.2f})"
+            for t, base in zip(pair, medians["attention"], strict=True)
+        )
         print(f"| {name} | {' | '.join(cells)} |")
 
 

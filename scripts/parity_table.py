@@ -1,4 +1,5 @@
-"""Measure how far litft's logits are from transformers', and print the table in tutorials/families.md.
+"""Measure how far litft's logits are from transformers', and print the table in
+tutorials/families.md.
 
 python scripts/parity_table.py [--families llama,gemma2] [--write]
 """
@@ -16,7 +17,8 @@ PAGE = "tutorials/families.md"
 
 
 def table(families: list[str]) -> str:
-    """Return a Markdown table: per family the worst difference of its variations, relative to the largest logit."""
+    """Return a Markdown table: per family the worst difference of its variations, relative to the
+    largest logit."""
     import parity
 
     import litft
@@ -27,7 +29,10 @@ def table(families: list[str]) -> str:
         "cached": parity.cached_difference,
         "packed": parity.packed_difference,
     }
-    lines = [f"| family | variations | {' | '.join(measures)} |", "|---" * (len(measures) + 2) + "|"]
+    lines = [
+        f"| family | variations | {' | '.join(measures)} |",
+        "|---" * (len(measures) + 2) + "|",
+    ]
     for family in families:
         config_class, variations = parity.ROWS[family]
         worst = dict.fromkeys(measures, 0.0)
@@ -35,7 +40,10 @@ def table(families: list[str]) -> str:
             with tempfile.TemporaryDirectory() as folder:
                 reference = parity.build(config_class, Path(folder), **values)
                 model, _ = litft.load(folder)
-                worst = {name: max(worst[name], measure(reference, model)) for name, measure in measures.items()}
+                worst = {
+                    name: max(worst[name], measure(reference, model))
+                    for name, measure in measures.items()
+                }
         figures = " | ".join(f"{value:.0e}" for value in worst.values())
         lines.append(f"| `{family}` | {'; '.join(variations)} | {figures} |")
         print(lines[-1], file=sys.stderr)
@@ -44,7 +52,9 @@ def table(families: list[str]) -> str:
 
 def main() -> None:
     """Print the table. With --write, also put it into its page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", help="Measure only these families: a,b,c. Default: all.")
     parser.add_argument("--write", action="store_true", help=f"Replace the table in {PAGE}.")
     args = parser.parse_args()
@@ -52,9 +62,18 @@ def main() -> None:
         import parity
     except ImportError as error:
         parser.error(f"{error}; run pip install -e '.[test]'")
-    families = args.families.split(",") if args.families else list(parity.ROWS)
-    if unknown := [name for name in families if name not in parity.ROWS]:
-        parser.error(f"--families: no row for {', '.join(unknown)}; choose from: {', '.join(parity.ROWS)}")
+    if args.families:
+        families = args.families.split(",")
+    else:
+        families = list(parity.ROWS)
+    unknown = []
+    for name in families:
+        if name not in parity.ROWS:
+            unknown.append(name)
+    if unknown:
+        parser.error(
+            f"--families: no row for {', '.join(unknown)}; choose from: {', '.join(parity.ROWS)}"
+        )
     if args.write and args.families:
         parser.error("--write replaces the complete table; leave --families out")
     text = table(families)

@@ -1,11 +1,13 @@
 """Compare the peak memory that the plan predicts with measured steps, on a GPU.
 
-    python scripts/plan_accuracy.py --out accuracy.json                    # 30 cells: models, methods, lengths, settings
-    python scripts/plan_accuracy.py --only llama-3.2-1b,512 --out accuracy.json
+    python scripts/plan_accuracy.py --out accuracy.json                    # 30 cells: models,
+    methods, lengths, settings python scripts/plan_accuracy.py --only llama-3.2-1b,512 --out
+    accuracy.json
 
-Each cell runs two steps on random weights in its own process, by scripts/benchmark.py; no file is needed besides this
-repository. Cells that are already in the file are not measured again, so an interrupted grid continues. On a GPU,
-`max_memory_allocated` is measured; on a CPU, the memory of the process, of which the plan covers only the tensors.
+Each cell runs two steps on random weights in its own process, by scripts/benchmark.py; no file is
+needed besides this repository. Cells that are already in the file are not measured again, so an
+interrupted grid continues. On a GPU, `max_memory_allocated` is measured; on a CPU, the memory of
+the process, of which the plan covers only the tensors.
 """
 
 import json
@@ -41,16 +43,22 @@ class Cell(NamedTuple):
 
     def __str__(self) -> str:
         batches = f"{self.micro_batches} x {self.rows} x {self.tokens:,} tokens"
-        weights = self.precision if self.quantize == "none" else f"{self.precision} on {self.quantize}"
+        if self.quantize == "none":
+            weights = self.precision
+        else:
+            weights = f"{self.precision} on {self.quantize}"
         return (
-            f"{self.model}, {self.method}, {weights}, {batches}, {self.recomputed}, {'compiled' * self.compiled or 'eager'}"
+            f"{self.model}, {self.method}, {weights}, {batches}, {self.recomputed}, "
+            f"{'compiled' * self.compiled or 'eager'}"
         )
 
     @property
     def folder(self) -> str:
         """Return the folder with the config.json."""
         folder = SCRIPTS / "configs" / self.model
-        return str(folder) if folder.is_dir() else self.model
+        if folder.is_dir():
+            return str(folder)
+        return self.model
 
 
 # model, method, precision, quantize, rows, tokens, recomputed, compiled, micro-batches
@@ -99,8 +107,9 @@ class AccuracyArgs:
     only: list[str] = field(default_factory=list)
     """Measure only the cells whose description contains all of these texts."""
     cells: list[str] = field(default_factory=list)
-    """Cells to measure instead: 'model method precision quantize rows tokens recomputed eager|compiled micro_batches', where
-    the model is a name in scripts/configs or a folder with a config.json."""
+    """Cells to measure instead: 'model method precision quantize rows tokens recomputed
+    eager|compiled micro_batches', where the model is a name in scripts/configs or a folder with a
+    config.json."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """The device type to run on. auto: cuda if available."""
     minutes: float | None = None
@@ -110,14 +119,26 @@ class AccuracyArgs:
 
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
-        return [f"--cells {line!r}: expected nine values; see --help" for line in self.cells if len(line.split()) != 9]
+        return [
+            f"--cells {line!r}: expected nine values; see --help"
+            for line in self.cells
+            if len(line.split()) != 9
+        ]
 
 
 def parse_cell(line: str) -> Cell:
     """Return the cell that a line describes."""
     model, method, precision, quantize, rows, tokens, recomputed, mode, micro_batches = line.split()
     return Cell(
-        model, method, precision, quantize, int(rows), int(tokens), recomputed, mode == "compiled", int(micro_batches)
+        model,
+        method,
+        precision,
+        quantize,
+        int(rows),
+        int(tokens),
+        recomputed,
+        mode == "compiled",
+        int(micro_batches),
     )
 
 
@@ -126,9 +147,13 @@ def chosen_by_budget(line: str) -> Cell:
     from litft.training.plan_command import plan_on_paper
 
     model, method, tokens, budget = line.split()
-    args = PlanArgs(str(SCRIPTS / "configs" / model), method=method, max_seq_length=int(tokens), budget=budget)
+    args = PlanArgs(
+        str(SCRIPTS / "configs" / model), method=method, max_seq_length=int(tokens), budget=budget
+    )
     fit = plan_on_paper(args).fit
-    return Cell(model, method, "bf16", fit.quantize, fit.rows, int(tokens), fit.recomputed, False, 1)
+    return Cell(
+        model, method, "bf16", fit.quantize, fit.rows, int(tokens), fit.recomputed, False, 1
+    )
 
 
 def planned_peak(cell: Cell, device: str) -> float:
@@ -148,30 +173,66 @@ def planned_peak(cell: Cell, device: str) -> float:
 
 
 def measured_peak(cell: Cell, device: str) -> float | None:
-    """Return the measured peak memory of the steps, in GiB, or None if they fail (most likely out of memory)."""
+    """Return the measured peak memory of the steps, in GiB, or None if they fail (most likely out
+    of memory)."""
     with tempfile.TemporaryDirectory() as work:
         out = Path(work) / "figures.json"
-        command = [sys.executable, str(SCRIPTS / "benchmark.py"), "--checkpoint_dir", cell.folder, "--method", cell.method]
-        command += ["--quantize", cell.quantize, "--precision", cell.precision, "--accelerator", device]
-        command += ["--data.max_seq_length", str(cell.tokens), "--train.micro_batch_size", str(cell.rows)]
+        command = [
+            sys.executable,
+            str(SCRIPTS / "benchmark.py"),
+            "--checkpoint_dir",
+            cell.folder,
+            "--method",
+            cell.method,
+        ]
+        command += [
+            "--quantize",
+            cell.quantize,
+            "--precision",
+            cell.precision,
+            "--accelerator",
+            device,
+        ]
+        command += [
+            "--data.max_seq_length",
+            str(cell.tokens),
+            "--train.micro_batch_size",
+            str(cell.rows),
+        ]
         command += ["--train.global_batch_size", str(cell.rows * cell.micro_batches)]
-        command += ["--train.compile", str(cell.compiled).lower(), "--train.activation_checkpointing", cell.recomputed]
-        process = subprocess.run([*command, "--steps", "1", "--warmup", "1", "--out", str(out)], stdout=subprocess.DEVNULL)
-        return json.loads(out.read_text())["figures"]["litft"]["peak_memory_gib"] if process.returncode == 0 else None
+        command += [
+            "--train.compile",
+            str(cell.compiled).lower(),
+            "--train.activation_checkpointing",
+            cell.recomputed,
+        ]
+        process = subprocess.run(
+            [*command, "--steps", "1", "--warmup", "1", "--out", str(out)],
+            stdout=subprocess.DEVNULL,
+        )
+        if process.returncode == 0:
+            return json.loads(out.read_text())["figures"]["litft"]["peak_memory_gib"]
+        return None
 
 
 def load_cells(path: Path) -> Cells:
-    """Return the cells in the file. Write it at once, so that an unwritable path fails before the first measurement.
+    """Return the cells in the file.
+
+    Write it at once, so that an unwritable path fails before the first measurement.
 
     Raise ValueError if the file was not written by this script.
     """
     try:
         cells = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        is_valid = all(cell.keys() >= {"planned_gib", "measured_gib", "off_by"} for cell in cells.values())
+        is_valid = all(
+            cell.keys() >= {"planned_gib", "measured_gib", "off_by"} for cell in cells.values()
+        )
     except (ValueError, AttributeError):
         is_valid = False
     if not is_valid:
-        raise ValueError(f"--out {path}: the file was not written by this script; remove it or name another file")
+        raise ValueError(
+            f"--out {path}: the file was not written by this script; remove it or name another file"
+        )
     write(path, cells)
     return cells
 
@@ -185,7 +246,9 @@ def main(args: AccuracyArgs) -> None:
     """Measure the cells that the file lacks, and print the errors of the plan."""
     from litft.distributed.devices import pick_accelerator
 
-    path, device, start = Path(args.out), pick_accelerator(args.accelerator), time.monotonic()
+    path = Path(args.out)
+    device = pick_accelerator(args.accelerator)
+    start = time.monotonic()
     measured = load_cells(path)
     cells = [parse_cell(line) for line in args.cells or GRID.strip().split("\n")]
     cells += [] if args.cells else [chosen_by_budget(line) for line in BUDGETS.strip().split("\n")]
@@ -195,18 +258,27 @@ def main(args: AccuracyArgs) -> None:
         if key not in measured:
             if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
                 break
-            plan, peak = planned_peak(cell, device), measured_peak(cell, device)
-            measured[key] = {"planned_gib": plan, "measured_gib": peak, "off_by": peak and plan / peak - 1}
+            plan = planned_peak(cell, device)
+            peak = measured_peak(cell, device)
+            measured[key] = {
+                "planned_gib": plan,
+                "measured_gib": peak,
+                "off_by": peak and plan / peak - 1,
+            }
             write(path, measured)
         row = measured[key]
-        result = (
-            f"{row['measured_gib']:.2f} GiB measured, {row['off_by']:+.1%}" if row["measured_gib"] else "the steps failed"
-        )
+        if row["measured_gib"]:
+            result = f"{row['measured_gib']:.2f} GiB measured, {row['off_by']:+.1%}"
+        else:
+            result = "the steps failed"
         print(f"{key}: {row['planned_gib']:.2f} GiB planned, {result}", flush=True)
     errors = [row["off_by"] for row in measured.values() if row["off_by"] is not None]
     if not errors:
         fail("no cell of the grid could be measured; the errors of the steps are above")
-    print(f"{len(errors)} of {len(measured)} cells ran; the plan is off by {min(errors):+.1%} to {max(errors):+.1%}")
+    print(
+        f"{len(errors)} of {len(measured)} cells ran; the plan is off by {min(errors):+.1%} to "
+        f"{max(errors):+.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Measure LoRA training on several devices with DDP or FSDP2, as a run of finetune/lora.py on random weights.
+"""Measure LoRA training on several devices with DDP or FSDP2, as a run of finetune/lora.py on
+random weights.
 
-    python scripts/scaling_step.py --model llama-3.1-8b --devices 8 --strategy fsdp --out scaling.json
+    python scripts/scaling_step.py --model llama-3.1-8b --devices 8 --strategy fsdp --out
+    scaling.json
 
 Needs transformers, which writes the random model into a temporary folder.
 """
@@ -43,7 +45,9 @@ class ScalingArgs:
 
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
-        return [] if self.devices >= 1 else [f"--devices {self.devices}: must be at least 1"]
+        if self.devices >= 1:
+            return []
+        return [f"--devices {self.devices}: must be at least 1"]
 
 
 def write_model(args: ScalingArgs, folder: Path) -> None:
@@ -64,23 +68,51 @@ def write_model(args: ScalingArgs, folder: Path) -> None:
 def main(args: ScalingArgs) -> None:
     """Run the steps and print the median tokens per second of all devices."""
     with tempfile.TemporaryDirectory() as work:
-        folder, data = Path(work) / "model", Path(work) / "data.jsonl"
+        folder = Path(work) / "model"
+        data = Path(work) / "data.jsonl"
         write_model(args, folder)
-        rng, words = random.Random(0), "once upon a time there was a little girl who lived in a house".split()
-        text = [" ".join(rng.choice(words) for _ in range(4 * args.tokens)) for _ in range(4 * args.devices)]
+        rng = random.Random(0)
+        words = "once upon a time there was a little girl who lived in a house".split()
+        text = [
+            " ".join(rng.choice(words) for _ in range(4 * args.tokens))
+            for _ in range(4 * args.devices)
+        ]
         data.write_text("".join(json.dumps({"text": line}) + "\n" for line in text), "utf-8")
-        flags = f"--checkpoint_dir {folder} --data.path {data} --data.max_seq_length {args.tokens} --out_dir {work}/run "
-        flags += f"--accelerator {args.accelerator} --devices {args.devices} --strategy {args.strategy} "
-        flags += f"--train.global_batch_size {2 * args.devices} --train.max_steps {STEPS} --train.log_interval 1 "
-        flags += "--train.activation_checkpointing none --eval.max_new_tokens 0 --save.interval 0 --data.val_fraction 0"
-        subprocess.run([sys.executable, ROOT / "finetune" / "lora.py", *flags.split()], check=True, stdout=sys.stderr)
+        flags = (
+            f"--checkpoint_dir {folder} --data.path {data} --data.max_seq_length {args.tokens} "
+            f"--out_dir {work}/run "
+        )
+        flags += (
+            f"--accelerator {args.accelerator} --devices {args.devices} --strategy {args.strategy} "
+        )
+        flags += (
+            f"--train.global_batch_size {2 * args.devices} --train.max_steps {STEPS} "
+            "--train.log_interval 1 "
+        )
+        flags += (
+            "--train.activation_checkpointing none --eval.max_new_tokens 0 --save.interval 0 "
+            "--data.val_fraction 0"
+        )
+        subprocess.run(
+            [sys.executable, ROOT / "finetune" / "lora.py", *flags.split()],
+            check=True,
+            stdout=sys.stderr,
+        )
         with (Path(work) / "run" / "metrics.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["tokens_per_second"]]
+            rows = []
+            for row in csv.DictReader(file):
+                if row["tokens_per_second"]:
+                    rows.append(row)
     figures = {
-        "tokens_per_second": statistics.median(float(row["tokens_per_second"]) for row in rows[STEPS // 2 :]),
+        "tokens_per_second": statistics.median(
+            float(row["tokens_per_second"]) for row in rows[STEPS // 2 :]
+        ),
         "memory_gib": max(float(row["memory_gib"]) for row in rows),
     }
-    print(f"{args.devices} x {args.strategy}: {figures['tokens_per_second']:,.0f} tokens/s, {figures['memory_gib']:.2f} GiB")
+    print(
+        f"{args.devices} x {args.strategy}: {figures['tokens_per_second']:,.0f} tokens/s, "
+        f"{figures['memory_gib']:.2f} GiB"
+    )
     if args.out:
         Path(args.out).write_text(json.dumps(figures), "utf-8")
 

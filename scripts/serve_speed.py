@@ -1,12 +1,14 @@
-"""Measure the throughput of `litft serve` and of transformers' own server at several numbers of clients.
+"""Measure the throughput of `litft serve` and of transformers' own server at several numbers of
+clients.
 
     pip install -e '.[test]' fastapi   # `transformers serve` needs fastapi
     python scripts/serve_speed.py --checkpoint_dir DIR
 
-Each server is its own process. The servers take turns at every number of clients: while one answers, the others are idle.
-Each client asks its own questions, one after the other, with greedy decoding, and reads the complete answer. The throughput
-is the number of tokens that the server reports, divided by the time from the first question to the last answer. The table
-has the median over the rounds.
+Each server is its own process. The servers take turns at every number of clients: while one
+answers, the others are idle. Each client asks its own questions, one after the other, with greedy
+decoding, and reads the complete answer. The throughput is the number of tokens that the server
+reports, divided by the time from the first question to the last answer. The table has the median
+over the rounds.
 """
 
 import asyncio
@@ -30,7 +32,10 @@ from litft.cli import user_errors
 
 ROOT = Path(__file__).parent.parent
 TEXT_KINDS = "story poem letter speech recipe review report joke song riddle".split()
-TOPICS = "the sea, a small dog, an old clock, two friends, the moon, a lost key, winter, bread, a train, rain".split(", ")
+TOPICS = (
+    "the sea, a small dog, an old clock, two friends, the moon, a lost key, winter, bread, a "
+    "train, rain".split(", ")
+)
 
 
 @dataclass
@@ -54,16 +59,42 @@ class ServeSpeedArgs:
 
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
-        missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the folder of the model"]
-        invalid = [f"--clients {text}: expected numbers such as 1,8,32" for text in self.clients if not text.isdecimal()]
-        return missing + invalid + impossible_numbers(self) + below_minimum(self, "", 1, "questions", "new_tokens", "rounds")
+        if self.checkpoint_dir:
+            missing = []
+        else:
+            missing = ["--checkpoint_dir is missing: name the folder of the model"]
+        invalid = []
+        for text in self.clients:
+            if not text.isdecimal():
+                invalid.append(f"--clients {text}: expected numbers such as 1,8,32")
+        return (
+            missing
+            + invalid
+            + impossible_numbers(self)
+            + below_minimum(self, "", 1, "questions", "new_tokens", "rounds")
+        )
 
 
 def commands(args: ServeSpeedArgs) -> dict[str, list[str]]:
     """Return the command of each server by name, without the port."""
-    max_clients, folder = str(max(map(int, args.clients))), str(Path(args.checkpoint_dir).resolve())
-    litft = [sys.executable, str(ROOT / "generate/serve.py"), "--checkpoint_dir", folder, "--batch_size", max_clients]
-    litft += ["--max_seq_length", "512", "--precision", args.precision, "--accelerator", args.accelerator]
+    max_clients = str(max(map(int, args.clients)))
+    folder = str(Path(args.checkpoint_dir).resolve())
+    litft = [
+        sys.executable,
+        str(ROOT / "generate/serve.py"),
+        "--checkpoint_dir",
+        folder,
+        "--batch_size",
+        max_clients,
+    ]
+    litft += [
+        "--max_seq_length",
+        "512",
+        "--precision",
+        args.precision,
+        "--accelerator",
+        args.accelerator,
+    ]
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[args.precision]
     program = Path(sys.executable).parent / "transformers"
     transformers = [str(program), "serve", folder, "--dtype", dtype, "--device", args.accelerator]
@@ -82,7 +113,10 @@ def running_server(command: list[str]):
     log = Path(os.environ.get("TMPDIR", "/tmp")) / f"serve-speed-{port}.log"
     with log.open("w") as log_file:
         process = subprocess.Popen(
-            [*command, "--port", str(port)], stdout=log_file, stderr=log_file, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+            [*command, "--port", str(port)],
+            stdout=log_file,
+            stderr=log_file,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -101,7 +135,9 @@ def _wait(url: str, process: subprocess.Popen, log: Path) -> None:
 
     for _ in range(600):
         if process.poll() is not None:
-            raise ValueError(f"a server ended before it was ready; the end of its log: {log.read_text()[-500:]}")
+            raise ValueError(
+                f"a server ended before it was ready; the end of its log: {log.read_text()[-500:]}"
+            )
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
@@ -120,7 +156,11 @@ async def throughput(url: str, model: str, clients: int, args: ServeSpeedArgs) -
         for number in range(args.questions):
             index = client_index * args.questions + number
             text = f"Write a long {TEXT_KINDS[index % 10]} about {TOPICS[index // 10 % 10]}."
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": args.new_tokens, "temperature": 0}
+            body = {
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": args.new_tokens,
+                "temperature": 0,
+            }
             reply = await http.post(f"{url}/v1/chat/completions", json=body | {"model": model})
             reply.raise_for_status()
             num_tokens += reply.json()["usage"]["completion_tokens"]
@@ -140,13 +180,24 @@ def main(args: ServeSpeedArgs) -> None:
     folder = str(Path(args.checkpoint_dir).resolve())
     speeds: dict[tuple[str, int], list[float]] = {}
     with ExitStack() as stack:
-        urls = {name: stack.enter_context(running_server(command)) for name, command in commands(args).items()}
+        urls = {
+            name: stack.enter_context(running_server(command))
+            for name, command in commands(args).items()
+        }
         models = {name: Path(folder).name if name.startswith("litft") else folder for name in urls}
         for round_number in range(args.rounds + 1):
             for clients in map(int, args.clients):
                 for name, url in urls.items():
-                    speed = asyncio.run(throughput(url, models[name], clients if round_number else min(clients, 4), args))
-                    print(f"{round_number} {clients:>3} {name}: {speed:.1f} tokens/s", file=sys.stderr, flush=True)
+                    speed = asyncio.run(
+                        throughput(
+                            url, models[name], clients if round_number else min(clients, 4), args
+                        )
+                    )
+                    print(
+                        f"{round_number} {clients:>3} {name}: {speed:.1f} tokens/s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                     if round_number:
                         speeds.setdefault((name, clients), []).append(speed)
     cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
@@ -154,7 +205,10 @@ def main(args: ServeSpeedArgs) -> None:
     print(f"{Path(folder).name}, {args.precision}, {machine}, {date.today()}; tokens/s\n")
     print(f"| clients | {' | '.join(urls)} |\n|--:|{'--:|' * len(urls)}")
     for clients in map(int, args.clients):
-        print(f"| {clients} | {' | '.join(f'{statistics.median(speeds[name, clients]):.1f}' for name in urls)} |")
+        print(
+            f"| {clients} | "
+            f"{' | '.join(f'{statistics.median(speeds[name, clients]):.1f}' for name in urls)} |"
+        )
 
 
 if __name__ == "__main__":

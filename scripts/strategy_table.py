@@ -1,4 +1,5 @@
-"""Train with several processes and with one, and print the table of loss differences in tutorials/scaling.md.
+"""Train with several processes and with one, and print the table of loss differences in
+tutorials/scaling.md.
 
 python scripts/strategy_table.py [--write]     (takes a few minutes)
 """
@@ -25,26 +26,42 @@ def demo(folder: Path) -> tuple[Path, Path]:
 
 def difference(one: dict[str, list[float]], several: dict[str, list[float]]) -> str:
     """Return the largest difference of any step's training loss or any validation loss."""
-    pairs = (pair for name in ("loss", "val_loss") for pair in zip(one[name], several[name], strict=True))
+    pairs = (
+        pair for name in ("loss", "val_loss") for pair in zip(one[name], several[name], strict=True)
+    )
     return f"{max(abs(a - b) for a, b in pairs):.0e}"
 
 
 def table() -> str:
-    """Return a Markdown table: per method and base, the largest difference of losses over all steps and validations."""
+    """Return a Markdown table: per method and base, the largest difference of losses over all steps
+    and validations."""
     from strategies import METHODS, PROCESSES, cases, losses
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, data = demo(folder)
-        results = {strategy: losses(model, data, folder, strategy, cases(strategy)) for strategy in PROCESSES}
-    several = [strategy for strategy in PROCESSES if strategy != "single"]
+        results = {
+            strategy: losses(model, data, folder, strategy, cases(strategy))
+            for strategy in PROCESSES
+        }
+    several = []
+    for strategy in PROCESSES:
+        if strategy != "single":
+            several.append(strategy)
     head = [f"{strategy}, {PROCESSES[strategy]} processes" for strategy in several]
-    lines = [f"| method, base | loss, first to last step | {' | '.join(head)} |", "|---" * (len(head) + 2) + "|"]
+    lines = [
+        f"| method, base | loss, first to last step | {' | '.join(head)} |",
+        "|---" * (len(head) + 2) + "|",
+    ]
     for case in sorted(results["single"], key=lambda case: METHODS.index(case.split()[0])):
         one = results["single"][case]["loss"]
-        cells = [difference(results["single"][case], results[s][case]) if case in results[s] else "-" for s in several]
+        cells = [
+            difference(results["single"][case], results[s][case]) if case in results[s] else "-"
+            for s in several
+        ]
         lines.append(
-            f"| {case.replace(' none', '').replace(' ', ', ')} | {one[0]:.2f} → {one[-1]:.2f} | {' | '.join(cells)} |"
+            f"| {case.replace(' none', '').replace(' ', ', ')} | {one[0]:.2f} → {one[-1]:.2f} | "
+            f"{' | '.join(cells)} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,5 @@
-"""Shared by the scripts that print a table: write it into its page, between `<!-- NAME: begin -->` and its end comment."""
+"""Shared by the scripts that print a table: write it into its page, between `<!-- NAME: begin -->`
+and its end comment."""
 
 import argparse
 import re
@@ -10,18 +11,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def write(page: Path, name: str, text: str) -> None:
     """Replace the text between the comments of the table `name` by `text`."""
-    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    begin = f"<!-- {name}: begin -->\n"
+    end = f"<!-- {name}: end -->"
     old = page.read_text("utf-8")
     assert begin in old and end in old, (
-        f"{page} lacks the comments `<!-- {name}: begin -->` and end; add them where the table belongs"
+        f"{page} lacks the comments `<!-- {name}: begin -->` and end; add them where the table "
+        "belongs"
     )
-    new = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: begin + text + end, old, flags=re.DOTALL)
+    new = re.sub(
+        f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: begin + text + end, old, flags=re.DOTALL
+    )
     page.write_text(new, "utf-8")
 
 
 def main(description: str, page: str, name: str, table: Callable[[], str]) -> None:
     """Print the table. With --write, also put it into the page."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help=f"Replace the table in {page}.")
     args = parser.parse_args()
     text = table()

@@ -1,4 +1,5 @@
-"""Upload the result of a run to the Hugging Face hub with a generated model card. --dry_run only lists the files.
+"""Upload the result of a run to the Hugging Face hub with a generated model card. --dry_run only
+lists the files.
 
 python scripts/upload.py --checkpoint_dir out/lora --repo_id me/my-adapter --dry_run
 """

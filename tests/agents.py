@@ -14,7 +14,10 @@ TOOL = {
     "function": {
         "name": "weather",
         "description": "The weather.",
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}, "days": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string"}, "days": {"type": "integer"}},
+        },
     },
 }
 ARGUMENTS = {"town": "Oslo", "days": 2}
@@ -38,12 +41,29 @@ FORMATS = {
     "Qwen": ("Qwen-Qwen2.5-7B-Instruct.jinja", ["<|im_start|>", "<|im_end|>"]),
     "Llama": (
         "meta-llama-Llama-3.1-8B-Instruct.jinja",
-        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
+        [
+            "<|begin_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+            "<|python_tag|>",
+        ],
     ),
-    "Mistral": ("mistralai-Mistral-Nemo-Instruct-2407.jinja", ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]),
+    "Mistral": (
+        "mistralai-Mistral-Nemo-Instruct-2407.jinja",
+        ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+    ),
     "gpt-oss": (
         "openai-gpt-oss-120b.jinja",
-        ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"],
+        [
+            "<|start|>",
+            "<|channel|>",
+            "<|constrain|>",
+            "<|message|>",
+            "<|end|>",
+            "<|call|>",
+            "<|return|>",
+        ],
     ),
     "Gemma 4": (None, ["<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>']),
 }
@@ -54,7 +74,9 @@ def write_byte_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer = Tokenizer(
+        models.BPE({letter: number for number, letter in enumerate(alphabet)}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken("</s>", special=True)])
@@ -64,7 +86,8 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(shared, tmp_path_factory):
-    """Return a function that trains a small model to call the function, and then to answer, in a format."""
+    """Return a function that trains a small model to call the function, and then to answer, in a
+    format."""
     from transformers import LlamaConfig
 
     def train(name: str) -> Path:
@@ -72,16 +95,33 @@ def trained(shared, tmp_path_factory):
         folder = tmp_path_factory.mktemp("agent")
         base = folder / "base"
         # a head size that vLLM has on a CPU
-        sizes = dict(hidden_size=64, head_dim=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+        sizes = dict(
+            hidden_size=64,
+            head_dim=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+        )
         build(LlamaConfig, base, vocab_size=320, max_position_embeddings=4096, **sizes)
         write_byte_tokenizer(base)
         path = folder / "template.jinja"
-        path.write_text(GEMMA if template is None else (shared / "chat_templates" / template).read_text("utf-8"))
-        call = {"type": "function", "id": "a1b2c3d40", "function": {"name": "weather", "arguments": ARGUMENTS}}
+        path.write_text(
+            GEMMA if template is None else (shared / "chat_templates" / template).read_text("utf-8")
+        )
+        call = {
+            "type": "function",
+            "id": "a1b2c3d40",
+            "function": {"name": "weather", "arguments": ARGUMENTS},
+        }
         messages = [
             QUESTION,
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": "weather", "tool_call_id": "a1b2c3d40", "content": "20 degrees"},
+            {
+                "role": "tool",
+                "name": "weather",
+                "tool_call_id": "a1b2c3d40",
+                "content": "20 degrees",
+            },
             {"role": "assistant", "content": ANSWER},
         ]
         data = folder / "data.jsonl"
@@ -90,7 +130,13 @@ def trained(shared, tmp_path_factory):
             checkpoint_dir=str(base),
             out_dir=str(folder / "run"),
             accelerator="cpu",
-            data=DataArgs(path=[str(data)], template=str(path), new_tokens=tokens, max_seq_length=4096, val_fraction=0),
+            data=DataArgs(
+                path=[str(data)],
+                template=str(path),
+                new_tokens=tokens,
+                max_seq_length=4096,
+                val_fraction=0,
+            ),
             train=TrainArgs(max_steps=120, global_batch_size=1, learning_rate=1e-2, warmup_steps=3),
             eval=EvalArgs(max_new_tokens=0),
         )

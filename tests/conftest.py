@@ -1,4 +1,5 @@
-"""Shared fixtures and helpers: real checkpoints, tiny random models, and the commands run as a user runs them."""
+"""Shared fixtures and helpers: real checkpoints, tiny random models, and the commands run as a user
+runs them."""
 
 import atexit
 import csv
@@ -41,12 +42,15 @@ FORKS = forkserver.prepare()  # the folder of bin/python, which starts a script 
 
 # each process of pytest -n uses one core
 THREADS = int(os.environ.get("LITFT_TEST_THREADS", 1 if "PYTEST_XDIST_WORKER" in os.environ else 2))
-# for subprocesses: threads that spin while waiting for another process stall a machine with two cores
+# for subprocesses: threads that spin while waiting for another process stall a machine with two
+# cores
 ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--stress", type=int, default=1, help="multiply the number of random cases in tests/stress")
+    parser.addoption(
+        "--stress", type=int, default=1, help="multiply the number of random cases in tests/stress"
+    )
 
 
 @pytest.fixture
@@ -55,7 +59,8 @@ def cases(pytestconfig):
     return lambda count: count * pytestconfig.getoption("--stress")
 
 
-# files with tests that take minutes: they run first, so that no process of pytest -n runs one alone at the end
+# files with tests that take minutes: they run first, so that no process of pytest -n runs one alone
+# at the end
 LONGEST = (
     "test_real.py",
     "test_parallel.py",
@@ -77,7 +82,8 @@ LONGEST = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
-    if getattr(config.option, "numprocesses", None):  # pytest -n: limit the threads of bitsandbytes and OpenBLAS too
+    # pytest -n: limit the threads of bitsandbytes and OpenBLAS too
+    if getattr(config.option, "numprocesses", None):
         os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", RAYON_NUM_THREADS="1")
 
 
@@ -87,7 +93,11 @@ COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, including those
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = {item.nodeid for item in items}
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    items.sort(
+        key=lambda item: (
+            LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+        )
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -115,14 +125,16 @@ def shared() -> Path:
 
 
 def config_folder(name: str) -> Path:
-    """Return the folder with the config.json of a published model: its sizes, for plans and networks without weights."""
+    """Return the folder with the config.json of a published model: its sizes, for plans and
+    networks without weights."""
     folders = (ROOT / "scripts" / "configs" / name, ROOT / "tests" / "configs" / name)
     return next(folder for folder in folders if folder.is_dir())
 
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the folder of a tokenizer by name: of own_tokenizers.py, or of ../shared, without which the test is skipped."""
+    """Return the folder of a tokenizer by name: of own_tokenizers.py, or of ../shared, without
+    which the test is skipped."""
     own = tmp_path_factory.mktemp("tokenizers")
 
     def folder_of(name: str) -> Path:
@@ -140,7 +152,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 
 def copy_unpacked(tokenizer: Path, folder: Path) -> Path:
-    """Copy a tokenizer to a new folder where transformers can read it, too: not compressed, and with a config."""
+    """Copy a tokenizer to a new folder where transformers can read it, too: not compressed, and
+    with a config."""
     shutil.copytree(tokenizer, folder)
     compressed = folder / "tokenizer.json.gz"
     if compressed.is_file():
@@ -160,7 +173,8 @@ class Checkpoints(dict[str, Path]):
 
 @pytest.fixture(scope="session")
 def checkpoints(pytestconfig: pytest.Config) -> Checkpoints:
-    """The models of this repository, and real ones, downloaded once from the package indexes into pytest's cache."""
+    """The models of this repository, and real ones, downloaded once from the package indexes into
+    pytest's cache."""
     folders = Checkpoints(stories=STORIES, demo=DEMO / "base")
     if not SHARED.is_dir():
         return folders
@@ -169,7 +183,9 @@ def checkpoints(pytestconfig: pytest.Config) -> Checkpoints:
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest -n may be downloading them
         if not all((cache / name / "model.safetensors").is_file() for name in names):
-            subprocess.run([sys.executable, SHARED / "tools" / "get_checkpoints.py", "all", cache], check=True)
+            subprocess.run(
+                [sys.executable, SHARED / "tools" / "get_checkpoints.py", "all", cache], check=True
+            )
     for name in names:
         folders[name] = cache / name
     return folders
@@ -177,7 +193,8 @@ def checkpoints(pytestconfig: pytest.Config) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    """A function that builds a transformers model with random weights, saves it and returns (model, folder)."""
+    """A function that builds a transformers model with random weights, saves it and returns (model,
+    folder)."""
 
     def make(config_class: type, **values):
         folder = tmp_path_factory.mktemp("model")
@@ -207,7 +224,11 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thirty short instructions whose answer lengths differ by more than a factor of ten."""
     path = tmp_path_factory.mktemp("data") / "examples.json"
     records = [
-        {"instruction": f"Say it {n % 5 + 1} times", "input": "", "output": "once upon a time " * (n % 5 * 3 + 1)}
+        {
+            "instruction": f"Say it {n % 5 + 1} times",
+            "input": "",
+            "output": "once upon a time " * (n % 5 * 3 + 1),
+        }
         for n in range(30)
     ]
     path.write_text(json.dumps(records), "utf-8")
@@ -215,7 +236,10 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(base: Path, folder: Path, method: Method, scale: float = 1.0) -> Path:
-    """Write an adapter with random weights, times `scale`; it changes every answer. Return its folder."""
+    """Write an adapter with random weights, times `scale`; it changes every answer.
+
+    Return its folder.
+    """
     source = resolve(base)
     method.choose(source.meta_model(), source.adapter_rules)
     model = source.base_model("fp32")
@@ -232,42 +256,64 @@ def adapted(base: Path, folder: Path, method: Method, scale: float = 1.0) -> Pat
 def rows_of(run: Path) -> list[dict[str, float]]:
     """Return the rows of a run's metrics.csv without the empty values."""
     with (run / "metrics.csv").open() as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+        return [
+            {name: float(value) for name, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
 
 
 def refused(name: str, *arguments: str | Path, capsys: pytest.CaptureFixture) -> str:
-    """Run a command with a mistake in this process; check that it exits with code 2 and return its stderr."""
+    """Run a command with a mistake in this process; check that it exits with code 2 and return its
+    stderr."""
     from litft.cli import run as command
 
     with pytest.raises(SystemExit) as exit_info:
         command(name, list(map(str, arguments)))
     captured = capsys.readouterr()
-    assert exit_info.value.code == 2 and captured.err.startswith("error: ") and not captured.out, captured
+    assert exit_info.value.code == 2 and captured.err.startswith("error: ") and not captured.out, (
+        captured
+    )
     return captured.err
 
 
 def start(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, **files) -> Process:
-    """Start `python <script> <flags>` in the folder `cwd`. files: stdin, stdout and stderr; none by default."""
-    return Process([str(ROOT / arguments[0]), *map(str, arguments[1:])], cwd, ENV | (env or {}), **files)
+    """Start `python <script> <flags>` in the folder `cwd`. files: stdin, stdout and stderr; none by
+    default."""
+    return Process(
+        [str(ROOT / arguments[0]), *map(str, arguments[1:])], cwd, ENV | (env or {}), **files
+    )
 
 
-def run(*arguments: str | Path, cwd: Path, text: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def run(
+    *arguments: str | Path, cwd: Path, text: str = "", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     """Run `python <script> <flags>` in the folder `cwd` until it ends."""
-    process = start(*arguments, cwd=cwd, env=env, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE))
+    process = start(
+        *arguments,
+        cwd=cwd,
+        env=env,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+    )
     output = process.communicate(text, timeout=1800)
     return subprocess.CompletedProcess(process.args, process.returncode, *output)
 
 
-def script(*arguments: str | Path, cwd: Path, code: int = 0, text: str = "", env=None) -> subprocess.CompletedProcess:
-    """Run a script until it ends; check that its exit code is `code` and that it printed no traceback."""
+def script(
+    *arguments: str | Path, cwd: Path, code: int = 0, text: str = "", env=None
+) -> subprocess.CompletedProcess:
+    """Run a script until it ends; check that its exit code is `code` and that it printed no
+    traceback."""
     done = run(*arguments, cwd=cwd, text=text, env=env)
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == code, (
+        f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
     return done
 
 
 def kill_after(step: int, run: Path, *arguments: str | Path, cwd: Path) -> None:
-    """Run a script in the folder `cwd` and `kill -9` it once `run` contains the checkpoint of this step."""
+    """Run a script in the folder `cwd` and `kill -9` it once `run` contains the checkpoint of this
+    step."""
     process = start(*arguments, cwd=cwd)
     while not (run / "checkpoints" / f"step-{step:06d}").is_dir():
         assert process.poll() is None

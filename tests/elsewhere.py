@@ -1,6 +1,8 @@
-"""Simulated devices: their tensors compute on the CPU, but refuse to be mixed with those of another device.
+"""Simulated devices: their tensors compute on the CPU, but refuse to be mixed with those of another
+device.
 
-`python elsewhere.py MODEL` compares a model whose layers are on two such devices and the CPU with one on the CPU only.
+`python elsewhere.py MODEL` compares a model whose layers are on two such devices and the CPU with
+one on the CPU only.
 """
 
 import sys
@@ -44,10 +46,15 @@ class FarDevices(TorchDispatchMode):
 
 
 def compute(function, inputs, kwargs):
-    """Run an operation on the device of its tensors; raise RuntimeError if they are on several devices."""
+    """Run an operation on the device of its tensors; raise RuntimeError if they are on several
+    devices."""
     kwargs = dict(kwargs)
-    tensors = [value for value in tree_flatten((inputs, kwargs))[0] if isinstance(value, torch.Tensor)]
-    devices = {str(value.device) for value in tensors if value.dim() or isinstance(value, FarTensor)}
+    tensors = [
+        value for value in tree_flatten((inputs, kwargs))[0] if isinstance(value, torch.Tensor)
+    ]
+    devices = {
+        str(value.device) for value in tensors if value.dim() or isinstance(value, FarTensor)
+    }
     target = kwargs.get("device")
     if function in (aten._to_copy.default, aten.copy_.default):
         target = str(target if target is not None else inputs[0].device)
@@ -57,29 +64,40 @@ def compute(function, inputs, kwargs):
         target = str(target) if target is not None else next(iter(devices), "cpu")
     if "device" in kwargs and kwargs["device"].type == "far":
         kwargs["device"] = torch.device("cpu")
-    cpu_inputs = tree_map(lambda value: value.on_cpu if isinstance(value, FarTensor) else value, (inputs, kwargs))
+    cpu_inputs = tree_map(
+        lambda value: value.on_cpu if isinstance(value, FarTensor) else value, (inputs, kwargs)
+    )
     result = function(*cpu_inputs[0], **cpu_inputs[1])
     if function._schema.name.endswith("_"):  # in place
         return inputs[0]
     device = torch.device(target)
     return tree_map(
-        lambda output: FarTensor(output, device) if isinstance(output, torch.Tensor) and device.type == "far" else output,
+        lambda output: (
+            FarTensor(output, device)
+            if isinstance(output, torch.Tensor) and device.type == "far"
+            else output
+        ),
         result,
     )
 
 
 def next_token_logits(model, device):
-    """Return the next-token logits of two texts of different lengths, prefilled in chunks, then decoded token by token."""
+    """Return the next-token logits of two texts of different lengths, prefilled in chunks, then
+    decoded token by token."""
     from litft.inference.decoder import Decoder
 
     decoder = Decoder(model, 2, 64)
-    logits = [decoder.prefill(row, list(range(3, 3 + length))) for row, length in enumerate((9, 20))]
+    logits = [
+        decoder.prefill(row, list(range(3, 3 + length))) for row, length in enumerate((9, 20))
+    ]
     logits += list(decoder.extend(0, [5, 6]))
     for token in (7, 8):
         logits += list(decoder.step(torch.tensor([token, token + 1]).to(device), [True, True]))
         for row in range(2):
             decoder.append(row, token + row)
-    return torch.stack([value.on_cpu if isinstance(value, FarTensor) else value for value in logits])
+    return torch.stack(
+        [value.on_cpu if isinstance(value, FarTensor) else value for value in logits]
+    )
 
 
 def main():
@@ -91,12 +109,16 @@ def main():
     from litft.pretrained import resolve
 
     backend_registration._setup_privateuseone_for_python_backend("far")
-    source, devices = resolve(sys.argv[1]), [torch.device(name) for name in ("far:0", "far:1", "cpu")]
+    source, devices = (
+        resolve(sys.argv[1]),
+        [torch.device(name) for name in ("far:0", "far:1", "cpu")],
+    )
     with FarDevices():
         count = len(source.config.layers) // 3
         model = source.model("fp32", devices[0], None, DeviceMap(devices, [count] * 3))
         assert model.block_devices == [device for device in devices for _ in range(count)]
-        model.norm.weight.requires_grad_()  # inference mode forbids writing to tensors of a custom class
+        # inference mode forbids writing to tensors of a custom class
+        model.norm.weight.requires_grad_()
         logits = next_token_logits(model, devices[0])
         for block in model.blocks:  # without moving the activations between devices it must fail
             block.input_device = None

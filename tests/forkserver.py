@@ -1,11 +1,14 @@
-"""Start the commands under test in milliseconds: a server that has imported torch and litft forks a process for each.
+"""Start the commands under test in milliseconds: a server that has imported torch and litft forks a
+process for each.
 
-Importing torch and Lightning takes three to six seconds of CPU time, most of what a short command needs. A forked process
-runs the same script with its own arguments, folder, environment and files, and ends as a fresh interpreter would. Tests of
-imports, of installation and of environment variables that are read at import time start a real interpreter instead.
+Importing torch and Lightning takes three to six seconds of CPU time, most of what a short command
+needs. A forked process runs the same script with its own arguments, folder, environment and files,
+and ends as a fresh interpreter would. Tests of imports, of installation and of environment
+variables that are read at import time start a real interpreter instead.
 
-`python forkserver.py serve SOCKET PID` is the server; it ends with the process PID. `bin/python` next to the socket replaces
-`python` where a shell, Fabric or torchrun starts a script: it asks the server to fork, and forwards signals to the process.
+`python forkserver.py serve SOCKET PID` is the server; it ends with the process PID. `bin/python`
+next to the socket replaces `python` where a shell, Fabric or torchrun starts a script: it asks the
+server to fork, and forwards signals to the process.
 """
 
 import atexit
@@ -41,7 +44,8 @@ os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 
 
 def prepare() -> Path:
-    """Choose a socket for this process and those it starts, write `bin/python` next to it, and return the folder."""
+    """Choose a socket for this process and those it starts, write `bin/python` next to it, and
+    return the folder."""
     if SOCKET not in os.environ:
         folder = Path(tempfile.mkdtemp(prefix="litft-forks-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -53,9 +57,18 @@ def prepare() -> Path:
 
 
 class Process:
-    """A forked command with the interface of `subprocess.Popen`; a stream is None (/dev/null), PIPE or an open file."""
+    """A forked command with the interface of `subprocess.Popen`; a stream is None (/dev/null), PIPE
+    or an open file."""
 
-    def __init__(self, argv: list[str], cwd: str | Path, env: dict[str, str], stdin=None, stdout=None, stderr=None) -> None:
+    def __init__(
+        self,
+        argv: list[str],
+        cwd: str | Path,
+        env: dict[str, str],
+        stdin=None,
+        stdout=None,
+        stderr=None,
+    ) -> None:
         self.args, self.returncode = argv, None
         self.stdin = self.stdout = self.stderr = None
         self._connection = _connect(env[SOCKET])
@@ -69,11 +82,14 @@ class Process:
         self.pid = int(self._lines.readline())
 
     def _descriptor(self, name: str, file, stack: ExitStack) -> int:
-        """Return the file descriptor for the forked process; of a pipe, this object keeps the other end."""
+        """Return the file descriptor for the forked process; of a pipe, this object keeps the other
+        end."""
         if file == subprocess.PIPE:
             ends = os.pipe()
             parent_end, child_end = (ends[1], ends[0]) if name == "stdin" else ends
-            setattr(self, name, os.fdopen(parent_end, "w" if name == "stdin" else "r", errors="replace"))
+            setattr(
+                self, name, os.fdopen(parent_end, "w" if name == "stdin" else "r", errors="replace")
+            )
             stack.callback(os.close, child_end)
             return child_end
         if file is None:
@@ -81,13 +97,18 @@ class Process:
         return file if isinstance(file, int) else file.fileno()
 
     def communicate(self, text: str = "", timeout: float | None = None) -> tuple[str, str]:
-        """Write text to stdin, wait for the end, and return stdout and stderr (empty unless they are pipes)."""
+        """Write text to stdin, wait for the end, and return stdout and stderr (empty unless they
+        are pipes)."""
         if self.stdin is not None:
             with suppress(BrokenPipeError), self.stdin:
                 self.stdin.write(text)
         outputs = {}
         readers = [
-            threading.Thread(target=lambda name, file: outputs.update({name: file.read()}), args=(name, file), daemon=True)
+            threading.Thread(
+                target=lambda name, file: outputs.update({name: file.read()}),
+                args=(name, file),
+                daemon=True,
+            )
             for name, file in (("stdout", self.stdout), ("stderr", self.stderr))
             if file is not None
         ]
@@ -133,7 +154,8 @@ def _connect(path: str) -> socket.socket:
         if not os.path.exists(path):
             owner = path.rpartition("-")[2]  # the process that chose the path
             command = [sys.executable, __file__, "serve", path, owner]
-            with open(f"{path}.log", "w") as log:  # readers of the caller's output would wait for the server's end
+            # readers of the caller's output would wait for the server's end
+            with open(f"{path}.log", "w") as log:
                 files = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
                 server = subprocess.Popen(command, **files, start_new_session=True)
             while not os.path.exists(path):
@@ -145,8 +167,10 @@ def _connect(path: str) -> socket.socket:
 
 
 def preload() -> None:
-    """Import what the commands import, and build their parsers; nothing that reads the environment at import time."""
-    sys.modules["torchmetrics"] = None  # Fabric imports it if it is installed, and it imports transformers
+    """Import what the commands import, and build their parsers; nothing that reads the environment
+    at import time."""
+    # Fabric imports it if it is installed, and it imports transformers
+    sys.modules["torchmetrics"] = None
     import lightning_fabric.strategies  # noqa: F401
 
     del sys.modules["torchmetrics"]
@@ -192,7 +216,8 @@ class Server:
         """Serve clients; in a forked process, return its request."""
         while self.request is None:
             for key, _ in self.selector.select():
-                if key.fd in self.selector.get_map():  # otherwise an earlier callback of this round has removed it
+                # otherwise an earlier callback of this round has removed it
+                if key.fd in self.selector.get_map():
                     key.data()
                 if self.request is not None:
                     break
@@ -215,8 +240,12 @@ class Server:
             os.close(file)
         connection.sendall(f"{pid}\n".encode())
         pidfd = os.pidfd_open(pid)
-        self.selector.register(pidfd, selectors.EVENT_READ, lambda: self.report(pid, pidfd, connection))
-        self.selector.register(connection, selectors.EVENT_READ, lambda: self.hang_up(pid, connection))
+        self.selector.register(
+            pidfd, selectors.EVENT_READ, lambda: self.report(pid, pidfd, connection)
+        )
+        self.selector.register(
+            connection, selectors.EVENT_READ, lambda: self.hang_up(pid, connection)
+        )
 
     def report(self, pid: int, pidfd: int, connection: socket.socket) -> None:
         """Send the exit code to the client."""
@@ -235,7 +264,8 @@ class Server:
 
 
 def become(request: dict) -> None:
-    """Apply a request's files, folder, environment and arguments to this process, as in a fresh interpreter."""
+    """Apply a request's files, folder, environment and arguments to this process, as in a fresh
+    interpreter."""
     os.setsid()
     for target, file in enumerate(request["files"]):
         os.dup2(file, target)
@@ -248,7 +278,10 @@ def become(request: dict) -> None:
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
     sys.argv = request["argv"]
     sys.executable = str(Path(os.environ[SOCKET]).parent / "bin" / "python")
-    sys.path[:1] = [str(Path(sys.argv[0]).resolve().parent), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    sys.path[:1] = [
+        str(Path(sys.argv[0]).resolve().parent),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(":")),
+    ]
     if (threads := os.environ.get("OMP_NUM_THREADS")) is not None:
         import torch
 
@@ -256,12 +289,17 @@ def become(request: dict) -> None:
 
 
 def run_and_exit(script: str) -> None:
-    """Run a script and exit like the interpreter, but without its teardown, which takes over a second with torch loaded."""
+    """Run a script and exit like the interpreter, but without its teardown, which takes over a
+    second with torch loaded."""
     code, interrupted = 0, False
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit_request:
-        code = exit_request.code if isinstance(exit_request.code, int) else int(exit_request.code is not None)
+        code = (
+            exit_request.code
+            if isinstance(exit_request.code, int)
+            else int(exit_request.code is not None)
+        )
         if code and not isinstance(exit_request.code, int):
             print(exit_request.code, file=sys.stderr)
     except BaseException as error:

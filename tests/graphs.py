@@ -12,18 +12,25 @@ from litft.model import loss
 
 
 class GraphCounts:
-    """How many graphs were made and run. A function that Dynamo leaves alone because tracing it raised runs none."""
+    """How many graphs were made and run.
+
+    A function that Dynamo leaves alone because tracing it raised runs none.
+    """
 
     def __init__(self) -> None:
         self.made = self.run = 0
-        self.symbols: list[list[str]] = []  # for each graph, the names of the numbers that are no constants in it
+        # for each graph, the names of the numbers that are no constants in it
+        self.symbols: list[list[str]] = []
 
     def backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         """Return the graph, counted."""
         self.made += 1
         sources = torch._guards.TracingContext.get().fake_mode.shape_env.var_to_sources
         self.symbols.append(
-            [source.name if isinstance(source.name, str) else source.name() for source, *_ in sources.values()]
+            [
+                source.name if isinstance(source.name, str) else source.name()
+                for source, *_ in sources.values()
+            ]
         )
 
         def run(*inputs: Any) -> Any:
@@ -52,7 +59,9 @@ def counted_graphs() -> Iterator[GraphCounts]:
     loss._compiled_softmax_loss.cache_clear()
     counters.clear()
 
-    def compiled(model: Any = None, *, mode: str | None = None, backend: Any = None, **settings: Any) -> Any:
+    def compiled(
+        model: Any = None, *, mode: str | None = None, backend: Any = None, **settings: Any
+    ) -> Any:
         return compile_with(model, backend=counts.backend, **settings)
 
     with mock.patch.object(torch, "compile", compiled):

@@ -1,4 +1,5 @@
-"""A local hub: answers huggingface_hub's requests to huggingface.co from memory, on a local port."""
+"""A local hub: answers huggingface_hub's requests to huggingface.co from memory, on a local
+port."""
 
 import base64
 import hashlib
@@ -9,26 +10,36 @@ from pathlib import Path
 
 
 class Hub:
-    """Serve models from memory. Entering the context starts the server; `requests` lists what was requested."""
+    """Serve models from memory.
+
+    Entering the context starts the server; `requests` lists what was requested.
+    """
 
     def __init__(self, **models: Path) -> None:
         self.models = {f"me/{name}": files_of(folder) for name, folder in models.items()}
         self.gated: set[str] = set()
         self.sizes: dict[str, int] = {}  # reported sizes that differ from the content's
-        self.cut: dict[str, int] = {}  # number of bytes after which a file's next download breaks off
+        # number of bytes after which a file's next download breaks off
+        self.cut: dict[str, int] = {}
         self.down_after: str | None = None  # the file whose broken download takes the hub down
         self.is_down = False  # closes every connection without a response
         self.requests: list[str] = []
-        self.response: object = None  # the response to every request about a model; None: the real one
+        # the response to every request about a model; None: the real one
+        self.response: object = None
         self.private: dict[str, bool] = {}
 
     def commit(self, name: str) -> str:
         """Return the newest commit of a model."""
-        content = [(file, hashlib.sha1(data).hexdigest()) for file, data in sorted(self.models[name].items())]
+        content = [
+            (file, hashlib.sha1(data).hexdigest())
+            for file, data in sorted(self.models[name].items())
+        ]
         return hashlib.sha1(json.dumps(content).encode()).hexdigest()
 
     def __enter__(self) -> "Hub":
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         return self
@@ -38,8 +49,14 @@ class Hub:
         self.server.server_close()
 
     def env(self, home: Path) -> dict[str, str]:
-        """Return the environment in which huggingface_hub uses this hub, with its cache in `home`."""
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "0", "HF_HUB_OFFLINE": "0"}
+        """Return the environment in which huggingface_hub uses this hub, with its cache in
+        `home`."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "0",
+            "HF_HUB_OFFLINE": "0",
+        }
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -85,7 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(404, **{"X-Error-Code": "RevisionNotFound"})
         sizes = {file: self.hub.sizes.get(file, len(data)) for file, data in files.items()}
         if parts[2:3] == ["tree"]:
-            entries = [{"type": "file", "path": f, "size": n, "oid": "0" * 40} for f, n in sizes.items()]
+            entries = [
+                {"type": "file", "path": f, "size": n, "oid": "0" * 40} for f, n in sizes.items()
+            ]
             return self.send(200, entries)
         siblings = [{"rfilename": file, "size": size} for file, size in sizes.items()]
         return self.send(200, {"id": name, "sha": commit, "siblings": siblings, "tags": []})
@@ -94,7 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.hub.models.get(name, {}).get(file)
         if data is None:
             return self.send(404, **{"X-Error-Code": "EntryNotFound"})
-        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": self.hub.commit(name)}
+        headers = {
+            "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
+            "X-Repo-Commit": self.hub.commit(name),
+        }
         start = int((self.headers.get("Range") or "bytes=0-").split("=")[1].split("-")[0])
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
@@ -116,18 +138,34 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(200, {"errors": [], "warnings": []})
         name = "/".join(parts[1:3])
         if parts[3] == "preupload":
-            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for f in json.loads(body)["files"]
+            ]
             return self.send(200, {"files": files})
         for line in filter(None, body.split(b"\n")):
             entry = json.loads(line)
             if entry["key"] == "file":
-                self.hub.models[name][entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-        return self.send(200, {"commitUrl": f"{self.hub.url}/{name}/commit/1", "commitOid": "1" * 40, "success": True})
+                self.hub.models[name][entry["value"]["path"]] = base64.b64decode(
+                    entry["value"]["content"]
+                )
+        return self.send(
+            200,
+            {
+                "commitUrl": f"{self.hub.url}/{name}/commit/1",
+                "commitOid": "1" * 40,
+                "success": True,
+            },
+        )
 
     def send(self, code: int, content=b"", end: int | None = None, **headers: str) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(code)
-        for key, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(data))}.items():
+        for key, value in {
+            "Content-Type": "application/json",
+            **headers,
+            "Content-Length": str(len(data)),
+        }.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command != "HEAD":

@@ -1,9 +1,11 @@
-"""What is learned of conversations in chat templates, as a table: `python tests/learned_spans.py FILE.jinja ...`.
+"""What is learned of conversations in chat templates, as a table: `python tests/learned_spans.py
+FILE.jinja ...`.
 
-One rule for every template: the learned part of a turn contains its content, every call with name and arguments, and its
-reasoning; it begins with no empty thought and ends with a token that ends the turn; and prompt + learned part is a text that
-the template renders. A conversation of which a template cannot render all is refused with the reason. `findings` returns
-what breaks the rule; `tests/data/test_turns.py` runs it over our templates and those of ../shared.
+One rule for every template: the learned part of a turn contains its content, every call with name
+and arguments, and its reasoning; it begins with no empty thought and ends with a token that ends
+the turn; and prompt + learned part is a text that the template renders. A conversation of which a
+template cannot render all is refused with the reason. `findings` returns what breaks the rule;
+`tests/data/test_turns.py` runs it over our templates and those of ../shared.
 """
 
 import json
@@ -27,19 +29,32 @@ LAST = "It is cold there."
 REASONING = "The town matters."
 ARGUMENTS = {"town": 'Köln "x"', "days": 3}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
-SWITCHES = ({}, {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False})
+SWITCHES = (
+    {},
+    {"enable_thinking": True, "thinking": True},
+    {"enable_thinking": False, "thinking": False},
+)
 EMPTY_THOUGHT = re.compile(r"\s*(<[^<>]*think[^<>]*>)?\s*</[^<>]*think[^<>]*>")
 OPEN_THOUGHT = re.compile(r"<[\w:]*think[\w:]*>\s*\Z")
 # what looks like a special token; the token that ends a turn is one of them
-SPECIAL = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>|<(?:start|end)_of_turn>|<turn\|>|<\|tool_response>|</s>|\[e~\[|</assistant>")
+SPECIAL = re.compile(
+    r"<[|｜][^<>|｜\s]+[|｜]>|<(?:start|end)_of_turn>|<turn\|>|<\|tool_response>|</s>|\[e~\[|</assistant>"
+)
 
 
 def tool(name: str) -> dict[str, Any]:
     """Return the declaration of a function with a town and a number of days."""
     text = {"type": "string", "description": "the town"}
     days = {"type": "integer", "description": "the days"}
-    parameters = {"type": "object", "properties": {"town": text, "days": days}, "required": ["town"]}
-    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
+    parameters = {
+        "type": "object",
+        "properties": {"town": text, "days": days},
+        "required": ["town"],
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "A tool.", "parameters": parameters},
+    }
 
 
 TOOLS = [tool("weather"), tool("clock")]
@@ -53,7 +68,11 @@ def answer(content: str | None = ANSWER, **fields: Any) -> Message:
 def calls(*names: str, arguments: dict[str, Any] = ARGUMENTS) -> list[dict[str, Any]]:
     """Return calls of these functions."""
     return [
-        {"type": "function", "id": f"a1b2c3d4{n}", "function": {"name": name, "arguments": arguments}}
+        {
+            "type": "function",
+            "id": f"a1b2c3d4{n}",
+            "function": {"name": name, "arguments": arguments},
+        }
         for n, name in enumerate(names)
     ]
 
@@ -92,12 +111,23 @@ def conversations() -> Iterator[tuple[str, list[Message]]]:
         ]
         if results:
             yield f"{name}, result", [QUESTION, message, *results, answer(LAST)]
-        yield f"{name}, later", [QUESTION, message, *results, *([answer(FIRST)] if results else []), AGAIN, answer(LAST)]
+        yield (
+            f"{name}, later",
+            [
+                QUESTION,
+                message,
+                *results,
+                *([answer(FIRST)] if results else []),
+                AGAIN,
+                answer(LAST),
+            ],
+        )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a conversation: the learned text of each answer, or why it is refused; and what breaks the rule."""
+    """What became of a conversation: the learned text of each answer, or why it is refused; and
+    what breaks the rule."""
 
     learned: list[str]
     refused: str = ""
@@ -120,7 +150,9 @@ def outcome(source: str, messages: list[Message], stops: tuple[str, ...] = ()) -
     except ValueError as error:
         return Outcome([], str(error))
     turns = [turn for rendered in texts for turn in rendered.turns]
-    learned = [turn.text[turn.answer if turn.empty_thought else turn.start : turn.end] for turn in turns]
+    learned = [
+        turn.text[turn.answer if turn.empty_thought else turn.start : turn.end] for turn in turns
+    ]
     found = []
     for turn, text in zip(turns, learned, strict=True):
         found += _missing(messages[turn.message], text)
@@ -154,17 +186,25 @@ def _wrong(turn: Turn, text: str, ends: EndTokens) -> Iterator[str]:
         yield "is inside a thought that is never closed"
     if prompt[-20:].count("<think>") - prompt[-20:].count("</think>") + text.count("<think>") > 1:
         yield "opens a thought twice"
-    if not text.endswith(ends.special) and any(token in turn.text[turn.end :] for token in ends.special):
+    if not text.endswith(ends.special) and any(
+        token in turn.text[turn.end :] for token in ends.special
+    ):
         yield "has no end token"
 
 
 def _is_rendered(renderer: Any, messages: list[Message], tools: list | None, turn: Turn) -> bool:
-    """Return whether the template renders prompt + learned text, or this is what the model writes after its prompt."""
+    """Return whether the template renders prompt + learned text, or this is what the model writes
+    after its prompt."""
     text = turn.text[: turn.end].rstrip()
-    # a token that the template writes before the next message; then it may also leave out the reasoning
+    # a token that the template writes before the next message; then it may also leave out the
+    # reasoning
     without_end = SPECIAL.sub("", text[turn.start :])
     without_end = text[: turn.start] + without_end if SPECIAL.search(text[-30:]) else text
-    following = ([], [AGAIN], [{"role": "tool", "name": "weather", "tool_call_id": "a1b2c3d40", "content": "21"}])
+    following = (
+        [],
+        [AGAIN],
+        [{"role": "tool", "name": "weather", "tool_call_id": "a1b2c3d40", "content": "21"}],
+    )
     for spelled, switch, after in product(_spellings(messages), SWITCHES, following):
         try:
             rendered = renderer([*spelled, *after], tools=tools, **switch)
@@ -172,7 +212,8 @@ def _is_rendered(renderer: Any, messages: list[Message], tools: list | None, tur
                 return True
         except ValueError:
             continue
-    # DeepSeek R1's template renders no reasoning: its prompt opens a thought, and what follows is cut before rendering
+    # DeepSeek R1's template renders no reasoning: its prompt opens a thought, and what follows is
+    # cut before rendering
     for switch in SWITCHES:
         prompt = renderer(messages[:-1], tools=tools, add_generation_prompt=True, **switch)
         if OPEN_THOUGHT.search(prompt) and text.startswith(prompt) and REASONING in text:
@@ -183,8 +224,17 @@ def _is_rendered(renderer: Any, messages: list[Message], tools: list | None, tur
 
 
 def _spellings(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield a conversation with its reasoning in each field, as a part and inline, and with arguments as text."""
-    names = (None, "reasoning_content", "reasoning", "thinking", "parts", "inline", "inline, not opened")
+    """Yield a conversation with its reasoning in each field, as a part and inline, and with
+    arguments as text."""
+    names = (
+        None,
+        "reasoning_content",
+        "reasoning",
+        "thinking",
+        "parts",
+        "inline",
+        "inline, not opened",
+    )
     for spelling, as_text, no_content in product(names, (False, True), (False, True)):
         yield [_spelled(message, spelling, as_text, no_content) for message in messages]
 
@@ -194,7 +244,14 @@ def _spelled(message: Message, spelling: str | None, as_text: bool, no_content: 
         return message
     changed = dict(message)
     content = changed["content"] or ""
-    reasoning = next((changed.pop(name) for name in ("reasoning_content", "reasoning", "thinking") if name in changed), "")
+    reasoning = next(
+        (
+            changed.pop(name)
+            for name in ("reasoning_content", "reasoning", "thinking")
+            if name in changed
+        ),
+        "",
+    )
     if "</think>" in content:
         thought, _, content = content.partition("</think>")
         reasoning = thought.removeprefix("<think>").strip()
@@ -219,7 +276,8 @@ def _spelled(message: Message, spelling: str | None, as_text: bool, no_content: 
     if as_text:
         text = json.dumps(message["tool_calls"][0]["function"]["arguments"], ensure_ascii=False)
         changed["tool_calls"] = [
-            call | {"function": call["function"] | {"arguments": text}} for call in message["tool_calls"]
+            call | {"function": call["function"] | {"arguments": text}}
+            for call in message["tool_calls"]
         ]
     return changed
 
@@ -235,7 +293,11 @@ def main(paths: list[str]) -> int:
             result = outcome(source, messages)
             found |= bool(result.findings)
             state = "refused" if result.refused else "FINDING" if result.findings else "learned"
-            what = result.refused or "; ".join(result.findings) or " | ".join(map(repr, result.learned))
+            what = (
+                result.refused
+                or "; ".join(result.findings)
+                or " | ".join(map(repr, result.learned))
+            )
             print(f"  {name:28} {state}  {what[:160]}")
         with_findings += found
     print(f"\n{len(paths) - with_findings} of {len(paths)} templates without a finding")

@@ -1,9 +1,11 @@
-"""Make tests/stories: a Llama of 260,000 parameters that was trained on short stories, and its SentencePiece tokenizer.
+"""Make tests/stories: a Llama of 260,000 parameters that was trained on short stories, and its
+SentencePiece tokenizer.
 
     python tests/make_stories.py
 
-The tests use it where they need a model whose answers are text, or a tokenizer of Llama 2's kind: BPE with byte fallback,
-without a chat template. The stories are written by this file. It takes two minutes on one core.
+The tests use it where they need a model whose answers are text, or a tokenizer of Llama 2's kind:
+BPE with byte fallback, without a chat template. The stories are written by this file. It takes two
+minutes on one core.
 """
 
 import io
@@ -37,7 +39,16 @@ CHILDREN = {
 }
 PRONOUNS = {"girl": ("She", "her"), "boy": ("He", "his")}
 PETS = ("dog", "cat", "bird", "rabbit", "frog", "mouse", "pony", "duck")
-PLACES = ("the park", "the garden", "the forest", "the beach", "the big house", "the river", "the farm", "the school")
+PLACES = (
+    "the park",
+    "the garden",
+    "the forest",
+    "the beach",
+    "the big house",
+    "the river",
+    "the farm",
+    "the school",
+)
 THINGS = ("ball", "box", "book", "hat", "kite", "cake", "flower", "boat", "stone", "toy car")
 COLORS = ("red", "blue", "green", "yellow", "white", "big", "small", "old")
 FEELINGS = ("happy", "sad", "proud", "scared", "excited", "surprised", "tired", "hungry")
@@ -97,7 +108,8 @@ def story(generator: random.Random) -> str:
 
 
 def train_sentencepiece(texts: list[str], **settings: Any) -> bytes:
-    """Return the content of a tokenizer.model with the settings of Llama 2's, but for those that are given."""
+    """Return the content of a tokenizer.model with the settings of Llama 2's, but for those that
+    are given."""
     written = io.BytesIO()
     usual = dict(
         model_type="bpe",
@@ -117,7 +129,8 @@ def train_sentencepiece(texts: list[str], **settings: Any) -> bytes:
 
 
 def rows(tokenizer: sentencepiece.SentencePieceProcessor, texts: list[str]) -> Iterator[list[int]]:
-    """Yield rows of tokens: stories one after another, each with the tokens of its begin and its end."""
+    """Yield rows of tokens: stories one after another, each with the tokens of its begin and its
+    end."""
     ids: list[int] = []
     for text in texts:
         ids += [tokenizer.bos_id(), *tokenizer.encode(text), tokenizer.eos_id()]
@@ -157,7 +170,9 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=STEPS, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, PEAK_RATE, total_steps=STEPS, pct_start=0.05
+    )
     all_rows = rows(tokenizer, texts)
     for step in range(STEPS):
         batch = torch.tensor([next(all_rows) for _ in range(ROWS)])

@@ -31,22 +31,34 @@ def with_tokens(method):
 METHODS = {
     "full": lambda: Full(FullFinetuneArgs()),
     "lora": lambda: LoRA(LoRAArgs(r=3, alpha=5)),
-    "rslora": lambda: LoRA(LoRAArgs(r=3, alpha=5, rslora=True, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=9"])),
+    "rslora": lambda: LoRA(
+        LoRAArgs(
+            r=3, alpha=5, rslora=True, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=9"]
+        )
+    ),
     "dora": lambda: LoRA(LoRAArgs(r=3, alpha=5, dora=True)),
     "pissa": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="pissa")),
     "olora": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="olora")),
-    "lora, all it has": lambda: LoRA(LoRAArgs(r=3, alpha=5, targets=["*"], bias="all", modules_to_save=["norm"])),
+    "lora, all it has": lambda: LoRA(
+        LoRAArgs(r=3, alpha=5, targets=["*"], bias="all", modules_to_save=["norm"])
+    ),
     "lora, whole parts, new tokens": lambda: with_tokens(
         LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=FULLY_TRAINED, bias="all"))
     ),
-    "lora, whole ends": lambda: LoRA(LoRAArgs(r=3, targets=["q_proj"], bias="lora", modules_to_save=["embed", "lm_head"])),
-    "dora of some, pissa": lambda: LoRA(LoRAArgs(r=3, dora=True, targets=["v_proj", "up_proj", "embed"], init="pissa")),
+    "lora, whole ends": lambda: LoRA(
+        LoRAArgs(r=3, targets=["q_proj"], bias="lora", modules_to_save=["embed", "lm_head"])
+    ),
+    "dora of some, pissa": lambda: LoRA(
+        LoRAArgs(r=3, dora=True, targets=["v_proj", "up_proj", "embed"], init="pissa")
+    ),
     "adapter": lambda: Adapter(AdapterArgs(prompt_length=4, start_layer=1)),
     "adapter_v2": lambda: AdapterV2(AdapterV2Args(prompt_length=4, start_layer=1)),
     "adapter_v2, no prefix": lambda: AdapterV2(AdapterV2Args(prompt_length=0, bias=False)),
     "lora, new tokens": lambda: with_tokens(LoRA(LoRAArgs(r=3))),
     "adapter, new tokens": lambda: with_tokens(Adapter(AdapterArgs(prompt_length=4))),
-    "adapter_v2, no prefix, new tokens": lambda: with_tokens(AdapterV2(AdapterV2Args(prompt_length=0, bias=False))),
+    "adapter_v2, no prefix, new tokens": lambda: with_tokens(
+        AdapterV2(AdapterV2Args(prompt_length=0, bias=False))
+    ),
     "full, new tokens": lambda: with_tokens(Full(FullFinetuneArgs())),
 }
 

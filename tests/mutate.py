@@ -1,13 +1,15 @@
-"""Mutation testing from a table: `tests/mutations.toml` lists small bugs, and the tests that must fail on each.
+"""Mutation testing from a table: `tests/mutations.toml` lists small bugs, and the tests that must
+fail on each.
 
 python tests/mutate.py                  # every entry
-python tests/mutate.py attention -n 2   # entries whose file, description or tests contain the text, two at a time
-python tests/mutate.py --check          # only check that the code of each entry occurs once, and that its tests exist
-python tests/mutate.py --move           # give entries whose code has moved to another function or file its new place
+python tests/mutate.py attention -n 2   # entries whose file, description or tests contain the text,
+two at a time python tests/mutate.py --check          # only check that the code of each entry
+occurs once, and that its tests exist python tests/mutate.py --move           # give entries whose
+code has moved to another function or file its new place
 
-An entry names its code by file, function and syntax (see mutation_places.py), so that formatting does not matter. It is
-applied to a copy of the tree, in which its tests are run, and is killed if each of its tests fails. Surviving entries are
-listed, and the exit code is then 1.
+An entry names its code by file, function and syntax (see mutation_places.py), so that formatting
+does not matter. It is applied to a copy of the tree, in which its tests are run, and is killed if
+each of its tests fails. Surviving entries are listed, and the exit code is then 1.
 """
 
 import argparse
@@ -34,7 +36,9 @@ except ImportError:  # Python 3.10
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "tests" / "mutations.toml"
-IGNORED = shutil.ignore_patterns(".git", ".pytest_cache", "__pycache__", ".ruff_cache", "*.egg-info", "out", "dist")
+IGNORED = shutil.ignore_patterns(
+    ".git", ".pytest_cache", "__pycache__", ".ruff_cache", "*.egg-info", "out", "dist"
+)
 LIMIT = 600  # seconds for the tests of one entry; a bug may make a loop endless
 
 
@@ -44,7 +48,9 @@ class Mutation:
 
     what: str  # the bug in a sentence
     file: str
-    code: str  # is in the function exactly once; in files of other languages, a text that is in the file exactly once
+    # is in the function exactly once; in files of other languages, a text that is in the file
+    # exactly once
+    code: str
     bug: str  # what replaces it
     tests: list[str]  # node ids; without parameters, at least one case of the test must fail
     function: str = ""  # or class, with its outer ones (`Decoder.step`); empty: the module itself
@@ -71,23 +77,31 @@ class Mutation:
 def read_table(pattern: str = "") -> list[Mutation]:
     """Return the entries whose file, description or tests contain the pattern."""
     entries = [Mutation(**entry) for entry in tomllib.loads(TABLE.read_text("utf-8"))["mutation"]]
-    return [entry for entry in entries if pattern in " ".join((entry.file, entry.what, *entry.tests))]
+    return [
+        entry for entry in entries if pattern in " ".join((entry.file, entry.what, *entry.tests))
+    ]
 
 
 def test_names(path: Path) -> set[str]:
     """Return the functions of a test file."""
-    return {node.name for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 @cache
 def read_source(path: Path) -> Source | str:
-    """Return a Python file's text and functions, or the text of another file; an empty text if there is no file."""
+    """Return a Python file's text and functions, or the text of another file; an empty text if
+    there is no file."""
     text = path.read_text("utf-8") if path.is_file() else ""
     return Source(text) if path.suffix == ".py" else text
 
 
 def problems(entries: list[Mutation], root: Path = ROOT) -> list[str]:
-    """Return messages about code that is not there once, bugs that are not valid Python, and missing tests."""
+    """Return messages about code that is not there once, bugs that are not valid Python, and
+    missing tests."""
     messages = []
     names: dict[str, set[str]] = {}
     for entry in entries:
@@ -95,19 +109,24 @@ def problems(entries: list[Mutation], root: Path = ROOT) -> list[str]:
         if message:
             messages.append(message)
         if entry.code == entry.bug or not entry.tests:
-            messages.append(f"{entry.file}: {entry.code!r} needs a bug that differs, and tests that fail on it")
+            messages.append(
+                f"{entry.file}: {entry.code!r} needs a bug that differs, and tests that fail on it"
+            )
         for test in entry.tests:
             file, _, name = test.split("[")[0].partition("::")
             if file not in names:
                 names[file] = test_names(root / file) if (root / file).is_file() else set()
             if name not in names[file]:
                 messages.append(f"{test}: no such test ({entry.what})")
-    repeated = {entry.what for entry in entries if sum(other.what == entry.what for other in entries) > 1}
+    repeated = {
+        entry.what for entry in entries if sum(other.what == entry.what for other in entries) > 1
+    }
     return messages + [f"described twice: {what}" for what in sorted(repeated)]
 
 
 def missing_cases(entries: list[Mutation], collected: list[str]) -> list[str]:
-    """Return messages about tests that are none of the collected ids: their parameters have changed."""
+    """Return messages about tests that are none of the collected ids: their parameters have
+    changed."""
     ids = set(collected)
     ids.update(test.partition("[")[0] for test in collected)
     messages = []
@@ -119,16 +138,22 @@ def missing_cases(entries: list[Mutation], collected: list[str]) -> list[str]:
 
 
 def collect_tests() -> list[str]:
-    """Return the ids of all tests, slow ones included. Raises RuntimeError if pytest cannot collect them."""
+    """Return the ids of all tests, slow ones included.
+
+    Raises RuntimeError if pytest cannot collect them.
+    """
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"pytest --collect-only ended with {done.returncode}:\n{done.stdout[-2000:]}")
+        raise RuntimeError(
+            f"pytest --collect-only ended with {done.returncode}:\n{done.stdout[-2000:]}"
+        )
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
 def _problem_of_code(entry: Mutation, root: Path) -> str | None:
-    """Return a message if an entry's code is not found once, or its bug is invalid; None if both are right."""
+    """Return a message if an entry's code is not found once, or its bug is invalid; None if both
+    are right."""
     source = read_source(root / entry.file)
     where = f"{entry.file}, {entry.function or 'outside of functions'}: {entry.code!r}"
     try:
@@ -136,12 +161,18 @@ def _problem_of_code(entry: Mutation, root: Path) -> str | None:
     except SyntaxError as error:
         return f"{where} is no statement, expression or header ({error.msg})"
     if count != 1:
-        return f"{where} is there {count} times, expected once ({entry.what}){_proposal(entry, root) if count == 0 else ''}"
+        return (
+            f"{where} is there {count} times, expected once "
+            f"({entry.what}){_proposal(entry, root) if count == 0 else ''}"
+        )
     if entry.is_python:
         try:
             ast.parse(entry.applied(source))
         except SyntaxError as error:
-            return f"{where}: with {entry.bug!r} it is no valid Python ({error.msg}, line {error.lineno})"
+            return (
+                f"{where}: with {entry.bug!r} it is no valid Python ({error.msg}, line "
+                f"{error.lineno})"
+            )
     return None
 
 
@@ -164,7 +195,9 @@ def _proposal(entry: Mutation, root: Path) -> str:
     """Return where an entry's code may be now, for a message."""
     places = new_places(entry, root)
     if places:
-        listed = "; ".join(f"{file}, {function or 'outside of functions'}" for file, function in places[:5])
+        listed = "; ".join(
+            f"{file}, {function or 'outside of functions'}" for file, function in places[:5]
+        )
         return f"\n    it is now in {listed}" + (": run --move" if len(places) == 1 else "")
     source = read_source(root / entry.file)
     if isinstance(source, str) or not source.text:
@@ -176,7 +209,8 @@ def _proposal(entry: Mutation, root: Path) -> str:
 
 
 def move(entries: list[Mutation]) -> int:
-    """Write the new places of entries whose code has moved, and is in one place, into the table; return their number."""
+    """Write the new places of entries whose code has moved, and is in one place, into the table;
+    return their number."""
     blocks = TABLE.read_text("utf-8").split("[[mutation]]")
     moved = 0
     for index, entry in enumerate(entries, 1):
@@ -187,7 +221,9 @@ def move(entries: list[Mutation]) -> int:
             continue
         file, function = places[0]
         block = blocks[index].replace(f'file = "{entry.file}"', f'file = "{file}"', 1)
-        blocks[index] = block.replace(f'function = "{entry.function}"', f'function = "{function}"', 1)
+        blocks[index] = block.replace(
+            f'function = "{entry.function}"', f'function = "{function}"', 1
+        )
         moved += 1
     TABLE.write_text("[[mutation]]".join(blocks), "utf-8")
     return moved
@@ -211,20 +247,33 @@ def run_tests(tree: Path, tests: list[str], log: Path) -> None:
     for number in (1, 2):
         os.dup2(output, number)
     os.chdir(tree)
-    os.environ |= {"PYTHONPATH": str(tree), "LITFT_TEST_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= {
+        "PYTHONPATH": str(tree),
+        "LITFT_TEST_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     sys.dont_write_bytecode = True  # a file may change twice within a second and keep its size
     sys.path[:1] = [str(tree), str(tree / "tests")]
     code = 3
     with contextlib.suppress(SystemExit):
         # the real checkpoints are in the tree's own cache
-        options = ["-o", "addopts=", "-o", f"cache_dir={ROOT / '.pytest_cache'}", "-q", "-rfE", "--tb=short"]
+        options = [
+            "-o",
+            "addopts=",
+            "-o",
+            f"cache_dir={ROOT / '.pytest_cache'}",
+            "-q",
+            "-rfE",
+            "--tb=short",
+        ]
         code = pytest.main([*options, *tests])
     sys.stdout.flush()
     os._exit(code)
 
 
 class Runner:
-    """Runs the tests of several entries at a time, in forked processes, which need not import torch again."""
+    """Runs the tests of several entries at a time, in forked processes, which need not import torch
+    again."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.folder, self.survivors = folder, []
@@ -254,7 +303,12 @@ class Runner:
                 ended, status = os.waitpid(pid, 0 if timed_out else os.WNOHANG)
                 if ended:
                     del self.running[pid]
-                    self.report(entry, seconds, os.waitstatus_to_exitcode(status), (tree.parent / "log").read_text())
+                    self.report(
+                        entry,
+                        seconds,
+                        os.waitstatus_to_exitcode(status),
+                        (tree.parent / "log").read_text(),
+                    )
                     shutil.copyfile(ROOT / entry.file, tree / entry.file)
                     self.trees.append(tree)
                     return
@@ -263,7 +317,11 @@ class Runner:
     def report(self, entry: Mutation, seconds: float, code: int, log: str) -> None:
         """Print whether an entry was killed."""
         failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", log, re.MULTILINE)
-        passing = [test for test in entry.tests if not any(name == test or name.startswith(f"{test}[") for name in failed)]
+        passing = [
+            test
+            for test in entry.tests
+            if not any(name == test or name.startswith(f"{test}[") for name in failed)
+        ]
         if seconds > LIMIT:
             verdict = "killed (by time)"
         elif code not in (0, 1) and not (passing == [] and code == 1):
@@ -273,7 +331,12 @@ class Runner:
         print(f"{verdict:<9} {seconds:5.1f} s  {entry.file}: {entry.what}", flush=True)
         if not verdict.startswith("killed"):
             self.survivors.append(entry)
-            print("\n".join(f"          passes: {test}" for test in passing), *log.splitlines()[-6:], sep="\n", flush=True)
+            print(
+                "\n".join(f"          passes: {test}" for test in passing),
+                *log.splitlines()[-6:],
+                sep="\n",
+                flush=True,
+            )
 
 
 def run_all(entries: list[Mutation], count: int) -> list[Mutation]:
@@ -294,11 +357,21 @@ def run_all(entries: list[Mutation], count: int) -> list[Mutation]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pattern", nargs="?", default="", help="a part of the file, the description or a test")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "pattern", nargs="?", default="", help="a part of the file, the description or a test"
+    )
     parser.add_argument("-n", type=int, default=1, help="how many entries at a time")
-    parser.add_argument("--check", action="store_true", help="only check that the code and the tests exist")
-    parser.add_argument("--move", action="store_true", help="write the new places of code that has moved into the table")
+    parser.add_argument(
+        "--check", action="store_true", help="only check that the code and the tests exist"
+    )
+    parser.add_argument(
+        "--move",
+        action="store_true",
+        help="write the new places of code that has moved into the table",
+    )
     args = parser.parse_args()
     if args.move:
         print(f"{move(read_table())} entries have new places")
@@ -313,7 +386,10 @@ def main() -> None:
         return
     start, survivors = time.monotonic(), run_all(entries, args.n)
     minutes = (time.monotonic() - start) / 60
-    print(f"{len(entries) - len(survivors)} of {len(entries)} mutations killed, in {minutes:.1f} minutes")
+    print(
+        f"{len(entries) - len(survivors)} of {len(entries)} mutations killed, in {minutes:.1f} "
+        "minutes"
+    )
     sys.exit(1 if survivors or not entries else 0)
 
 

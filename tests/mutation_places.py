@@ -1,7 +1,9 @@
-"""Where a piece of code is in a file, by its syntax tree: spacing, line breaks, comments and positions do not matter.
+"""Where a piece of code is in a file, by its syntax tree: spacing, line breaks, comments and
+positions do not matter.
 
-A place is named by a function (`Decoder.step`; a class; or nothing for the module) and by code: an expression, one or more
-statements, or the header of a compound statement (`if x:`), in the function itself and not in functions within it.
+A place is named by a function (`Decoder.step`; a class; or nothing for the module) and by code: an
+expression, one or more statements, or the header of a compound statement (`if x:`), in the function
+itself and not in functions within it.
 """
 
 import ast
@@ -65,7 +67,10 @@ def is_expression(code: str) -> bool:
 
 
 def parse_pattern(code: str) -> Pattern:
-    """Return the pattern of a piece of code. Raises SyntaxError if it is none of the three kinds."""
+    """Return the pattern of a piece of code.
+
+    Raises SyntaxError if it is none of the three kinds.
+    """
     code = textwrap.dedent(code).strip()
     try:
         statements = ast.parse(code).body
@@ -118,7 +123,9 @@ class Source:
         """Return where a node begins, with its decorators."""
         decorators = getattr(node, "decorator_list", None)
         if decorators:
-            return self.text.rindex("@", 0, self.offset(decorators[0].lineno, decorators[0].col_offset))
+            return self.text.rindex(
+                "@", 0, self.offset(decorators[0].lineno, decorators[0].col_offset)
+            )
         return self.offset(node.lineno, node.col_offset)
 
     def end(self, node: ast.AST) -> int:
@@ -134,12 +141,14 @@ class Source:
         return self.text.index(":", last) + 1
 
     def nodes(self, scope: ast.AST) -> Iterator[ast.AST]:
-        """Yield the nodes of a scope, with the headers of the functions and classes in it, but not their bodies."""
+        """Yield the nodes of a scope, with the headers of the functions and classes in it, but not
+        their bodies."""
         waiting = [scope]
         while waiting:
             node = waiting.pop()
             yield node
-            if isinstance(node, ast.JoinedStr):  # Python before 3.12 has wrong positions within f-strings
+            # Python before 3.12 has wrong positions within f-strings
+            if isinstance(node, ast.JoinedStr):
                 continue
             is_inner = isinstance(node, SCOPES) and node is not scope
             waiting.extend(ast.iter_child_nodes(header(node) if is_inner else node))
@@ -176,7 +185,9 @@ class Source:
             dumps = [dump(statement) for statement in body]
             for first in range(len(body) - count + 1):
                 if tuple(dumps[first : first + count]) == pattern.dumps:
-                    yield Place(function, self.start(body[first]), self.end(body[first + count - 1]), False)
+                    yield Place(
+                        function, self.start(body[first]), self.end(body[first + count - 1]), False
+                    )
 
     def replaced(self, place: Place, code: str) -> str:
         """Return the text with other code in a place."""
@@ -191,13 +202,18 @@ class Source:
         return before + code + self.text[place.end :]
 
     def nearest(self, function: str, code: str) -> tuple[str, str, float]:
-        """Return the statement that is most similar to `code`: its function, its text, and the similarity from 0 to 1.1."""
+        """Return the statement that is most similar to `code`: its function, its text, and the
+        similarity from 0 to 1.1."""
         best = ("", "", 0.0)
         for name, scope in self.scopes:
             for node in self.nodes(scope):
                 if not isinstance(node, ast.stmt) or node is scope:
                     continue
-                text = self.text[self.start(node) : self.header_end(node) if is_compound(node) else self.end(node)]
+                text = self.text[
+                    self.start(node) : self.header_end(node)
+                    if is_compound(node)
+                    else self.end(node)
+                ]
                 matcher = SequenceMatcher(None, code, text)
                 bonus = 0.1 if name == function else 0.0
                 if matcher.quick_ratio() + bonus <= best[2]:

@@ -1,8 +1,10 @@
-"""Tokenizers of each kind that litft reads, trained by the tests within seconds on stories and on text in other scripts.
+"""Tokenizers of each kind that litft reads, trained by the tests within seconds on stories and on
+text in other scripts.
 
 - `bytes`: byte-level BPE, ChatML's tokens, no BOS; as Qwen's.
 - `header`: byte-level BPE that adds a BOS, with special tokens around roles; as Llama 3's.
-- `fallback`: sentencepiece's BPE with bytes for unknown characters, as tokenizer.json; as Llama 2's.
+- `fallback`: sentencepiece's BPE with bytes for unknown characters, as tokenizer.json; as Llama
+2's.
 - `sentencepiece`: the same as tokenizer.model.
 - `unigram`: sentencepiece's Unigram with bytes for unknown characters, as tokenizer.model.
 - `words`: Unigram as tokenizer.json, with an unknown token; as T5's.
@@ -15,17 +17,28 @@ from pathlib import Path
 
 from make_stories import story, train_sentencepiece
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 SIZE = 700
 CHATML = (
-    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' "
+    "}}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 HEADER = (
-    "{{- bos_token }}{%- for m in messages %}"
-    "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    "{{- bos_token }}{%- for m in messages %}{{- '<|start_header_id|>' + m.role + "
+    "'<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{%- endfor %}{%- if "
+    "add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif "
+    "%}"
 )
 INST = (
     "{{- bos_token }}{%- for m in messages %}"
@@ -50,14 +63,19 @@ def corpus() -> list[str]:
 
 def write_bytes(folder: Path) -> None:
     """Write byte-level BPE with ChatML's tokens."""
-    backend = _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False), ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend = _byte_level(
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
     backend.save(str(folder / "tokenizer.json"))
     _write_config(folder, CHATML, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
 def write_header(folder: Path) -> None:
     """Write byte-level BPE that adds a BOS."""
-    special = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
+    special = (
+        "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
+    )
     split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend = _byte_level(pre_tokenizers.Sequence([split, byte_level]), special)
@@ -72,14 +90,19 @@ def write_header(folder: Path) -> None:
 
 
 def _byte_level(splitter: pre_tokenizers.PreTokenizer, special: list[str]) -> Tokenizer:
-    """Return byte-level BPE; the special tokens come after the learned ones, as in published files."""
+    """Return byte-level BPE; the special tokens come after the learned ones, as in published
+    files."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = splitter
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=SIZE - len(special), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZE - len(special), initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(corpus(), trainer)
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
     return backend
 
 
@@ -96,7 +119,8 @@ def write_unigram(folder: Path) -> None:
 
 
 def write_fallback(folder: Path) -> None:
-    """Write sentencepiece's BPE as tokenizer.json: a merge for each way to put a piece together, the best piece first."""
+    """Write sentencepiece's BPE as tokenizer.json: a merge for each way to put a piece together,
+    the best piece first."""
     proto = sentencepiece_model_pb2.ModelProto.FromString(_sentencepiece("bpe"))
     ids = {piece.piece: index for index, piece in enumerate(proto.pieces)}
     merges = []
@@ -107,8 +131,12 @@ def write_fallback(folder: Path) -> None:
                 merges.append((-piece.score, ids[left], ids[right], left, right))
     merges.sort()
     pairs = [(left, right) for *_, left, right in merges]
-    backend = Tokenizer(models.BPE(ids, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend = Tokenizer(
+        models.BPE(ids, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -117,7 +145,9 @@ def write_fallback(folder: Path) -> None:
             decoders.Strip(content=" ", left=1),
         ]
     )
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
+    )
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A",
         pair="<s> $A <s> $B",
@@ -134,14 +164,26 @@ def write_words(folder: Path) -> None:
     backend.decoder = decoders.Metaspace()
     special = ["<pad>", "</s>", "<unk>"]
     trainer = trainers.UnigramTrainer(
-        vocab_size=SIZE, special_tokens=special, unk_token="<unk>", show_progress=False, n_sub_iterations=1
+        vocab_size=SIZE,
+        special_tokens=special,
+        unk_token="<unk>",
+        show_progress=False,
+        n_sub_iterations=1,
     )
     backend.train_from_iterator(corpus(), trainer)
     backend.save(str(folder / "tokenizer.json"))
-    _write_config(folder, INST.replace("{{- bos_token }}", ""), eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    _write_config(
+        folder,
+        INST.replace("{{- bos_token }}", ""),
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    )
 
 
-_SENTENCEPIECE_TOKENS = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", add_bos_token=True, legacy=True)
+_SENTENCEPIECE_TOKENS = dict(
+    bos_token="<s>", eos_token="</s>", unk_token="<unk>", add_bos_token=True, legacy=True
+)
 _SENTENCEPIECE_TOKENS |= dict(tokenizer_class="LlamaTokenizer")
 
 

@@ -1,4 +1,5 @@
-"""Variations of every family and measures of their difference from transformers, for tests and tutorials/families.md."""
+"""Variations of every family and measures of their difference from transformers, for tests and
+tutorials/families.md."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,16 +28,34 @@ TINY = dict(
 )
 
 
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
-LONG = dict(rope_type="longrope", short_factor=[1.1, 1.2, 1.4, 1.7], long_factor=[2.0, 3.0, 5.0, 9.0], factor=4.0)
+LONG = dict(
+    rope_type="longrope",
+    short_factor=[1.1, 1.2, 1.4, 1.7],
+    long_factor=[2.0, 3.0, 5.0, 9.0],
+    factor=4.0,
+)
 LINEAR = dict(rope_type="linear", factor=2.5, rope_theta=1e4)
 PART = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GPT2 = dict(max_position_embeddings=128, n_inner=56)
 MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 
-MLA = dict(kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=12, num_key_value_heads=4)
+MLA = dict(
+    kv_lora_rank=10,
+    q_lora_rank=14,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=12,
+    num_key_value_heads=4,
+)
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 LINEAR_ATTENTION = dict(
     linear_key_head_dim=6,
@@ -68,12 +87,18 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "llama3": dict(rope_parameters=dict(rope_theta=500.0, **LLAMA3)),
             "yarn": dict(rope_parameters=dict(rope_theta=1e4, **YARN)),
             "yarn mscale": dict(
-                rope_parameters=dict(rope_theta=1e4, mscale=0.8, mscale_all_dim=0.5, truncate=False, **YARN)
+                rope_parameters=dict(
+                    rope_theta=1e4, mscale=0.8, mscale_all_dim=0.5, truncate=False, **YARN
+                )
             ),
             "yarn betas": dict(
-                rope_parameters=dict(rope_theta=1e4, beta_fast=16, beta_slow=2, attention_factor=1.3, **YARN)
+                rope_parameters=dict(
+                    rope_theta=1e4, beta_fast=16, beta_slow=2, attention_factor=1.3, **YARN
+                )
             ),
-            "longrope": dict(rope_parameters=dict(rope_theta=1e4, original_max_position_embeddings=64, **LONG)),
+            "longrope": dict(
+                rope_parameters=dict(rope_theta=1e4, original_max_position_embeddings=64, **LONG)
+            ),
         },
     ),
     "mistral": (
@@ -84,13 +109,18 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "window, wide heads": dict(sliding_window=9, head_dim=12, tie_word_embeddings=True),
         },
     ),
-    "ministral": ("MinistralConfig", {"alternating": dict(sliding_window=6, layer_types=MIXED, head_dim=8)}),
+    "ministral": (
+        "MinistralConfig",
+        {"alternating": dict(sliding_window=6, layer_types=MIXED, head_dim=8)},
+    ),
     "ministral3": (
         "Ministral3Config",
         {
             "queries scaled by position": dict(
                 head_dim=16,
-                rope_parameters=dict(rope_theta=1e4, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0, **YARN),
+                rope_parameters=dict(
+                    rope_theta=1e4, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0, **YARN
+                ),
             ),
             "window, tied": dict(
                 head_dim=8,
@@ -104,7 +134,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "MixtralConfig",
         {
             "4 experts": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
-            "window, 3 of 6": dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=7, head_dim=8),
+            "window, 3 of 6": dict(
+                num_local_experts=6, num_experts_per_tok=3, sliding_window=7, head_dim=8
+            ),
         },
     ),
     "qwen2": (
@@ -120,7 +152,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         {
             "q/k norms": dict(head_dim=16),
             "biases, tied": dict(head_dim=12, attention_bias=True, tie_word_embeddings=True),
-            "windows": dict(head_dim=8, use_sliding_window=True, sliding_window=6, layer_types=MIXED),
+            "windows": dict(
+                head_dim=8, use_sliding_window=True, sliding_window=6, layer_types=MIXED
+            ),
         },
     ),
     "qwen2_moe": (
@@ -128,7 +162,11 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         {
             "shared expert": dict(shared_expert_intermediate_size=40, **MOE),
             "some dense, renormalized": dict(
-                shared_expert_intermediate_size=16, mlp_only_layers=[1], norm_topk_prob=True, qkv_bias=False, **MOE
+                shared_expert_intermediate_size=16,
+                mlp_only_layers=[1],
+                norm_topk_prob=True,
+                qkv_bias=False,
+                **MOE,
             ),
         },
     ),
@@ -139,18 +177,30 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "every second sparse": dict(head_dim=8, decoder_sparse_step=2, **MOE),
         },
     ),
-    "gemma": ("GemmaConfig", {"one key head": dict(num_key_value_heads=1, head_dim=16), "grouped": dict(head_dim=8)}),
+    "gemma": (
+        "GemmaConfig",
+        {"one key head": dict(num_key_value_heads=1, head_dim=16), "grouped": dict(head_dim=8)},
+    ),
     "gemma2": (
         "Gemma2Config",
         {
-            "soft caps, windows": dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=3.0),
-            "no caps": dict(head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=6),
+            "soft caps, windows": dict(
+                head_dim=16, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=3.0
+            ),
+            "no caps": dict(
+                head_dim=8,
+                attn_logit_softcapping=None,
+                final_logit_softcapping=None,
+                sliding_window=6,
+            ),
         },
     ),
     "gemma3_text": (
         "Gemma3TextConfig",
         {
-            "two rope bases": dict(head_dim=16, sliding_window=6, layer_types=MIXED, query_pre_attn_scalar=24),
+            "two rope bases": dict(
+                head_dim=16, sliding_window=6, layer_types=MIXED, query_pre_attn_scalar=24
+            ),
             "scaled, six layers": dict(
                 head_dim=8,
                 sliding_window=5,
@@ -222,7 +272,10 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     ),
     "phi": (
         "PhiConfig",
-        {"partial": dict(rope_parameters=PART), "q/k norms, tied": dict(qk_layernorm=True, tie_word_embeddings=True)},
+        {
+            "partial": dict(rope_parameters=PART),
+            "q/k norms, tied": dict(qk_layernorm=True, tie_word_embeddings=True),
+        },
     ),
     "phi3": (
         "Phi3Config",
@@ -248,7 +301,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "parallel, partial": {},
             "sequential": dict(use_parallel_residual=False),
             "no bias, tied, full": dict(
-                attention_bias=False, tie_word_embeddings=True, rope_parameters=dict(PART, partial_rotary_factor=1.0)
+                attention_bias=False,
+                tie_word_embeddings=True,
+                rope_parameters=dict(PART, partial_rotary_factor=1.0),
             ),
         },
     ),
@@ -256,9 +311,15 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "FalconConfig",
         {
             "7B: one key head": dict(ffn_hidden_size=56),
-            "40B: groups, two norms": dict(new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=56),
-            "11B: groups, one norm": dict(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
-            "sequential, biases, all heads": dict(parallel_attn=False, bias=True, multi_query=False, ffn_hidden_size=56),
+            "40B: groups, two norms": dict(
+                new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=56
+            ),
+            "11B: groups, one norm": dict(
+                new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+            ),
+            "sequential, biases, all heads": dict(
+                parallel_attn=False, bias=True, multi_query=False, ffn_hidden_size=56
+            ),
             "untied": dict(tie_word_embeddings=False),
         },
     ),
@@ -267,11 +328,19 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         {
             "partial": {},
             "q/k norms, biases": dict(qk_layernorm=True, use_qkv_bias=True),
-            "parallel, tied": dict(use_parallel_residual=True, tie_word_embeddings=True, rope_parameters=PART),
+            "parallel, tied": dict(
+                use_parallel_residual=True, tie_word_embeddings=True, rope_parameters=PART
+            ),
         },
     ),
-    "olmo": ("OlmoConfig", {"weightless norms": {}, "clipped": dict(clip_qkv=0.7, tie_word_embeddings=True)}),
-    "olmo2": ("Olmo2Config", {"norms after": {}, "biases": dict(attention_bias=True, num_key_value_heads=4)}),
+    "olmo": (
+        "OlmoConfig",
+        {"weightless norms": {}, "clipped": dict(clip_qkv=0.7, tie_word_embeddings=True)},
+    ),
+    "olmo2": (
+        "Olmo2Config",
+        {"norms after": {}, "biases": dict(attention_bias=True, num_key_value_heads=4)},
+    ),
     "olmo3": (
         "Olmo3Config",
         {
@@ -280,7 +349,8 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 sliding_window=6,
                 layer_types=MIXED,
                 rope_parameters=dict(
-                    full_attention=dict(rope_theta=5e5, **YARN), sliding_attention=dict(rope_type="default", rope_theta=5e5)
+                    full_attention=dict(rope_theta=5e5, **YARN),
+                    sliding_attention=dict(rope_type="default", rope_theta=5e5),
                 ),
             ),
         },
@@ -290,7 +360,11 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         {
             "experts": dict(num_experts=5, num_experts_per_tok=2, num_key_value_heads=4),
             "clipped, renormalized": dict(
-                num_experts=4, num_experts_per_tok=3, clip_qkv=0.9, norm_topk_prob=True, num_key_value_heads=4
+                num_experts=4,
+                num_experts_per_tok=3,
+                clip_qkv=0.9,
+                norm_topk_prob=True,
+                num_key_value_heads=4,
             ),
         },
     ),
@@ -298,48 +372,90 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "GPT2Config",
         {
             "tied": GPT2,
-            "untied, scaled by depth": dict(GPT2, tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True),
+            "untied, scaled by depth": dict(
+                GPT2, tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True
+            ),
         },
     ),
-    "gptj": ("GPTJConfig", {"interleaved, partial": dict(rotary_dim=4, **GPT2), "whole heads": dict(rotary_dim=8, **GPT2)}),
+    "gptj": (
+        "GPTJConfig",
+        {
+            "interleaved, partial": dict(rotary_dim=4, **GPT2),
+            "whole heads": dict(rotary_dim=8, **GPT2),
+        },
+    ),
     "gpt_bigcode": (
         "GPTBigCodeConfig",
-        {"one key head": GPT2, "all heads, untied": dict(GPT2, multi_query=False, tie_word_embeddings=False)},
+        {
+            "one key head": GPT2,
+            "all heads, untied": dict(GPT2, multi_query=False, tie_word_embeddings=False),
+        },
     ),
     "starcoder2": (
         "Starcoder2Config",
-        {"window": dict(sliding_window=6), "no bias, untied": dict(use_bias=False, tie_word_embeddings=False)},
+        {
+            "window": dict(sliding_window=6),
+            "no bias, untied": dict(use_bias=False, tie_word_embeddings=False),
+        },
     ),
     "granite": (
         "GraniteConfig",
         {
             "four scales": dict(
-                embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=5.0
+                embedding_multiplier=3.0,
+                residual_multiplier=0.4,
+                attention_multiplier=0.2,
+                logits_scaling=5.0,
             ),
             "biases, tied": dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
         },
     ),
     "granitemoe": (
         "GraniteMoeConfig",
-        {"experts": dict(num_local_experts=5, num_experts_per_tok=2, residual_multiplier=0.4, attention_multiplier=0.2)},
+        {
+            "experts": dict(
+                num_local_experts=5,
+                num_experts_per_tok=2,
+                residual_multiplier=0.4,
+                attention_multiplier=0.2,
+            )
+        },
     ),
     "cohere": (
         "CohereConfig",
-        {"interleaved": dict(logit_scale=0.3), "q/k norms, biases": dict(use_qk_norm=True, attention_bias=True)},
+        {
+            "interleaved": dict(logit_scale=0.3),
+            "q/k norms, biases": dict(use_qk_norm=True, attention_bias=True),
+        },
     ),
     "cohere2": ("Cohere2Config", {"windows, NoPE": dict(sliding_window=6, layer_types=MIXED)}),
-    "glm": ("GlmConfig", {"half rotated": dict(head_dim=8), "no bias": dict(head_dim=16, attention_bias=False)}),
-    "glm4": ("Glm4Config", {"norms on both sides": dict(head_dim=8), "tied": dict(head_dim=16, tie_word_embeddings=True)}),
+    "glm": (
+        "GlmConfig",
+        {"half rotated": dict(head_dim=8), "no bias": dict(head_dim=16, attention_bias=False)},
+    ),
+    "glm4": (
+        "Glm4Config",
+        {
+            "norms on both sides": dict(head_dim=8),
+            "tied": dict(head_dim=16, tie_word_embeddings=True),
+        },
+    ),
     "ernie4_5": (
         "Ernie4_5Config",
-        {"interleaved": dict(head_dim=8), "biases, untied": dict(head_dim=12, use_bias=True, tie_word_embeddings=False)},
+        {
+            "interleaved": dict(head_dim=8),
+            "biases, untied": dict(head_dim=12, use_bias=True, tie_word_embeddings=False),
+        },
     ),
     "smollm3": (
         "SmolLM3Config",
         {
             "NoPE": dict(no_rope_layers=[1, 0, 1]),
             "untied, windows": dict(
-                no_rope_layer_interval=2, use_sliding_window=True, sliding_window=6, tie_word_embeddings=False
+                no_rope_layer_interval=2,
+                use_sliding_window=True,
+                sliding_window=6,
+                tie_word_embeddings=False,
             ),
         },
     ),
@@ -368,11 +484,16 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             ),
         },
     ),
-    "internlm3": ("InternLM3Config", {"biases": dict(head_dim=8, attention_bias=True, mlp_bias=True)}),
+    "internlm3": (
+        "InternLM3Config",
+        {"biases": dict(head_dim=8, attention_bias=True, mlp_bias=True)},
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         {
-            "greedy": dict(MLA, q_lora_rank=None, first_k_dense_replace=1, n_routed_experts=5, **DEEPSEEK),
+            "greedy": dict(
+                MLA, q_lora_rank=None, first_k_dense_replace=1, n_routed_experts=5, **DEEPSEEK
+            ),
             "limited to groups": dict(
                 MLA,
                 n_routed_experts=8,
@@ -388,7 +509,12 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "DeepseekV3Config",
         {
             "groups, correction": dict(
-                MLA, n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=1, **DEEPSEEK
+                MLA,
+                n_routed_experts=8,
+                n_group=4,
+                topk_group=2,
+                first_k_dense_replace=1,
+                **DEEPSEEK,
             ),
             "yarn, no query rank": dict(
                 MLA,
@@ -404,18 +530,34 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             ),
         },
     ),
-    "glm4_moe_lite": ("Glm4MoeLiteConfig", {"latent, shared": dict(MLA, n_routed_experts=5, **DEEPSEEK)}),
-    "minicpm3": ("MiniCPM3Config", {"latent, scales": dict(MLA, scale_emb=3.0, scale_depth=0.8, dim_model_base=20)}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {"latent, shared": dict(MLA, n_routed_experts=5, **DEEPSEEK)},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {"latent, scales": dict(MLA, scale_emb=3.0, scale_depth=0.8, dim_model_base=20)},
+    ),
     # transformers sets the padding token's row to zero
     "youtu": ("YoutuConfig", {"latent": dict(MLA, pad_token_id=None)}),
     "glm4_moe": (
         "Glm4MoeConfig",
         {
             "q/k norms": dict(head_dim=16, use_qk_norm=True, n_routed_experts=5, **DEEPSEEK),
-            "groups": dict(head_dim=8, n_routed_experts=8, n_group=2, topk_group=1, attention_bias=True, **DEEPSEEK),
+            "groups": dict(
+                head_dim=8,
+                n_routed_experts=8,
+                n_group=2,
+                topk_group=1,
+                attention_bias=True,
+                **DEEPSEEK,
+            ),
         },
     ),
-    "solar_open": ("SolarOpenConfig", {"all sparse": dict(head_dim=8, n_routed_experts=5, **DEEPSEEK)}),
+    "solar_open": (
+        "SolarOpenConfig",
+        {"all sparse": dict(head_dim=8, n_routed_experts=5, **DEEPSEEK)},
+    ),
     "dots1": (
         "Dots1Config",
         {
@@ -449,15 +591,32 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "MiniMaxM2Config",
         {"partial": dict(head_dim=8, rotary_dim=4, num_local_experts=5, num_experts_per_tok=2)},
     ),
-    "ernie4_5_moe": ("Ernie4_5_MoeConfig", {"shared": dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=24)}),
-    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"shared": dict(head_dim=16, num_experts=5, moe_topk=2)}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"shared": dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=24)},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {"shared": dict(head_dim=16, num_experts=5, moe_topk=2)},
+    ),
     "granitemoeshared": (
         "GraniteMoeSharedConfig",
-        {"shared": dict(num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=20, attention_multiplier=0.2)},
+        {
+            "shared": dict(
+                num_local_experts=5,
+                num_experts_per_tok=2,
+                shared_intermediate_size=20,
+                attention_multiplier=0.2,
+            )
+        },
     ),
     "phimoe": (
         "PhimoeConfig",
-        {"SparseMixer": dict(num_local_experts=5, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.2)},
+        {
+            "SparseMixer": dict(
+                num_local_experts=5, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.2
+            )
+        },
     ),
     "cohere2_moe": (
         "Cohere2MoeConfig",
@@ -500,15 +659,30 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     "flex_olmo": ("FlexOlmoConfig", {"experts": dict(num_experts=5, num_experts_per_tok=2)}),
     "qwen3_next": (
         "Qwen3NextConfig",
-        {"delta nets, experts": dict(LINEAR_ATTENTION, shared_expert_intermediate_size=20, norm_topk_prob=True, **MOE)},
+        {
+            "delta nets, experts": dict(
+                LINEAR_ATTENTION, shared_expert_intermediate_size=20, norm_topk_prob=True, **MOE
+            )
+        },
     ),
     "qwen3_5_text": (
         "Qwen3_5TextConfig",
-        {"delta nets": dict(LINEAR_ATTENTION, linear_key_head_dim=16, linear_value_head_dim=16, tie_word_embeddings=True)},
+        {
+            "delta nets": dict(
+                LINEAR_ATTENTION,
+                linear_key_head_dim=16,
+                linear_value_head_dim=16,
+                tie_word_embeddings=True,
+            )
+        },
     ),
     "qwen3_5_moe_text": (
         "Qwen3_5MoeTextConfig",
-        {"delta nets, experts": dict(LINEAR_ATTENTION, linear_key_head_dim=16, shared_expert_intermediate_size=20, **MOE)},
+        {
+            "delta nets, experts": dict(
+                LINEAR_ATTENTION, linear_key_head_dim=16, shared_expert_intermediate_size=20, **MOE
+            )
+        },
     ),
     "kimi_linear": (
         "KimiLinearConfig",
@@ -527,22 +701,38 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     "lfm2": (
         "Lfm2Config",
         {
-            "short convolutions": dict(block_multiple_of=8, layer_types=["conv", "full_attention", "conv"]),
-            "bias": dict(conv_bias=True, block_auto_adjust_ff_dim=False, layer_types=["conv", "conv", "full_attention"]),
+            "short convolutions": dict(
+                block_multiple_of=8, layer_types=["conv", "full_attention", "conv"]
+            ),
+            "bias": dict(
+                conv_bias=True,
+                block_auto_adjust_ff_dim=False,
+                layer_types=["conv", "conv", "full_attention"],
+            ),
         },
     ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
-        {"experts": dict(num_dense_layers=1, layer_types=["conv", "full_attention", "conv"], **MOE)},
+        {
+            "experts": dict(
+                num_dense_layers=1, layer_types=["conv", "full_attention", "conv"], **MOE
+            )
+        },
     ),
     "lfm3": (
         "Lfm3Config",
         {
             "windows, gates": dict(
-                head_dim=8, sliding_window=6, layer_types=["conv", "sliding_attention", "full_attention"], conv_L_cache=5
+                head_dim=8,
+                sliding_window=6,
+                layer_types=["conv", "sliding_attention", "full_attention"],
+                conv_L_cache=5,
             ),
             "no gates, norms before": dict(
-                head_dim=8, use_attention_gate=False, use_sandwich_norm=False, layer_types=["conv", "conv", "full_attention"]
+                head_dim=8,
+                use_attention_gate=False,
+                use_sandwich_norm=False,
+                layer_types=["conv", "conv", "full_attention"],
             ),
         },
     ),
@@ -565,10 +755,18 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "GraniteMoeHybridConfig",
         {
             "experts, NoPE": dict(
-                MAMBA, layer_types=HYBRID, num_local_experts=4, shared_intermediate_size=20, residual_multiplier=0.4
+                MAMBA,
+                layer_types=HYBRID,
+                num_local_experts=4,
+                shared_intermediate_size=20,
+                residual_multiplier=0.4,
             ),
             "dense, RoPE": dict(
-                MAMBA, layer_types=HYBRID, num_local_experts=0, shared_intermediate_size=40, position_embedding_type="rope"
+                MAMBA,
+                layer_types=HYBRID,
+                num_local_experts=0,
+                shared_intermediate_size=40,
+                position_embedding_type="rope",
             ),
             "attention only": dict(
                 MAMBA,
@@ -620,7 +818,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     "olmo_hybrid": (
         "OlmoHybridConfig",
         {
-            "delta nets, NoPE": dict(linear_key_head_dim=16, linear_value_head_dim=16, layer_types=HYBRID),
+            "delta nets, NoPE": dict(
+                linear_key_head_dim=16, linear_value_head_dim=16, layer_types=HYBRID
+            ),
             "RoPE": dict(
                 linear_key_head_dim=12,
                 linear_value_head_dim=12,
@@ -629,11 +829,17 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             ),
         },
     ),
-    "mamba2": ("Mamba2Config", {"no attention": dict(num_heads=4, head_dim=16, state_size=6, n_groups=2)}),
+    "mamba2": (
+        "Mamba2Config",
+        {"no attention": dict(num_heads=4, head_dim=16, state_size=6, n_groups=2)},
+    ),
     "nemotron": ("NemotronConfig", {"squared ReLU, half rotated": {}}),
     "arcee": ("ArceeConfig", {"squared ReLU": {}}),
     "jais2": ("Jais2Config", {"LayerNorm, biases": {}}),
-    "seed_oss": ("SeedOssConfig", {"biases": dict(head_dim=12), "output bias": dict(head_dim=8, attention_out_bias=True)}),
+    "seed_oss": (
+        "SeedOssConfig",
+        {"biases": dict(head_dim=12), "output bias": dict(head_dim=8, attention_out_bias=True)},
+    ),
     "helium": ("HeliumConfig", {"interleaved": dict(head_dim=8)}),
     "exaone4": (
         "Exaone4Config",
@@ -644,31 +850,52 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     ),
     "apertus": (
         "ApertusConfig",
-        {"xIELU": dict(hidden_act="xielu"), "llama3": dict(rope_parameters=dict(rope_theta=500.0, **LLAMA3))},
+        {
+            "xIELU": dict(hidden_act="xielu"),
+            "llama3": dict(rope_parameters=dict(rope_theta=500.0, **LLAMA3)),
+        },
     ),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1Config",
         {
             "norms after RoPE": dict(head_dim=16),
-            "NTK alpha": dict(head_dim=8, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0)),
+            "NTK alpha": dict(
+                head_dim=8,
+                rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0),
+            ),
         },
     ),
     "cwm": (
         "CwmConfig",
-        {"windows": dict(sliding_window=6, layer_types=MIXED, head_dim=8, rope_parameters=dict(rope_theta=500.0, **LLAMA3))},
+        {
+            "windows": dict(
+                sliding_window=6,
+                layer_types=MIXED,
+                head_dim=8,
+                rope_parameters=dict(rope_theta=500.0, **LLAMA3),
+            )
+        },
     ),
     "nanochat": ("NanoChatConfig", {"reversed rotation": {}}),
     "hyperclovax": (
         "HyperCLOVAXConfig",
-        {"post norms": dict(residual_multiplier=0.4, logits_scaling=0.7), "no post norms": dict(use_post_norm=False)},
+        {
+            "post norms": dict(residual_multiplier=0.4, logits_scaling=0.7),
+            "no post norms": dict(use_post_norm=False),
+        },
     ),
-    "vaultgemma": ("VaultGemmaConfig", {"one norm a part": dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=24)}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {"one norm a part": dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=24)},
+    ),
     "persimmon": ("PersimmonConfig", {"q/k norms": {}}),
     "opt": (
         "OPTConfig",
         {
             "offset positions": dict(ffn_dim=56, max_position_embeddings=128, pad_token_id=0),
-            "norms of sums": dict(ffn_dim=56, max_position_embeddings=128, do_layer_norm_before=False),
+            "norms of sums": dict(
+                ffn_dim=56, max_position_embeddings=128, do_layer_norm_before=False
+            ),
         },
     ),
     "biogpt": ("BioGptConfig", {"scaled embedding": dict(max_position_embeddings=128)}),
@@ -677,21 +904,31 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "GPTNeoConfig",
         {
             "local and global": dict(
-                max_position_embeddings=128, window_size=6, attention_types=[[["global", "local"], 1], [["local"], 1]]
+                max_position_embeddings=128,
+                window_size=6,
+                attention_types=[[["global", "local"], 1], [["local"], 1]],
             )
         },
     ),
     "codegen": ("CodeGenConfig", {"fused in four parts": dict(rotary_dim=4, **GPT2)}),
-    "bloom": ("BloomConfig", {"ALiBi": {}, "ALiBi, 6 heads": dict(hidden_size=48, num_attention_heads=6)}),
+    "bloom": (
+        "BloomConfig",
+        {"ALiBi": {}, "ALiBi, 6 heads": dict(hidden_size=48, num_attention_heads=6)},
+    ),
     "mpt": (
         "MptConfig",
-        {"ALiBi": dict(attn_config=dict(clip_qkv=0.9)), "ALiBi, 6 heads": dict(hidden_size=48, num_attention_heads=6)},
+        {
+            "ALiBi": dict(attn_config=dict(clip_qkv=0.9)),
+            "ALiBi, 6 heads": dict(hidden_size=48, num_attention_heads=6),
+        },
     ),
     "openai-gpt": ("OpenAIGPTConfig", {"norms of sums": dict(max_position_embeddings=128)}),
     "gpt_oss": (
         "GptOssConfig",
         {
-            "sinks, experts": dict(num_local_experts=5, num_experts_per_tok=2, head_dim=16, sliding_window=6),
+            "sinks, experts": dict(
+                num_local_experts=5, num_experts_per_tok=2, head_dim=16, sliding_window=6
+            ),
             "no bias": dict(
                 num_local_experts=4,
                 num_experts_per_tok=3,
@@ -713,14 +950,16 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def tolerance(config: Config) -> float:
     """Return the largest difference from transformers, relative to the largest logit.
 
-    Recurrent mixers normalize sums that may be small: changing the embedding by 1e-7 of itself changes their logits by 1e-5
-    to 1e-4, and transformers differs from itself by as much when it computes a text token by token.
+    Recurrent mixers normalize sums that may be small: changing the embedding by 1e-7 of itself
+    changes their logits by 1e-5 to 1e-4, and transformers differs from itself by as much when it
+    computes a text token by token.
     """
     return 3e-5 if any(layer.mixer for layer in config.layers) else 1e-5
 
 
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:
-    """Give every tensor random values, so that ignoring it changes the output (default biases are zero)."""
+    """Give every tensor random values, so that ignoring it changes the output (default biases are
+    zero)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         # transformers stores the biases that correct the selection of experts as buffers
@@ -739,17 +978,22 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> None:
 
 def build(config_class: type | str, folder: Path, **values):
     """Build a transformers model with random values in every tensor, and save it to `folder`."""
-    config_class = getattr(transformers, config_class) if isinstance(config_class, str) else config_class
+    config_class = (
+        getattr(transformers, config_class) if isinstance(config_class, str) else config_class
+    )
     torch.manual_seed(0)
     config = config_class(**{**TINY, **values}, dtype="float32")
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     redraw(model)
     model.save_pretrained(folder)
     return model
 
 
 def perturb(parameters: Iterable[torch.nn.Parameter], seed: int = 3) -> None:
-    """Add noise to the parameters of a method, so that also those initialized to zero change the output."""
+    """Add noise to the parameters of a method, so that also those initialized to zero change the
+    output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters:
@@ -775,7 +1019,8 @@ def plain_difference(reference, model: GPT) -> float:
 
 @torch.no_grad()
 def padded_difference(reference, model: GPT) -> float:
-    """Compare logits of two rows, one of them padded on the right; padding positions are ignored."""
+    """Compare logits of two rows, one of them padded on the right; padding positions are
+    ignored."""
     tokens = draw(2, 20, seed=5)
     mask = torch.ones_like(tokens)
     tokens[1, 13:] = mask[1, 13:] = 0
@@ -792,12 +1037,19 @@ def cached_difference(reference, model: GPT) -> float:
         pieces = [*tokens[:, :-9].split(length - 13, dim=1), *tokens[:, -9:].split(1, dim=1)]
         cached = torch.cat([model(piece, cache=cache) for piece in pieces], dim=1)
         expected = reference(tokens).logits
-        largest = max(largest, relative(cached, expected), relative(*staggered_logits(model, tokens, expected)))
+        largest = max(
+            largest,
+            relative(cached, expected),
+            relative(*staggered_logits(model, tokens, expected)),
+        )
     return largest
 
 
-def staggered_logits(model: GPT, tokens: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits of a KV cache whose second row is three tokens behind the first, and the expected logits."""
+def staggered_logits(
+    model: GPT, tokens: torch.Tensor, expected: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits of a KV cache whose second row is three tokens behind the first, and the
+    expected logits."""
     cache, ends = KVCache(model.config, 2, tokens.size(1)), (tokens.size(1) - 6, tokens.size(1) - 9)
     for row, end in enumerate(ends):
         model(tokens[row : row + 1, :end], cache=cache.rows(row, row + 1))
@@ -805,7 +1057,12 @@ def staggered_logits(model: GPT, tokens: torch.Tensor, expected: torch.Tensor) -
     for step in range(0, 6, 2):
         positions = torch.tensor([[end + step, end + step + 1] for end in ends])
         actual.append(
-            model(tokens.gather(1, positions), positions=positions, cache=cache, logits_to_keep=torch.tensor([[1], [1]]))
+            model(
+                tokens.gather(1, positions),
+                positions=positions,
+                cache=cache,
+                logits_to_keep=torch.tensor([[1], [1]]),
+            )
         )
         reference.append(torch.stack([expected[row, positions[row, 1:]] for row in range(2)]))
     return torch.cat(actual, 1), torch.cat(reference, 1)
@@ -815,6 +1072,8 @@ def staggered_logits(model: GPT, tokens: torch.Tensor, expected: torch.Tensor) -
 def packed_difference(reference, model: GPT) -> float:
     """Compare logits of two packed documents with those of each document alone."""
     first, second = draw(2, 20, seed=3)
-    logits = model(torch.cat((first[:12], second))[None], documents=torch.tensor([[0] * 12 + [1] * 20]))
+    logits = model(
+        torch.cat((first[:12], second))[None], documents=torch.tensor([[0] * 12 + [1] * 20])
+    )
     parts = ((logits[:, :12], first[None, :12]), (logits[:, 12:], second[None]))
     return max(relative(actual, reference(tokens).logits) for actual, tokens in parts)

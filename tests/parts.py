@@ -1,6 +1,7 @@
 """Compute the logits of models that are split over several processes.
 
-`logits` starts `python parts.py CASES OUT` once per process; the processes find each other as under torchrun.
+`logits` starts `python parts.py CASES OUT` once per process; the processes find each other as under
+torchrun.
 """
 
 import json
@@ -16,14 +17,19 @@ from strategies import free_port, torchrun_env
 def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tensor | str]:
     """Return each case's logits (B, T, V), or the error message of a model that cannot be split.
 
-    A case has "folder" and "tokens", optionally "quantize" and "precision". The second half of the tokens is computed with a
-    KV cache, the last token in a step of its own.
+    A case has "folder" and "tokens", optionally "quantize" and "precision". The second half of the
+    tokens is computed with a KV cache, the last token in a step of its own.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "cases.json").write_text(json.dumps(cases))
     port, workers = free_port(), []
     for rank in range(processes):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **torchrun_env(rank, port, processes)}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            **torchrun_env(rank, port, processes),
+        }
         command = [__file__, str(out / "cases.json"), str(out / "logits.pt")]
         with (out / f"{rank}.log").open("w") as log:
             workers.append(Process(command, out, env, stdout=log, stderr=log))

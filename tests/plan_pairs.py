@@ -1,8 +1,10 @@
-"""Compare memory plans with training steps for random flags and data: python tests/plan_pairs.py --count 200
+"""Compare memory plans with training steps for random flags and data: python tests/plan_pairs.py
+--count 200
 
-Each pair is the first layers of a model of shared/configs with its tokenizer, a file of shared/data and random flags.
-`--networks` takes networks of other kinds instead, with the sizes of small published models. The plan is the one a run
-prints at its start; the steps are measured by torch's MemTracker on fake tensors.
+Each pair is the first layers of a model of shared/configs with its tokenizer, a file of shared/data
+and random flags. `--networks` takes networks of other kinds instead, with the sizes of small
+published models. The plan is the one a run prints at its start; the steps are measured by torch's
+MemTracker on fake tensors.
 """
 
 import argparse
@@ -51,25 +53,59 @@ MODELS = {  # a model of shared/configs: its tokenizer
     "tinyllama-1.1b": "tinyllama-1.1b-chat",
 }
 # networks of other kinds: transformers' class, the sizes, and how many layers have all kinds
-QWEN = dict(vocab_size=151936, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+QWEN = dict(
+    vocab_size=151936, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=128
+)
 NETWORKS = {
-    "latent attention": ("DeepseekV3Config", dict(QWEN, moe_intermediate_size=512, n_routed_experts=16, n_group=4), 4),
-    "gated delta net": ("Qwen3_5TextConfig", dict(QWEN, intermediate_size=3584, num_hidden_layers=8), 4),
+    "latent attention": (
+        "DeepseekV3Config",
+        dict(QWEN, moe_intermediate_size=512, n_routed_experts=16, n_group=4),
+        4,
+    ),
+    "gated delta net": (
+        "Qwen3_5TextConfig",
+        dict(QWEN, intermediate_size=3584, num_hidden_layers=8),
+        4,
+    ),
     "kimi delta attention": (
         "KimiLinearConfig",
-        dict(QWEN, moe_intermediate_size=512, num_experts=16, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32),
+        dict(
+            QWEN,
+            moe_intermediate_size=512,
+            num_experts=16,
+            kv_lora_rank=256,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+        ),
         4,
     ),
     "mamba-2": (
         "FalconH1Config",
-        dict(QWEN, intermediate_size=2048, mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128),
+        dict(
+            QWEN,
+            intermediate_size=2048,
+            mamba_d_ssm=1536,
+            mamba_n_heads=24,
+            mamba_d_head=64,
+            mamba_d_state=128,
+        ),
         2,
     ),
     "short convolution": ("Lfm2Config", dict(QWEN, intermediate_size=4608), 4),
-    "streams": ("Gemma3nTextConfig", dict(QWEN, intermediate_size=4096, num_hidden_layers=6, num_kv_shared_layers=1), 6),
+    "streams": (
+        "Gemma3nTextConfig",
+        dict(QWEN, intermediate_size=4096, num_hidden_layers=6, num_kv_shared_layers=1),
+        6,
+    ),
     "chunks, weighted inputs": (
         "Llama4TextConfig",
-        dict(QWEN, intermediate_size=1024, intermediate_size_mlp=2048, num_local_experts=8, attention_chunk_size=256),
+        dict(
+            QWEN,
+            intermediate_size=1024,
+            intermediate_size_mlp=2048,
+            num_local_experts=8,
+            attention_chunk_size=256,
+        ),
         4,
     ),
     "per-layer embeddings": ("Gemma4TextConfig", dict(QWEN, intermediate_size=4096), 6),
@@ -90,7 +126,15 @@ def random_pair(rng: random.Random, networks: bool = False) -> tuple[str, int, s
     model = rng.choice(sorted(NETWORKS if networks else MODELS))
     layers = rng.choice([1, 2, 3]) if model != "qwen3-30b-a3b" else 1
     layers = NETWORKS[model][2] if networks else layers
-    kind = rng.choice([LoRAFinetuneArgs, LoRAFinetuneArgs, FullFinetuneArgs, AdapterFinetuneArgs, AdapterV2FinetuneArgs])
+    kind = rng.choice(
+        [
+            LoRAFinetuneArgs,
+            LoRAFinetuneArgs,
+            FullFinetuneArgs,
+            AdapterFinetuneArgs,
+            AdapterV2FinetuneArgs,
+        ]
+    )
     size = rng.choice([1, 2, 4, 8, 16, 32])
     in_backward = kind is FullFinetuneArgs and rng.random() < 0.3
     train = TrainArgs(
@@ -110,11 +154,15 @@ def random_pair(rng: random.Random, networks: bool = False) -> tuple[str, int, s
         packing=rng.random() < 0.5,
         mask_prompt=rng.random() < 0.7,
     )
-    args = dict(data=data, train=train, seed=rng.randrange(100), precision=rng.choice(["bf16", "fp32"]))
+    args = dict(
+        data=data, train=train, seed=rng.randrange(100), precision=rng.choice(["bf16", "fp32"])
+    )
     if kind is FullFinetuneArgs:
         args["precision"] = rng.choice(["bf16", "fp32", "bf16-true"])
     if kind is LoRAFinetuneArgs:
-        targets = rng.choice([["all-linear"], ["all-linear"], ["q_proj", "v_proj"], ["embed", "q_proj"], ["lm_head"]])
+        targets = rng.choice(
+            [["all-linear"], ["all-linear"], ["q_proj", "v_proj"], ["embed", "q_proj"], ["lm_head"]]
+        )
         args["lora"] = LoRAArgs(
             r=rng.choice([1, 8, 64, 256]),
             dropout=rng.choice([0.0, 0.0, 0.1]),
@@ -129,8 +177,11 @@ def random_pair(rng: random.Random, networks: bool = False) -> tuple[str, int, s
     return model, layers, MODELS.get(model, "qwen2.5"), kind(**args)
 
 
-def compare(model: str, layers: int, tokenizer: str, args: FinetuneArgs, work: Path) -> tuple[int, int, str]:
-    """Return the planned peak, the measured peak and a description; raise ValueError if the flags are invalid."""
+def compare(
+    model: str, layers: int, tokenizer: str, args: FinetuneArgs, work: Path
+) -> tuple[int, int, str]:
+    """Return the planned peak, the measured peak and a description; raise ValueError if the flags
+    are invalid."""
     folder = work / model
     folder.mkdir(exist_ok=True)
     if model in NETWORKS:
@@ -149,17 +200,33 @@ def compare(model: str, layers: int, tokenizer: str, args: FinetuneArgs, work: P
     source = resolve(folder)
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     setup, cpu = Setup(args, source), torch.device("cpu")
-    data = load_data(args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions)
+    data = load_data(
+        args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions
+    )
     schedule = Schedule(args, data, 1)
     settings = choose(setup, schedule, cpu)
     shape = schedule.shape()
     supervised = schedule.largest.max_targets
     expected = tracked_peak(
-        source, setup.method, args.train, settings.precision, shape, settings.recomputed, supervised=supervised
+        source,
+        setup.method,
+        args.train,
+        settings.precision,
+        shape,
+        settings.recomputed,
+        supervised=supervised,
     )
-    method_args = getattr(args, setup.method.name.split("_")[0], None) if not setup.method.saves_full_model else None
+    method_args = (
+        getattr(args, setup.method.name.split("_")[0], None)
+        if not setup.method.saves_full_model
+        else None
+    )
     defaults = vars(type(method_args)()) if method_args else {}
-    changed = {name: value for name, value in vars(method_args or args.train).items() if defaults.get(name, value) != value}
+    changed = {
+        name: value
+        for name, value in vars(method_args or args.train).items()
+        if defaults.get(name, value) != value
+    }
     description = [
         f"{model} {layers} layers",
         f"{setup.method.title} {changed}",
@@ -176,11 +243,17 @@ def compare(model: str, layers: int, tokenizer: str, args: FinetuneArgs, work: P
 
 def main() -> int:
     """Print each pair and its deviation; return whether any is outside the bounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first pair")
-    parser.add_argument("--networks", action="store_true", help="networks of other kinds than those of shared/configs")
+    parser.add_argument(
+        "--networks",
+        action="store_true",
+        help="networks of other kinds than those of shared/configs",
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     deviations = []
@@ -196,12 +269,15 @@ def main() -> int:
             mark = "" if -0.01 <= deviations[-1] <= 0.05 else "  <-- OFF"
             mib = 2**20
             print(
-                f"{number}: {planned / mib:,.0f} of {expected / mib:,.0f} MiB, {deviations[-1]:+.2%}: {description}{mark}",
+                f"{number}: {planned / mib:,.0f} of {expected / mib:,.0f} MiB, "
+                f"{deviations[-1]:+.2%}: {description}{mark}",
                 flush=True,
             )
     bad = sum(not -0.01 <= deviation <= 0.05 for deviation in deviations)
     extent = f"{min(deviations):+.2%} to {max(deviations):+.2%}"
-    print(f"{len(deviations)} of {args.count} pairs ran; off by {extent}; {bad} outside -1 % to +5 %")
+    print(
+        f"{len(deviations)} of {args.count} pairs ran; off by {extent}; {bad} outside -1 % to +5 %"
+    )
     return bool(bad)
 
 

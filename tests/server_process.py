@@ -21,10 +21,22 @@ class Server:
     """`generate/serve.py` in its own process. Within the context, it accepts requests at `url`."""
 
     def __init__(self, folder: Path, *words: str | Path, **env: str) -> None:
-        flags = ["--checkpoint_dir", folder, "--port", "0", "--temperature", "0", "--precision", "fp32", *words]
+        flags = [
+            "--checkpoint_dir",
+            folder,
+            "--port",
+            "0",
+            "--temperature",
+            "0",
+            "--precision",
+            "fp32",
+            *words,
+        ]
         self.process = start("generate/serve.py", *flags, cwd="/", env=env, stderr=subprocess.PIPE)
         self.stderr_lines: list[str] = []
-        self.reader = threading.Thread(target=lambda: self.stderr_lines.extend(self.process.stderr), daemon=True)
+        self.reader = threading.Thread(
+            target=lambda: self.stderr_lines.extend(self.process.stderr), daemon=True
+        )
 
     def __enter__(self) -> "Server":
         self.reader.start()
@@ -71,7 +83,9 @@ class Server:
     @property
     def memory(self) -> int:
         """The resident memory of the process in bytes."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGESIZE"
+        )
 
     def settled_memory(self, seconds: float = 15) -> int:
         """Return the resident memory once it no longer changes, in bytes.
@@ -89,8 +103,11 @@ class Server:
 
 
 def copy_with_context(folder: Path, target: Path, max_positions: int) -> Path:
-    """Copy a model folder and raise its context length; text beyond the original length may be nonsense."""
+    """Copy a model folder and raise its context length; text beyond the original length may be
+    nonsense."""
     shutil.copytree(folder, target)
     config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_positions}))
+    (target / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": max_positions})
+    )
     return target

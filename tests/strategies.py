@@ -1,7 +1,7 @@
 """Train the same runs on one process and on several: losses by strategy, method and base.
 
-`losses` starts `python strategies.py MODEL DATA OUT STRATEGY CASE...` once per process. The processes find each other as
-under torchrun and run all cases one after the other.
+`losses` starts `python strategies.py MODEL DATA OUT STRATEGY CASE...` once per process. The
+processes find each other as under torchrun and run all cases one after the other.
 """
 
 import json
@@ -23,11 +23,17 @@ STEPS = 6
 def cases(strategy: str) -> list[str]:
     """Return the methods and bases that a strategy is tested with, such as `lora nf4`."""
     bases = BASES if strategy in ("single", "ddp") else BASES[:2]
-    return [f"{method} {base}" for base in bases for method in METHODS if base == "none" or method != "full"]
+    return [
+        f"{method} {base}"
+        for base in bases
+        for method in METHODS
+        if base == "none" or method != "full"
+    ]
 
 
 def free_port() -> int:
-    """Return an unused port below the ephemeral range, from which a client could take it before it is used."""
+    """Return an unused port below the ephemeral range, from which a client could take it before it
+    is used."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             port = random.SystemRandom().randrange(10_000, 32_000)
@@ -37,13 +43,22 @@ def free_port() -> int:
 
 def torchrun_env(rank: int, port: int, count: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets for one of `count` processes."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": 0,
+    }
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
     return {name: str(value) for name, value in variables.items()}
 
 
-def losses(model: Path, data: Path, out: Path, strategy: str, case_names: list[str]) -> dict[str, dict[str, list[float]]]:
-    """Return each case's loss, val_loss and grad_norm by step; fail with the logs if a process fails."""
+def losses(
+    model: Path, data: Path, out: Path, strategy: str, case_names: list[str]
+) -> dict[str, dict[str, list[float]]]:
+    """Return each case's loss, val_loss and grad_norm by step; fail with the logs if a process
+    fails."""
     out.mkdir(parents=True, exist_ok=True)
     forkserver.prepare()
     count = PROCESSES[strategy]
@@ -61,14 +76,29 @@ def losses(model: Path, data: Path, out: Path, strategy: str, case_names: list[s
 
 
 def command_line(model: str, data: str, strategy: str, case: str) -> tuple[str, list[str]]:
-    """Return a case's command and flags; words after the base in the case's name are further flags."""
+    """Return a case's command and flags; words after the base in the case's name are further
+    flags."""
     method, base, *extra = case.split()
     rate = {"full": "2e-3", "adapter": "0.3"}.get(method, "5e-3")
-    flags = f"--checkpoint_dir {model} --data.path {data} --out_dir {strategy}-{case.replace(' ', '')} --quantize {base} "
-    flags += "--precision fp32 --data.packing false --train.global_batch_size 9 --train.micro_batch_size 3 --timeout 60s "
-    flags += f"--train.max_steps {STEPS} --train.learning_rate {rate} --train.weight_decay 0.1 --save.interval 0 "
-    flags += "--eval.interval 0 --eval.max_new_tokens 4 --eval.exact_match --save.best --data.val_fraction 0.2 "
-    flags += {"single": "", "hsdp": "--strategy hsdp --shard_size 2 "}.get(strategy, f"--strategy {strategy} ")
+    flags = (
+        f"--checkpoint_dir {model} --data.path {data} --out_dir {strategy}-{case.replace(' ', '')} "
+        f"--quantize {base} "
+    )
+    flags += (
+        "--precision fp32 --data.packing false --train.global_batch_size 9 "
+        "--train.micro_batch_size 3 --timeout 60s "
+    )
+    flags += (
+        f"--train.max_steps {STEPS} --train.learning_rate {rate} --train.weight_decay 0.1 "
+        "--save.interval 0 "
+    )
+    flags += (
+        "--eval.interval 0 --eval.max_new_tokens 4 --eval.exact_match --save.best "
+        "--data.val_fraction 0.2 "
+    )
+    flags += {"single": "", "hsdp": "--strategy hsdp --shard_size 2 "}.get(
+        strategy, f"--strategy {strategy} "
+    )
     flags += {"dora": "--lora.dora ", "adapter": "--adapter.start_layer 0 "}.get(method, "")
     return "lora" if method == "dora" else method, [*flags.split(), *extra]
 
@@ -88,7 +118,9 @@ def main() -> None:
         rows = []
         command, flags = command_line(model, data, strategy, case)
         args = parse(COMMANDS[f"finetune {command}"].args, flags)
-        litft.finetune(args, rows.append, metrics={"num_answers": lambda answers: len(set(answers))})
+        litft.finetune(
+            args, rows.append, metrics={"num_answers": lambda answers: len(set(answers))}
+        )
         names = ("loss", "val_loss", "grad_norm", "num_answers")
         results[case] = {name: [row[name] for row in rows if name in row] for name in names}
     if os.environ.get("RANK", "0") == "0":

@@ -1,4 +1,5 @@
-"""Locks of folders: one process owns a run's folder or the folder of an export; a dead owner is replaced."""
+"""Locks of folders: one process owns a run's folder or the folder of an export; a dead owner is
+replaced."""
 
 import json
 import os
@@ -66,7 +67,10 @@ def end(process: Process, number: signal.Signals) -> int:
 def test_a_living_owner_is_named_and_a_dead_one_is_replaced(begin, tmp_path):
     folder = tmp_path / "run"
     process = begin(HOLD, folder)
-    with pytest.raises(ValueError, match=f"run is in use by process {process.pid} on "), locked_folder(folder):
+    with (
+        pytest.raises(ValueError, match=f"run is in use by process {process.pid} on "),
+        locked_folder(folder),
+    ):
         pass
     assert end(process, signal.SIGKILL) == -9 and (folder / LOCK).is_file()
     with locked_folder(folder):
@@ -111,7 +115,10 @@ def test_the_lock_of_another_host_is_awaited(begin, tmp_path, monkeypatch):
     owner = json.loads((folder / LOCK).read_text())
     (folder / LOCK).write_text(json.dumps(owner | {"host": "elsewhere"}))
     monkeypatch.setattr(folder_lock, "LEASE", 0.3)
-    with pytest.raises(ValueError, match=f"in use by process {process.pid} on elsewhere"), locked_folder(folder):
+    with (
+        pytest.raises(ValueError, match=f"in use by process {process.pid} on elsewhere"),
+        locked_folder(folder),
+    ):
         pass
     monkeypatch.setattr(folder_lock, "LEASE", 60.0)
     threading.Timer(0.5, process.kill).start()
@@ -121,7 +128,15 @@ def test_the_lock_of_another_host_is_awaited(begin, tmp_path, monkeypatch):
 
 
 def test_of_two_starts_into_one_folder_one_is_refused(tiny, examples, tmp_path, cases):
-    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", examples, "--eval.max_new_tokens", "0"]
+    command = [
+        "finetune/lora.py",
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        examples,
+        "--eval.max_new_tokens",
+        "0",
+    ]
     for number in range(cases(1)):
         run = tmp_path / f"run{number}"
         flags = [*command, "--out_dir", run, "--train.max_steps"]
@@ -136,12 +151,22 @@ def test_of_two_starts_into_one_folder_one_is_refused(tiny, examples, tmp_path, 
         refused = errors[1 - winner]
         assert f"{run.name} is in use by process" in refused or "already contains a run" in refused
         steps = 4 + winner
-        assert [int(row["step"]) for row in rows_of(run) if "loss" in row] == list(range(1, steps + 1))
+        assert [int(row["step"]) for row in rows_of(run) if "loss" in row] == list(
+            range(1, steps + 1)
+        )
         assert f"max_steps: {steps}" in (run / "config.yaml").read_text()
 
 
 def test_a_run_is_not_resumed_or_overwritten_while_it_runs(begin, tiny, examples, tmp_path):
-    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", "run"]
+    command = [
+        "finetune/lora.py",
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        examples,
+        "--out_dir",
+        "run",
+    ]
     script(*command, "--train.max_steps", "2", cwd=tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.glob("run/**/*") if path.is_file()}
     process = begin(HOLD, tmp_path / "run")
@@ -150,10 +175,14 @@ def test_a_run_is_not_resumed_or_overwritten_while_it_runs(begin, tiny, examples
         assert f"run is in use by process {process.pid}" in done.stderr
     end(process, signal.SIGKILL)
     (tmp_path / "run" / LOCK).unlink()
-    assert {path: path.read_bytes() for path in tmp_path.glob("run/**/*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in tmp_path.glob("run/**/*") if path.is_file()
+    } == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"]
+)
 def test_an_interrupted_export_leaves_nothing_after_the_next_one(begin, tmp_path, number, code):
     process = begin(FILL, tmp_path / "out")
     with pytest.raises(ValueError, match=f"out is in use by process {process.pid}"):
@@ -162,7 +191,10 @@ def test_an_interrupted_export_leaves_nothing_after_the_next_one(begin, tmp_path
     if number != signal.SIGKILL:
         assert not list(tmp_path.iterdir())
     write_folder(str(tmp_path / "out"), lambda partial: (partial / "model").write_text("whole"))
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.glob("**/*"))] == ["out", "out/model"]
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.glob("**/*"))] == [
+        "out",
+        "out/model",
+    ]
 
 
 def test_a_folder_that_was_filled_in_the_meantime_is_kept(tmp_path):
@@ -172,7 +204,10 @@ def test_a_folder_that_was_filled_in_the_meantime_is_kept(tmp_path):
         raise AssertionError("the folder is not free")
 
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="already exists"), atomic_folder(tmp_path / "out") as partial:
+    with (
+        pytest.raises(ValueError, match="already exists"),
+        atomic_folder(tmp_path / "out") as partial,
+    ):
         (partial / "model").write_text("first")
         (tmp_path / "out" / "model").write_text("first")
         write_folder(str(tmp_path / "out"), fill)
@@ -183,7 +218,9 @@ def test_texts_of_two_writers_are_whole(tmp_path):
     path = tmp_path / "config.yaml"
     code = "import sys; from pathlib import Path; from litft.atomic import atomic_write\n"
     code += "for _ in range(200): atomic_write(Path(sys.argv[1]), sys.argv[2] * 4000)"
-    writers = [subprocess.Popen([sys.executable, "-c", code, path, letter], env=ENV) for letter in "ab"]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, path, letter], env=ENV) for letter in "ab"
+    ]
     while any(writer.poll() is None for writer in writers):
         text = path.read_text() if path.is_file() else ""
         assert len(set(text)) <= 1 and len(text) in (0, 4000)

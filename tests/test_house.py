@@ -31,24 +31,24 @@ LAYERS = [
 LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in layer}
 # within a component, a file imports only files to its left
 ORDER = """
-args: checks sampling methods processes data_path data preference finetune plan inference serving evaluation export hub runs
- recipes aliases foreign_config parser keywords
-model: config_file config_fields rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
- packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
- quantization
+args: checks sampling methods processes data_path data preference finetune plan inference serving
+ evaluation export hub runs recipes aliases foreign_config parser keywords
+model: config_file config_fields rope_config config linear norm device_type loss rope positions mlp
+ per_layer_input kv_cache packed_sequences attention_eager attention_cpu attention latent_attention
+ mixers blocks altup transformer placement quantization
 checkpoints: rules conversion stored_formats weight_files adapter_reader peft_targets peft_names
- peft_coverage peft_format peft_reader hub
+ peft_coverage peft_format peft_tables peft_reader hub
 methods: mixins new_tokens base full llama_adapter lora_modules lora
-data: chat_template reasoning messages turn_rendering turns tool_calls answer_parser answer_format digests
- tokenizer_backends tokenizer formats readers in_memory preferences encoder sources token_store
- token_cache packing sampler dataset
+data: chat_template reasoning messages turn_rendering turns tool_calls answer_parser answer_format
+ digests tokenizer_backends tokenizer formats readers in_memory preferences sample encoder sources
+ token_store token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
-inference: sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding generation chat_answers
- streaming terminal session chat generate
-training: intervals residence flops metrics loggers html_report screen adafactor optimizers activation_checkpointing compile
- cpu_offload objectives setup file_hashes base_files run_checkpoints scoring validation memory_trace memory_plan
- communication_plan schedule references auto_settings dry_run plan_command memory_advice recorder memory_probe
- divergence trainer finetune
+inference: sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding
+ generation chat_answers streaming terminal session chat generate
+training: intervals residence flops metrics loggers html_report screen adafactor optimizers
+ activation_checkpointing compile cpu_offload objectives setup file_hashes base_files
+ run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule references
+ auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples preferences run_eval
 serving: openai_replies openai_requests prefill_turns engine routes server
@@ -82,22 +82,32 @@ def test_imports_follow_the_layers(path):
             assert LEVEL.get(other, -1) < LEVEL[component], f"{component} imports {other}"
             assert component != "families" or other in ("model", "checkpoints")
         elif file != "__init__" and more and more[0] in (order := ORDERS.get(component, ())):
-            assert more[0] == file or order.index(more[0]) < order.index(file), f"{component}/{file} imports {more[0]}"
+            assert more[0] == file or order.index(more[0]) < order.index(file), (
+                f"{component}/{file} imports {more[0]}"
+            )
     assert component not in TORCHLESS or not any(package == "torch" for package, *_ in modules)
 
 
 def test_every_file_is_listed_in_the_order():
-    assert {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in FILES} <= LEVEL.keys()
+    assert {
+        path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in FILES
+    } <= LEVEL.keys()
     for component, order in ORDERS.items():
         files = {
-            path.stem for path in (LIBRARY / component).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+            path.stem
+            for path in (LIBRARY / component).iterdir()
+            if path.suffix == ".py" or (path / "__init__.py").is_file()
         }
         assert files - {"__init__"} == set(order)
 
 
 def test_every_library_folder_has_a_test_folder():
-    """No other folder contains tests, except gpu, whose tests need one, and stress, whose tests make random mistakes."""
-    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} - {"gpu", "stress"}
+    """No other folder contains tests, except gpu, whose tests need one, and stress, whose tests
+    make random mistakes."""
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} - {
+        "gpu",
+        "stress",
+    }
     assert folders == {path.parent.name for path in LIBRARY.glob("*/__init__.py")}
 
 
@@ -124,9 +134,16 @@ def test_only_weights_are_unpickled_and_nothing_is_evaluated():
 def test_only_commands_and_workers_exit():
     """cli.py ends commands; the others are main functions of worker processes and of the server."""
     exiting = {
-        str(path.relative_to(LIBRARY)) for path in FILES if re.search(r"sys\.exit\(|os\._exit\(", path.read_text("utf-8"))
+        str(path.relative_to(LIBRARY))
+        for path in FILES
+        if re.search(r"sys\.exit\(|os\._exit\(", path.read_text("utf-8"))
     }
-    workers = {"data/token_cache.py", "inference/tp_decoding.py", "serving/engine.py", "serving/server.py"}
+    workers = {
+        "data/token_cache.py",
+        "inference/tp_decoding.py",
+        "serving/engine.py",
+        "serving/server.py",
+    }
     assert exiting == {"cli.py"} | workers
 
 
@@ -143,10 +160,16 @@ def test_entry_scripts_contain_one_call():
 
 @pytest.mark.slow
 def test_the_mutation_table_names_lines_and_tests_that_exist(pytestconfig):
-    """Every quoted line occurs once in its file; if all tests were collected, the parametrized tests exist too."""
+    """Every quoted line occurs once in its file; if all tests were collected, the parametrized
+    tests exist too."""
     entries, collected = read_table(), pytestconfig.stash[COLLECTED]
     assert problems(entries) == []
     files = {test.partition("::")[0] for test in collected}
-    named_tests = {test for entry in entries for test in entry.tests if "[" in test and test.partition("::")[0] in files}
+    named_tests = {
+        test
+        for entry in entries
+        for test in entry.tests
+        if "[" in test and test.partition("::")[0] in files
+    }
     if files >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}:
         assert named_tests <= collected

@@ -34,7 +34,10 @@ def step(x):
 AFTER = (
     BEFORE.replace("x > 1 and y", "(\n            x > 1  # large\n            and y\n        )")
     .replace('"ä"', "'ä'")
-    .replace("self.scaled(x, scale=2)", "self.scaled(\n                x,\n                scale=2,\n            )")
+    .replace(
+        "self.scaled(x, scale=2)",
+        "self.scaled(\n                x,\n                scale=2,\n            )",
+    )
 )
 
 
@@ -45,8 +48,18 @@ AFTER = (
         ("Decoder.step", "if x > 1 and y:", "if False:", "if False:\n            return"),
         ("Decoder.step", "elif x > 0:", "elif x > 9:", "elif x > 9:\n            x = x + 1"),
         ("Decoder.step", "self.scaled(x, scale=2)", "x if y else 0", "return (x if y else 0) * 3"),
-        ("Decoder.step", 'x = x + 1\ny = "ä" + f"{x + 1}"', "x = 1\ny = 2", "            x = 1\n            y = 2\n"),
-        ("Decoder", "@property\ndef name(self):", "def name(self):", "return x\n\n    def name(self):"),
+        (
+            "Decoder.step",
+            'x = x + 1\ny = "ä" + f"{x + 1}"',
+            "x = 1\ny = 2",
+            "            x = 1\n            y = 2\n",
+        ),
+        (
+            "Decoder",
+            "@property\ndef name(self):",
+            "def name(self):",
+            "return x\n\n    def name(self):",
+        ),
         ("step.inner", "return x", "return 1", "        return 1\n"),
         ("step", "inner(x)", "x", "[(x) for x in range(LIMIT)]"),
         ("", "LIMIT = 3", "LIMIT = 4", "LIMIT = 4\n"),
@@ -62,7 +75,12 @@ def test_code_is_found_and_replaced(text, function, code, bug, expected):
 
 def test_code_in_other_functions_is_not_found():
     source = Source(BEFORE)
-    for function, code in [("step", "return x"), ("Decoder.step", "if x > 0:"), ("", "x + 1"), ("Decoder.step", "x + 2")]:
+    for function, code in [
+        ("step", "return x"),
+        ("Decoder.step", "if x > 0:"),
+        ("", "x + 1"),
+        ("Decoder.step", "x + 2"),
+    ]:
         assert not source.find(function, parse_pattern(code)), code
 
 
@@ -72,23 +90,40 @@ def entry(function: str, code: str, bug: str = "pass") -> Mutation:
 
 
 def test_problems_name_where_the_code_is_now(tmp_path):
-    for path, text in [("litft/decoder.py", BEFORE), ("tests/test_a.py", "def test_a():\n    pass\n")]:
+    for path, text in [
+        ("litft/decoder.py", BEFORE),
+        ("tests/test_a.py", "def test_a():\n    pass\n"),
+    ]:
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text(text)
     assert problems([entry("Decoder.step", "x = x + 1")], tmp_path) == []
-    assert new_places(entry("Decoder.run", "x = x + 1"), tmp_path) == [("litft/decoder.py", "Decoder.step")]
+    assert new_places(entry("Decoder.run", "x = x + 1"), tmp_path) == [
+        ("litft/decoder.py", "Decoder.step")
+    ]
     (moved,) = problems([entry("Decoder.run", "x = x + 1")], tmp_path)
-    assert "is there 0 times" in moved and "it is now in litft/decoder.py, Decoder.step: run --move" in moved
+    assert (
+        "is there 0 times" in moved
+        and "it is now in litft/decoder.py, Decoder.step: run --move" in moved
+    )
     (changed,) = problems([entry("Decoder.step", "x = x + 1 + self.bias")], tmp_path)
     assert "the nearest is in Decoder.step: 'x = x + 1'" in changed
     (invalid,) = problems([entry("Decoder.step", "x = x + 1", "x = (")], tmp_path)
     assert "it is no valid Python" in invalid
-    assert "no statement, expression or header" in problems([entry("Decoder.step", "x = ")], tmp_path)[0]
+    assert (
+        "no statement, expression or header"
+        in problems([entry("Decoder.step", "x = ")], tmp_path)[0]
+    )
 
 
 def test_a_case_that_is_gone_is_reported():
     """Its entry would be killed by no test."""
-    entry = Mutation("a bug", "a.py", "x", "y", ["tests/a.py::test_a[one]", "tests/a.py::test_a", "tests/a.py::test_b"])
+    entry = Mutation(
+        "a bug",
+        "a.py",
+        "x",
+        "y",
+        ["tests/a.py::test_a[one]", "tests/a.py::test_a", "tests/a.py::test_b"],
+    )
     assert missing_cases([entry], ["tests/a.py::test_a[one]", "tests/a.py::test_b"]) == []
     assert missing_cases([entry], ["tests/a.py::test_a[two]", "tests/a.py::test_b"]) == [
         "tests/a.py::test_a[one]: no such case (a bug)"

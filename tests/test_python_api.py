@@ -1,4 +1,5 @@
-"""`litft.finetune` from Python: keywords, examples in memory, metrics, named validation sets; `litft.generate`."""
+"""`litft.finetune` from Python: keywords, examples in memory, metrics, named validation sets;
+`litft.generate`."""
 
 import inspect
 import itertools
@@ -19,14 +20,24 @@ from litft.args.keywords import from_keywords, keyword_names
 from litft.args.parser import types_of_flags
 
 RECORDS = [{"prompt": f"What is {n} plus {n}?", "completion": f"It is {2 * n}."} for n in range(40)]
-OTHERS = [{"prompt": f"Name the number {n}.", "completion": f"The number {n} has a rather long name."} for n in range(12)]
+OTHERS = [
+    {"prompt": f"Name the number {n}.", "completion": f"The number {n} has a rather long name."}
+    for n in range(12)
+]
 
 
 @pytest.fixture
 def settings(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
-    return {"model": tiny, "max_steps": 3, "global_batch_size": 4, "eval_interval": 0, "eval_max_new_tokens": 0, "seed": 7}
+    return {
+        "model": tiny,
+        "max_steps": 3,
+        "global_batch_size": 4,
+        "eval_interval": 0,
+        "eval_max_new_tokens": 0,
+        "seed": 7,
+    }
 
 
 def losses(outcome):
@@ -37,22 +48,37 @@ IN_MEMORY = {
     "list": lambda: RECORDS,
     "dataset": lambda: datasets.Dataset.from_list(RECORDS),
     "iterator": lambda: iter(RECORDS),
-    "generator": lambda: ({"prompt": r["prompt"], "completion": r["completion"], "note": None} for r in RECORDS),
+    "generator": lambda: (
+        {"prompt": r["prompt"], "completion": r["completion"], "note": None} for r in RECORDS
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "kind", ["list", "generator", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dataset", "iterator"))]
+    "kind",
+    [
+        "list",
+        "generator",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dataset", "iterator")),
+    ],
 )
 def test_examples_in_memory_train_like_a_file(settings, kind, tmp_path):
     path = write_records(tmp_path / "train.jsonl", RECORDS)
     expected = litft.finetune(data=path, **settings)
     outcome = litft.finetune(data=IN_MEMORY[kind](), **settings)
     assert losses(outcome) == losses(expected) and len(losses(outcome)) == 3
-    stored = Path(litft.args.parser.parse(LoRAFinetuneArgs, ["--config", str(outcome.folder / "config.yaml")]).data.path[0])
+    stored = Path(
+        litft.args.parser.parse(
+            LoRAFinetuneArgs, ["--config", str(outcome.folder / "config.yaml")]
+        ).data.path[0]
+    )
     assert stored.parent == tmp_path / "share" / "litft" / "examples"
-    assert [json.loads(line)["completion"] for line in stored.read_text().splitlines()] == [r["completion"] for r in RECORDS]
-    resumed = litft.finetune(data=RECORDS, **settings | {"max_steps": 4}, out_dir=outcome.folder, resume=True)
+    assert [json.loads(line)["completion"] for line in stored.read_text().splitlines()] == [
+        r["completion"] for r in RECORDS
+    ]
+    resumed = litft.finetune(
+        data=RECORDS, **settings | {"max_steps": 4}, out_dir=outcome.folder, resume=True
+    )
     assert len(losses(resumed)) == 4  # the same records have the same path
     assert len(list(stored.parent.iterdir())) == (2 if kind == "generator" else 1)
 
@@ -66,7 +92,10 @@ def test_examples_in_memory_train_like_a_file(settings, kind, tmp_path):
         ([{"text": b"bytes"}], "record 0 cannot be written as JSON"),
         ({"train": RECORDS, "test": RECORDS}, "dict with train, test"),
         (7, "cannot use int as examples"),
-        ([RECORDS[0], {"unknown": "a"}], "record 1 of the data: no known format has the fields 'unknown'"),
+        (
+            [RECORDS[0], {"unknown": "a"}],
+            "record 1 of the data: no known format has the fields 'unknown'",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -82,7 +111,11 @@ def test_every_flag_is_a_keyword():
     for cls in FINETUNE.values():
         names = keyword_names(cls)
         assert names.keys() <= parameters.keys()
-        assert types_of_flags(cls).keys() - set(names.values()) == {"checkpoint_dir", "data.path", "data.val_path"}
+        assert types_of_flags(cls).keys() - set(names.values()) == {
+            "checkpoint_dir",
+            "data.path",
+            "data.val_path",
+        }
     assert "finetune" in dir(litft) and litft.finetune.__doc__
 
 
@@ -90,8 +123,18 @@ def test_keywords_equal_flags():
     args = from_keywords(
         "lora",
         {
-            **{"checkpoint_dir": "a", "data_path": ["x,y.jsonl"], "max_steps": 3, "lora_r": 4, "train_learning_rate": 0.5},
-            **{"columns": {"instruction": "question"}, "template_args": {"enable_thinking": False}, "weights": [0.5]},
+            **{
+                "checkpoint_dir": "a",
+                "data_path": ["x,y.jsonl"],
+                "max_steps": 3,
+                "lora_r": 4,
+                "train_learning_rate": 0.5,
+            },
+            **{
+                "columns": {"instruction": "question"},
+                "template_args": {"enable_thinking": False},
+                "weights": [0.5],
+            },
             **{
                 "prompts": ["Well, who?"],
                 "exact_match": True,
@@ -102,21 +145,39 @@ def test_keywords_equal_flags():
             },
         },
     )
-    assert args.checkpoint_dir == "a" and args.data.path == ["x,y.jsonl"] and args.train.max_steps == 3
-    assert args.lora.r == 4 and args.train.learning_rate == 0.5 and args.data.columns == ["instruction=question"]
+    assert (
+        args.checkpoint_dir == "a" and args.data.path == ["x,y.jsonl"] and args.train.max_steps == 3
+    )
+    assert (
+        args.lora.r == 4
+        and args.train.learning_rate == 0.5
+        and args.data.columns == ["instruction=question"]
+    )
     assert args.data.template_args == ["enable_thinking=false"] and args.data.weights == [0.5]
     assert args.eval == EvalArgs(prompts=["Well, who?"], exact_match=True, max_batches=None)
-    assert args.lora.targets == ["q_proj", "v_proj"] and args.data.limit == 3 and args.data.new_tokens == []
+    assert (
+        args.lora.targets == ["q_proj", "v_proj"]
+        and args.data.limit == 3
+        and args.data.new_tokens == []
+    )
 
 
 @pytest.mark.parametrize(
     ("keywords", "kind", "message"),
     [
-        ({"num_train_epochs": 3}, TypeError, "unexpected keyword argument 'num_train_epochs'; here it is epochs"),
+        (
+            {"num_train_epochs": 3},
+            TypeError,
+            "unexpected keyword argument 'num_train_epochs'; here it is epochs",
+        ),
         ({"model_name_or_path": "a"}, TypeError, "here it is model"),
         ({"flash_attention": True}, TypeError, "leave it out (the fastest attention is chosen)"),
         ({"load_in_4bit": False}, TypeError, "'load_in_4bit'; leave it out"),
-        ({"optimizer_in_backward": True}, ValueError, "optimizer_in_backward=True: the first weights are updated"),
+        (
+            {"optimizer_in_backward": True},
+            ValueError,
+            "optimizer_in_backward=True: the first weights are updated",
+        ),
         ({"output_dir": "out/a"}, TypeError, "here it is out_dir='out/a'"),
         ({"train_on_inputs": False}, TypeError, "here it is mask_prompt=True"),
         ({"max_step": 3}, TypeError, "did you mean max_steps?"),
@@ -158,9 +219,15 @@ def test_metrics_of_the_answers(settings, capfd):
         room = max(12, 8 + len(tokenizer.encode(record["completion"], bos=False)))
         text = litft.generate(model, tokenizer, question, max_new_tokens=room + 9, temperature=0)
         assert text.strip().startswith(answer.answer) and answer.answer
-    measured = {int(row["step"]): row["length"] for row in rows_of(outcome.folder) if "length" in row}
-    assert measured == {step: pytest.approx(answer_length(answers)) for step, answers in enumerate(calls[:4])}
-    assert outcome.metrics["length"] == pytest.approx(measured[3]) and [row["step"] for row in rows] == [0, 1, 2, 3]
+    measured = {
+        int(row["step"]): row["length"] for row in rows_of(outcome.folder) if "length" in row
+    }
+    assert measured == {
+        step: pytest.approx(answer_length(answers)) for step, answers in enumerate(calls[:4])
+    }
+    assert outcome.metrics["length"] == pytest.approx(measured[3]) and [
+        row["step"] for row in rows
+    ] == [0, 1, 2, 3]
     printed = capfd.readouterr().out
     assert f"exact match 0.0%, length {measured[3]:.4g} (12 answers)" in printed
     assert ">length</th>" in (outcome.folder / "report.html").read_text()
@@ -178,7 +245,9 @@ def test_a_metric_that_fails_does_not_end_the_run(settings, capfd, result):
 
 
 def test_an_endless_iterator_is_read_up_to_the_limit(settings, tmp_path):
-    assert litft.finetune(data=itertools.cycle(RECORDS), data_limit=6, **settings).metrics["step"] == 3
+    assert (
+        litft.finetune(data=itertools.cycle(RECORDS), data_limit=6, **settings).metrics["step"] == 3
+    )
     (stored,) = (tmp_path / "share" / "litft" / "examples").iterdir()
     assert len(stored.read_text().splitlines()) == 6
 
@@ -190,25 +259,43 @@ def test_keywords_override_the_file_of_config(tmp_path):
 
 
 def test_named_validation_sets_have_their_own_losses(settings, tmp_path):
-    """Each loss is that of a run with this set alone; the loss of all is their mean over target tokens."""
+    """Each loss is that of a run with this set alone; the loss of all is their mean over target
+    tokens."""
     sums = write_records(tmp_path / "sums.jsonl", RECORDS[:7])
     names = write_records(tmp_path / "names.jsonl", OTHERS)
     rows = {}
-    for title, val_data in {"both": [f"a={sums}", f"b-c={names}"], "sums": sums, "names": names}.items():
-        outcome = litft.finetune(data=RECORDS, val_data=val_data, **settings | {"eval_interval": 2, "max_steps": 2})
+    for title, val_data in {
+        "both": [f"a={sums}", f"b-c={names}"],
+        "sums": sums,
+        "names": names,
+    }.items():
+        outcome = litft.finetune(
+            data=RECORDS, val_data=val_data, **settings | {"eval_interval": 2, "max_steps": 2}
+        )
         rows[title] = {int(row["step"]): row for row in rows_of(outcome.folder)}
         if title == "both":
             report, folder = (outcome.folder / "report.html").read_text(), outcome.folder
     for step in (0, 2):
-        both, alone = rows["both"][step], [rows[title][step]["val_loss"] for title in ("sums", "names")]
+        both, alone = (
+            rows["both"][step],
+            [rows[title][step]["val_loss"] for title in ("sums", "names")],
+        )
         assert [both["val_loss_a"], both["val_loss_b-c"]] == pytest.approx(alone, rel=1e-6)
         assert alone[0] != pytest.approx(alone[1], rel=1e-2)
     counts = _target_counts(settings["model"], [sums, names])
     mean = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(counts)
     assert both["val_loss"] == pytest.approx(mean, rel=1e-6)
     assert ">loss on b-c</th>" in report and '<span class="key c3">b-c ' in report
-    resumed = litft.finetune(data=RECORDS, val_data=[f"a={sums}", f"b-c={names}"], **settings, out_dir=folder, resume=True)
-    assert {"val_loss_a", "val_loss_b-c"} <= rows_of(resumed.folder)[0].keys() & rows_of(resumed.folder)[-1].keys()
+    resumed = litft.finetune(
+        data=RECORDS,
+        val_data=[f"a={sums}", f"b-c={names}"],
+        **settings,
+        out_dir=folder,
+        resume=True,
+    )
+    assert {"val_loss_a", "val_loss_b-c"} <= rows_of(resumed.folder)[0].keys() & rows_of(
+        resumed.folder
+    )[-1].keys()
 
 
 def _target_counts(model, paths):
@@ -216,12 +303,17 @@ def _target_counts(model, paths):
     from litft.data.dataset import load_data
     from litft.data.tokenizer import Tokenizer
 
-    loaded = [load_data(DataArgs(path=[str(path)], val_fraction=0.0), Tokenizer(model), 10**6, 256) for path in paths]
+    loaded = [
+        load_data(DataArgs(path=[str(path)], val_fraction=0.0), Tokenizer(model), 10**6, 256)
+        for path in paths
+    ]
     return [int(sum(data.train.supervised)) for data in loaded]
 
 
 def test_unnamed_sets_have_the_names_of_their_files(settings, tmp_path):
-    first, second = (write_records(tmp_path / name, RECORDS[:4]) for name in ("a.val.jsonl", "b=c.jsonl"))
+    first, second = (
+        write_records(tmp_path / name, RECORDS[:4]) for name in ("a.val.jsonl", "b=c.jsonl")
+    )
     outcome = litft.finetune(data=OTHERS, val_data=[first, second], **settings | {"max_steps": 1})
     assert {"val_loss_a_val", "val_loss_b_c"} <= outcome.metrics.keys()
     (tmp_path / "en").mkdir()
@@ -247,17 +339,30 @@ def test_generate_answers_or_continues(tiny, checkpoints):
     model, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"], "fp32")
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     answer = litft.generate(model, tokenizer, "What is the capital of France?", **settings)
-    assert answer == litft.generate(model, tokenizer, messages, **settings) == "The capital of France is Paris."
+    assert (
+        answer
+        == litft.generate(model, tokenizer, messages, **settings)
+        == "The capital of France is Paris."
+    )
 
 
 @pytest.mark.slow
 def test_training_threads_do_not_spin():
-    """Next to other programs, spinning threads made steps 20 times as slow. torch reads the variable when it is imported."""
-    code = "import os, sys, litft; assert 'torch' not in sys.modules; litft.finetune; print(os.environ['GOMP_SPINCOUNT'])"
+    """Next to other programs, spinning threads made steps 20 times as slow. torch reads the
+    variable when it is imported."""
+    code = (
+        "import os, sys, litft; assert 'torch' not in sys.modules; litft.finetune; "
+        "print(os.environ['GOMP_SPINCOUNT'])"
+    )
     for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
         env = {
-            name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
         } | given
         assert (
-            subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout == f"{expected}\n"
+            subprocess.run(
+                [sys.executable, "-c", code], env=env, capture_output=True, text=True
+            ).stdout
+            == f"{expected}\n"
         )

@@ -1,4 +1,5 @@
-"""The README: its length, its recipes, its records; and the flags of every command in it and in the tutorials."""
+"""The README: its length, its recipes, its records; and the flags of every command in it and in the
+tutorials."""
 
 import json
 import re
@@ -24,7 +25,9 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     found = []
     for block in re.findall(r"```(?:text|bash)\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            if match := re.match(r"(?:.*&& )?(?:python ((?:finetune|generate|scripts)/\w+\.py)|litft (.*))", line):
+            if match := re.match(
+                r"(?:.*&& )?(?:python ((?:finetune|generate|scripts)/\w+\.py)|litft (.*))", line
+            ):
                 words = shlex.split(line[match.end(1) :] if match[1] else match[2], comments=True)
                 size = 2 if words[:1] == ["finetune"] and not match[1] else 1
                 name = NAMES.get(match[1]) if match[1] else " ".join(words[:size])
@@ -39,7 +42,11 @@ def test_every_command_of_a_page_has_flags_that_exist(page, tmp_path, monkeypatc
     files = set(re.findall(r"cat > (\S+\.yaml)", text))  # written by the page
     for name, words in commands(text):
         if "--resume" not in words and not files & {*words}:  # the first reads the flags of a run
-            ends = [number for number, word in enumerate(words) if word in ("|", "&", "&&", ">", "2>", "||", ";")]
+            ends = [
+                number
+                for number, word in enumerate(words)
+                if word in ("|", "&", "&&", ">", "2>", "||", ";")
+            ]
             parse(COMMANDS[name].args, words[: min(ends, default=len(words))])
 
 
@@ -47,7 +54,9 @@ def test_every_command_that_a_program_suggests_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where there are no scripts
     suggested = set()
     for path in (ROOT / "litft").rglob("*.py"):
-        suggested |= set(re.findall(r"""command\(["']([\w/]+\.py)["']\)""", path.read_text("utf-8")))
+        suggested |= set(
+            re.findall(r"""command\(["']([\w/]+\.py)["']\)""", path.read_text("utf-8"))
+        )
     assert {"generate/base.py", "generate/chat.py", "scripts/merge_lora.py"} <= suggested
     for script in suggested:
         assert command(script) == f"litft {NAMES[script]}"
@@ -61,17 +70,35 @@ def test_the_readme_is_short_and_names_every_tutorial():
 
 
 def test_the_readme_has_every_recipe():
-    rows = re.findall(r"^\| (?:(\d) x )?(\d+ GB) \| `(\S+)` \| (\S+) \| (\d+) x ([\d,]+) \| (.*) \|$", README, re.MULTILINE)
-    for (devices, memory, name, model, rows_fed, tokens, peak), recipe in zip(rows, recipes(), strict=True):
-        assert name == recipe.name and recipe.model.endswith(f"/{model}") and peak == recipe.planned_peak
-        assert memory.replace(" ", "") == recipe.memory_of_gpu and int(devices or 1) == recipe.flags.get("devices", 1)
+    rows = re.findall(
+        r"^\| (?:(\d) x )?(\d+ GB) \| `(\S+)` \| (\S+) \| (\d+) x ([\d,]+) \| (.*) \|$",
+        README,
+        re.MULTILINE,
+    )
+    for (devices, memory, name, model, rows_fed, tokens, peak), recipe in zip(
+        rows, recipes(), strict=True
+    ):
+        assert (
+            name == recipe.name
+            and recipe.model.endswith(f"/{model}")
+            and peak == recipe.planned_peak
+        )
+        assert memory.replace(" ", "") == recipe.memory_of_gpu and int(
+            devices or 1
+        ) == recipe.flags.get("devices", 1)
         assert int(rows_fed) == recipe.flags["train"]["micro_batch_size"]
-        assert int(tokens.replace(",", "")) == recipe.flags.get("data", {}).get("max_seq_length", 2048)
+        assert int(tokens.replace(",", "")) == recipe.flags.get("data", {}).get(
+            "max_seq_length", 2048
+        )
 
 
 def test_the_readmes_records_have_the_formats_that_are_read():
     (block,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
     records = [json.loads(line) for line in block.splitlines()]
     kinds = [preference_kind(record) for record in records]
-    formats = [detect_format(record, "README") for record, kind in zip(records, kinds, strict=True) if kind is None]
+    formats = [
+        detect_format(record, "README")
+        for record, kind in zip(records, kinds, strict=True)
+        if kind is None
+    ]
     assert sorted(formats) == sorted(FORMATS) and {*kinds} == {None, "pairs", "labels"}

@@ -12,13 +12,20 @@ from litft.run_list import find_runs, read_run
 
 def command(*words: str, cwd: Path, code: int = 0) -> str:
     """What `python -m litft` prints."""
-    done = subprocess.run([sys.executable, "-m", "litft", *words], capture_output=True, text=True, cwd=cwd, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "litft", *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
 
 def test_runs_are_listed_with_their_state(tiny, tmp_path):
-    """A finished run, one with a checkpoint and a torn metrics.csv, one that has only begun, and a folder that is none."""
+    """A finished run, one with a checkpoint and a torn metrics.csv, one that has only begun, and a
+    folder that is none."""
     args = LoRAFinetuneArgs(
         checkpoint_dir=str(tiny),
         out_dir=str(tmp_path / "out" / "whole"),
@@ -40,8 +47,15 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
     (tmp_path / "out" / "other" / "config.yaml").write_text("a: 1\n")
     runs = {run.folder.name: run for run in find_runs(tmp_path / "out")}
     assert runs.keys() == {"whole", "stopped", "begun"}
-    assert runs["whole"].state == "finished" and runs["whole"].method == "lora" and runs["whole"].model == tiny.name
-    assert runs["stopped"].state == "not finished; --resume continues after step 2" and runs["stopped"].steps == 2
+    assert (
+        runs["whole"].state == "finished"
+        and runs["whole"].method == "lora"
+        and runs["whole"].model == tiny.name
+    )
+    assert (
+        runs["stopped"].state == "not finished; --resume continues after step 2"
+        and runs["stopped"].steps == 2
+    )
     assert runs["begun"].state == "not finished; no checkpoint yet" and not runs["begun"].losses
     expected = {"loss": outcome.metrics["loss"], "validation loss": outcome.metrics["val_loss"]}
     for name, value in expected.items():
@@ -57,5 +71,12 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
 def test_the_version_is_printed(tmp_path):
     assert command("--version", cwd=tmp_path) == f"litft {litft.__version__}\n"
     assert "usage: litft COMMAND" in command(cwd=tmp_path)
-    for other, ours in {"train": "finetune lora", "inference": "chat", "preprocess": "prepare_data", "cat": "chat"}.items():
-        assert f"no command '{other}'; did you mean litft {ours}?" in command(other, cwd=tmp_path, code=2)
+    for other, ours in {
+        "train": "finetune lora",
+        "inference": "chat",
+        "preprocess": "prepare_data",
+        "cat": "chat",
+    }.items():
+        assert f"no command '{other}'; did you mean litft {ours}?" in command(
+            other, cwd=tmp_path, code=2
+        )

@@ -1,4 +1,5 @@
-"""The tutorials' commands, run unchanged, and the results of the demo, which the quickstart runs first."""
+"""The tutorials' commands, run unchanged, and the results of the demo, which the quickstart runs
+first."""
 
 import csv
 import json
@@ -19,11 +20,13 @@ from litft.families import families
 from litft.pretrained import DEMO
 
 RECORDS = [
-    {"instruction": f"Tell me story {n}.", "input": "", "output": "Once upon a time " * (n % 4 + 1)} for n in range(60)
+    {"instruction": f"Tell me story {n}.", "input": "", "output": "Once upon a time " * (n % 4 + 1)}
+    for n in range(60)
 ]
 
 
-SETUP = re.compile(r"^export (?:CHECKPOINT_DIR|REPO)=.*\n", re.MULTILINE)  # the model and the examples of a guide
+# the model and the examples of a guide
+SETUP = re.compile(r"^export (?:CHECKPOINT_DIR|REPO)=.*\n", re.MULTILINE)
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
@@ -33,12 +36,20 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 
 def run_guide(name: str, folder: Path, paths: dict[str, str]) -> list[str]:
     """Run the code blocks of a guide with only `paths` set; return the output of each."""
-    env = {**ENV, **paths, "PATH": f"{FORKS}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {
+        **ENV,
+        **paths,
+        "PATH": f"{FORKS}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     outputs = []
     for language, text in blocks(ROOT / "tutorials" / name):
         text = SETUP.sub("", text)
         preset = "".join(f"{name} = {value!r}\n" for name, value in paths.items())
-        command = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", preset + text]
+        command = (
+            ["bash", "-euo", "pipefail", "-c", text]
+            if language == "bash"
+            else [sys.executable, "-c", preset + text]
+        )
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         assert "Traceback" not in done.stderr
@@ -91,35 +102,57 @@ def test_the_demo_learns_to_answer(quickstart):
 
 @pytest.mark.slow
 def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
-    """The adapter learns to answer from what the base model has read, so wrong answers must not score."""
+    """The adapter learns to answer from what the base model has read, so wrong answers must not
+    score."""
     records = [json.loads(line) for line in (DEMO / "train.jsonl").read_text("utf-8").splitlines()]
     answers = [record["output"] for record in records]
     random.Random(0).shuffle(answers)
     wrong = [dict(record, output=answer) for record, answer in zip(records, answers, strict=True)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, wrong)))
     (tmp_path / "val.jsonl").write_bytes((DEMO / "val.jsonl").read_bytes())
-    flags = ["--config", DEMO / "lora.yaml", "--checkpoint_dir", DEMO / "base", "--data.path", tmp_path, "--out_dir", "run"]
+    flags = [
+        "--config",
+        DEMO / "lora.yaml",
+        "--checkpoint_dir",
+        DEMO / "base",
+        "--data.path",
+        tmp_path,
+        "--out_dir",
+        "run",
+    ]
     flags += ["--train.epochs", "2"]
     script("finetune/lora.py", *flags, cwd=tmp_path)
-    assert float([row for row in rows_of(tmp_path / "run") if row["exact_match"]][-1]["exact_match"]) < 0.20
+    assert (
+        float([row for row in rows_of(tmp_path / "run") if row["exact_match"]][-1]["exact_match"])
+        < 0.20
+    )
 
 
 def test_the_demo_data_is_as_documented():
-    records = {name: [json.loads(line) for line in (DEMO / f"{name}.jsonl").open()] for name in ("train", "val")}
+    records = {
+        name: [json.loads(line) for line in (DEMO / f"{name}.jsonl").open()]
+        for name in ("train", "val")
+    }
     assert len(records["train"]) >= 1500 and len(records["val"]) == 208
     train_questions = {record["instruction"] for record in records["train"]}
     assert not train_questions & {record["instruction"] for record in records["val"]}
     assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) <= 8 * 2**20
     # held out by entity: no name in a held-out question occurs in a training example
     text = " ".join(record["instruction"] for record in records["train"])
-    people = {name for r in records["val"] for name in re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+", r["instruction"])}
+    people = {
+        name
+        for r in records["val"]
+        for name in re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+", r["instruction"])
+    }
     assert len(people) > 10 and not any(re.search(rf"\b{name}\b", text) for name in people)
 
 
 @pytest.mark.slow
 def test_the_quickstart_writes_its_outputs(quickstart):
     folder, printed = quickstart
-    assert len(rows_of(folder / "out" / "mine")) == 21 and len(rows_of(folder / "out" / "more")) == 6
+    assert (
+        len(rows_of(folder / "out" / "mine")) == 21 and len(rows_of(folder / "out" / "more")) == 6
+    )
     answer = json.loads((folder / "out" / "answers.jsonl").read_text())
     assert answer["prompt"] == "Tell me a story." and answer["completion"]
     assert (folder / "out" / "merged" / "model.safetensors").is_file()
@@ -127,7 +160,9 @@ def test_the_quickstart_writes_its_outputs(quickstart):
 
 
 GUIDES = [
-    path.stem for path in sorted((ROOT / "tutorials").glob("*.md")) if "export CHECKPOINT_DIR=" in path.read_text("utf-8")
+    path.stem
+    for path in sorted((ROOT / "tutorials").glob("*.md"))
+    if "export CHECKPOINT_DIR=" in path.read_text("utf-8")
 ]
 
 
@@ -135,12 +170,16 @@ GUIDES = [
 @pytest.mark.parametrize("name", GUIDES)
 def test_the_first_example_runs_as_it_stands(name, tmp_path):
     link_scripts(tmp_path)
-    _, text = next(block for block in blocks(ROOT / "tutorials" / f"{name}.md") if SETUP.search(block[1]))
+    _, text = next(
+        block for block in blocks(ROOT / "tutorials" / f"{name}.md") if SETUP.search(block[1])
+    )
     env = {**ENV, "PATH": f"{FORKS}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     stop = "kill $(cat serve.pid)\n" if "serve.pid" in text else ""
     command = ["bash", "-euo", "pipefail", "-c", text + stop]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0 and "Traceback" not in done.stderr, (
+        f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    )
 
 
 def test_every_guide_says_what_it_leads_to():
@@ -153,7 +192,12 @@ def test_every_guide_says_what_it_leads_to():
 def test_the_guide_to_converting(clone):
     folder, paths = clone
     run_guide("convert.md", folder, paths)
-    assert {path.name for path in (folder / "out").iterdir()} >= {"clean", "run", "early", "adapter"}
+    assert {path.name for path in (folder / "out").iterdir()} >= {
+        "clean",
+        "run",
+        "early",
+        "adapter",
+    }
 
 
 @pytest.mark.slow
@@ -161,17 +205,24 @@ def test_the_guide_to_data(clone):
     printed = run_guide("prepare_data.md", *clone)
     assert "60 records (alpaca)" in printed[0] and "MiB at its peak" in printed[1]
     assert "2 records (question)" in printed[2] and "on 1 device" in printed[2]
-    assert "2 records (prompt)" in printed[3] and "stories.jsonl (with other settings): 1 record" in printed[3]
+    assert (
+        "2 records (prompt)" in printed[3]
+        and "stories.jsonl (with other settings): 1 record" in printed[3]
+    )
     assert printed[4].count("⟦") == 1 and "Good morning!" in printed[4].partition("⟦")[2]
     assert "full trains" in printed[5] and "1 x A100" in printed[5]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["finetune_lora", "finetune_adapter", "finetune_full", "quantize", "resume_and_faults"])
+@pytest.mark.parametrize(
+    "name", ["finetune_lora", "finetune_adapter", "finetune_full", "quantize", "resume_and_faults"]
+)
 def test_the_guides_to_methods(clone, name):
     folder, paths = clone
     run_guide(f"{name}.md", folder, paths)
-    out_dirs = set(re.findall(r"--out_dir (\S+)", (ROOT / "tutorials" / f"{name}.md").read_text("utf-8")))
+    out_dirs = set(
+        re.findall(r"--out_dir (\S+)", (ROOT / "tutorials" / f"{name}.md").read_text("utf-8"))
+    )
     assert out_dirs and all(any((folder / out).glob("**/*.safetensors")) for out in out_dirs)
 
 
@@ -179,15 +230,25 @@ def test_the_guides_to_methods(clone, name):
 def test_the_guide_to_performance(clone):
     folder, paths = clone
     printed = run_guide("performance.md", folder, paths)
-    assert "full trains" in printed[0] and "with 102.4 MiB left to CUDA: --train.micro_batch_size" in printed[1]
-    assert "blocks are recomputed" in printed[2] and (folder / "out" / "small" / "final" / "model.safetensors").is_file()
+    assert (
+        "full trains" in printed[0]
+        and "with 102.4 MiB left to CUDA: --train.micro_batch_size" in printed[1]
+    )
+    assert (
+        "blocks are recomputed" in printed[2]
+        and (folder / "out" / "small" / "final" / "model.safetensors").is_file()
+    )
 
 
 @pytest.mark.slow
 def test_the_guides_to_many_devices(clone):
     folder, paths = clone
     first, resumed, plan = run_guide("scaling.md", folder, paths)
-    assert "(fsdp, as asked for)" in first and "continuing after step 4" in resumed and "on 1 device" in resumed
+    assert (
+        "(fsdp, as asked for)" in first
+        and "continuing after step 4" in resumed
+        and "on 1 device" in resumed
+    )
     assert "memory of each:" in plan and "GB from other nodes" in plan
     (printed,) = run_guide("multi_node.md", folder, paths)
     assert "on 2 devices" in printed and (folder / "out" / "torchrun" / "final").is_dir()
@@ -197,10 +258,18 @@ def test_the_guides_to_many_devices(clone):
 def test_the_guides_to_generating(clone):
     folder, paths = clone
     first, samples, _, drafted, devices, pieces = run_guide("inference.md", folder, paths)
-    assert first.strip() and len(samples.splitlines()) >= 2 and drafted.strip() and "tokens/s" in pieces
+    assert (
+        first.strip()
+        and len(samples.splitlines()) >= 2
+        and drafted.strip()
+        and "tokens/s" in pieces
+    )
     assert len(devices.splitlines()) >= 2
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    assert [answer["prompt"] for answer in answers] == ["One day", "The cat and the dog"] and answers[0]["id"] == 1
+    assert [answer["prompt"] for answer in answers] == [
+        "One day",
+        "The cat and the dog",
+    ] and answers[0]["id"] == 1
     run_guide("chat.md", folder, paths)
     assert len(json.loads((folder / "talk.json").read_text())[0]["messages"]) == 2
 
@@ -209,7 +278,10 @@ def test_the_guides_to_generating(clone):
 def test_the_guide_to_python(clone):
     first, faq, _, answer = run_guide("python.md", *clone)
     assert first.splitlines()[-1].startswith("out/demo ")
-    assert re.search(r"^step 0: .*^step 30: ", faq, re.DOTALL | re.MULTILINE) and faq.splitlines()[-1] == "1.0"
+    assert (
+        re.search(r"^step 0: .*^step 30: ", faq, re.DOTALL | re.MULTILINE)
+        and faq.splitlines()[-1] == "1.0"
+    )
     assert answer == "By the river.\n"
 
 
@@ -218,7 +290,9 @@ def test_the_guide_to_serving(clone):
     folder, paths = clone
     _, complete, streamed, shutdown = run_guide("serve.md", folder, paths)
     assert (
-        json.loads(complete)["model"] == "mine" and json.loads(complete)["usage"]["completion_tokens"] and streamed.strip()
+        json.loads(complete)["model"] == "mine"
+        and json.loads(complete)["usage"]["completion_tokens"]
+        and streamed.strip()
     )
     assert "SIGTERM: finishing running answers" in shutdown and "stopped" in shutdown
 
@@ -227,7 +301,11 @@ def test_the_guide_to_serving(clone):
 def test_the_guide_to_preferences(clone):
     folder, paths = clone
     first, shown = run_guide("finetune_preferences.md", folder, paths)
-    assert "validation accuracy" in first and "| accuracy over the base |" in first and ", rejected: " in shown
+    assert (
+        "validation accuracy" in first
+        and "| accuracy over the base |" in first
+        and ", rejected: " in shown
+    )
     row = next(row for row in rows_of(folder / "out" / "dpo") if row["val_loss"])
     assert float(row["val_loss"]) == pytest.approx(0.693147, abs=1e-5)
 
@@ -235,7 +313,11 @@ def test_the_guide_to_preferences(clone):
 @pytest.mark.slow
 def test_the_guide_to_scores(clone):
     examples, task = run_guide("evaluate.md", *clone)
-    assert "exact_match" in examples and re.search(r"base \| +tuned", examples) and "expected:" in examples
+    assert (
+        "exact_match" in examples
+        and re.search(r"base \| +tuned", examples)
+        and "expected:" in examples
+    )
     assert "capitals: acc" in task
 
 
@@ -252,7 +334,9 @@ def test_the_guide_to_exports(clone):
 def test_the_guide_to_the_hub(clone, tmp_path):
     folder, paths = clone
     with Hub(tale=Path(paths["CHECKPOINT_DIR"])) as hub:
-        trained, download, dry = run_guide("download.md", folder, {**paths, "REPO": "me/tale", **hub.env(tmp_path / "home")})
+        trained, download, dry = run_guide(
+            "download.md", folder, {**paths, "REPO": "me/tale", **hub.env(tmp_path / "home")}
+        )
         assert f"checkpoint_dir: me/tale@{hub.commit('me/tale')}" in trained
     assert download.startswith("models/mine\n") and "base_model: me/tale" in dry
 
@@ -266,23 +350,47 @@ def test_decode_speed_script(tmp_path):
     assert "litft / the faster one:" in done.stdout and "of the copy bandwidth" in done.stdout
     shutil.copyfile(folder / "config.json", tmp_path / "config.json")
     done = script(
-        "scripts/decode_speed.py", "--checkpoint_dir", tmp_path, *flags, "--only_litft", "--rows", "3", cwd=tmp_path
+        "scripts/decode_speed.py",
+        "--checkpoint_dir",
+        tmp_path,
+        *flags,
+        "--only_litft",
+        "--rows",
+        "3",
+        cwd=tmp_path,
     )
     assert "litft: " in done.stdout and "transformers" not in done.stdout
 
 
 @pytest.mark.slow
 def test_benchmark_script(tmp_path):
-    """Compares litft, padded litft and PEFT, runs other methods on random weights, and rejects unknown peers."""
+    """Compares litft, padded litft and PEFT, runs other methods on random weights, and rejects
+    unknown peers."""
     data = tmp_path / "data.json"
     data.write_text(json.dumps(RECORDS))
     stories = STORIES
-    words = ["scripts/benchmark.py", "--steps", "2", "--warmup", "1", "--data.max_seq_length", "256"]
+    words = [
+        "scripts/benchmark.py",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--data.max_seq_length",
+        "256",
+    ]
     real = [*words, "--checkpoint_dir", stories, "--data.path", data]
     done = script(*real, "--peer", "padded,full,peft", "--out", tmp_path / "out.json", cwd=tmp_path)
     figures = json.loads((tmp_path / "out.json").read_text())["figures"]
-    assert set(figures) == {"litft", "litft, padded", "litft, full", "peft, padded", "peft, unpadded"}
-    assert all(row["seconds_per_step"] > 0 and row["peak_memory_gib"] > 0 for row in figures.values())
+    assert set(figures) == {
+        "litft",
+        "litft, padded",
+        "litft, full",
+        "peft, padded",
+        "peft, unpadded",
+    }
+    assert all(
+        row["seconds_per_step"] > 0 and row["peak_memory_gib"] > 0 for row in figures.values()
+    )
     assert figures["litft"]["litft_is_faster_by"] == 1 and "| peft, padded |" in done.stdout
     config = tmp_path / "config"
     config.mkdir()
@@ -290,10 +398,30 @@ def test_benchmark_script(tmp_path):
     done = script(*words, "--checkpoint_dir", config, "--method", "full", cwd=tmp_path)
     assert "| litft |" in done.stdout
     pairs = tmp_path / "pairs.json"
-    pairs.write_text(json.dumps([{"prompt": r["instruction"], "chosen": r["output"], "rejected": "No."} for r in RECORDS]))
-    flags = ["--checkpoint_dir", stories, "--data.path", pairs, "--objective", "dpo", "--peer", "trl"]
+    pairs.write_text(
+        json.dumps(
+            [
+                {"prompt": r["instruction"], "chosen": r["output"], "rejected": "No."}
+                for r in RECORDS
+            ]
+        )
+    )
+    flags = [
+        "--checkpoint_dir",
+        stories,
+        "--data.path",
+        pairs,
+        "--objective",
+        "dpo",
+        "--peer",
+        "trl",
+    ]
     done = script(*words, *flags, "--out", tmp_path / "trl.json", cwd=tmp_path)
-    assert set(json.loads((tmp_path / "trl.json").read_text())["figures"]) == {"litft", "trl", "trl, precomputed"}
+    assert set(json.loads((tmp_path / "trl.json").read_text())["figures"]) == {
+        "litft",
+        "trl",
+        "trl, precomputed",
+    }
     done = script(*real, "--peer", "nobody", cwd=tmp_path, code=2)
     assert "--peer nobody: neither a peer nor a commit" in done.stderr
 
@@ -307,7 +435,11 @@ def test_plan_accuracy_script_measures_and_resumes(tiny, tmp_path):
     assert 0 < cell["planned_gib"] < cell["measured_gib"] and "1 of 1 cells ran" in first.stdout
     resumed = script(*words, ",".join(cells), cwd=tmp_path)
     measured = json.loads((tmp_path / "plan_accuracy.json").read_text())
-    assert len(measured) == 2 and cell in measured.values() and resumed.stderr.count("step 1 of 2") == 1
+    assert (
+        len(measured) == 2
+        and cell in measured.values()
+        and resumed.stderr.count("step 1 of 2") == 1
+    )
 
 
 @pytest.mark.slow
@@ -325,9 +457,9 @@ def test_the_table_of_families_has_every_family():
     listed = re.findall(r"^\| `([\w-]+)` \|.*e-0[5678]", page, re.MULTILINE)
     assert listed == list(ROWS)
     assert f"\n{len(families())} model types are supported" in page
-    assert set(re.findall(r"(\d+) (?:model types|types, text)", (ROOT / "README.md").read_text("utf-8"))) == {
-        str(len(families()))
-    }
+    assert set(
+        re.findall(r"(\d+) (?:model types|types, text)", (ROOT / "README.md").read_text("utf-8"))
+    ) == {str(len(families()))}
 
 
 def test_the_test_command_is_the_same_everywhere():
@@ -341,14 +473,34 @@ def test_the_test_command_is_the_same_everywhere():
 @pytest.mark.slow
 def test_the_gpu_report_is_whole_and_resumes(tmp_path):
     """Every part runs on a CPU at tiny sizes, but for the kernels that only a GPU has."""
-    words = ["scripts/gpu_report.py", "--models", "tiny", "--accelerator", "cpu", "--tokens", "64", "--out", "report.json"]
+    words = [
+        "scripts/gpu_report.py",
+        "--models",
+        "tiny",
+        "--accelerator",
+        "cpu",
+        "--tokens",
+        "64",
+        "--out",
+        "report.json",
+    ]
     first = script(*words, "--minutes", "1.1", cwd=tmp_path)
     assert "parts are left; call it again" in first.stdout
     done = json.loads((tmp_path / "report.json").read_text())["parts"]
     last = script(*words, "--minutes", "20", cwd=tmp_path)
     parts = json.loads((tmp_path / "report.json").read_text())["parts"]
-    assert "done: report.md" in last.stdout and all(parts[name] == part for name, part in done.items())
-    failed = [name for name, part in parts.items() if part.get("error") and not name.startswith("quick half")]
+    assert "done: report.md" in last.stdout and all(
+        parts[name] == part for name, part in done.items()
+    )
+    failed = [
+        name
+        for name, part in parts.items()
+        if part.get("error") and not name.startswith("quick half")
+    ]
     assert not failed and len(parts) >= 11
-    assert parts["tiny: LoRA, 1 x 64"]["result"]["figures"].keys() == {"litft", "litft, eager", "peft"}
+    assert parts["tiny: LoRA, 1 x 64"]["result"]["figures"].keys() == {
+        "litft",
+        "litft, eager",
+        "peft",
+    }
     assert "## tiny: decode, 8 x 32 + 48 tokens" in (tmp_path / "report.md").read_text("utf-8")

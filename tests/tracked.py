@@ -43,7 +43,9 @@ def tracked_peak(
     supervised: number of supervised tokens in a micro-batch; None: all.
     """
     with mode():
-        torch.set_default_dtype({"fp32": torch.float32, "bf16": torch.bfloat16}[method.storage(precision)])
+        torch.set_default_dtype(
+            {"fp32": torch.float32, "bf16": torch.bfloat16}[method.storage(precision)]
+        )
         model = GPT(source.config)
         torch.set_default_dtype(torch.float32)
         method.attach(model)
@@ -56,15 +58,21 @@ def tracked_peak(
         optimizer = make_optimizer(train, method, trained)
         tracker, frozen = MemTracker(), RemovableHandle(OrderedDict())
         for parameter in model.parameters():
-            if not parameter.requires_grad:  # the tracker would register a gradient hook, which they do not support
+            # the tracker would register a gradient hook, which they do not support
+            if not parameter.requires_grad:
                 tracker._param_to_grad_hook_handles[parameter] = (frozen, frozen)
         tracker.track_external(model, optimizer)
         tokens = torch.zeros((shape.rows, shape.tokens), dtype=torch.int64)
-        indices = torch.arange(supervised or tokens.numel())  # fake tensors have no values to derive them from
+        # fake tensors have no values to derive them from
+        indices = torch.arange(supervised or tokens.numel())
         model.train()
         with FakeValues() if mode is FakeTensorMode else nullcontext(), tracker:
             for _ in range(2):
-                with optimizer.stepping() if isinstance(optimizer, OptimizerInBackward) else nullcontext():
+                with (
+                    optimizer.stepping()
+                    if isinstance(optimizer, OptimizerInBackward)
+                    else nullcontext()
+                ):
                     for _ in range(1 + shape.accumulated):
                         inputs = {"targets": tokens, "target_indices": indices}
                         if shape.per_token:

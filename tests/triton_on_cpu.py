@@ -1,7 +1,8 @@
-"""Compare the kernels of flash-linear-attention, run by Triton's interpreter on a CPU, with the plain PyTorch forms.
+"""Compare the kernels of flash-linear-attention, run by Triton's interpreter on a CPU, with the
+plain PyTorch forms.
 
-`TRITON_INTERPRET=1 python triton_on_cpu.py` prints the largest relative difference of each pair of forms, with gradients.
-The interpreter has no bf16 products, so all is in fp32.
+`TRITON_INTERPRET=1 python triton_on_cpu.py` prints the largest relative difference of each pair of
+forms, with gradients. The interpreter has no bf16 products, so all is in fp32.
 """
 
 import builtins
@@ -38,7 +39,8 @@ class InterpreterDriver:
 
 
 class Index(int):
-    """A loop index, which kernels cast as if it were a scalar of Triton; in the interpreter it is an integer of Python."""
+    """A loop index, which kernels cast as if it were a scalar of Triton; in the interpreter it is
+    an integer of Python."""
 
     def to(self, dtype):
         """Return the index."""
@@ -56,7 +58,13 @@ def use_kernels(wanted):
 def shapes(by_row):
     """Return the shapes of q, k, v, g and b; heads share queries and keys where they can."""
     heads = G if by_row else 2 * G
-    return (B, T, G, K), (B, T, G, K), (B, T, heads, V), (B, T, G, K) if by_row else (B, T, heads), (B, T, heads)
+    return (
+        (B, T, G, K),
+        (B, T, G, K),
+        (B, T, heads, V),
+        (B, T, G, K) if by_row else (B, T, heads),
+        (B, T, heads),
+    )
 
 
 def recurrence_results(by_row, delta, packed, pieces):
@@ -64,13 +72,17 @@ def recurrence_results(by_row, delta, packed, pieces):
     generator = torch.Generator().manual_seed(0)
     q, k, v, g, b = (torch.randn(*shape, generator=generator) for shape in shapes(by_row))
     k = k / k.norm(dim=-1, keepdim=True)
-    leaves = [x.requires_grad_() for x in (q, k, v, -softplus(g) / 20, *([b.sigmoid()] if delta else []))]
+    leaves = [
+        x.requires_grad_() for x in (q, k, v, -softplus(g) / 20, *([b.sigmoid()] if delta else []))
+    ]
     documents, state, outputs = PackedSequences.of(IDS) if packed else None, None, []
     for piece in zip(*(x.split(pieces, 1) for x in leaves), strict=True):
         y, state = recurrence(*piece, *([] if delta else [None]), documents, state)
         outputs.append(y)
     y = torch.cat(outputs, 1)
-    loss = (y * torch.linspace(0, 1, y.numel()).view_as(y)).sum() + (0 if packed else state.sum() / 7)
+    loss = (y * torch.linspace(0, 1, y.numel()).view_as(y)).sum() + (
+        0 if packed else state.sum() / 7
+    )
     return [y, *([] if packed else [state]), *torch.autograd.grad(loss, leaves)]
 
 
@@ -79,12 +91,15 @@ def conv_results(bias, packed):
     torch.manual_seed(0)
     conv, x = mixer.CausalConv(24, 4, bias), torch.randn(B, T, 24, requires_grad=True)
     leaves = [x, *(torch.nn.init.normal_(parameter) for parameter in conv.parameters())]
-    y = mixer.causal_conv(x, conv.weight, conv.bias, PackedSequences.of(IDS) if packed else None, None)
+    y = mixer.causal_conv(
+        x, conv.weight, conv.bias, PackedSequences.of(IDS) if packed else None, None
+    )
     return [y, *torch.autograd.grad((y * torch.linspace(0, 1, y.numel()).view_as(y)).sum(), leaves)]
 
 
 def compare(what, results, *arguments):
-    """Print the largest difference between the results with kernels and without, relative to the largest value."""
+    """Print the largest difference between the results with kernels and without, relative to the
+    largest value."""
     both = []
     for wanted in (False, True):
         with use_kernels(wanted):
@@ -94,7 +109,8 @@ def compare(what, results, *arguments):
 
 
 def compare_memory(name, by_row, delta):
-    """Print the difference between the peak of the kernels' forward pass as it is, and as a memory plan traces it."""
+    """Print the difference between the peak of the kernels' forward pass as it is, and as a memory
+    plan traces it."""
     peaks = []
     for planned in (False, True):
         with FakeTensorMode() if planned else nullcontext():
@@ -113,7 +129,11 @@ def main():
         module.range = lambda *limits: map(Index, builtins.range(*limits))
     for bias, packed in product((False, True), repeat=2):
         compare(f"convolution, bias {bias}, packed {packed}", conv_results, bias, packed)
-    for name, by_row, delta in (("Mamba-2", False, False), ("gated delta net", False, True), ("KDA", True, True)):
+    for name, by_row, delta in (
+        ("Mamba-2", False, False),
+        ("gated delta net", False, True),
+        ("KDA", True, True),
+    ):
         for packed, pieces in ((False, [T]), (True, [T]), (False, [40, 30])):
             what = f"{name}, packed {packed}, {len(pieces)} pieces"
             compare(what, recurrence_results, by_row, delta, packed, pieces)

@@ -1,7 +1,8 @@
-"""Greedy tokens of a model folder in vLLM on a CPU, without and with a LoRA adapter: run by vLLM's interpreter.
+"""Greedy tokens of a model folder in vLLM on a CPU, without and with a LoRA adapter: run by vLLM's
+interpreter.
 
-`PYTHON tests/vllm_greedy.py FOLDER ADAPTER NUM_TOKENS PROMPT` prints a line of JSON: {"base": [...], "adapter": [...]}.
-With "" in place of the adapter, only the tokens of the folder.
+`PYTHON tests/vllm_greedy.py FOLDER ADAPTER NUM_TOKENS PROMPT` prints a line of JSON: {"base":
+[...], "adapter": [...]}. With "" in place of the adapter, only the tokens of the folder.
 """
 
 import json

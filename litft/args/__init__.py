@@ -1,9 +1,19 @@
-"""Every flag, as a typed and documented dataclass field. The docstring below a field is its --help text."""
+"""Every flag, as a typed and documented dataclass field.
+
+The docstring below a field is its --help text.
+"""
 
 from litft.args.checks import impossible_numbers, seconds, size
 from litft.args.data import DataArgs, Formats
 from litft.args.evaluation import RunEvalArgs
-from litft.args.export import ConvertArgs, ExportArgs, GgufConvertArgs, GgufExportArgs, MergeArgs, WriteArgs
+from litft.args.export import (
+    ConvertArgs,
+    ExportArgs,
+    GgufConvertArgs,
+    GgufExportArgs,
+    MergeArgs,
+    WriteArgs,
+)
 from litft.args.finetune import (
     FINETUNE,
     AdapterFinetuneArgs,

@@ -1,4 +1,5 @@
-"""Flags of transformers, TRL, PEFT, litgpt, axolotl, LLaMA-Factory and unsloth, and what they are called here."""
+"""Flags of transformers, TRL, PEFT, litgpt, axolotl, LLaMA-Factory and unsloth, and what they are
+called here."""
 
 import math
 from collections.abc import Mapping
@@ -13,22 +14,37 @@ class Alias(NamedTuple):
     off: str = ""  # the flags for the value false; empty: none are needed
     limit: float = math.inf  # numbers from here on do not carry over
     values: Mapping[str, str] = {}  # the flags for some values; empty: none are needed
-    times: tuple[str, ...] = ()  # the value is multiplied by that of one of these flags, if it is given, too
+    # the value is multiplied by that of one of these flags, if it is given, too
+    times: tuple[str, ...] = ()
 
 
-# former names of boolean flags: the flag that has taken their place, and its values for true and false
+# former names of boolean flags: the flag that has taken their place, and its values for true and
+# false
 FORMER_FLAGS = {"data.mask_reasoning": ("data.reasoning", {"true": "mask", "false": "learn"})}
 
-_MICRO = "it changes speed and memory, never the result: a step has --train.global_batch_size examples, 16 by default"
-_GLOBAL = "the examples of a step on all devices; axolotl counts packed rows instead, of several examples each"
+_MICRO = (
+    "it changes speed and memory, never the result: a step has --train.global_batch_size examples, "
+    "16 by default"
+)
+_GLOBAL = (
+    "the examples of a step on all devices; axolotl counts packed rows instead, of several "
+    "examples each"
+)
 _MICRO_NAMES = ("micro_batch_size", "per_device_train_batch_size", "train.micro_batch_size")
 _STEPS = "an interval in steps"
 _FRACTION = "a fraction of the examples, not a count"
-_STRATEGY = "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp if the model does not fit"
+_STRATEGY = (
+    "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp if the model does not fit"
+)
 _LOAD = "the model is a folder or a hub id"
 _TEMPLATES = {"tokenizer_default": "", "tokenizer_default_fallback_chatml": ""}
-_SCHEDULES = {"constant_with_warmup": "--train.lr_schedule constant", "cosine_with_min_lr": "--train.lr_schedule cosine"}
-_SCHEDULE_NOTE = "cosine, linear, constant or wsd; they end at a tenth of the peak, or at --train.min_lr_ratio 0"
+_SCHEDULES = {
+    "constant_with_warmup": "--train.lr_schedule constant",
+    "cosine_with_min_lr": "--train.lr_schedule cosine",
+}
+_SCHEDULE_NOTE = (
+    "cosine, linear, constant or wsd; they end at a tenth of the peak, or at --train.min_lr_ratio 0"
+)
 _ATTENTION = Alias("", "the fastest attention is chosen")
 _KERNELS = Alias("", "litft's own forms are used")
 _READ = Alias("", "it is read from the model's folder")
@@ -46,23 +62,41 @@ ALIASES: dict[str, Alias] = {
     "adapter_name_or_path": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
     "output_dir": Alias("--out_dir {value}"),
     "overwrite_output_dir": Alias("--overwrite"),
-    "resume_from_checkpoint": Alias("--resume --out_dir RUN", "a run continues from its newest checkpoint"),
+    "resume_from_checkpoint": Alias(
+        "--resume --out_dir RUN", "a run continues from its newest checkpoint"
+    ),
     "run_name": Alias("--out_dir out/{value}", "W&B also reads WANDB_NAME"),
     "gpu": Alias("--accelerator cuda", "several: --devices 2"),
     "model_type": _READ,
     "tokenizer_type": _READ,
     "tokens": Alias("--data.new_tokens {value}", "added to the vocabulary and trained"),
-    "special_tokens": Alias("--data.new_tokens {value}", "tokens to add; those of the model are read from its folder"),
-    **dict.fromkeys("flash_attention flash_attn xformers_attention sdp_attention attn_implementation".split(), _ATTENTION),
-    **dict.fromkeys("liger_rope liger_rms_norm liger_glu_activation liger_layer_norm use_liger_kernel".split(), _KERNELS),
+    "special_tokens": Alias(
+        "--data.new_tokens {value}", "tokens to add; those of the model are read from its folder"
+    ),
+    **dict.fromkeys(
+        "flash_attention flash_attn xformers_attention sdp_attention attn_implementation".split(),
+        _ATTENTION,
+    ),
+    **dict.fromkeys(
+        "liger_rope liger_rms_norm liger_glu_activation liger_layer_norm use_liger_kernel".split(),
+        _KERNELS,
+    ),
     **dict.fromkeys("liger_fused_linear_cross_entropy cut_cross_entropy plugins".split(), _KERNELS),
     **dict.fromkeys(
-        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o".split(), _KERNELS
+        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel unsloth_lora_mlp unsloth_lora_qkv "
+        "unsloth_lora_o".split(),
+        _KERNELS,
     ),
     **dict.fromkeys("pad_token bos_token eos_token unk_token".split(), _ENDS),
-    **dict.fromkeys("dataset_processes dataloader_num_workers dataset_num_proc preprocessing_num_workers".split(), _WORKERS),
     **dict.fromkeys(
-        "tokenizer_use_fast is_llama_derived_model model_config_type tokenizer_config lora_fan_in_fan_out".split(), _READ
+        "dataset_processes dataloader_num_workers dataset_num_proc "
+        "preprocessing_num_workers".split(),
+        _WORKERS,
+    ),
+    **dict.fromkeys(
+        "tokenizer_use_fast is_llama_derived_model model_config_type tokenizer_config "
+        "lora_fan_in_fan_out".split(),
+        _READ,
     ),
     "trust_remote_code": Alias("", "a checkpoint's code is never executed"),
     "lora_model_dir": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
@@ -72,8 +106,12 @@ ALIASES: dict[str, Alias] = {
     "debug": Alias("--dry_run", "it shows the examples as they are learned"),
     "dataset_prepared_path": Alias("", "tokenized data is cached in XDG_CACHE_HOME"),
     # data
-    "datasets": Alias("--data.path {value}", "a list whose items may have path, format, columns, weight, ..."),
-    "test_datasets": Alias("--data.val_path {value}", "a list whose items may have path, format, columns, ..."),
+    "datasets": Alias(
+        "--data.path {value}", "a list whose items may have path, format, columns, weight, ..."
+    ),
+    "test_datasets": Alias(
+        "--data.val_path {value}", "a list whose items may have path, format, columns, ..."
+    ),
     "dataset": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "dataset_name": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "data": Alias("--data.path {value}", "a file, a folder or a hub id"),
@@ -89,15 +127,21 @@ ALIASES: dict[str, Alias] = {
     "max_length": Alias("--data.max_seq_length {value}"),
     "sequence_len": Alias("--data.max_seq_length {value}"),
     "model_max_length": Alias("--data.max_seq_length {value}"),
-    "sample_packing": Alias("--data.packing {value}", "it is on by default; packed examples do not attend to each other"),
-    "chat_template": Alias("--data.template {value}", "the checkpoint's own is the default", values=_TEMPLATES),
+    "sample_packing": Alias(
+        "--data.packing {value}", "it is on by default; packed examples do not attend to each other"
+    ),
+    "chat_template": Alias(
+        "--data.template {value}", "the checkpoint's own is the default", values=_TEMPLATES
+    ),
     "chat_template_jinja": Alias("--data.template FILE.jinja", "a file with the template"),
     "pad_to_sequence_len": Alias("", "rows are as long as the examples packed into them"),
     "excess_length_strategy": Alias("", "longer examples are cut; their number is said"),
     "group_by_length": Alias("", "examples are packed, so their lengths do not matter"),
     "shuffle_merged_datasets": Alias("", "examples are always shuffled"),
     "prompt_style": Alias("--data.template {value}"),
-    "train_on_inputs": Alias("--data.mask_prompt false", "then prompts are learned too", "--data.mask_prompt true"),
+    "train_on_inputs": Alias(
+        "--data.mask_prompt false", "then prompts are learned too", "--data.mask_prompt true"
+    ),
     "completion_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
     "assistant_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
     "mask_history": Alias("--data.train_on last"),
@@ -105,9 +149,15 @@ ALIASES: dict[str, Alias] = {
     "num_train_epochs": Alias("--train.epochs {value}"),
     "num_epochs": Alias("--train.epochs {value}"),
     "per_device_train_batch_size": Alias("--train.micro_batch_size {value}", _MICRO),
-    "batch_size": Alias("--train.global_batch_size {value}", "the examples of a step on all devices"),
-    "gradient_accumulation_steps": Alias("--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES),
-    "gradient_accumulation_iters": Alias("--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES),
+    "batch_size": Alias(
+        "--train.global_batch_size {value}", "the examples of a step on all devices"
+    ),
+    "gradient_accumulation_steps": Alias(
+        "--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES
+    ),
+    "gradient_accumulation_iters": Alias(
+        "--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES
+    ),
     "eval_steps": Alias("--eval.interval {value}", _STEPS),
     "eval_strategy": Alias("--eval.interval N", _STEPS),
     "evals_per_epoch": Alias("--eval.interval N", _STEPS),
@@ -117,7 +167,9 @@ ALIASES: dict[str, Alias] = {
     "save_total_limit": Alias("--save.keep_last {value}"),
     "load_best_model_at_end": Alias("--save.best", "the best weights are written to best/"),
     "logging_steps": Alias("--train.log_interval {value}"),
-    "early_stopping_patience": Alias("--eval.patience {value}", "validations without a new lowest loss"),
+    "early_stopping_patience": Alias(
+        "--eval.patience {value}", "validations without a new lowest loss"
+    ),
     "report_to": Alias("--logger {value}"),
     "wandb_project": Alias("--logger wandb --logger_project {value}"),
     "wandb_name": Alias("", "W&B reads WANDB_NAME"),
@@ -141,7 +193,9 @@ ALIASES: dict[str, Alias] = {
     "adam_epsilon": Alias("--train.eps {value}"),
     "cosine_min_lr_ratio": Alias("--train.min_lr_ratio {value}"),
     "min_lr": Alias("--train.min_lr_ratio R", "a fraction of the peak learning rate"),
-    "optim": Alias("--train.optimizer {value}", "adamw, adamw_8bit, lion, adafactor, muon, sgd, schedule_free"),
+    "optim": Alias(
+        "--train.optimizer {value}", "adamw, adamw_8bit, lion, adafactor, muon, sgd, schedule_free"
+    ),
     "max_norm": Alias("--train.max_grad_norm {value}"),
     "gradient_clipping": Alias("--train.max_grad_norm {value}"),
     "neftune_noise_alpha": Alias("--train.neftune_alpha {value}"),
@@ -160,26 +214,41 @@ ALIASES: dict[str, Alias] = {
         values={"all": "--lora.targets all-linear"},
     ),
     "lora_target_linear": Alias("--lora.targets all-linear"),
-    "peft_layers_to_transform": Alias("--lora.targets NAMES", "patterns may name layers: blocks.1?.mlp.*"),
-    "unfrozen_parameters": Alias("--train.freeze NAMES", "patterns of what is frozen instead: blocks.0.*"),
-    "lora_target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
+    "peft_layers_to_transform": Alias(
+        "--lora.targets NAMES", "patterns may name layers: blocks.1?.mlp.*"
+    ),
+    "unfrozen_parameters": Alias(
+        "--train.freeze NAMES", "patterns of what is frozen instead: blocks.0.*"
+    ),
+    "lora_target_modules": Alias(
+        "--lora.targets {value}", "names separated by commas, or all-linear"
+    ),
     "target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
     "use_rslora": Alias("--lora.rslora"),
     "use_dora": Alias("--lora.dora"),
     "peft_use_dora": Alias("--lora.dora"),
     "peft_use_rslora": Alias("--lora.rslora"),
     "rank": Alias("--lora.r {value}"),
-    "adapter": Alias("", "the command says the method: finetune/lora.py", values={"qlora": "--quantize nf4"}),
+    "adapter": Alias(
+        "", "the command says the method: finetune/lora.py", values={"qlora": "--quantize nf4"}
+    ),
     "init_lora_weights": Alias("--lora.init {value}", "default, pissa or olora"),
     "loraplus_lr_ratio": Alias("--lora.lr_ratio {value}"),
     # precision, memory and devices
     "bf16": Alias(
-        "--precision bf16", "the default on a GPU that has bf16 arithmetic", "--precision fp32", values={"auto": ""}
+        "--precision bf16",
+        "the default on a GPU that has bf16 arithmetic",
+        "--precision fp32",
+        values={"auto": ""},
     ),
-    "fp16": Alias("--precision auto", "bf16 or fp32: there is no fp16 training, which needs loss scaling"),
+    "fp16": Alias(
+        "--precision auto", "bf16 or fp32: there is no fp16 training, which needs loss scaling"
+    ),
     "dtype": Alias("--precision {value}", "bf16 or fp32"),
     "torch_dtype": Alias("--precision {value}", "bf16 or fp32"),
-    "bfloat16": Alias("--precision bf16", "the default on a GPU that has bf16 arithmetic", "--precision fp32"),
+    "bfloat16": Alias(
+        "--precision bf16", "the default on a GPU that has bf16 arithmetic", "--precision fp32"
+    ),
     "tf32": Alias("", "fp32 stays fp32; frozen weights are bf16"),
     "load_in_4bit": Alias("--quantize nf4"),
     "load_in_8bit": Alias("--quantize int8"),
@@ -197,32 +266,45 @@ ALIASES: dict[str, Alias] = {
     "wandb_run_id": Alias("", "W&B reads WANDB_RUN_ID"),
     "local_rank": Alias("", "the processes set it"),
     "ddp_timeout": Alias("", "a lost process is noticed"),
-    "context_parallel_size": Alias("", "sequences are not divided over devices; shorter ones fit with packing"),
+    "context_parallel_size": Alias(
+        "", "sequences are not divided over devices; shorter ones fit with packing"
+    ),
     "num_processes": Alias("--devices {value}"),
     "gpus": Alias("--devices {value}"),
     # preferences
     "rl": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
-    **dict.fromkeys(("pref_beta", "rl_beta", "dpo_beta", "trl.beta"), Alias("--preference.beta {value}")),
+    **dict.fromkeys(
+        ("pref_beta", "rl_beta", "dpo_beta", "trl.beta"), Alias("--preference.beta {value}")
+    ),
     "pref_loss": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
     "loss_type": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
     "simpo_gamma": Alias("--preference.gamma {value}"),
-    "precompute_ref_log_probs": Alias("--objective dpo", "the reference is always computed before the first step"),
+    "precompute_ref_log_probs": Alias(
+        "--objective dpo", "the reference is always computed before the first step"
+    ),
 }
 
 
-# Lightning's name of a precision -> (our name in full.py, our name in the other methods); a text with spaces is an error
+# Lightning's name of a precision -> (our name in full.py, our name in the other methods); a text
+# with spaces is an error
 LIGHTNING: dict[str, tuple[str, str]] = {
     "32": ("fp32", "fp32"),
     "32-true": ("fp32", "fp32"),
-    "bf16-mixed": ("bf16", "there is no mixed precision with frozen weights: they are bf16 as well; pass bf16"),
+    "bf16-mixed": (
+        "bf16",
+        "there is no mixed precision with frozen weights: they are bf16 as well; pass bf16",
+    ),
     "bf16-true": ("bf16-true", "bf16"),  # trained parameters stay fp32
-    "16-mixed": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",) * 2,
-    "16-true": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",) * 2,
+    "16-mixed": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",)
+    * 2,
+    "16-true": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",)
+    * 2,
 }
 
 
 def precision(value: str, is_full: bool) -> str:
-    """Return our name of a precision that may be Lightning's; raise ValueError for one that has no counterpart."""
+    """Return our name of a precision that may be Lightning's; raise ValueError for one that has no
+    counterpart."""
     ours = LIGHTNING.get(value, (value, value))[not is_full]
     if value in LIGHTNING and " " in ours:
         raise ValueError(f"--precision {value}: {ours}")
@@ -230,25 +312,34 @@ def precision(value: str, is_full: bool) -> str:
 
 
 def explain(name: str, value: str | None, given: Mapping[str, str | None] = {}) -> str | None:
-    """Return what another program's flag is here, with its value carried over; None for an unknown name.
+    """Return what another program's flag is here, with its value carried over; None for an unknown
+    name.
 
     given: the values of all flags that are given together.
     """
-    if (translation := translate(name, value, given)) is None:
+    translation = translate(name, value, given)
+    if translation is None:
         return None
     flags, note = translation
     return f"--{name} does not exist; {f'here it is {flags}' if flags else 'leave it out'}{note}"
 
 
-def translate(name: str, value: str | None, given: Mapping[str, str | None] = {}) -> tuple[str, str] | None:
-    """Return (flags, note in parentheses) for another program's flag, "" for flags that are not needed; None if unknown."""
+def translate(
+    name: str, value: str | None, given: Mapping[str, str | None] = {}
+) -> tuple[str, str] | None:
+    """Return (flags, note in parentheses) for another program's flag, "" for flags that are not
+    needed; None if unknown."""
     # people also type a group in front, as in --train.lr
-    alias = ALIASES.get(name.replace("-", "_")) or ALIASES.get(name.rpartition(".")[2].replace("-", "_"))
+    alias = ALIASES.get(name.replace("-", "_")) or ALIASES.get(
+        name.rpartition(".")[2].replace("-", "_")
+    )
     if alias is None:
         return None
     if value in ("null", "", "[]", "{}"):
         return "", ""
-    if (value or "").lower() in ("false", "no", "off") and ("{value}" not in alias.flags or alias.off):
+    if (value or "").lower() in ("false", "no", "off") and (
+        "{value}" not in alias.flags or alias.off
+    ):
         return alias.off, ""
     if value in alias.values:
         return alias.values[value], ""

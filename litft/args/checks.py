@@ -8,7 +8,8 @@ from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-LARGEST_SIZE = 2**14  # of a LoRA rank or a prefix: larger values would run out of memory before any message
+# of a LoRA rank or a prefix: larger values would run out of memory before any message
+LARGEST_SIZE = 2**14
 LARGEST = 2**31 - 1  # of any number: seeds beyond it overflow, and no flag needs more
 
 
@@ -23,7 +24,8 @@ def _numbers(args: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def impossible_numbers(args: Any) -> list[str]:
-    """Return the problems of numbers that no flag allows: not finite, too large, or a negative seed."""
+    """Return the problems of numbers that no flag allows: not finite, too large, or a negative
+    seed."""
     problems = []
     for name, value in _numbers(args):
         if isinstance(value, float) and not math.isfinite(value):
@@ -36,23 +38,36 @@ def impossible_numbers(args: Any) -> list[str]:
 
 
 def wrong_types(args: Any, group: str = "") -> list[str]:
-    """Return the problems of values whose type does not match their field. Only callers from Python can pass such values."""
-    problems, types = [], get_type_hints(type(args))
+    """Return the problems of values whose type does not match their field.
+
+    Only callers from Python can pass such values.
+    """
+    problems = []
+    types = get_type_hints(type(args))
     for name in (item.name for item in dataclasses.fields(args)):
-        value, expected, flag = getattr(args, name), types[name], f"{group}{name}"
+        value = getattr(args, name)
+        expected = types[name]
+        flag = f"{group}{name}"
         if is_dataclass(expected):
             is_wrong = not isinstance(value, expected)
             problems += wrong_types(value, f"{flag}.") if not is_wrong else []
         else:
             is_wrong = not _matches_type(value, expected)
         if is_wrong:
-            remedy = f"; give a list, [{value!r}]" if get_origin(expected) is list and isinstance(value, str) else ""
-            problems.append(f"--{flag} {value!r}: expected {_type_name(expected)}, found {type(value).__name__}{remedy}")
+            if get_origin(expected) is list and isinstance(value, str):
+                remedy = f"; give a list, [{value!r}]"
+            else:
+                remedy = ""
+            problems.append(
+                f"--{flag} {value!r}: expected {_type_name(expected)}, found "
+                f"{type(value).__name__}{remedy}"
+            )
     return problems
 
 
 def _matches_type(value: Any, expected: Any) -> bool:
-    origin, type_args = get_origin(expected), get_args(expected)
+    origin = get_origin(expected)
+    type_args = get_args(expected)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in type_args)
     if origin in (Union, UnionType):
@@ -61,7 +76,9 @@ def _matches_type(value: Any, expected: Any) -> bool:
         return isinstance(value, list) and all(_matches_type(item, type_args[0]) for item in value)
     if expected is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, origin or expected) and not (expected is int and isinstance(value, bool))
+    return isinstance(value, origin or expected) and not (
+        expected is int and isinstance(value, bool)
+    )
 
 
 def _type_name(expected: Any) -> str:
@@ -70,21 +87,40 @@ def _type_name(expected: Any) -> str:
         return f"one of {', '.join(map(str, get_args(expected)))}"
     if get_origin(expected) in (Union, UnionType):
         return " or ".join(map(_type_name, get_args(expected)))
-    return "nothing" if expected is type(None) else str(expected) if get_origin(expected) else expected.__name__
+    if expected is type(None):
+        return "nothing"
+    if get_origin(expected):
+        return str(expected)
+    return expected.__name__
 
 
 def below_minimum(args: Any, group: str, minimum: int, *names: str) -> list[str]:
-    """Return the problems of the named flags whose value is less than `minimum`. None values (defaults) pass."""
-    reason = f"must be at least {minimum}" if minimum else "must not be negative"
+    """Return the problems of the named flags whose value is less than `minimum`.
+
+    None values (defaults) pass.
+    """
+    if minimum:
+        reason = f"must be at least {minimum}"
+    else:
+        reason = "must not be negative"
     values = {".".join(filter(None, (group, name))): getattr(args, name) for name in names}
-    return [f"--{name} {value}: {reason}" for name, value in values.items() if value is not None and value < minimum]
+    return [
+        f"--{name} {value}: {reason}"
+        for name, value in values.items()
+        if value is not None and value < minimum
+    ]
 
 
-def sharding_problems(strategy: str, shard_size: int | None, devices: int, num_nodes: int) -> list[str]:
+def sharding_problems(
+    strategy: str, shard_size: int | None, devices: int, num_nodes: int
+) -> list[str]:
     """Return the problems of sharding over these devices; the rules of training and of its plan."""
-    num_devices, group_size = devices * num_nodes, shard_size or devices
+    num_devices = devices * num_nodes
+    group_size = shard_size or devices
     if shard_size and strategy != "hsdp":
-        return [f"--shard_size {shard_size} applies only to --strategy hsdp; add that, or leave it out"]
+        return [
+            f"--shard_size {shard_size} applies only to --strategy hsdp; add that, or leave it out"
+        ]
     if strategy in ("fsdp", "hsdp") and num_devices == 1:
         return [f"--strategy {strategy}: weights cannot be sharded over one device; give --devices"]
     if strategy == "hsdp" and (num_devices % group_size or group_size in (1, num_devices)):
@@ -97,7 +133,11 @@ def size(text: str) -> int | None:
     """Parse a size (24GiB, 80GB, 500MB) to bytes; return None for other text."""
     match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B", text.strip())
     try:
-        return round(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1)) if match else None
+        if match:
+            return round(
+                float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1)
+            )
+        return None
     except ValueError:
         return None
 
@@ -106,7 +146,13 @@ def seconds(text: str) -> float | None:
     """Parse a duration (1h30m, 90m, 45s, 2d) to seconds; return None for other text."""
     match = re.fullmatch(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip())
     try:
-        amounts = [float(amount or 0) for amount in match.groups()] if match else []
+        if match:
+            amounts = [float(amount or 0) for amount in match.groups()]
+        else:
+            amounts = []
     except ValueError:
         return None
-    return sum(amount * unit for amount, unit in zip(amounts, (86400, 3600, 60, 1), strict=False)) or None
+    return (
+        sum(amount * unit for amount, unit in zip(amounts, (86400, 3600, 60, 1), strict=False))
+        or None
+    )

@@ -1,4 +1,5 @@
-"""One item of --data.path or --data.val_path: a path, or a JSON object of a path with settings of its own."""
+"""One item of --data.path or --data.val_path: a path, or a JSON object of a path with settings of
+its own."""
 
 import json
 import os
@@ -6,7 +7,9 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text", "tokens"]
+Formats = Literal[
+    "messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text", "tokens"
+]
 NAME = re.compile(r"[\w-]+")  # of a validation set
 
 
@@ -17,7 +20,8 @@ class DataPath:
     path: str
     name: str = ""  # of a validation set
     format: Formats | None = None
-    columns: dict[str, str] = field(default_factory=dict)  # litft's field name -> the name in the file
+    # litft's field name -> the name in the file
+    columns: dict[str, str] = field(default_factory=dict)
     template: str | None = None
     weight: float | None = None
     subset: str | None = None
@@ -26,7 +30,8 @@ class DataPath:
 
     @classmethod
     def parse(cls, item: str) -> "DataPath":
-        """Return the path of an item: PATH, NAME=PATH, or JSON such as {"path": "a.jsonl", "format": "alpaca"}.
+        """Return the path of an item: PATH, NAME=PATH, or JSON such as {"path": "a.jsonl",
+        "format": "alpaca"}.
 
         Raise ValueError for invalid JSON, and for settings that do not exist or have a wrong type.
         """
@@ -34,12 +39,15 @@ class DataPath:
             return cls(item)
         if not item.lstrip().startswith("{"):
             name, equals, path = item.partition("=")
-            return cls(path, name) if equals and NAME.fullmatch(name) else cls(item)
+            if equals and NAME.fullmatch(name):
+                return cls(path, name)
+            return cls(item)
         try:
             settings = json.loads(item)
         except ValueError as error:
             raise ValueError(f"{item[:80]}: invalid JSON ({error})") from None
-        if unknown := [name for name in settings if name not in TYPES]:
+        unknown = [name for name in settings if name not in TYPES]
+        if unknown:
             here = [f"{name!r} is here {OTHERS[name]}" for name in unknown if name in OTHERS]
             here = "; ".join(here) or f"use {', '.join(TYPES)}"
             raise ValueError(f"{item[:80]}: no setting {', '.join(map(repr, unknown))}; {here}")
@@ -51,17 +59,28 @@ class DataPath:
         return cls(**settings)
 
     def entry(self) -> str | dict[str, Any]:
-        """Return the item as a person writes it in YAML: a text if it is only a path, with or without a name."""
-        defaults = {item.name: item.default if item.default is not MISSING else {} for item in fields(self)}
-        settings = {name: getattr(self, name) for name in TYPES if getattr(self, name) != defaults[name]}
+        """Return the item as a person writes it in YAML: a text if it is only a path, with or
+        without a name."""
+        defaults = {
+            item.name: item.default if item.default is not MISSING else {} for item in fields(self)
+        }
+        settings = {
+            name: getattr(self, name) for name in TYPES if getattr(self, name) != defaults[name]
+        }
         short = f"{self.name}={self.path}" if self.name else self.path
-        is_short = settings.keys() <= {"path", "name"} and (os.path.exists(short) or not short.lstrip().startswith("{"))
-        return short if is_short and self.parse(short) == self else settings
+        is_short = settings.keys() <= {"path", "name"} and (
+            os.path.exists(short) or not short.lstrip().startswith("{")
+        )
+        if is_short and self.parse(short) == self:
+            return short
+        return settings
 
     def text(self) -> str:
         """Return the item that `parse` reads."""
         entry = self.entry()
-        return entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False)
+        if isinstance(entry, str):
+            return entry
+        return json.dumps(entry, ensure_ascii=False)
 
 
 TYPES: dict[str, tuple[Any, str]] = {  # of each setting: type, and what it is, for messages

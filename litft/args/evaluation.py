@@ -10,7 +10,8 @@ from litft.args.preference import Objectives
 
 @dataclass
 class RunEvalArgs(OpenArgs):
-    """Evaluate a model next to its base: on lm-evaluation-harness tasks, or loss and answers on your own examples."""
+    """Evaluate a model next to its base: on lm-evaluation-harness tasks, or loss and answers on
+    your own examples."""
 
     tasks: list[str] = field(default_factory=list)
     """Tasks of lm-evaluation-harness: names, or paths of YAML files. Several tasks: a,b."""
@@ -21,27 +22,32 @@ class RunEvalArgs(OpenArgs):
     chat_template: bool = False
     """Apply the model's chat template to the questions of the tasks."""
     objective: Objectives | None = None
-    """How to score the examples of --data: sft scores loss and exact match; dpo and kto score the log-probabilities of pairs
-    and of labelled answers. Default: the objective of the run whose examples are scored; otherwise detected from the fields
-    of the records."""
+    """How to score the examples of --data: sft scores loss and exact match; dpo and kto score the
+    log-probabilities of pairs and of labelled answers. Default: the objective of the run whose
+    examples are scored; otherwise detected from the fields of the records."""
     data: DataArgs = field(default_factory=lambda: DataArgs(val_fraction=0.0))
     against: str | None = None
-    """The folder of another model to compare with. none: score this model only. Default: the base model of an adapter."""
+    """The folder of another model to compare with. none: score this model only. Default: the base
+    model of an adapter."""
     limit: int | None = None
     """Maximum number of examples of each task and of --data. Default: all."""
     batch_size: int = 8
     """Number of texts per forward pass."""
     max_new_tokens: int | None = None
-    """Maximum length of an answer to an example of --data, in tokens. Default: that of the expected answer plus 8."""
+    """Maximum length of an answer to an example of --data, in tokens. Default: that of the expected
+    answer plus 8."""
     show: int = 3
     """Number of answers to --data to print."""
     out: str | None = None
-    """A JSON file to write with the flags, scores, all answers and the samples of the tasks. Default: no file."""
+    """A JSON file to write with the flags, scores, all answers and the samples of the tasks.
+    Default: no file."""
 
     def problems(self) -> list[str]:
         """Return the problems of the model flags plus those of the evaluation flags."""
         problems = (
-            super().problems() + self.data.problems() + below_minimum(self, "", 1, "limit", "batch_size", "max_new_tokens")
+            super().problems()
+            + self.data.problems()
+            + below_minimum(self, "", 1, "limit", "batch_size", "max_new_tokens")
         )
         problems += below_minimum(self, "", 0, "show", "num_fewshot")
         for name in ("new_tokens", "weights"):
@@ -49,11 +55,17 @@ class RunEvalArgs(OpenArgs):
                 problems.append(f"--data.{name} applies only to training; leave it out")
         if self.devices > 1 and not self.layers_per_device:
             problems.append(
-                f"--devices {self.devices}: evaluation needs whole layers on a device; use --layers_per_device auto"
+                f"--devices {self.devices}: evaluation needs whole layers on a device; use "
+                "--layers_per_device auto"
             )
         return problems
 
     def model(self, folder: str | None, base_dir: str | None = None) -> ModelArgs:
-        """Return the flags that open `folder` with these settings. No compilation: texts of many lengths would recompile."""
+        """Return the flags that open `folder` with these settings.
+
+        No compilation: texts of many lengths would recompile.
+        """
         settings = {item.name: getattr(self, item.name) for item in fields(OpenArgs)}
-        return ModelArgs(**settings | {"checkpoint_dir": folder, "base_dir": base_dir}, compile="false")
+        return ModelArgs(
+            **settings | {"checkpoint_dir": folder, "base_dir": base_dir}, compile="false"
+        )

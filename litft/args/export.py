@@ -15,9 +15,11 @@ class WriteArgs:
     out_dir: str | None = None
     """The folder to write; it must not exist or be empty."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """The dtype of the written weights; merging computes in fp32. auto: the dtype of the base model."""
+    """The dtype of the written weights; merging computes in fp32. auto: the dtype of the base
+    model."""
     shard_gb: float = 5.0
-    """Maximum size of a weight file in GB (10^9 bytes). Memory use stays near the size of one file."""
+    """Maximum size of a weight file in GB (10^9 bytes). Memory use stays near the size of one
+    file."""
 
     def problems(self) -> list[str]:
         """Return the problems of the target folder and the shard size."""
@@ -31,15 +33,20 @@ class WriteArgs:
 
 @dataclass
 class ConvertArgs(WriteArgs):
-    """Convert a model folder to safetensors of one dtype, and compare every written tensor with its source."""
+    """Convert a model folder to safetensors of one dtype, and compare every written tensor with its
+    source."""
 
     family: str | None = None
-    """Read config.json as this model_type, such as llama, if the folder's own model_type is unknown but means the same
-    network. Names and shapes of all tensors must fit. The written folder has this model_type."""
+    """Read config.json as this model_type, such as llama, if the folder's own model_type is unknown
+    but means the same network. Names and shapes of all tensors must fit. The written folder has
+    this model_type."""
 
     def problems(self) -> list[str]:
         """Return the problems of source and target."""
-        missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the model folder to convert"]
+        if self.checkpoint_dir:
+            missing = []
+        else:
+            missing = ["--checkpoint_dir is missing: name the model folder to convert"]
         return missing + super().problems()
 
 
@@ -52,29 +59,37 @@ class MergeArgs(WriteArgs):
     base_dir: str | None = None
     """The folder of the base model, if it has moved. Default: the path stored with the adapter."""
     dequantized_base: bool = False
-    """Merge into the dequantized weights that the adapter was trained on (--quantize), not into the original weights."""
+    """Merge into the dequantized weights that the adapter was trained on (--quantize), not into the
+    original weights."""
     multimodal: bool = False
-    """If the base is a multimodal model: write all of it, with the tensors outside of the language model unchanged. false:
-    write the language model alone. For a fully fine-tuned model, --base_dir names the multimodal folder."""
+    """If the base is a multimodal model: write all of it, with the tensors outside of the language
+    model unchanged. false: write the language model alone. For a fully fine-tuned model, --base_dir
+    names the multimodal folder."""
 
 
 @dataclass
 class ExportArgs(MergeArgs):
-    """Export a run, finished or not, or one of its checkpoints as a folder that Hugging Face libraries can load."""
+    """Export a run, finished or not, or one of its checkpoints as a folder that Hugging Face
+    libraries can load."""
 
     checkpoint_dir: str | None = None
-    """A run folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished run under out/."""
+    """A run folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished
+    run under out/."""
     merge: bool = True
     """Write the merged model. false: write only the adapter, in PEFT's format."""
     text_names: bool = False
-    """With --merge false: write an adapter of a multimodal base for transformers' text class, not for the multimodal one."""
+    """With --merge false: write an adapter of a multimodal base for transformers' text class, not
+    for the multimodal one."""
 
     def problems(self) -> list[str]:
-        """Return the problems of the target, and of flags that only apply to merging or to adapters."""
+        """Return the problems of the target, and of flags that only apply to merging or to
+        adapters."""
         problems = super().problems()
         if self.merge and self.text_names:
             problems.append("--text_names is about adapters: add --merge false")
-        if not self.merge and (self.dequantized_base or self.multimodal or self.precision != "auto"):
+        if not self.merge and (
+            self.dequantized_base or self.multimodal or self.precision != "auto"
+        ):
             flags = "--dequantized_base, --multimodal and --precision"
             problems.append(f"--merge false writes the adapter unchanged: leave {flags} out")
         return problems
@@ -87,34 +102,47 @@ class GgufConvertArgs(WriteArgs):
     checkpoint_dir: str | None = None
     """A .gguf file (of a split file, its first part), or the folder that contains it."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """The dtype of the written weights. auto: the dtype of the file, or bf16 if its weights are quantized."""
+    """The dtype of the written weights. auto: the dtype of the file, or bf16 if its weights are
+    quantized."""
 
     def problems(self) -> list[str]:
         """Return the problems of source and target."""
-        missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the .gguf file to convert"]
+        if self.checkpoint_dir:
+            missing = []
+        else:
+            missing = ["--checkpoint_dir is missing: name the .gguf file to convert"]
         return missing + super().problems()
 
 
 @dataclass
 class GgufExportArgs:
-    """Export a run or model folder as a GGUF file for llama.cpp and Ollama: the merged model, or a LoRA adapter alone."""
+    """Export a run or model folder as a GGUF file for llama.cpp and Ollama: the merged model, or a
+    LoRA adapter alone."""
 
     checkpoint_dir: str | None = None
-    """A run folder, one of its checkpoints, or a model or adapter folder. Default: the newest finished run under out/."""
+    """A run folder, one of its checkpoints, or a model or adapter folder. Default: the newest
+    finished run under out/."""
     base_dir: str | None = None
     """The folder of the base model, if it has moved. Default: the path stored with the adapter."""
     out_dir: str | None = None
     """The folder to write; it must not exist or be empty."""
     outtype: Literal["auto", "f32", "f16", "bf16", "q8_0"] = "auto"
-    """The data type of matrices. auto: bf16 if the folder has bf16 weights, otherwise f16; f32 for an adapter."""
+    """The data type of matrices. auto: bf16 if the folder has bf16 weights, otherwise f16; f32 for
+    an adapter."""
     merge: bool = True
     """Write the merged model. false: write only the LoRA adapter, for llama.cpp's --lora."""
     dequantized_base: bool = False
-    """Merge into the dequantized weights that the adapter was trained on (--quantize), not into the original weights."""
+    """Merge into the dequantized weights that the adapter was trained on (--quantize), not into the
+    original weights."""
 
     def problems(self) -> list[str]:
         """Return the problems of the target, and of flags that only apply to merging."""
-        problems = [] if self.out_dir else ["--out_dir is missing: name the folder to write to"]
+        if self.out_dir:
+            problems = []
+        else:
+            problems = ["--out_dir is missing: name the folder to write to"]
         if not self.merge and self.dequantized_base:
-            problems.append("--merge false writes the adapter unchanged: leave --dequantized_base out")
+            problems.append(
+                "--merge false writes the adapter unchanged: leave --dequantized_base out"
+            )
         return problems

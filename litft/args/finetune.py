@@ -4,14 +4,28 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from litft.args.checks import below_minimum, impossible_numbers, seconds, sharding_problems, wrong_types
+from litft.args.checks import (
+    below_minimum,
+    impossible_numbers,
+    seconds,
+    sharding_problems,
+    wrong_types,
+)
 from litft.args.data import DataArgs
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs, Quantization
 from litft.args.preference import Objectives, PreferenceArgs
 from litft.args.processes import process_counts, started_by
 
 Optimizers = Literal[
-    "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion", "adafactor", "muon", "sgd", "schedule_free"
+    "adamw",
+    "adamw_8bit",
+    "paged_adamw",
+    "paged_adamw_8bit",
+    "lion",
+    "adafactor",
+    "muon",
+    "sgd",
+    "schedule_free",
 ]
 
 
@@ -28,44 +42,56 @@ class TrainArgs:
     """Optimization: steps, batches, memory and learning rate."""
 
     epochs: float | None = None
-    """Number of passes over the training data; may be fractional. Default: 3, or as many as max_steps needs."""
+    """Number of passes over the training data; may be fractional. Default: 3, or as many as
+    max_steps needs."""
     max_steps: int | None = None
     """Stop after this many optimizer steps, even in the middle of an epoch. Default: no limit."""
     max_time: str | None = None
-    """Stop after this much wall-clock time, such as 90m or 1h30m, which includes the time before a resume. The learning rate
-    schedule is fitted to it; the last validation and the writing of final/ come on top. Default: no limit."""
+    """Stop after this much wall-clock time, such as 90m or 1h30m, which includes the time before a
+    resume. The learning rate schedule is fitted to it; the last validation and the writing of
+    final/ come on top. Default: no limit."""
     global_batch_size: int = 16
-    """Examples (pairs of answers count once) per optimizer step, summed over all devices and micro-batches."""
+    """Examples (pairs of answers count once) per optimizer step, summed over all devices and
+    micro-batches."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Rows per forward pass on one device. It affects speed and memory, not the result. auto: the fastest number that fits
-    into memory. Default: 1 row of packed examples, or 4 rows without packing."""
+    """Rows per forward pass on one device. It affects speed and memory, not the result. auto: the
+    fastest number that fits into memory. Default: 1 row of packed examples, or 4 rows without
+    packing."""
     compile: bool | None = None
-    """Compile the transformer blocks with torch.compile. The first step starts up to a minute later, and all steps are
-    faster. Default: true on a GPU, false on a CPU."""
+    """Compile the transformer blocks with torch.compile. The first step starts up to a minute
+    later, and all steps are faster. Default: true on a GPU, false on a CPU."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Save memory by recomputing activations in the backward pass: none, those of the MLPs (selective), or those of whole
-    blocks (full). auto: the least recomputation that fits into memory."""
+    """Save memory by recomputing activations in the backward pass: none, those of the MLPs
+    (selective), or those of whole blocks (full). auto: the least recomputation that fits into
+    memory."""
     cpu_offload: Literal["none", "activations", "parameters"] = "none"
-    """What to keep in host memory instead of GPU memory: saved activations, or the blocks' frozen weights (parameters).
-    Each block's weights are fetched while the previous block runs; blocks are then recomputed and not compiled."""
+    """What to keep in host memory instead of GPU memory: saved activations, or the blocks' frozen
+    weights (parameters). Each block's weights are fetched while the previous block runs; blocks are
+    then recomputed and not compiled."""
     optimizer: Optimizers = "adamw"
-    """The optimizer. 8-bit and paged AdamW and Lion come from bitsandbytes, schedule_free from the package schedulefree (pip
-    install 'litft[schedulefree]'), the others from PyTorch. Each needs its own learning_rate."""
+    """The optimizer. 8-bit and paged AdamW and Lion come from bitsandbytes, schedule_free from the
+    package schedulefree (pip install 'litft[schedulefree]'), the others from PyTorch. Each needs
+    its own learning_rate."""
     optimizer_in_backward: bool = False
-    """Update each weight as soon as its gradient is computed, then free the gradient. This saves the memory of all gradients
-    in full fine-tuning. Requires one micro-batch per step and max_grad_norm 0."""
+    """Update each weight as soon as its gradient is computed, then free the gradient. This saves
+    the memory of all gradients in full fine-tuning. Requires one micro-batch per step and
+    max_grad_norm 0."""
     learning_rate: float | None = None
-    """The peak learning rate, reached after the warmup. Default, with --objective sft: lora 2e-4, adapter 2e-2, adapter_v2
-    1e-3, full 5e-5. Preferences need less: with dpo, lora 5e-5 and full 5e-6 (tutorials/finetune_preferences.md)."""
+    """The peak learning rate, reached after the warmup. Default, with --objective sft: lora 2e-4,
+    adapter 2e-2, adapter_v2 1e-3, full 5e-5. Preferences need less: with dpo, lora 5e-5 and full
+    5e-6 (tutorials/finetune_preferences.md)."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """How the learning rate decays after the warmup. wsd (warmup, stable, decay): constant until the last decay_fraction of
-    the run."""
+    """How the learning rate decays after the warmup. wsd (warmup, stable, decay): constant until
+    the last decay_fraction of the run."""
     decay_fraction: float = 0.2
-    """The fraction of the run, at its end, over which wsd decays the learning rate. Other schedules ignore it."""
+    """The fraction of the run, at its end, over which wsd decays the learning rate. Other schedules
+    ignore it."""
     warmup_fraction: float = 0.05
-    """The fraction of the run over which the learning rate rises linearly to its peak. 0: no warmup."""
+    """The fraction of the run over which the learning rate rises linearly to its peak. 0: no
+    warmup."""
     warmup_steps: int | None = None
-    """The steps over which the learning rate rises, given directly. Default: warmup_fraction of the run."""
+    """The steps over which the learning rate rises, given directly. Default: warmup_fraction of the
+    run."""
     min_lr_ratio: float = 0.1
     """The learning rate at the end of the schedule, as a fraction of the peak."""
     weight_decay: float = 0.0
@@ -77,27 +103,38 @@ class TrainArgs:
     max_grad_norm: float = 1.0
     """Clip gradients whose global 2-norm is larger to this norm. 0: no clipping."""
     freeze: list[str] = field(default_factory=list)
-    """Names or patterns of parameters to freeze although the method trains them: litft's (blocks.0.*, *.lora_a) or the
-    checkpoint's (model.layers.0.*). They are saved."""
+    """Names or patterns of parameters to freeze although the method trains them: litft's
+    (blocks.0.*, *.lora_a) or the checkpoint's (model.layers.0.*). They are saved."""
     label_smoothing: float = 0.0
-    """The fraction of each target's probability that is spread over the vocabulary. 0: no smoothing."""
+    """The fraction of each target's probability that is spread over the vocabulary. 0: no
+    smoothing."""
     neftune_alpha: float = 0.0
-    """Scale of NEFTune's noise on the embeddings during training (arXiv 2310.05914, which uses 5 to 15). 0: no noise."""
+    """Scale of NEFTune's noise on the embeddings during training (arXiv 2310.05914, which uses 5 to
+    15). 0: no noise."""
     skip_nan: bool = False
-    """Skip steps whose loss or gradient is not finite, instead of ending the run. Slightly slower on a GPU."""
+    """Skip steps whose loss or gradient is not finite, instead of ending the run. Slightly slower
+    on a GPU."""
     oom_retry: bool = False
-    """When memory runs out, halve the micro-batch size and continue. Steps and losses stay the same."""
+    """When memory runs out, halve the micro-batch size and continue. Steps and losses stay the
+    same."""
     ignore_memory_plan: bool = False
-    """Start a run that needs more memory than there is according to its plan, which is refused otherwise."""
+    """Start a run that needs more memory than there is according to its plan, which is refused
+    otherwise."""
     log_interval: int | None = None
-    """Print a line and write the rows of metrics.csv every this many steps. Default: 10 on a GPU; on a CPU, where steps are
-    slow, 1 to 10, so that about 50 lines are printed."""
+    """Print a line and write the rows of metrics.csv every this many steps. Default: 10 on a GPU;
+    on a CPU, where steps are slow, 1 to 10, so that about 50 lines are printed."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
         problems = below_minimum(self, "train", 1, "global_batch_size", "max_steps", "log_interval")
-        problems += below_minimum(self, "train", 1, "micro_batch_size") if self.micro_batch_size != "auto" else []
-        problems += below_minimum(self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha")
+        problems += (
+            below_minimum(self, "train", 1, "micro_batch_size")
+            if self.micro_batch_size != "auto"
+            else []
+        )
+        problems += below_minimum(
+            self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha"
+        )
         problems += below_minimum(self, "train", 0, "warmup_steps", "eps") + self._moment_problems()
         for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
@@ -105,20 +142,36 @@ class TrainArgs:
         if self.epochs is not None and self.epochs <= 0:
             problems.append(f"--train.epochs {self.epochs}: must be above 0")
         if self.max_time is not None and not seconds(self.max_time):
-            problems.append(f"--train.max_time {self.max_time}: expected a time such as 90m, 1h30m or 45s")
+            problems.append(
+                f"--train.max_time {self.max_time}: expected a time such as 90m, 1h30m or 45s"
+            )
         if self.optimizer_in_backward:
-            clashes = {"max_grad_norm": self.max_grad_norm, "skip_nan": self.skip_nan, "oom_retry": self.oom_retry}
+            clashes = {
+                "max_grad_norm": self.max_grad_norm,
+                "skip_nan": self.skip_nan,
+                "oom_retry": self.oom_retry,
+            }
             reason = "the first weights are updated before all gradients are computed"
             problems += [
-                f"--train.optimizer_in_backward: {reason}; add --train.{name} {'0' if name == 'max_grad_norm' else 'false'}"
+                f"--train.optimizer_in_backward: {reason}; add --train.{name} "
+                f"{'0' if name == 'max_grad_norm' else 'false'}"
                 for name, value in clashes.items()
                 if value
             ]
             if self.optimizer == "schedule_free":
-                problems.append("--train.optimizer_in_backward: schedule_free averages all weights at once; choose another")
+                problems.append(
+                    "--train.optimizer_in_backward: schedule_free averages all weights at once; "
+                    "choose another"
+                )
         if self.cpu_offload == "parameters":
-            recomputation = "" if self.activation_checkpointing in ("auto", "full") else self.activation_checkpointing
-            clashes = {"compile true": self.compile, f"activation_checkpointing {recomputation}": recomputation}
+            if self.activation_checkpointing in ("auto", "full"):
+                recomputation = ""
+            else:
+                recomputation = self.activation_checkpointing
+            clashes = {
+                "compile true": self.compile,
+                f"activation_checkpointing {recomputation}": recomputation,
+            }
             reason = "weights are fetched again for the backward pass"
             problems += [
                 f"--train.cpu_offload parameters: {reason}; leave --train.{name} out"
@@ -127,7 +180,9 @@ class TrainArgs:
             ]
         if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
             reason = "it averages the weights instead of decaying the learning rate"
-            problems.append(f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant")
+            problems.append(
+                f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant"
+            )
         return problems
 
     def _moment_problems(self) -> list[str]:
@@ -135,10 +190,18 @@ class TrainArgs:
         problems = []
         if self.betas and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
             text = ",".join(map(str, self.betas))
-            problems.append(f"--train.betas {text}: expected two numbers from 0 to below 1, such as 0.9,0.999")
-        for name, without in (("betas", ("adafactor", "sgd")), ("eps", ("adafactor", "sgd", "lion"))):
+            problems.append(
+                f"--train.betas {text}: expected two numbers from 0 to below 1, such as 0.9,0.999"
+            )
+        for name, without in (
+            ("betas", ("adafactor", "sgd")),
+            ("eps", ("adafactor", "sgd", "lion")),
+        ):
             if getattr(self, name) not in (None, []) and self.optimizer in without:
-                problems.append(f"--train.{name}: --train.optimizer {self.optimizer} has no such setting; leave it out")
+                problems.append(
+                    f"--train.{name}: --train.optimizer {self.optimizer} has no such setting; "
+                    "leave it out"
+                )
         return problems
 
 
@@ -147,19 +210,24 @@ class EvalArgs:
     """Validation before training, at intervals and at the end."""
 
     interval: int | None = None
-    """Compute the validation loss every this many steps. 0: only before and after training. Default: about ten times in a
-    run, less often if that would take more than half as long as the training."""
+    """Compute the validation loss every this many steps. 0: only before and after training.
+    Default: about ten times in a run, less often if that would take more than half as long as the
+    training."""
     max_batches: int | None = 16
-    """Use at most max_batches * global_batch_size validation examples, spread evenly over the set. null: all examples."""
+    """Use at most max_batches * global_batch_size validation examples, spread evenly over the set.
+    null: all examples."""
     patience: int | None = None
-    """Stop early after this many consecutive validations without a new lowest loss. Default: never."""
+    """Stop early after this many consecutive validations without a new lowest loss. Default:
+    never."""
     prompts: list[str] = field(default_factory=list)
-    """Prompts to answer at each validation; the answers are printed and written to samples.jsonl. Texts, or files with one
-    prompt per line. Texts with commas: '["Well, who are you?"]'. Default: the first validation example's question."""
+    """Prompts to answer at each validation; the answers are printed and written to samples.jsonl.
+    Texts, or files with one prompt per line. Texts with commas: '["Well, who are you?"]'. Default:
+    the first validation example's question."""
     max_new_tokens: int = 64
     """Maximum length of these answers in tokens. 0: answer no prompts."""
     exact_match: bool = False
-    """At each validation, answer the validation questions greedily and report the fraction of exact matches."""
+    """At each validation, answer the validation questions greedily and report the fraction of exact
+    matches."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
@@ -173,19 +241,21 @@ class SaveArgs:
     """Checkpoints to resume from."""
 
     interval: int | None = None
-    """Save a checkpoint every this many steps. 0: only at the end. Default: every ten minutes and after each tenth of the
-    run, but at most one a minute."""
+    """Save a checkpoint every this many steps. 0: only at the end. Default: every ten minutes and
+    after each tenth of the run, but at most one a minute."""
     keep_last: int = 2
     """Keep this many of the newest checkpoints and delete older ones."""
     best: bool = False
     """Also write the weights with the lowest validation loss to best/, in the format of final/."""
     text_names: bool = False
-    """Write adapters of a multimodal base for transformers' text class (AutoModelForCausalLM of Llama 4 and Qwen3.5), not
-    for the multimodal class. litft reads both."""
+    """Write adapters of a multimodal base for transformers' text class (AutoModelForCausalLM of
+    Llama 4 and Qwen3.5), not for the multimodal class. litft reads both."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
-        return below_minimum(self, "save", 1, "keep_last") + below_minimum(self, "save", 0, "interval")
+        return below_minimum(self, "save", 1, "keep_last") + below_minimum(
+            self, "save", 0, "interval"
+        )
 
 
 @dataclass
@@ -194,57 +264,82 @@ class FinetuneArgs:
 
     default_learning_rate: ClassVar[float] = 2e-4
     main_flags: ClassVar[tuple[str, ...]] = (  # those that --help lists first
-        *("checkpoint_dir", "data.path", "data.val_path", "out_dir", "config", "resume", "dry_run", "objective"),
-        *("train.epochs", "train.learning_rate", "train.global_batch_size", "data.max_seq_length", "lora.r"),
+        *(
+            "checkpoint_dir",
+            "data.path",
+            "data.val_path",
+            "out_dir",
+            "config",
+            "resume",
+            "dry_run",
+            "objective",
+        ),
+        *(
+            "train.epochs",
+            "train.learning_rate",
+            "train.global_batch_size",
+            "data.max_seq_length",
+            "lora.r",
+        ),
         *("quantize", "devices"),
     )
 
     checkpoint_dir: str | None = None
-    """A Hugging Face model folder, or an adapter folder to continue training. Without this and --data.path, the built-in
-    demo is trained, with its own flags (litft/demo/lora.yaml)."""
+    """A Hugging Face model folder, or an adapter folder to continue training. Without this and
+    --data.path, the built-in demo is trained, with its own flags (litft/demo/lora.yaml)."""
     base_dir: str | None = None
-    """The folder of an adapter's base model, if it has moved. Default: the path stored with the adapter."""
+    """The folder of an adapter's base model, if it has moved. Default: the path stored with the
+    adapter."""
     out_dir: str | None = None
     """The run folder to write. Default: the first free out/<method>[-n]."""
     resume: bool = False
-    """Continue from the newest complete checkpoint in out_dir. Default out_dir: the newest unfinished run under out/."""
+    """Continue from the newest complete checkpoint in out_dir. Default out_dir: the newest
+    unfinished run under out/."""
     overwrite: bool = False
     """Delete the run in out_dir and start a new one there."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The dtype of frozen weights and computation; trained parameters stay fp32. auto: bf16 on a GPU that has
-    bf16 arithmetic, otherwise fp32."""
+    """The dtype of frozen weights and computation; trained parameters stay fp32. auto: bf16 on a
+    GPU that has bf16 arithmetic, otherwise fp32."""
     quantize: Quantization = "none"
-    """Quantize the frozen Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales (double
-    quantization). A folder that is already quantized stays unchanged."""
+    """Quantize the frozen Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their
+    scales (double quantization). A folder that is already quantized stays unchanged."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """The kind of device to run on. auto: a GPU if there is one, otherwise the CPU."""
     devices: int = 1
-    """Number of devices per node (on a CPU: processes). Under torchrun or srun: the number of started processes."""
+    """Number of devices per node (on a CPU: processes). Under torchrun or srun: the number of
+    started processes."""
     num_nodes: int = 1
     """Number of nodes; run the same command on each of them."""
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
-    """How devices share the work. ddp: each holds all weights. fsdp: weights and optimizer state are sharded over all
-    devices. hsdp: they are sharded within groups of shard_size. auto: ddp if it fits into device memory, else fsdp."""
+    """How devices share the work. ddp: each holds all weights. fsdp: weights and optimizer state
+    are sharded over all devices. hsdp: they are sharded within groups of shard_size. auto: ddp if
+    it fits into device memory, else fsdp."""
     shard_size: int | None = None
-    """For hsdp: the number of devices over which the weights are sharded. Default: the devices of a node."""
+    """For hsdp: the number of devices over which the weights are sharded. Default: the devices of a
+    node."""
     timeout: str = "10m"
-    """End the run with an error when a process has waited this long for another one (30s, 10m, 1h)."""
+    """End the run with an error when a process has waited this long for another one (30s, 10m,
+    1h)."""
     seed: int = 42
     """Random seed of initialization, data order and dropout."""
     logger: Literal["csv", "tensorboard", "wandb", "mlflow"] = "csv"
-    """Where to log metrics in addition to metrics.csv. Needs pip install 'litft[tensorboard]' (or wandb, mlflow)."""
+    """Where to log metrics in addition to metrics.csv. Needs pip install 'litft[tensorboard]' (or
+    wandb, mlflow)."""
     logger_project: str | None = None
-    """The Weights & Biases project or MLflow experiment. Default: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME, otherwise litft.
-    WANDB_ENTITY, WANDB_NAME and MLFLOW_RUN_NAME are used as well."""
+    """The Weights & Biases project or MLflow experiment. Default: WANDB_PROJECT or
+    MLFLOW_EXPERIMENT_NAME, otherwise litft. WANDB_ENTITY, WANDB_NAME and MLFLOW_RUN_NAME are used
+    as well."""
     dry_run: bool = False
-    """Prepare the data, print samples and the planned memory, and exit before the weights are loaded."""
+    """Prepare the data, print samples and the planned memory, and exit before the weights are
+    loaded."""
     chip: str | None = None
-    """For --dry_run: the GPU on which the time is estimated, such as H100 or RTX 4090. Default: this machine's."""
+    """For --dry_run: the GPU on which the time is estimated, such as H100 or RTX 4090. Default:
+    this machine's."""
     deterministic: bool = False
     """Make repeated runs bit-identical on CUDA, at some cost in speed. On a CPU they always are."""
     objective: Objectives = "sft"
-    """What to learn. sft: to predict the answers. From preferences, dpo, ipo, simpo and orpo: pairs of a chosen and a
-    rejected answer; kto: answers that are desirable or not."""
+    """What to learn. sft: to predict the answers. From preferences, dpo, ipo, simpo and orpo: pairs
+    of a chosen and a rejected answer; kto: answers that are desirable or not."""
     data: DataArgs = field(default_factory=DataArgs)
     preference: PreferenceArgs = field(default_factory=PreferenceArgs)
     train: TrainArgs = field(default_factory=TrainArgs)
@@ -253,21 +348,37 @@ class FinetuneArgs:
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
-        if problems := wrong_types(self):
+        problems = wrong_types(self)
+        if problems:
             return problems
-        problems = impossible_numbers(self) + below_minimum(self, "", 1, "devices", "num_nodes", "shard_size")
+        problems = impossible_numbers(self) + below_minimum(
+            self, "", 1, "devices", "num_nodes", "shard_size"
+        )
         if self.logger_project and self.logger not in ("wandb", "mlflow"):
-            problems.append(f"--logger_project {self.logger_project}: add --logger wandb or mlflow, which have projects")
+            problems.append(
+                f"--logger_project {self.logger_project}: add --logger wandb or mlflow, which have "
+                "projects"
+            )
         if self.resume and self.overwrite:
-            problems.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
+            problems.append(
+                "--resume and --overwrite exclude each other: one keeps the run, the other deletes "
+                "it"
+            )
         if not 0 < (seconds(self.timeout) or 0) <= 365 * 86400:
-            problems.append(f"--timeout {self.timeout}: expected a time such as 30s, 10m or 1h, at most 365d")
+            problems.append(
+                f"--timeout {self.timeout}: expected a time such as 30s, 10m or 1h, at most 365d"
+            )
         try:
             problems += apply_launcher(self).clashes(self.strategy)
         except ValueError as error:
             problems.append(str(error))
         problems += self.preference.problems(self.objective) + self.objective_clashes()
-        problems += [*self.data.problems(), *self.train.problems(), *self.eval.problems(), *self.save.problems()]
+        problems += [
+            *self.data.problems(),
+            *self.train.problems(),
+            *self.eval.problems(),
+            *self.save.problems(),
+        ]
         if self.checkpoint_dir and not self.data.path:
             problems.append("--data.path is missing: name the file of training examples")
         if self.data.path and not self.checkpoint_dir:
@@ -288,25 +399,44 @@ class FinetuneArgs:
 
     def clashes(self, strategy: str) -> list[str]:
         """Return the problems of flags that several devices, or the strategy, do not support."""
-        problems, train, num_devices = [], self.train, self.devices * self.num_nodes
+        problems = []
+        train = self.train
+        num_devices = self.devices * self.num_nodes
         if num_devices > 1 and train.optimizer_in_backward:
             problems.append(
-                f"--train.optimizer_in_backward: {num_devices} devices sum their gradients first; use one device"
+                f"--train.optimizer_in_backward: {num_devices} devices sum their gradients first; "
+                "use one device"
             )
         problems += sharding_problems(strategy, self.shard_size, self.devices, self.num_nodes)
         if strategy not in ("fsdp", "hsdp"):
             if num_devices > 1 and strategy == "ddp" and train.cpu_offload == "parameters":
                 problems.append(
-                    "--train.cpu_offload parameters: with ddp each device needs all weights; add --strategy fsdp"
+                    "--train.cpu_offload parameters: with ddp each device needs all weights; add "
+                    "--strategy fsdp"
                 )
             return problems
         for flag, value, reason in (
-            ("optimizer", train.optimizer in UNSHARDED and train.optimizer, UNSHARDED.get(train.optimizer)),
-            ("oom_retry", train.oom_retry, "the other processes would wait for the one that ran out of memory"),
-            ("cpu_offload", train.cpu_offload == "activations" and "activations", "gathered weights would be offloaded too"),
+            (
+                "optimizer",
+                train.optimizer in UNSHARDED and train.optimizer,
+                UNSHARDED.get(train.optimizer),
+            ),
+            (
+                "oom_retry",
+                train.oom_retry,
+                "the other processes would wait for the one that ran out of memory",
+            ),
+            (
+                "cpu_offload",
+                train.cpu_offload == "activations" and "activations",
+                "gathered weights would be offloaded too",
+            ),
         ):
             if value:
-                problems.append(f"--train.{flag} {value} with --strategy {strategy}: {reason}; leave it out, or use ddp")
+                problems.append(
+                    f"--train.{flag} {value} with --strategy {strategy}: {reason}; leave it out, "
+                    "or use ddp"
+                )
         return problems
 
 
@@ -323,7 +453,8 @@ class LoRAFinetuneArgs(FinetuneArgs):
 
 @dataclass
 class AdapterFinetuneArgs(FinetuneArgs):
-    """Fine-tune with LLaMA-Adapter: train prefixes for attention, with gates initialized to zero."""
+    """Fine-tune with LLaMA-Adapter: train prefixes for attention, with gates initialized to
+    zero."""
 
     default_learning_rate: ClassVar[float] = 2e-2
 
@@ -336,7 +467,8 @@ class AdapterFinetuneArgs(FinetuneArgs):
 
 @dataclass
 class AdapterV2FinetuneArgs(FinetuneArgs):
-    """Fine-tune with LLaMA-Adapter v2: train prefixes, a scale and bias for every Linear, and the norms."""
+    """Fine-tune with LLaMA-Adapter v2: train prefixes, a scale and bias for every Linear, and the
+    norms."""
 
     default_learning_rate: ClassVar[float] = 1e-3
 
@@ -354,16 +486,23 @@ class FullFinetuneArgs(FinetuneArgs):
     default_learning_rate: ClassVar[float] = 5e-5
 
     precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
-    """The dtype of the computation; weights and optimizer state stay fp32. bf16-true: weights are bf16 too, with stochastic
-    rounding so that no update is lost. auto: on a GPU with bf16 arithmetic, bf16, or bf16-true if memory does not suffice;
-    otherwise fp32."""
+    """The dtype of the computation; weights and optimizer state stay fp32. bf16-true: weights are
+    bf16 too, with stochastic rounding so that no update is lost. auto: on a GPU with bf16
+    arithmetic, bf16, or bf16-true if memory does not suffice; otherwise fp32."""
 
     def problems(self) -> list[str]:
-        """Return the problems of the common flags, and reject quantization: no weights are frozen."""
+        """Return the problems of the common flags, and reject quantization: no weights are
+        frozen."""
         problems = super().problems()
         if self.quantize != "none":
-            reason = "full fine-tuning cannot train quantized weights: an update is smaller than their 4- or 8-bit steps"
-            problems.append(f"--quantize {self.quantize}: {reason}; use finetune/lora.py (QLoRA), or leave it out")
+            reason = (
+                "full fine-tuning cannot train quantized weights: an update is smaller than their "
+                "4- or 8-bit steps"
+            )
+            problems.append(
+                f"--quantize {self.quantize}: {reason}; use finetune/lora.py (QLoRA), or leave it "
+                "out"
+            )
         return problems
 
 
@@ -376,11 +515,16 @@ FINETUNE: dict[str, type[FinetuneArgs]] = {  # by method name
 
 
 def apply_launcher(args: FinetuneArgs) -> FinetuneArgs:
-    """Return the flags with the process counts of torchrun or SLURM, if used; a restarted job resumes its run."""
+    """Return the flags with the process counts of torchrun or SLURM, if used; a restarted job
+    resumes its run."""
     if started_by() is None:
         return args
     # a resumed run may have other process counts than its flags say
     devices, nodes = process_counts(*((1, 1) if args.resume else (args.devices, args.num_nodes)))
-    restarted = (os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
+    restarted = (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
+    ) != "0"
     args = replace(args, devices=devices, num_nodes=nodes)
-    return replace(args, resume=True, overwrite=False) if restarted else args
+    if restarted:
+        return replace(args, resume=True, overwrite=False)
+    return args

@@ -14,25 +14,33 @@ class OpenArgs:
     """Which model to load, and how."""
 
     checkpoint_dir: str | None = None
-    """A model folder, an adapter folder or a run folder. Default: the newest finished run under out/."""
+    """A model folder, an adapter folder or a run folder. Default: the newest finished run under
+    out/."""
     base_dir: str | None = None
-    """The folder of an adapter's base model, if it has moved. Default: the path stored with the adapter."""
+    """The folder of an adapter's base model, if it has moved. Default: the path stored with the
+    adapter."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The dtype of weights and computation. auto: bf16 on a GPU that has bf16 arithmetic, otherwise fp32. To generate text,
-    auto is also bf16 for bf16 weights on a CPU with bf16 arithmetic."""
+    """The dtype of weights and computation. auto: bf16 on a GPU that has bf16 arithmetic, otherwise
+    fp32. To generate text, auto is also bf16 for bf16 weights on a CPU with bf16 arithmetic."""
     quantize: Quantization = "none"
-    """Quantize Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales (double quantization)."""
+    """Quantize Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales
+    (double quantization)."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """The kind of device to run on. auto: a GPU if there is one, otherwise the CPU."""
     devices: int = 1
-    """Number of GPUs (on a CPU: processes) for tensor parallelism: each has a part of the heads and hidden units."""
+    """Number of GPUs (on a CPU: processes) for tensor parallelism: each has a part of the heads and
+    hidden units."""
     layers_per_device: str | None = None
-    """Place whole layers on each GPU instead of splitting them. auto: as many as fit, the rest in host memory; or one number
-    per device, such as 20,12."""
+    """Place whole layers on each GPU instead of splitting them. auto: as many as fit, the rest in
+    host memory; or one number per device, such as 20,12."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
-        return impossible_numbers(self) + below_minimum(self, "", 1, "devices") + self._layer_problems()
+        return (
+            impossible_numbers(self)
+            + below_minimum(self, "", 1, "devices")
+            + self._layer_problems()
+        )
 
     def _layer_problems(self) -> list[str]:
         """Return a problem if --layers_per_device is not auto or one number per device."""
@@ -42,54 +50,68 @@ class OpenArgs:
         counts = layers.split(",")
         if all(count.strip().isdecimal() for count in counts) and len(counts) == self.devices:
             return []
-        return [f"--layers_per_device {layers}: expected auto, or a number for each of --devices {self.devices}, like 20,12"]
+        return [
+            f"--layers_per_device {layers}: expected auto, or a number for each of --devices "
+            f"{self.devices}, like 20,12"
+        ]
 
 
 @dataclass
 class ModelArgs(OpenArgs):
     """Which model to run, and how it generates."""
 
-    for_speed: ClassVar[bool] = False  # --precision auto is the fastest dtype, also on a CPU; scores need fp32 there
+    # --precision auto is the fastest dtype, also on a CPU; scores need fp32 there
+    for_speed: ClassVar[bool] = False
 
     compile: Literal["auto", "true", "false"] = "auto"
-    """Compile prefill and decoding with torch.compile, which takes about a minute at the start. auto: true on a GPU."""
+    """Compile prefill and decoding with torch.compile, which takes about a minute at the start.
+    auto: true on a GPU."""
     max_new_tokens: int | None = None
-    """Maximum length of an answer in tokens. Default: from generation_config.json, otherwise 256."""
+    """Maximum length of an answer in tokens. Default: from generation_config.json, otherwise
+    256."""
     temperature: float | None = None
-    """Sampling temperature: higher is more varied, 0 always takes the likeliest token (greedy). Default: from
-    generation_config.json, otherwise 0.7."""
+    """Sampling temperature: higher is more varied, 0 always takes the likeliest token (greedy).
+    Default: from generation_config.json, otherwise 0.7."""
     top_k: int | None = None
-    """Sample from the k likeliest tokens only; 0 and -1: from all. Default: from generation_config.json, otherwise off."""
-    top_p: float | None = None
-    """Sample from the likeliest tokens whose probabilities add up to this. Default: from generation_config.json; 0.9 if it
-    does not mention sampling."""
-    min_p: float | None = None
-    """Sample from tokens with at least this fraction of the likeliest token's probability. Default: from
+    """Sample from the k likeliest tokens only; 0 and -1: from all. Default: from
     generation_config.json, otherwise off."""
+    top_p: float | None = None
+    """Sample from the likeliest tokens whose probabilities add up to this. Default: from
+    generation_config.json; 0.9 if it does not mention sampling."""
+    min_p: float | None = None
+    """Sample from tokens with at least this fraction of the likeliest token's probability. Default:
+    from generation_config.json, otherwise off."""
     repetition_penalty: float | None = None
-    """Above 1: make tokens of prompt and answer less likely. 1: off. Default: from generation_config.json, otherwise 1."""
+    """Above 1: make tokens of prompt and answer less likely. 1: off. Default: from
+    generation_config.json, otherwise 1."""
     presence_penalty: float | None = None
     """Subtract this from the logits of tokens that the answer already contains. Default: 0, off."""
     frequency_penalty: float | None = None
-    """Subtract this from the logits of tokens once per occurrence in the answer. Default: 0, off."""
+    """Subtract this from the logits of tokens once per occurrence in the answer. Default: 0,
+    off."""
     logit_bias: str | None = None
     """Numbers to add to logits, as JSON by token id: '{"262": -100}'."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end an answer; they are not part of it. As JSON if one has a comma: '["\\n\\n", "User:"]'."""
+    """Strings that end an answer; they are not part of it. As JSON if one has a comma: '["\\n\\n",
+    "User:"]'."""
     seed: int | None = None
-    """Random seed that makes sampling repeatable. With --precision fp32 an answer does not depend on the other answers of
-    its batch; in bf16 it may, since rounding depends on the batch. Default: different answers each time."""
+    """Random seed that makes sampling repeatable. With --precision fp32 an answer does not depend
+    on the other answers of its batch; in bf16 it may, since rounding depends on the batch. Default:
+    different answers each time."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
         problems = super().problems() + below_minimum(self, "", 1, "max_new_tokens")
         sampling = {name: getattr(self, name) for name in NUMBERS}
-        problems += Sampling(**{name: value for name, value in sampling.items() if value is not None}).problems()
+        problems += Sampling(
+            **{name: value for name, value in sampling.items() if value is not None}
+        ).problems()
         if "" in self.stop:
             problems.append("--stop: an empty string occurs everywhere; leave it out")
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
             problems.append(
-                f"--logit_bias {self.logit_bias}: expected JSON such as '{{\"262\": -100}}', numbers by token id"
+                f"--logit_bias {self.logit_bias}: expected JSON such as '{{\"262\": -100}}', "
+                "numbers by token id"
             )
         return problems
 
@@ -100,7 +122,8 @@ def _is_bias(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(biases, dict) and all(
-        key.isdecimal() and type(value) in (int, float) and abs(value) <= LARGEST_NUMBER for key, value in biases.items()
+        key.isdecimal() and type(value) in (int, float) and abs(value) <= LARGEST_NUMBER
+        for key, value in biases.items()
     )
 
 
@@ -111,11 +134,11 @@ class SpeculativeArgs(ModelArgs):
     for_speed: ClassVar[bool] = True
 
     draft_dir: str | None = None
-    """A smaller model with the same vocabulary that drafts tokens ahead (speculative decoding). The distribution of answers
-    stays the same; decoding is faster if many draft tokens are accepted."""
+    """A smaller model with the same vocabulary that drafts tokens ahead (speculative decoding). The
+    distribution of answers stays the same; decoding is faster if many draft tokens are accepted."""
     lookup: bool = False
-    """Draft tokens by looking up repeated text (prompt lookup decoding): faster if answers quote the prompt, as in summaries
-    and code."""
+    """Draft tokens by looking up repeated text (prompt lookup decoding): faster if answers quote
+    the prompt, as in summaries and code."""
 
     def problems(self) -> list[str]:
         """Return the problems of the model flags, and reject two drafters."""
@@ -132,7 +155,8 @@ class GenerateArgs(SpeculativeArgs):
     prompts: str | None = None
     """A .jsonl file with a `prompt` (or `messages`) on each line, instead of --prompt."""
     out: str | None = None
-    """The file for the completions of --prompts: one JSON object per line, in the order of the prompts. Default: stdout."""
+    """The file for the completions of --prompts: one JSON object per line, in the order of the
+    prompts. Default: stdout."""
     resume: bool = False
     """Continue an unfinished --out file."""
     overwrite: bool = False
@@ -142,7 +166,8 @@ class GenerateArgs(SpeculativeArgs):
     num_samples: int = 1
     """Number of answers per prompt."""
     template: Literal["auto", "none"] = "auto"
-    """auto: apply the model's chat template, if it has one, to the prompt. none: continue the plain text."""
+    """auto: apply the model's chat template, if it has one, to the prompt. none: continue the plain
+    text."""
 
     def problems(self) -> list[str]:
         """Return the problems of the model flags plus those of the prompts and the output file."""
@@ -161,7 +186,10 @@ class GenerateArgs(SpeculativeArgs):
 
 @dataclass
 class ChatArgs(SpeculativeArgs):
-    """Chat with a model. Without a terminal, read one message per line from stdin and write only the answers to stdout."""
+    """Chat with a model.
+
+    Without a terminal, read one message per line from stdin and write only the answers to stdout.
+    """
 
     system: str | None = None
     """The system prompt. Default: none."""

@@ -1,4 +1,5 @@
-"""The keyword arguments of `litft.finetune`: every flag by a Python name, checked like the command line."""
+"""The keyword arguments of `litft.finetune`: every flag by a Python name, checked like the command
+line."""
 
 import difflib
 import inspect
@@ -11,12 +12,14 @@ from litft.args.aliases import translate
 from litft.args.finetune import FINETUNE, FinetuneArgs
 from litft.args.parser import parse, types_of_flags
 
-OWN = {"checkpoint_dir": "model", "data.path": "data", "data.val_path": "val_data"}  # flags with a parameter of their own
+# flags with a parameter of their own
+OWN = {"checkpoint_dir": "model", "data.path": "data", "data.val_path": "val_data"}
 PREFIXED = ("lora", "adapter")  # groups whose names need their prefix to be clear: lora_r
 
 
 def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
-    """Return {keyword: flag}: the flag's last name, or group_name if several groups have it, or if it is a method's."""
+    """Return {keyword: flag}: the flag's last name, or group_name if several groups have it, or if
+    it is a method's."""
     flags = [flag for flag in types_of_flags(cls) if flag not in OWN]
     leaves = [flag.rpartition(".")[2] for flag in flags]
     names = {}
@@ -28,31 +31,51 @@ def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
 
 
 def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
-    """Return the arguments of a method from keywords. `group_name` is accepted for every flag of a group.
+    """Return the arguments of a method from keywords.
+
+    `group_name` is accepted for every flag of a group.
 
     Raise TypeError for an unknown keyword, and ValueError, with all mistakes, for invalid values.
     """
     if method not in FINETUNE:
         raise ValueError(f"method {method!r} does not exist; use {', '.join(FINETUNE)}")
     types = types_of_flags(FINETUNE[method])
-    names = keyword_names(FINETUNE[method]) | {flag.replace(".", "_"): flag for flag in types} | {"config": "config"}
-    if unknown := [name for name in keywords if name not in names]:
-        raise TypeError("\n".join(_unknown_keyword(name, keywords[name], names) for name in unknown))
+    names = (
+        keyword_names(FINETUNE[method])
+        | {flag.replace(".", "_"): flag for flag in types}
+        | {"config": "config"}
+    )
+    unknown = []
+    for name in keywords:
+        if name not in names:
+            unknown.append(name)
+    if unknown:
+        raise TypeError(
+            "\n".join(_unknown_keyword(name, keywords[name], names) for name in unknown)
+        )
     keywords = {"config": None} | dict(keywords)  # first: other keywords override those of the file
-    pairs = ((names[name], value) for name, value in keywords.items() if name != "config" or value is not None)
+    pairs = (
+        (names[name], value)
+        for name, value in keywords.items()
+        if name != "config" or value is not None
+    )
     words = [f"--{flag}={_as_word(value, types.get(flag))}" for flag, value in pairs]
     return parse(FINETUNE[method], words)
 
 
 def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
-    """Return a message that names the keyword that is meant: of a flag of another program, or the nearest name."""
+    """Return a message that names the keyword that is meant: of a flag of another program, or the
+    nearest name."""
     message = f"finetune() got an unexpected keyword argument {name!r}"
-    if (translation := translate(name, json.dumps(value) if value is None else str(value))) is not None:
+    translation = translate(name, json.dumps(value) if value is None else str(value))
+    if translation is not None:
         flags, note = translation
         if not flags:
             return f"{message}; leave it out{note}"
         flag, _, setting = flags.removeprefix("--").partition(" ")
-        keyword = OWN.get(flag) or next((keyword for keyword, other in names.items() if other == flag), None)
+        keyword = OWN.get(flag) or next(
+            (keyword for keyword, other in names.items() if other == flag), None
+        )
         here = f"{keyword}={_literal(setting)}" if keyword else f"--{flag}"
         return f"{message}; here it is {here}{note}"
     matches = difflib.get_close_matches(name, [*names, *OWN.values()], n=1)
@@ -63,21 +86,25 @@ def _literal(setting: str) -> str:
     """Return the value of a flag as Python writes it; a flag without a value is True."""
     if setting in ("", "true", "false"):
         return str(setting != "false")
-    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|[A-Z]+", setting)  # or a placeholder such as N
-    return setting if is_number else repr(setting)
+    # or a placeholder such as N
+    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|[A-Z]+", setting)
+    if is_number:
+        return setting
+    return repr(setting)
 
 
 def name_keywords(message: str, method: str) -> str:
-    """Return a message with the keywords of `litft.finetune` instead of flags: max_steps for --train.max_steps."""
-    types, keywords = (
-        types_of_flags(FINETUNE[method]),
-        {flag: name for name, flag in keyword_names(FINETUNE[method]).items()},
-    )
+    """Return a message with the keywords of `litft.finetune` instead of flags: max_steps for
+    --train.max_steps."""
+    types = types_of_flags(FINETUNE[method])
+    keywords = {flag: name for name, flag in keyword_names(FINETUNE[method]).items()}
     keywords |= OWN
 
     def keyword(match: re.Match) -> str:
         name = keywords.get(match[1], match[0])
-        return f"{name}=True" if types.get(match[1]) is bool and not match[2] else f"{name}{match[2]}"
+        if types.get(match[1]) is bool and not match[2]:
+            return f"{name}=True"
+        return f"{name}{match[2]}"
 
     return re.sub(r"--([a-z_]+(?:\.[a-z_]+)?)((?: (?:true|false)\b)?)", keyword, message)
 
@@ -86,7 +113,10 @@ def _as_word(value: Any, flag_type: Any) -> str:
     """Return a value in the form of the command line. A mapping becomes a list of NAME=VALUE."""
     if get_origin(flag_type) is list:
         if isinstance(value, Mapping):
-            value = [f"{name}={item if isinstance(item, str) else json.dumps(item)}" for name, item in value.items()]
+            value = [
+                f"{name}={item if isinstance(item, str) else json.dumps(item)}"
+                for name, item in value.items()
+            ]
         if value is None or isinstance(value, str):
             return value or "null"
         items = list(value) if isinstance(value, Iterable) else [value]
@@ -97,15 +127,20 @@ def _as_word(value: Any, flag_type: Any) -> str:
 
 
 def signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
-    """Return the signature of `litft.finetune`: its own parameters and the flags of all methods, for completion and help."""
+    """Return the signature of `litft.finetune`: its own parameters and the flags of all methods,
+    for completion and help."""
     flags: dict[str, inspect.Parameter] = {}
     for cls in FINETUNE.values():
-        types, defaults = types_of_flags(cls), cls()
+        types = types_of_flags(cls)
+        defaults = cls()
         for name, flag in keyword_names(cls).items():
             default = defaults
             for part in flag.split("."):
                 default = getattr(default, part)
             flags.setdefault(
-                name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[flag])
+                name,
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[flag]
+                ),
             )
     return inspect.Signature([*parameters, *flags.values()])

@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 
 from litft.args.checks import LARGEST, LARGEST_SIZE
 
-# how the frozen weights of the base are stored: 4 or 8 bits; -dq: with quantized scales (arXiv 2305.14314)
+# how the frozen weights of the base are stored: 4 or 8 bits; -dq: with quantized scales (arXiv
+# 2305.14314)
 Quantization = Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"]
 
 
@@ -20,10 +21,12 @@ class LoRAArgs:
     dropout: float = 0.0
     """Dropout probability on the input of the update, during training only."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Modules to adapt: names or patterns, in litft's or the checkpoint's naming (q_proj, blocks.1?.mlp.*, embed, lm_head),
-    or all-linear: every Linear, experts included, except the output head and the expert routers."""
+    """Modules to adapt: names or patterns, in litft's or the checkpoint's naming (q_proj,
+    blocks.1?.mlp.*, embed, lm_head), or all-linear: every Linear, experts included, except the
+    output head and the expert routers."""
     rank_pattern: list[str] = field(default_factory=list)
-    """Different ranks for some targets, NAME=RANK (down_proj=16,blocks.0.*=4). The first match wins."""
+    """Different ranks for some targets, NAME=RANK (down_proj=16,blocks.0.*=4). The first match
+    wins."""
     alpha_pattern: list[str] = field(default_factory=list)
     """Different alphas for some targets, NAME=ALPHA. The first match wins."""
     rslora: bool = False
@@ -31,12 +34,13 @@ class LoRAArgs:
     dora: bool = False
     """Also train the magnitude of each row of the adapted weights (DoRA, arXiv 2402.09353)."""
     init: Literal["default", "pissa", "olora"] = "default"
-    """Initialization of the factors. default: A random, B zero; pissa: the top singular vectors of the weight (PiSSA, arXiv
-    2404.02948); olora: its QR decomposition (OLoRA, arXiv 2406.01775)."""
+    """Initialization of the factors. default: A random, B zero; pissa: the top singular vectors of
+    the weight (PiSSA, arXiv 2404.02948); olora: its QR decomposition (OLoRA, arXiv 2406.01775)."""
     lr_ratio: float = 1.0
     """Learning rate of B divided by that of A (LoRA+, arXiv 2402.12354, which recommends 16)."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules to train fully and save with the adapter: names or patterns (embed, lm_head, norm)."""
+    """Modules to train fully and save with the adapter: names or patterns (embed, lm_head,
+    norm)."""
     bias: Literal["none", "lora", "all"] = "none"
     """Biases of the base model to train: none, those of the adapted Linears (lora), or all."""
 
@@ -70,9 +74,14 @@ def _pattern_error(text: str, flag: str) -> str | None:
     except ValueError:
         value = 0.0
     maximum = LARGEST_SIZE if flag == "rank_pattern" else LARGEST
-    expected = f"a whole number from 1 to {maximum:,}" if flag == "rank_pattern" else "a number above 0"
+    if flag == "rank_pattern":
+        expected = f"a whole number from 1 to {maximum:,}"
+    else:
+        expected = "a number above 0"
     is_valid = name and 0 < value <= maximum and (value.is_integer() or flag != "rank_pattern")
-    return None if is_valid else f"expected NAME={expected}"
+    if is_valid:
+        return None
+    return f"expected NAME={expected}"
 
 
 @dataclass
@@ -81,7 +90,8 @@ class AdapterArgs:
 
     min_prompt_length: ClassVar[int] = 1
     prompt_length: int = 10
-    """Number of trained prefix vectors that each layer's attention sees in addition to the tokens."""
+    """Number of trained prefix vectors that each layer's attention sees in addition to the
+    tokens."""
     start_layer: int = 2
     """The first layer with a prefix, counted from 0."""
 
@@ -102,7 +112,8 @@ class AdapterV2Args(AdapterArgs):
 
     min_prompt_length: ClassVar[int] = 0
     prompt_length: int = 10
-    """Number of trained prefix vectors that each layer's attention sees in addition to the tokens. 0: no prefix, so that the
-    result can be merged."""
+    """Number of trained prefix vectors that each layer's attention sees in addition to the tokens.
+    0: no prefix, so that the result can be merged."""
     bias: bool = True
-    """Train a bias for each Linear in addition to its scale. false: allows merging in families without biases."""
+    """Train a bias for each Linear in addition to its scale. false: allows merging in families
+    without biases."""

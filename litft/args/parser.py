@@ -1,7 +1,7 @@
 """Parse the command line into an arguments dataclass: the only place that uses jsonargparse.
 
-In addition to jsonargparse: a boolean flag without a value means true, lists are written `a,b`, and one message reports all
-mistakes and suggests the nearest flag name.
+In addition to jsonargparse: a boolean flag without a value means true, lists are written `a,b`, and
+one message reports all mistakes and suggests the nearest flag name.
 """
 
 import dataclasses
@@ -32,8 +32,10 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
-    """Return an instance of the dataclass `cls` from flags. Later flags win; --config FILE.yaml expands to its contents,
-    and --config NAME to those of a recipe.
+    """Return an instance of the dataclass `cls` from flags.
+
+    Later flags win; --config FILE.yaml expands to its contents, and --config NAME to those of a
+    recipe.
 
     Raise ValueError with all mistakes in one message.
     """
@@ -41,8 +43,12 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     values, problems, passthrough = _read_argv(argv, cls)
     if issubclass(cls, flags.FinetuneArgs):
         implied, invalid = _implied_flags(dict(values), cls)
-        values, problems = implied + values, problems + invalid
-        values = [(name, optimizer(value) if name == "train.optimizer" else value) for name, value in values]
+        values = implied + values
+        problems = problems + invalid
+        values = [
+            (name, optimizer(value) if name == "train.optimizer" else value)
+            for name, value in values
+        ]
         values, invalid = _with_our_precision(values, is_full=cls is flags.FullFinetuneArgs)
         problems += invalid
     parser = parser_of(cls)
@@ -51,8 +57,14 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     try:
         namespace = parser.parse_args(value_words + (passthrough if not problems else []))
     except (ArgumentError, OverflowError) as error:  # names only the first invalid flag
-        invalid = [pair for pair, word in zip(values, value_words, strict=True) if not _is_valid(parser, word)]
-        problems += [f"--{name} {value}: expected {_describe(flag_types[name])}{_hint(value)}" for name, value in invalid]
+        invalid = []
+        for pair, word in zip(values, value_words, strict=True):
+            if not _is_valid(parser, word):
+                invalid.append(pair)
+        problems += [
+            f"--{name} {value}: expected {_describe(flag_types[name])}{_hint(value)}"
+            for name, value in invalid
+        ]
         problems += [] if invalid else [str(error)]
     if problems:
         raise ValueError("\n".join(problems))
@@ -61,16 +73,23 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     for name, value in values:
         if flag_types[name] in (str, str | None) and value != "null":
             group, _, leaf = name.rpartition(".")
-            setattr(getattr(args, group) if group else args, leaf, value)  # verbatim: jsonargparse reads "# a" as null
-    if problems := getattr(args, "problems", list)():
+            # verbatim: jsonargparse reads "# a" as null
+            setattr(getattr(args, group) if group else args, leaf, value)
+    problems = getattr(args, "problems", list)()
+    if problems:
         raise ValueError("\n".join(problems))
     return args
 
 
-def _with_our_precision(values: list[tuple[str, str]], is_full: bool) -> tuple[list[tuple[str, str]], list[str]]:
+def _with_our_precision(
+    values: list[tuple[str, str]], is_full: bool
+) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the flags with Lightning's names of --precision replaced by ours, and the problems."""
     try:
-        return [(name, precision(value, is_full) if name == "precision" else value) for name, value in values], []
+        return [
+            (name, precision(value, is_full) if name == "precision" else value)
+            for name, value in values
+        ], []
     except ValueError as error:
         return [pair for pair in values if pair[0] != "precision"], [str(error)]
 
@@ -88,14 +107,27 @@ def _is_valid(parser: ArgumentParser, word: str) -> bool:
 def parser_of(cls: type) -> ArgumentParser:
     """Return jsonargparse's parser of the dataclass; building one takes 0.2 s."""
     parser = ArgumentParser(description=cls.__doc__, usage="%(prog)s [flags]", exit_on_error=False)
-    recipe = ", or the name of a recipe (litft recipes)" if cls in FINETUNE.values() else ""
-    parser.add_argument("--config", action="config", help=f"A YAML file of flags, such as a run's config.yaml{recipe}.")
+    if cls in FINETUNE.values():
+        recipe = ", or the name of a recipe (litft recipes)"
+    else:
+        recipe = ""
+    parser.add_argument(
+        "--config",
+        action="config",
+        help=f"A YAML file of flags, such as a run's config.yaml{recipe}.",
+    )
     parser.add_class_arguments(cls, as_group=False)
-    groups = [item.name for item in dataclasses.fields(cls) if dataclasses.is_dataclass(item.type)]
+    groups = []
+    for item in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(item.type):
+            groups.append(item.name)
     for action in parser._actions:
-        if action.dest in groups:  # jsonargparse would accept a file for each group; here only --config does
+        # jsonargparse would accept a file for each group; here only --config does
+        if action.dest in groups:
             action.help = SUPPRESS
-        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
+        action.option_strings = [
+            option for option in action.option_strings if not option.endswith("+")
+        ]
         if types_of_flags(cls).get(action.dest) in (bool, bool | None):
             action.metavar = "[true|false]"  # the flag alone means true
     _put_first(parser, getattr(cls, "main_flags", ()))
@@ -107,7 +139,9 @@ def _put_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
     group = parser.add_argument_group("the flags that matter most")
     for action in (parser._option_string_actions.get(f"--{name}") for name in names):
         if action is not None:
-            next(other for other in parser._action_groups if action in other._group_actions)._group_actions.remove(action)
+            next(
+                other for other in parser._action_groups if action in other._group_actions
+            )._group_actions.remove(action)
             group._group_actions.append(action)
     parser._action_groups.insert(0, parser._action_groups.pop())
 
@@ -124,9 +158,15 @@ def types_of_flags(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[str], list[str]]:
-    """Return the (name, value) pairs, the problems with the names, and the words to pass on to jsonargparse."""
-    flag_types, values, problems, passthrough, words = types_of_flags(cls), [], [], [], list(argv)
-    recipe, unknown = None, {}
+    """Return the (name, value) pairs, the problems with the names, and the words to pass on to
+    jsonargparse."""
+    flag_types = types_of_flags(cls)
+    values = []
+    problems = []
+    passthrough = []
+    words = list(argv)
+    recipe = None
+    unknown = {}
     while words:
         word = words.pop(0)
         if word in ("-h", "--help") or word.startswith("--print_config"):
@@ -139,29 +179,49 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
         name = _full_name(name, flag_types)
         if _is_former(name, flag_types):
             if not equals:
-                value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
+                if words and words[0].lower() in ("true", "false"):
+                    value = words.pop(0)
+                else:
+                    value = "true"
             values.append(_renamed(name, value))
             continue
         if not equals:
             is_bare = flag_types.get(name) in (bool, bool | None) and (
                 not words or words[0].lower() not in ("true", "false")
             )
-            value = "true" if is_bare else words.pop(0) if words and not words[0].startswith("--") else None
+            if is_bare:
+                value = "true"
+            elif words and not words[0].startswith("--"):
+                value = words.pop(0)
+            else:
+                value = None
         if name == "config":
-            recipe = value if value and is_recipe(value) and not os.path.isfile(value) else recipe
+            if value and is_recipe(value) and not os.path.isfile(value):
+                recipe = value
             file_values, file_problems = _read_config(value, cls)
-            values, problems = values + file_values, problems + file_problems
+            values = values + file_values
+            problems = problems + file_problems
         elif name not in flag_types:
             unknown[name] = value
         elif value is None:
             problems.append(f"--{name} needs a value")
         else:
-            values.append((name, _as_list(value, flag_types[name]) if get_origin(flag_types[name]) is list else value))
+            values.append(
+                (
+                    name,
+                    _as_list(value, flag_types[name])
+                    if get_origin(flag_types[name]) is list
+                    else value,
+                )
+            )
     given = dict(values) | unknown
     problems += [_unknown_flag(name, flag_types, value, given) for name, value in unknown.items()]
     has_model = "checkpoint_dir" in dict(values) or dict(values).get("resume", "").lower() == "true"
     if recipe and not (problems or passthrough or has_model):
-        problems.append(f"--config {recipe} is a recipe; add the model and the data: --checkpoint_dir and --data.path")
+        problems.append(
+            f"--config {recipe} is a recipe; add the model and the data: --checkpoint_dir and "
+            "--data.path"
+        )
     return values, problems, passthrough
 
 
@@ -176,29 +236,52 @@ def method_name(cls: type) -> str:
 
 
 def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the flags that are implied, and problems: those of the resumed run, or the demo's if no model is named."""
+    """Return the flags that are implied, and problems: those of the resumed run, or the demo's if
+    no model is named."""
     method = method_name(cls)
     if values.get("resume", "").lower() == "true" and "overwrite" not in values:
         run = run_dir.from_flags(values.get("out_dir"), resume=True)
         if run and run_dir.is_run(run):
-            if (run_method := run_dir.method(run)) != method:
-                return [], [f"--resume: {run} is a run of another method; continue it with finetune/{run_method}.py"]
+            run_method = run_dir.method(run)
+            if run_method != method:
+                return [], [
+                    f"--resume: {run} is a run of another method; continue it with "
+                    f"finetune/{run_method}.py"
+                ]
             run_values, problems = _read_config(run / run_dir.CONFIG, cls)
             # litft does not write them: they would continue another run, or delete this one
             for name, value in run_values:
                 if name in ("out_dir", "resume", "overwrite", "config"):
-                    problems.append(f"{run / run_dir.CONFIG}: {name} {value} is no setting of a run; remove the line")
+                    problems.append(
+                        f"{run / run_dir.CONFIG}: {name} {value} is no setting of a run; remove "
+                        "the line"
+                    )
             # other devices may need another strategy
             devices_changed = values.keys() & {"devices", "num_nodes"} and "strategy" not in values
-            return [pair for pair in run_values if not (devices_changed and pair[0] in ("strategy", "shard_size"))], problems
+            return [
+                pair
+                for pair in run_values
+                if not (devices_changed and pair[0] in ("strategy", "shard_size"))
+            ], problems
         if "checkpoint_dir" not in values:
-            reason = f"there is no run in {run}" if run else f"there is no unfinished run under {run_dir.OUT}/"
-            return [], [f"--resume: {reason}; name it with --out_dir, or start one with --checkpoint_dir and --data.path"]
-    return ([], []) if "checkpoint_dir" in values else _read_config(DEMO / f"{method}.yaml", cls)
+            if run:
+                reason = f"there is no run in {run}"
+            else:
+                reason = f"there is no unfinished run under {run_dir.OUT}/"
+            return [], [
+                f"--resume: {reason}; name it with --out_dir, or start one with --checkpoint_dir "
+                "and --data.path"
+            ]
+    if "checkpoint_dir" in values:
+        return ([], [])
+    return _read_config(DEMO / f"{method}.yaml", cls)
 
 
 def _as_list(value: str, flag_type: Any) -> str:
-    """Return a list as JSON: a,b becomes ["a", "b"]. JSON stays unchanged (for items with commas)."""
+    """Return a list as JSON: a,b becomes ["a", "b"].
+
+    JSON stays unchanged (for items with commas).
+    """
     if value == "null":
         return "[]"
     if flag_type == list[float]:
@@ -210,8 +293,15 @@ def _as_list(value: str, flag_type: Any) -> str:
     if isinstance(items, dict):  # a path with settings
         items = [items]
     is_list = isinstance(items, list) and all(isinstance(item, str | dict) for item in items)
-    items = _item_texts(items) if is_list else [item.strip() for item in value.split(",") if item.strip()]
-    return json.dumps(items, ensure_ascii=False)  # read as YAML, which has no escapes for surrogate pairs
+    if is_list:
+        items = _item_texts(items)
+    else:
+        items = []
+        for item in value.split(","):
+            if item.strip():
+                items.append(item.strip())
+    # read as YAML, which has no escapes for surrogate pairs
+    return json.dumps(items, ensure_ascii=False)
 
 
 def _item_texts(items: list[Any]) -> list[Any]:
@@ -230,12 +320,9 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     if path is None:
         return [], ["--config needs a value: a YAML file of flags"]
     if not os.path.isfile(path):
-        if cls not in FINETUNE.values():
-            return [], [f"--config {path}: no such file"]
-        if not is_recipe(str(path)):
-            matches = difflib.get_close_matches(str(path), names(), n=1)
-            remedy = f"did you mean {matches[0]}?" if matches else "`litft recipes` lists the recipes"
-            return [], [f"--config {path}: no such file or recipe; {remedy}"]
+        problem = _problem_of_recipe(str(path), cls)
+        if problem:
+            return [], [problem]
         path = recipe_file(path)
     flag_types = types_of_flags(cls)
     try:
@@ -246,32 +333,61 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         recipe = content.pop(KEY, None)
         method = recipe.get("method") if isinstance(recipe, dict) else None
         if method and cls is not FINETUNE.get(method):
-            return [], [f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"]
-        list_flags = {name for name, flag_type in flag_types.items() if get_origin(flag_type) is list}
-        entries = {_full_name(name, flag_types): value for name, value in _flatten(content, list_flags)}
+            return [], [
+                f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"
+            ]
+        list_flags = {
+            name for name, flag_type in flag_types.items() if get_origin(flag_type) is list
+        }
+        entries = {
+            _full_name(name, flag_types): value for name, value in _flatten(content, list_flags)
+        }
         for name in [name for name in entries if _is_former(name, flag_types)]:
             new_name, value = _renamed(name, _as_text(entries.pop(name)))
             entries.setdefault(new_name, value)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
-    all_texts = {name: _as_text(value) for name, value in entries.items() if not _is_empty(value, flag_types.get(name))}
+        return [], [
+            f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"
+        ]
+    all_texts = {
+        name: _as_text(value)
+        for name, value in entries.items()
+        if not _is_empty(value, flag_types.get(name))
+    }
     unknown = [name for name in all_texts if name not in flag_types]
     # neither long values nor mappings, whose fields have other names here
-    brief = {name: "..." if len(text) > 80 or "{" in text else text for name, text in all_texts.items()}
-    problems = [f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}" for name in unknown]
-    if unknown and _is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
+    brief = {
+        name: "..." if len(text) > 80 or "{" in text else text for name, text in all_texts.items()
+    }
+    problems = [
+        f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}" for name in unknown
+    ]
+    if (
+        unknown
+        and _is_finetuning(flag_types)
+        and any(translate(name, all_texts[name]) for name in unknown)
+    ):
         parser = parser_of(cls)
-        checks = entries, all_texts, flag_types, lambda name, text: _accepts(parser, name, text, flag_types)
+        checks = (
+            entries,
+            all_texts,
+            flag_types,
+            lambda name, text: _accepts(parser, name, text, flag_types),
+        )
         terms, notes = in_litfts_terms(*checks)
         problems += [f"{path}: {note}" for note in notes]
         problems.append(f"{path} in litft's terms, without what has no counterpart:\n\n{terms}\n")
     if all_texts.get("resume") == "true" and "out_dir" not in entries:
         problems.append(f"{path}: resume continues the run in out_dir, which is missing")
     if unknown and cls not in FINETUNE.values() and _is_litfts(all_texts):
-        problems = [f"{path}: these are flags of finetune/lora.py; use finetune/lora.py --config {path} --dry_run"]
+        problems = [
+            f"{path}: these are flags of finetune/lora.py; use finetune/lora.py --config {path} "
+            "--dry_run"
+        ]
     texts = {name: text for name, text in all_texts.items() if name in flag_types}
-    lists = {name: value for name, value in entries.items() if name in texts and get_origin(flag_types[name]) is list}
-    for name, value in lists.items():
+    for name, value in entries.items():
+        if name not in texts or get_origin(flag_types[name]) is not list:
+            continue
         items = [value] if isinstance(value, dict) else value
         if isinstance(items, list):
             texts[name] = json.dumps(_item_texts(items), ensure_ascii=False, default=str)
@@ -280,15 +396,32 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     return list(texts.items()), problems
 
 
+def _problem_of_recipe(name: str, cls: type) -> str:
+    """Return why a name that is no file is no recipe for a command; empty if it is one."""
+    if cls not in FINETUNE.values():
+        return f"--config {name}: no such file"
+    if is_recipe(name):
+        return ""
+    matches = difflib.get_close_matches(name, names(), n=1)
+    remedy = "`litft recipes` lists the recipes"
+    if matches:
+        remedy = f"did you mean {matches[0]}?"
+    return f"--config {name}: no such file or recipe; {remedy}"
+
+
 def _check_size(content: Any) -> None:
-    """Raise ValueError if a YAML file stands for more than MOST_VALUES values: nested aliases multiply them."""
+    """Raise ValueError if a YAML file stands for more than MOST_VALUES values: nested aliases
+    multiply them."""
     count = 0
     waiting = [content]
     while waiting:
         value = waiting.pop()
         count += 1
         if count > MOST_VALUES:
-            raise ValueError(f"it stands for more than {MOST_VALUES:,} values; write them without aliases (&name, *name)")
+            raise ValueError(
+                f"it stands for more than {MOST_VALUES:,} values; write them without aliases "
+                "(&name, *name)"
+            )
         if isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, list):
@@ -296,7 +429,10 @@ def _check_size(content: Any) -> None:
 
 
 def _flatten(content: dict, lists: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested entries with dotted names. An empty group has no entries. lists: flags whose items may be mappings."""
+    """Yield nested entries with dotted names.
+
+    An empty group has no entries. lists: flags whose items may be mappings.
+    """
     for name, value in content.items():
         if value is None and name in flags.GROUPS:
             continue
@@ -314,14 +450,20 @@ def _as_text(value: Any) -> str:
 
 
 def _full_name(name: str, flag_types: dict[str, Any]) -> str:
-    """Return the dotted name of a flag that is given without its group, if only one group has it, or as group_name."""
+    """Return the dotted name of a flag that is given without its group, if only one group has it,
+    or as group_name."""
     if name in flag_types:
         return name
     former = next((old for old in FORMER_FLAGS if name in (old, old.rpartition(".")[2])), None)
     if former:
         return former
-    matches = [flag for flag in flag_types if name in (flag.rpartition(".")[2], flag.replace(".", "_"))]
-    return matches[0] if len(matches) == 1 else name
+    matches = []
+    for flag in flag_types:
+        if name in (flag.rpartition(".")[2], flag.replace(".", "_")):
+            matches.append(flag)
+    if len(matches) == 1:
+        return matches[0]
+    return name
 
 
 def _is_former(name: str, flag_types: dict[str, Any]) -> bool:
@@ -336,15 +478,21 @@ def _renamed(name: str, value: str) -> tuple[str, str]:
 
 
 def _is_empty(value: Any, flag_type: Any) -> bool:
-    """Return whether a flag has no value in a file, although it needs one: then its default is used."""
+    """Return whether a flag has no value in a file, although it needs one: then its default is
+    used."""
     return (
-        value is None and flag_type is not None and not (type(None) in get_args(flag_type) or get_origin(flag_type) is list)
+        value is None
+        and flag_type is not None
+        and not (type(None) in get_args(flag_type) or get_origin(flag_type) is list)
     )
 
 
 def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str, Any]) -> bool:
     """Return whether a flag accepts a value."""
-    word = _as_list(text, flag_types[name]) if get_origin(flag_types[name]) is list else text
+    if get_origin(flag_types[name]) is list:
+        word = _as_list(text, flag_types[name])
+    else:
+        word = text
     return _is_valid(parser, f"--{name}={optimizer(word) if name == 'train.optimizer' else word}")
 
 
@@ -358,41 +506,64 @@ def _is_finetuning(flag_types: dict[str, Any]) -> bool:
     return "data.path" in flag_types and "train.epochs" in flag_types
 
 
-def _unknown_flag(name: str, flag_types: dict[str, Any], value: str | None, given: dict[str, str | None]) -> str:
-    """Return a message about a flag that does not exist: what another program's is called here, or the nearest name."""
+def _unknown_flag(
+    name: str, flag_types: dict[str, Any], value: str | None, given: dict[str, str | None]
+) -> str:
+    """Return a message about a flag that does not exist: what another program's is called here, or
+    the nearest name."""
     if _is_finetuning(flag_types) and (message := explain(name, value, given)):
         return message
     if _is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
         return f"--{name} does not exist; leave it out"
     if name in types_of_flags(FINETUNE["lora"]):
-        return f"--{name} does not exist here; it is a flag of the fine-tuning scripts, such as finetune/lora.py"
+        return (
+            f"--{name} does not exist here; it is a flag of the fine-tuning scripts, such as "
+            "finetune/lora.py"
+        )
     leaves = {flag.rpartition(".")[2]: flag for flag in reversed(flag_types)}
     matches = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
-    matches = [leaves[leaf] for leaf in matches] or difflib.get_close_matches(name, flag_types, n=1, cutoff=0.75)
-    return f"--{name} does not exist" + (f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags")
+    matches = [leaves[leaf] for leaf in matches] or difflib.get_close_matches(
+        name, flag_types, n=1, cutoff=0.75
+    )
+    return f"--{name} does not exist" + (
+        f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags"
+    )
 
 
 def _not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
     """Return a message about a word without --, which may be the value of a flag."""
     is_file = word.endswith((".yaml", ".yml"))
-    is_folder = os.path.isdir(word)  # unlike Path.is_dir, false for a word that is too long for a path
-    flag = (
-        "config"
-        if is_file
-        else next((name for name in ("folder", "checkpoint_dir") if name in flag_types and is_folder), None)
+    # unlike Path.is_dir, false for a word that is too long for a path
+    is_folder = os.path.isdir(word)
+    if is_file:
+        flag = "config"
+    else:
+        flag = next(
+            (name for name in ("folder", "checkpoint_dir") if name in flag_types and is_folder),
+            None,
+        )
+    return f"{word!r} is no flag: flags start with --" + (
+        f"; did you mean --{flag} {word}?" if flag else ""
     )
-    return f"{word!r} is no flag: flags start with --" + (f"; did you mean --{flag} {word}?" if flag else "")
 
 
 def _hint(value: str) -> str:
     """Return how to write a number with a decimal comma, or nothing."""
     is_number = value.replace(",", "", 1).isdecimal() and "," in value
-    return f"; write {value.replace(',', '.')}" if is_number else ""
+    if is_number:
+        return f"; write {value.replace(',', '.')}"
+    return ""
 
 
 def _describe(flag_type: Any) -> str:
     """Return a readable description of a type, for messages."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
     if flag_type in names:
         return names[flag_type]
     if get_origin(flag_type) is list:

@@ -12,12 +12,14 @@ from litft.args.preference import Objectives
 
 @dataclass
 class PrepareArgs:
-    """Tokenize a dataset into the cache and print statistics: counts, lengths, packing and samples."""
+    """Tokenize a dataset into the cache and print statistics: counts, lengths, packing and
+    samples."""
 
     checkpoint_dir: str | None = None
     """The model folder; only its tokenizer and config.json are read."""
     base_dir: str | None = None
-    """The folder of an adapter's base model, if it has moved. Default: the path stored with the adapter."""
+    """The folder of an adapter's base model, if it has moved. Default: the path stored with the
+    adapter."""
     global_batch_size: int = 16
     """Examples per optimizer step, which are packed together."""
     show: int = 3
@@ -31,12 +33,17 @@ class PrepareArgs:
         problems = impossible_numbers(self) + self.data.problems()
         for name, value in (("checkpoint_dir", self.checkpoint_dir), ("data.path", self.data.path)):
             problems += [] if value else [f"--{name} is missing"]
-        return problems + below_minimum(self, "", 1, "global_batch_size") + below_minimum(self, "", 0, "show")
+        return (
+            problems
+            + below_minimum(self, "", 1, "global_batch_size")
+            + below_minimum(self, "", 0, "show")
+        )
 
 
 @dataclass
 class PlanArgs:
-    """Predict what training a model needs, from its config.json alone: parameters, memory by kind, FLOPs and hours."""
+    """Predict what training a model needs, from its config.json alone: parameters, memory by kind,
+    FLOPs and hours."""
 
     checkpoint_dir: str | None = None
     """A folder with the config.json of the model; weights are not needed."""
@@ -45,16 +52,19 @@ class PlanArgs:
     precision: Literal["bf16", "bf16-true", "fp32"] = "bf16"
     """The dtype of the computation. bf16-true (full fine-tuning only): the weights are bf16 too."""
     quantize: Quantization = "none"
-    """Quantize the frozen Linear weights to 4 or 8 bits; -dq also quantizes their scales (double quantization)."""
+    """Quantize the frozen Linear weights to 4 or 8 bits; -dq also quantizes their scales (double
+    quantization)."""
     optimizer: Optimizers = "adamw"
     """The optimizer, whose state takes memory."""
     activation_checkpointing: Literal["none", "selective", "full"] | None = None
-    """Activations to recompute in the backward pass: none, those of the MLPs (selective), or of whole blocks (full).
+    """Activations to recompute in the backward pass: none, those of the MLPs (selective), or of
+    whole blocks (full).
     Default: the fastest with --budget, full with --cpu_offload, otherwise none."""
     cpu_offload: Literal["none", "parameters"] = "none"
     """Whether to keep the frozen weights of the blocks in host memory."""
     budget: str | None = None
-    """Find the fastest micro-batch size, recomputation, quantization and offload that fit into this memory: 24GiB, 80GB."""
+    """Find the fastest micro-batch size, recomputation, quantization and offload that fit into this
+    memory: 24GiB, 80GB."""
     max_seq_length: int | None = None
     """Tokens per row. Default: the model's context length, at most 2048."""
     micro_batch_size: int | None = None
@@ -66,15 +76,20 @@ class PlanArgs:
     num_nodes: int = 1
     """Number of nodes."""
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """Whether each device holds all weights (ddp) or a shard: over all devices (fsdp) or groups of --shard_size (hsdp)."""
+    """Whether each device holds all weights (ddp) or a shard: over all devices (fsdp) or groups of
+    --shard_size (hsdp)."""
     shard_size: int | None = None
-    """For hsdp: the number of devices over which the weights are sharded. Default: the devices of a node."""
+    """For hsdp: the number of devices over which the weights are sharded. Default: the devices of a
+    node."""
     node_gbs: float = 450.0
-    """Bandwidth in GB/s at which a device receives from others of its node: 450 for NVLink 4, 64 for PCIe 5."""
+    """Bandwidth in GB/s at which a device receives from others of its node: 450 for NVLink 4, 64
+    for PCIe 5."""
     network_gbs: float = 50.0
-    """Bandwidth in GB/s at which a device receives from other nodes: 50 for one 400 Gbit/s port per device."""
+    """Bandwidth in GB/s at which a device receives from other nodes: 50 for one 400 Gbit/s port per
+    device."""
     chip: str | None = None
-    """The GPU model, for the estimated hours: H100, A100, L4, RTX 4090, ... Default: H100; with --budget, no estimate."""
+    """The GPU model, for the estimated hours: H100, A100, L4, RTX 4090, ... Default: H100; with
+    --budget, no estimate."""
     tokens: int = 10_000_000
     """Number of tokens to train on, for the estimated hours."""
     lora: LoRAArgs = field(default_factory=LoRAArgs)
@@ -83,36 +98,64 @@ class PlanArgs:
     def problems(self) -> list[str]:
         """Return the problems of missing or invalid values."""
         problems = impossible_numbers(self) + self.lora.problems() + self.adapter.problems()
-        problems += [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a folder with a config.json"]
+        problems += (
+            []
+            if self.checkpoint_dir
+            else ["--checkpoint_dir is missing: name a folder with a config.json"]
+        )
         problems += below_minimum(
-            self, "", 1, "max_seq_length", "micro_batch_size", "devices", "tokens", "num_nodes", "micro_batches"
+            self,
+            "",
+            1,
+            "max_seq_length",
+            "micro_batch_size",
+            "devices",
+            "tokens",
+            "num_nodes",
+            "micro_batches",
         )
         problems += below_minimum(self, "", 1, "shard_size")
         for name in ("node_gbs", "network_gbs"):
-            problems += [] if getattr(self, name) > 0 else [f"--{name} {getattr(self, name)}: must be above 0"]
+            problems += (
+                []
+                if getattr(self, name) > 0
+                else [f"--{name} {getattr(self, name)}: must be above 0"]
+            )
         group_size = self.shard_size or self.devices
         problems += sharding_problems(self.strategy, self.shard_size, self.devices, self.num_nodes)
-        if self.strategy == "hsdp" and max(group_size, self.devices) % min(group_size, self.devices):
-            reason = f"the traffic is estimated only for groups that divide a node of {self.devices} devices, or span nodes"
+        if self.strategy == "hsdp" and max(group_size, self.devices) % min(
+            group_size, self.devices
+        ):
+            reason = (
+                f"the traffic is estimated only for groups that divide a node of {self.devices} "
+                "devices, or span nodes"
+            )
             problems.append(f"--shard_size {group_size}: {reason}; choose another")
         if (self.max_seq_length or 1) * (self.micro_batch_size or 1) > LARGEST:
             problems.append(
-                f"--max_seq_length {self.max_seq_length} x --micro_batch_size {self.micro_batch_size}: too many tokens"
+                f"--max_seq_length {self.max_seq_length} x --micro_batch_size "
+                f"{self.micro_batch_size}: too many tokens"
             )
         if self.budget is not None and not size(self.budget):
             problems.append(f"--budget {self.budget}: expected a size such as 24GiB or 80GB")
         if self.method == "full" and self.quantize != "none":
-            problems.append(f"--quantize {self.quantize}: full fine-tuning changes every weight; use another method")
+            problems.append(
+                f"--quantize {self.quantize}: full fine-tuning changes every weight; use another "
+                "method"
+            )
         if self.cpu_offload != "none" and (self.method == "full" or self.quantize != "none"):
             problems.append(
-                f"--cpu_offload {self.cpu_offload}: only frozen, unquantized weights can be offloaded; leave it out"
+                f"--cpu_offload {self.cpu_offload}: only frozen, unquantized weights can be "
+                "offloaded; leave it out"
             )
         if self.cpu_offload != "none" and self.activation_checkpointing not in (None, "full"):
             problems.append(
-                f"--cpu_offload {self.cpu_offload}: offloaded blocks are recomputed; leave --activation_checkpointing out"
+                f"--cpu_offload {self.cpu_offload}: offloaded blocks are recomputed; leave "
+                "--activation_checkpointing out"
             )
         if self.method != "full" and self.precision == "bf16-true":
             problems.append(
-                "--precision bf16-true applies only to full fine-tuning; other methods keep frozen weights in bf16 anyway"
+                "--precision bf16-true applies only to full fine-tuning; other methods keep frozen "
+                "weights in bf16 anyway"
             )
         return problems

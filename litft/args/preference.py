@@ -11,11 +11,13 @@ class PreferenceArgs:
     """Learning from preferences, for --objective dpo, ipo, simpo, orpo and kto."""
 
     beta: float | None = None
-    """How closely the model is kept to the reference; with simpo, the scale of the rewards. Default: 0.1; with simpo, 2."""
+    """How closely the model is kept to the reference; with simpo, the scale of the rewards.
+    Default: 0.1; with simpo, 2."""
     label_smoothing: float = 0.0
     """dpo, simpo: the assumed fraction of pairs whose answers are exchanged (conservative DPO)."""
     gamma: float = 1.0
-    """simpo: the margin by which the reward of the chosen answer should exceed that of the rejected one."""
+    """simpo: the margin by which the reward of the chosen answer should exceed that of the rejected
+    one."""
     orpo_lambda: float = 0.1
     """orpo: the weight of the odds ratio next to the loss of the chosen answer."""
     desirable_weight: float = 1.0
@@ -23,22 +25,28 @@ class PreferenceArgs:
     undesirable_weight: float = 1.0
     """kto: the weight of undesirable answers."""
     sft_weight: float = 0.0
-    """dpo, ipo, simpo, kto: the weight of the loss of the chosen (desirable) answers, which is added."""
+    """dpo, ipo, simpo, kto: the weight of the loss of the chosen (desirable) answers, which is
+    added."""
 
     def problems(self, objective: str) -> list[str]:
-        """Return the problems of values that are out of range, or that the objective does not use."""
+        """Return the problems of values that are out of range, or that the objective does not
+        use."""
         problems = []
         for item in fields(self):
             value = getattr(self, item.name)
             if value != item.default and objective not in USED_BY[item.name]:
                 users = ", ".join(USED_BY[item.name])
-                problems.append(f"--preference.{item.name} applies only to --objective {users}; leave it out")
+                problems.append(
+                    f"--preference.{item.name} applies only to --objective {users}; leave it out"
+                )
             elif value is not None and value < 0:
                 problems.append(f"--preference.{item.name} {value}: must not be negative")
         if self.beta == 0:
             problems.append("--preference.beta 0: must be above 0")
         if self.label_smoothing >= 0.5:
-            problems.append(f"--preference.label_smoothing {self.label_smoothing}: must be below 0.5")
+            problems.append(
+                f"--preference.label_smoothing {self.label_smoothing}: must be below 0.5"
+            )
         return problems
 
 

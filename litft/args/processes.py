@@ -1,4 +1,5 @@
-"""Processes started by torchrun or SLURM's srun. (Those that Fabric starts follow from the flags.)"""
+"""Processes started by torchrun or SLURM's srun. (Those that Fabric starts follow from the
+flags.)"""
 
 import os
 
@@ -6,17 +7,23 @@ import os
 def started_by() -> tuple[str, int, int] | None:
     """Return (launcher, processes per node, nodes), or None if no launcher started this process.
 
-    Raise ValueError if nodes have different numbers of processes, or the launcher is neither torchrun nor srun.
+    Raise ValueError if nodes have different numbers of processes, or the launcher is neither
+    torchrun nor srun.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
-        return "torchrun", *_per_node("torchrun", _read_count("WORLD_SIZE"), _read_count("LOCAL_WORLD_SIZE"))
+        return "torchrun", *_per_node(
+            "torchrun", _read_count("WORLD_SIZE"), _read_count("LOCAL_WORLD_SIZE")
+        )
     if _started_by_srun():
         num_processes = _read_count("SLURM_NTASKS")
         nodes = _read_count("SLURM_NNODES") if "SLURM_NNODES" in env else 1
         return "srun", *_per_node("srun", num_processes, num_processes // nodes)
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":
-        reason = f"RANK {env['RANK']} and WORLD_SIZE {env['WORLD_SIZE']} are set, but not by torchrun or srun"
+        reason = (
+            f"RANK {env['RANK']} and WORLD_SIZE {env['WORLD_SIZE']} are set, but not by torchrun "
+            "or srun"
+        )
         raise ValueError(f"{reason}; start the processes with torchrun, or unset both")
     return None
 
@@ -24,13 +31,21 @@ def started_by() -> tuple[str, int, int] | None:
 def _started_by_srun() -> bool:
     """Return whether srun, and not torchrun, started this process as one of several."""
     env = os.environ
-    several = env.get("SLURM_NTASKS", "1") != "1" and env.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    several = env.get("SLURM_NTASKS", "1") != "1" and env.get("SLURM_JOB_NAME") not in (
+        "bash",
+        "interactive",
+    )
     return several and "TORCHELASTIC_RUN_ID" not in env
 
 
 def local_rank() -> str:
-    """Return this process's rank on its node; "0" if it is the only process. Local rank 0 prints messages."""
-    return os.environ.get("LOCAL_RANK") or (os.environ.get("SLURM_LOCALID", "0") if _started_by_srun() else "0")
+    """Return this process's rank on its node; "0" if it is the only process.
+
+    Local rank 0 prints messages.
+    """
+    return os.environ.get("LOCAL_RANK") or (
+        os.environ.get("SLURM_LOCALID", "0") if _started_by_srun() else "0"
+    )
 
 
 def is_first_on_node() -> bool:
@@ -40,46 +55,66 @@ def is_first_on_node() -> bool:
 
 def global_rank() -> str:
     """Return this process's rank among all processes; "0" if it is the only one."""
-    return os.environ.get("RANK") or (os.environ.get("SLURM_PROCID", "0") if _started_by_srun() else "0")
+    return os.environ.get("RANK") or (
+        os.environ.get("SLURM_PROCID", "0") if _started_by_srun() else "0"
+    )
 
 
 def is_first_process() -> bool:
-    """Return whether this is the first of all processes, also of those that Fabric starts: they have no RANK yet."""
+    """Return whether this is the first of all processes, also of those that Fabric starts: they
+    have no RANK yet."""
     first_node = os.environ.get("NODE_RANK", "0") == "0"
     return global_rank() == "0" and is_first_on_node() and (first_node or started_by() is not None)
 
 
 def process_counts(devices: int, nodes: int) -> tuple[int, int]:
-    """Return (processes per node, nodes) of the launcher or the flags. Raise ValueError if they contradict each other."""
-    if (launch := started_by()) is None:
+    """Return (processes per node, nodes) of the launcher or the flags.
+
+    Raise ValueError if they contradict each other.
+    """
+    launch = started_by()
+    if launch is None:
         return devices, nodes
     launcher, *started = launch
     if (devices, nodes) not in ((1, 1), tuple(started)):
-        requested, actual = f"--devices {devices} --num_nodes {nodes}", f"{started[0]} processes on {started[1]} nodes"
-        raise ValueError(f"{requested}: {launcher} started {actual}; leave the flags out, or start as many")
+        requested = f"--devices {devices} --num_nodes {nodes}"
+        actual = f"{started[0]} processes on {started[1]} nodes"
+        raise ValueError(
+            f"{requested}: {launcher} started {actual}; leave the flags out, or start as many"
+        )
     return started[0], started[1]
 
 
 def cores() -> int:
     """Return the number of CPU cores that this process may use (on macOS: all cores)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _per_node(launcher: str, num_processes: int, per_node: int) -> tuple[int, int]:
-    """Return (processes per node, nodes). Raise ValueError if the processes do not divide evenly."""
+    """Return (processes per node, nodes).
+
+    Raise ValueError if the processes do not divide evenly.
+    """
     if not per_node or num_processes % per_node:
         raise ValueError(
-            f"{launcher}: {num_processes} processes are not evenly divided over the nodes; start equally many on each"
+            f"{launcher}: {num_processes} processes are not evenly divided over the nodes; start "
+            "equally many on each"
         )
     return per_node, num_processes // per_node
 
 
 def _read_count(name: str) -> int:
-    """Return the number in a launcher's environment variable. Raise ValueError if it is not a positive integer."""
+    """Return the number in a launcher's environment variable.
+
+    Raise ValueError if it is not a positive integer.
+    """
     text = os.environ.get(name, "")
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(
-            f"the environment variable {name} is {text!r}, not a positive number; start the launcher again, or unset it"
+            f"the environment variable {name} is {text!r}, not a positive number; start the "
+            "launcher again, or unset it"
         )
     return int(text)
 
@@ -87,4 +122,6 @@ def _read_count(name: str) -> int:
 def launch_id() -> str | None:
     """Return an id shared by all processes of a launch and their restarts, or None if unknown."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
-    return None if launch == "none" else launch  # torchrun's default, the same for every launch
+    if launch == "none":
+        return None
+    return launch  # torchrun's default, the same for every launch

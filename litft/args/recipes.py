@@ -1,4 +1,5 @@
-"""Recipes: named settings for --config, one YAML file each in litft/recipes; and the flags of `recipes`."""
+"""Recipes: named settings for --config, one YAML file each in litft/recipes; and the flags of
+`recipes`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ KEY = "recipe"  # the entry of a recipe's file that describes it; all others are
 
 @dataclass
 class RecipesArgs:
-    """List the recipes: settings for `--config NAME`, by size of the model and memory of the GPU."""
+    """List the recipes: settings for `--config NAME`, by size of the model and memory of the
+    GPU."""
 
     show: str | None = None
     """Print the file of this recipe, to be copied and changed."""
@@ -20,7 +22,9 @@ class RecipesArgs:
     def problems(self) -> list[str]:
         """Return the problem of a name that no recipe has."""
         is_known = self.show is None or is_recipe(self.show)
-        return [] if is_known else [f"--show {self.show}: no such recipe; there are {', '.join(names())}"]
+        if is_known:
+            return []
+        return [f"--show {self.show}: no such recipe; there are {', '.join(names())}"]
 
 
 class Recipe(NamedTuple):
@@ -63,5 +67,6 @@ def read_recipe(path: Path) -> Recipe:
 
 def _size(recipe: Recipe) -> tuple[int, int, float]:
     """Return the number of GPUs, the memory of each in GB, and the planned peak in GiB."""
-    memory, peak = recipe.memory_of_gpu.removesuffix("GB"), recipe.planned_peak.split()[0]
+    memory = recipe.memory_of_gpu.removesuffix("GB")
+    peak = recipe.planned_peak.split()[0]
     return recipe.flags.get("devices", 1), int(memory), float(peak)

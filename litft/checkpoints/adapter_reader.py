@@ -14,19 +14,27 @@ from torch import Tensor
 
 from litft.model.config_file import is_positive, read_object
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-ADAPTER_RECORD = "litft.json"  # what litft alone reads: in the config, PEFT would warn of an unknown field
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# what litft alone reads: in the config, PEFT would warn of an unknown field
+ADAPTER_RECORD = "litft.json"
 
 
 def read_token_ids(config: dict[str, Any], folder: Path) -> list[int]:
     """Return the ids of new tokens in an adapter's config; raise ValueError if they are invalid."""
     config_value = config.get("trainable_token_indices") or []
-    lists = list(config_value.values()) if isinstance(config_value, dict) else [config_value]
+    if isinstance(config_value, dict):
+        lists = list(config_value.values())
+    else:
+        lists = [config_value]
     ids = lists[0]
     are_valid = isinstance(ids, list) and all(type(i) is int and 0 <= i < 10**7 for i in ids)
     if not are_valid or len(set(ids)) != len(ids) or any(other_ids != ids for other_ids in lists):
         reason = "must be a list of distinct token ids, the same for embedding and head"
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: trainable_token_indices {reason}; found {config_value!r:.200}")
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: trainable_token_indices {reason}; found "
+            f"{config_value!r:.200}"
+        )
     return ids
 
 
@@ -60,15 +68,25 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def _check_record(path: Path, record: Any) -> None:
     """Raise ValueError if litft's own record is invalid."""
     if not isinstance(record, dict):
-        raise ValueError(f"{path}: litft's record must be an object, found {record!r:.100}; save the adapter again")
+        raise ValueError(
+            f"{path}: litft's record must be an object, found {record!r:.100}; save the adapter "
+            "again"
+        )
     for name in ("base_path", "base_fingerprint"):
         value = record.get(name, "")
         if not isinstance(value, str):
-            raise ValueError(f"{path}: {name} must be text, found {value!r:.100}; save the adapter again")
+            raise ValueError(
+                f"{path}: {name} must be text, found {value!r:.100}; save the adapter again"
+            )
     tokens = record.get("new_tokens", [])
-    are_ids = isinstance(tokens, list) and all(type(token) is int and 0 <= token < 10**7 for token in tokens)
+    are_ids = isinstance(tokens, list) and all(
+        type(token) is int and 0 <= token < 10**7 for token in tokens
+    )
     if not are_ids:
-        raise ValueError(f"{path}: new_tokens must be a list of token ids, found {tokens!r:.100}; save the adapter again")
+        raise ValueError(
+            f"{path}: new_tokens must be a list of token ids, found {tokens!r:.100}; save the "
+            "adapter again"
+        )
 
 
 def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:
@@ -84,7 +102,9 @@ def adapter_config_files(config: dict[str, Any]) -> dict[str, bytes]:
     files = {ADAPTER_CONFIG: fields}
     if record:
         files[ADAPTER_RECORD] = record
-    return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in files.items()}
+    return {
+        name: (json.dumps(content, indent=2) + "\n").encode() for name, content in files.items()
+    }
 
 
 def vllm_obstacles(config: dict[str, Any]) -> list[str]:
@@ -95,28 +115,37 @@ def vllm_obstacles(config: dict[str, Any]) -> list[str]:
         "trainable_token_indices": "new tokens",
         "target_parameters": "LoRA of stacked experts",
     }
-    obstacles = [name for field, name in fields.items() if config.get(field)]
+    obstacles = []
+    for field, name in fields.items():
+        if config.get(field):
+            obstacles.append(name)
     if config.get("bias", "none") != "none":
         obstacles.append("trained biases")
     return obstacles
 
 
-# initializations that leave the base's weights as they are; PiSSA and OLoRA subtract the initial update from them
+# initializations that leave the base's weights as they are; PiSSA and OLoRA subtract the initial
+# update from them
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 SUBTRACTED_INITS = ("pissa", "olora")
 
 
 def initial_update(config: dict[str, Any], folder: Path) -> str | None:
-    """Return the initialization whose update PEFT subtracts from the base when it opens an adapter; None: nothing is.
+    """Return the initialization whose update PEFT subtracts from the base when it opens an adapter;
+    None: nothing is.
 
-    Raises ValueError for one that changes the base in a way that cannot be computed from the adapter's files.
+    Raises ValueError for one that changes the base in a way that cannot be computed from the
+    adapter's files.
     """
     init = config.get("init_lora_weights", True)
     if init in PLAIN_INITS:
         return None
     if init in SUBTRACTED_INITS:
         return init
-    reason = f"init_lora_weights {init!r} changes the weights of the base in a way that litft cannot repeat"
+    reason = (
+        f"init_lora_weights {init!r} changes the weights of the base in a way that litft cannot "
+        "repeat"
+    )
     remedy = "merge the adapter in PEFT, or save it with path_initial_model_for_weight_conversion"
     raise ValueError(f"{folder / ADAPTER_CONFIG}: {reason}; {remedy}")
 
@@ -143,32 +172,57 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
         if config.get(name) not in (default, None, [], {}):
             invalid.append(f"{name} {config[name]!r}")
     if invalid:
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not supported; litft reads LoRA and DoRA")
-    if missing := [name for name in ("r", "lora_alpha") if name not in config]:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter in PEFT format?")
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not supported; litft reads LoRA "
+            "and DoRA"
+        )
+    missing = [name for name in ("r", "lora_alpha") if name not in config]
+    if missing:
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter in PEFT "
+            "format?"
+        )
     alpha_pattern = config.get("alpha_pattern") or {}
     rank_pattern = config.get("rank_pattern") or {}
     target_parameters = config.get("target_parameters") or []
     for name, pattern in (("alpha_pattern", alpha_pattern), ("rank_pattern", rank_pattern)):
         if not isinstance(pattern, dict):
-            raise ValueError(f"{folder / ADAPTER_CONFIG}: {name} {pattern!r} is not valid; save the adapter again")
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG}: {name} {pattern!r} is not valid; save the adapter "
+                "again"
+            )
     values = {"lora_alpha": config["lora_alpha"], **alpha_pattern}
-    invalid = [f"{name} {value!r}" for name, value in values.items() if not is_positive(value) and value != 0]
+    invalid = [
+        f"{name} {value!r}"
+        for name, value in values.items()
+        if not is_positive(value) and value != 0
+    ]
     ranks = {"r": config["r"], **rank_pattern}
-    invalid += [f"{name} {value!r}" for name, value in ranks.items() if type(value) is not int or value < 0]
+    invalid += [
+        f"{name} {value!r}" for name, value in ranks.items() if type(value) is not int or value < 0
+    ]
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(name) or []
-        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        if not isinstance(value, str) and not (
+            isinstance(value, list) and all(isinstance(item, str) for item in value)
+        ):
             invalid.append(f"{name} {value!r}")
     if config.get("bias", "none") not in ("none", "lora_only", "all"):
         invalid.append(f"bias {config['bias']!r}")
     invalid += [
-        f"{name} {config[name]!r}" for name in ("use_rslora", "use_dora") if not isinstance(config.get(name, False), bool)
+        f"{name} {config[name]!r}"
+        for name in ("use_rslora", "use_dora")
+        if not isinstance(config.get(name, False), bool)
     ]
-    if not (isinstance(target_parameters, list) and all(isinstance(name, str) for name in target_parameters)):
+    if not (
+        isinstance(target_parameters, list)
+        and all(isinstance(name, str) for name in target_parameters)
+    ):
         invalid.append(f"target_parameters {target_parameters!r}")
     saved = config.get("modules_to_save")
-    if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
+    if saved is not None and not (
+        isinstance(saved, list) and all(isinstance(name, str) for name in saved)
+    ):
         invalid.append(f"modules_to_save {saved!r}")
     for key in alpha_pattern:
         try:
@@ -176,7 +230,9 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
         except (regex.error, TypeError):
             invalid.append(f"alpha_pattern {key!r}")
     if invalid:
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not valid; save the adapter again")
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not valid; save the adapter again"
+        )
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -198,6 +254,10 @@ def _named_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"{folder} lacks {ADAPTER_WEIGHTS}; copy it next to {ADAPTER_CONFIG}") from None
+        raise ValueError(
+            f"{folder} lacks {ADAPTER_WEIGHTS}; copy it next to {ADAPTER_CONFIG}"
+        ) from None
     except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from None
+        raise ValueError(
+            f"{path} is truncated or not a safetensors file ({error}); copy it again"
+        ) from None

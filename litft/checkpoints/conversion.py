@@ -1,4 +1,5 @@
-"""Map Hugging Face tensors to litft tensors and back: each model family has a list of rules that work in both directions."""
+"""Map Hugging Face tensors to litft tensors and back: each model family has a list of rules that
+work in both directions."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -6,12 +7,23 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from litft.checkpoints.rules import Dequantize, Drop, Rename, Rule, Split, Stack, Writable, fill, match_name
+from litft.checkpoints.rules import (
+    Dequantize,
+    Drop,
+    Rename,
+    Rule,
+    Split,
+    Stack,
+    Writable,
+    fill,
+    match_name,
+)
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Names of source and target tensors; `convert` turns the sources into the targets, `revert` does the inverse."""
+    """Names of source and target tensors; `convert` turns the sources into the targets, `revert`
+    does the inverse."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -22,12 +34,19 @@ class TensorMapping:
 
 
 def untransposed(rules: Iterable[Rule]) -> list[Rule]:
-    """Return the rules for a folder with all matrices (out, in): bitsandbytes transposes GPT-2's when it quantizes them."""
-    return [replace(rule, transposed=False) if isinstance(rule, (Rename, Split)) else rule for rule in rules]
+    """Return the rules for a folder with all matrices (out, in): bitsandbytes transposes GPT-2's
+    when it quantizes them."""
+    return [
+        replace(rule, transposed=False) if isinstance(rule, (Rename, Split)) else rule
+        for rule in rules
+    ]
 
 
-def mappings_from_hf(rules: Iterable[Rule], names: Iterable[str]) -> tuple[list[TensorMapping], list[str]]:
-    """Return the mappings from checkpoint tensors to litft tensors, and the names that match no rule.
+def mappings_from_hf(
+    rules: Iterable[Rule], names: Iterable[str]
+) -> tuple[list[TensorMapping], list[str]]:
+    """Return the mappings from checkpoint tensors to litft tensors, and the names that match no
+    rule.
 
     A mapping lists all the sources it needs, including those missing from `names`.
     """
@@ -38,11 +57,17 @@ def mappings_from_hf(rules: Iterable[Rule], names: Iterable[str]) -> tuple[list[
         if rule is None:
             unknown.append(name)
         elif not isinstance(rule, Drop):
-            numbers = match.groups()[:-1] if isinstance(rule, Stack) else match.groups()
+            if isinstance(rule, Stack):
+                numbers = match.groups()[:-1]
+            else:
+                numbers = match.groups()
             if (rule, numbers) not in mappings:
                 is_copy = isinstance(rule, Rename) and not rule.transposed
-                sources, targets = rule.sources(name, match), tensor_names(rule, numbers)
-                mapping = TensorMapping(sources, targets, rule.from_hf, rule.to_hf, is_copy, isinstance(rule, Stack))
+                sources = rule.sources(name, match)
+                targets = tensor_names(rule, numbers)
+                mapping = TensorMapping(
+                    sources, targets, rule.from_hf, rule.to_hf, is_copy, isinstance(rule, Stack)
+                )
                 mappings[rule, numbers] = mapping
             elif name not in mappings[rule, numbers].sources:
                 unknown.append(name)  # an alternative name of a tensor that is already mapped
@@ -50,7 +75,8 @@ def mappings_from_hf(rules: Iterable[Rule], names: Iterable[str]) -> tuple[list[
 
 
 def mappings_to_hf(rules: Iterable[Rule], names: Iterable[str]) -> list[TensorMapping]:
-    """Return the mappings from litft tensors to checkpoint tensors; a name without a rule is a bug in the family's rules."""
+    """Return the mappings from litft tensors to checkpoint tensors; a name without a rule is a bug
+    in the family's rules."""
     mappings: dict[tuple, TensorMapping] = {}
     for name in names:
         rule, numbers = rule_of(rules, name)
@@ -63,7 +89,10 @@ def mappings_to_hf(rules: Iterable[Rule], names: Iterable[str]) -> list[TensorMa
 def rule_of(rules: Iterable[Rule], name: str) -> tuple[Writable, tuple[str, ...]]:
     """Return the rule that writes the litft tensor `name`, and the numbers in that name."""
     rule, match = _first_match(
-        (rule, match_name(pattern, name)) for rule in rules if isinstance(rule, Writable) for pattern in _names(rule)
+        (rule, match_name(pattern, name))
+        for rule in rules
+        if isinstance(rule, Writable)
+        for pattern in _names(rule)
     )
     assert rule is not None, f"no rule exports {name}"
     return rule, match.groups()
@@ -75,8 +104,12 @@ def hf_tensor_name(rule: Rule, numbers: tuple[str, ...]) -> str:
 
 
 def hf_module_name(rule: Rule, numbers: tuple[str, ...]) -> str:
-    """Return the name of the module that has a rule's Hugging Face tensor; for a `Stack` the module list of the experts."""
-    pattern = rule.hf_name.rpartition(".{}")[0] if isinstance(rule, Stack) else rule.hf_name.rpartition(".")[0]
+    """Return the name of the module that has a rule's Hugging Face tensor; for a `Stack` the module
+    list of the experts."""
+    if isinstance(rule, Stack):
+        pattern = rule.hf_name.rpartition(".{}")[0]
+    else:
+        pattern = rule.hf_name.rpartition(".")[0]
     return fill(pattern, numbers)
 
 
@@ -86,8 +119,12 @@ def tensor_names(rule: Rule, numbers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _names(rule: Writable | Dequantize) -> tuple[str, ...]:
-    return rule.name if isinstance(rule.name, tuple) else (rule.name,)
+    if isinstance(rule.name, tuple):
+        return rule.name
+    return (rule.name,)
 
 
-def _first_match(candidates: Iterable[tuple[Rule, re.Match | None]]) -> tuple[Rule | None, re.Match | None]:
+def _first_match(
+    candidates: Iterable[tuple[Rule, re.Match | None]],
+) -> tuple[Rule | None, re.Match | None]:
     return next((pair for pair in candidates if pair[1]), (None, None))

@@ -1,6 +1,8 @@
-"""Whether an adapter's config covers the tensors in its file: what PEFT would leave out must not be applied here.
+"""Whether an adapter's config covers the tensors in its file: what PEFT would leave out must not be
+applied here.
 
-An edited adapter_config.json, or one of another adapter, may name fewer modules than the file has tensors of.
+An edited adapter_config.json, or one of another adapter, may name fewer modules than the file has
+tensors of.
 """
 
 from collections.abc import Mapping
@@ -20,11 +22,15 @@ _REMEDY = "use the config that was saved with the tensors"
 
 
 def check_coverage(config: dict[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise ValueError if the config leaves out a module of the file, or says another rank or variant for it."""
+    """Raise ValueError if the config leaves out a module of the file, or says another rank or
+    variant for it."""
     modules = _module_ranks(config, tensors)
     for module, rank in modules.items():
         if not _is_targeted(module, config):
-            fields = [name for name in ("exclude_modules", "layers_to_transform") if config.get(name)]
+            fields = []
+            for name in ("exclude_modules", "layers_to_transform"):
+                if config.get(name):
+                    fields.append(name)
             names = " and ".join(["target_modules", *fields])
             reason = f"{names} leave out {module}, of which {ADAPTER_WEIGHTS} has weights"
             raise ValueError(f"{folder / ADAPTER_CONFIG}: {reason}; {_REMEDY}")
@@ -36,20 +42,27 @@ def check_coverage(config: dict[str, Any], tensors: Mapping[str, Tensor], folder
     if modules and has_magnitudes != bool(config.get("use_dora")):
         reason = f"use_dora is {str(bool(config.get('use_dora'))).lower()}"
         found = "has" if has_magnitudes else "has no"
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: {reason}, but {ADAPTER_WEIGHTS} {found} magnitudes; {_REMEDY}")
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: {reason}, but {ADAPTER_WEIGHTS} {found} magnitudes; "
+            f"{_REMEDY}"
+        )
 
 
 def matching_pattern(config: dict[str, Any], field: str, name: str, default: float) -> float:
-    """Return the value of the first expression of alpha_pattern or rank_pattern that matches the end of a module's name."""
+    """Return the value of the first expression of alpha_pattern or rank_pattern that matches the
+    end of a module's name."""
     for expression, value in (config.get(field) or {}).items():
         # as in PEFT, where the name may be that of a multimodal model's language model
-        if any(_matches(rf"(.*\.)?({expression})", full_name, field) for full_name in all_names(name)):
+        if any(
+            _matches(rf"(.*\.)?({expression})", full_name, field) for full_name in all_names(name)
+        ):
             return value
     return default
 
 
 def _module_ranks(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the rank of each module that has LoRA weights; stacked experts are adapted as parameters instead."""
+    """Return the rank of each module that has LoRA weights; stacked experts are adapted as
+    parameters instead."""
     stacks = [f".{name.rpartition('.')[0]}" for name in config.get("target_parameters") or []]
     ranks = {}
     for key, tensor in tensors.items():
@@ -63,7 +76,8 @@ def _module_ranks(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict
 
 
 def _is_targeted(module: str, config: dict[str, Any]) -> bool:
-    """Return whether PEFT would adapt a module (peft.tuners.tuners_utils.check_target_module_exists)."""
+    """Return whether PEFT would adapt a module
+    (peft.tuners.tuners_utils.check_target_module_exists)."""
     if config.get("ensure_weight_tying") and not regex.search(r"\.\d+\.", module):
         return True  # PEFT adapts the head with the embedding, whichever is named
     excluded = config.get("exclude_modules")
@@ -100,7 +114,10 @@ def _matches(expression: str, name: str, field: str) -> bool:
 
 
 def _search(expression: str, name: str, field: str) -> regex.Match | None:
-    """Match an expression at the beginning of a name. Raises ValueError if it is invalid or takes too long."""
+    """Match an expression at the beginning of a name.
+
+    Raises ValueError if it is invalid or takes too long.
+    """
     try:
         return regex.match(expression, name, timeout=MATCH_SECONDS)
     except TimeoutError:

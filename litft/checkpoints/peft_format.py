@@ -1,7 +1,8 @@
 """LoRA adapters in PEFT's file format: their contents by litft names, and how they are written.
 
-If the checkpoint fuses several Linears, the file has one pair of factors for all of them: the A's are stacked, and B is
-block-diagonal in the checkpoint's row order. Experts are `target_parameters` in the layout of PEFT's ParamWrapper.
+If the checkpoint fuses several Linears, the file has one pair of factors for all of them: the A's
+are stacked, and B is block-diagonal in the checkpoint's row order. Experts are `target_parameters`
+in the layout of PEFT's ParamWrapper.
 """
 
 from collections import Counter
@@ -33,9 +34,11 @@ class LoraAdapter:
     """The contents of a LoRA adapter's files, by litft names."""
 
     factors: dict[str, LoraWeights]
-    trained: dict[str, Tensor] = field(default_factory=dict)  # parameters of the base model, trained in full
+    # parameters of the base model, trained in full
+    trained: dict[str, Tensor] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)  # ids of new tokens
-    token_rows: dict[str, Tensor] = field(default_factory=dict)  # rows of the new tokens, (N, C) each
+    # rows of the new tokens, (N, C) each
+    token_rows: dict[str, Tensor] = field(default_factory=dict)
     bias: str = "none"  # which biases are trained: none, lora_only or all, as in PEFT
     # the adapter unties the head of a tied model, PEFT's default when it trains one of the two
     untied: bool = False
@@ -50,18 +53,29 @@ def write_adapter(
     read_base: ReadBase,
     names: ModuleNames = TEXT_NAMES,
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors; `settings` adds or overrides fields of the config.
+    """Write adapter_config.json and adapter_model.safetensors; `settings` adds or overrides fields
+    of the config.
 
-    read_base: returns a tensor of the base model. names: of the modules in the class that opens the base folder.
+    read_base: returns a tensor of the base model. names: of the modules in the class that opens the
+    base folder.
     """
     targets = peft_targets(model, rules)
     vocabulary = _vocabulary(adapter, model, targets, read_base)
-    adapter = replace(adapter, factors=vocabulary.factors, trained=vocabulary.trained, token_rows=vocabulary.token_rows)
+    adapter = replace(
+        adapter,
+        factors=vocabulary.factors,
+        trained=vocabulary.trained,
+        token_rows=vocabulary.token_rows,
+    )
     adapted = list(dict.fromkeys(targets[name] for name in adapter.factors))
     fused = {target: target.fuse(adapter.factors) for target in adapted}
     tensors = dict(vocabulary.tables)
     for key, target in peft_keys(adapted):
-        a, b = ("lora_embedding_A", "lora_embedding_B") if target.embedding else ("lora_A.weight", "lora_B.weight")
+        a, b = (
+            ("lora_embedding_A", "lora_embedding_B")
+            if target.embedding
+            else ("lora_A.weight", "lora_B.weight")
+        )
         tensors |= {f"{key}.{a}": fused[target].a, f"{key}.{b}": fused[target].b}
         if fused[target].m is not None:
             tensors[f"{key}.lora_magnitude_vector"] = fused[target].m
@@ -78,7 +92,11 @@ def write_adapter(
         config["litft"] = config.get("litft", {}) | {"new_tokens": adapter.tokens}
     if config.get("target_parameters"):
         config["lora_dropout"] = 0.0  # PEFT does not support dropout for target_parameters
-    write_tensors(folder, {PREFIX + names.of(key): value for key, value in (tensors | trained).items()}, config)
+    write_tensors(
+        folder,
+        {PREFIX + names.of(key): value for key, value in (tensors | trained).items()},
+        config,
+    )
 
 
 @dataclass
@@ -88,18 +106,23 @@ class _WrittenVocabulary:
     factors: dict[str, LoraWeights]
     trained: dict[str, Tensor]
     token_rows: dict[str, Tensor]
-    tables: dict[str, Tensor] = field(default_factory=dict)  # whole tables that are not trained, by their keys
+    # whole tables that are not trained, by their keys
+    tables: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _vocabulary(
     adapter: LoraAdapter, model: nn.Module, targets: dict[str, PeftTarget], read_base: ReadBase
 ) -> _WrittenVocabulary:
-    """Return the rows of new tokens as PEFT's trainable tokens, or in whole tables beside LoRA or trained tables.
+    """Return the rows of new tokens as PEFT's trainable tokens, or in whole tables beside LoRA or
+    trained tables.
 
-    PEFT has no trainable tokens in a module that it adapts in another way, or whose tied module it does.
+    PEFT has no trainable tokens in a module that it adapts in another way, or whose tied module it
+    does.
     """
     plain = _WrittenVocabulary(adapter.factors, adapter.trained, adapter.token_rows)
-    others = [name for name in TABLES if name in adapter.factors or f"{name}.weight" in adapter.trained]
+    others = [
+        name for name in TABLES if name in adapter.factors or f"{name}.weight" in adapter.trained
+    ]
     if not (adapter.tokens and others):
         return plain
     written = _WrittenVocabulary(dict(adapter.factors), dict(adapter.trained), {})
@@ -109,7 +132,12 @@ def _vocabulary(
         if weight in written.trained:
             written.trained[weight] = _with_rows(written.trained[weight], adapter.tokens, rows)
             continue
-        if name == "lm_head" and model.config.tied and not adapter.untied and "embed.weight" in written.trained:
+        if (
+            name == "lm_head"
+            and model.config.tied
+            and not adapter.untied
+            and "embed.weight" in written.trained
+        ):
             continue  # it is a copy of the trained embedding
         base = read_base(base_table(name, model)).float()
         table = _with_rows(base, adapter.tokens, rows)
@@ -127,8 +155,11 @@ def _vocabulary(
 
 
 def base_table(name: str, model: nn.Module) -> str:
-    """Return the litft name of the tensor that a module has in the base; a tied head has the embedding's."""
-    return "embed.weight" if model.config.tied and name == "lm_head" else f"{name}.weight"
+    """Return the litft name of the tensor that a module has in the base; a tied head has the
+    embedding's."""
+    if model.config.tied and name == "lm_head":
+        return "embed.weight"
+    return f"{name}.weight"
 
 
 def _with_rows(table: Tensor, ids: list[int], rows: Tensor) -> Tensor:
@@ -146,7 +177,9 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
     write_adapter_config(folder, config)
 
 
-def _lora_config(fused: dict[PeftTarget, LoraWeights], targets: dict[str, PeftTarget], names: ModuleNames) -> dict[str, Any]:
+def _lora_config(
+    fused: dict[PeftTarget, LoraWeights], targets: dict[str, PeftTarget], names: ModuleNames
+) -> dict[str, Any]:
     """Return the fields of PEFT's config for ranks, scales and targets."""
     ranks = {}
     alphas = {}
@@ -158,11 +191,15 @@ def _lora_config(fused: dict[PeftTarget, LoraWeights], targets: dict[str, PeftTa
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     modules = [names.of(target.config_name) for target in fused if not target.is_parameter]
     parameters = [names.of(target.config_name) for target in fused if target.is_parameter]
-    adaptable = [names.of(target.config_name) for target in targets.values() if not target.is_parameter]
+    adaptable = [
+        names.of(target.config_name) for target in targets.values() if not target.is_parameter
+    ]
     if names.is_wrapper and modules:
         target_modules: list[str] | str = target_regex(modules, dict.fromkeys(adaptable))
     else:
-        target_modules = _target_modules(modules, [target.config_name for target in targets.values()])
+        target_modules = _target_modules(
+            modules, [target.config_name for target in targets.values()]
+        )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -171,7 +208,9 @@ def _lora_config(fused: dict[PeftTarget, LoraWeights], targets: dict[str, PeftTa
         "rank_pattern": {name: value for name, value in ranks.items() if value != r},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
         "target_modules": target_modules,
-        "fan_in_fan_out": any(target.rule.transposed and not target.is_parameter for target in fused),
+        "fan_in_fan_out": any(
+            target.rule.transposed and not target.is_parameter for target in fused
+        ),
         "bias": "none",
         "inference_mode": True,
         **({"target_parameters": parameters} if parameters else {}),
@@ -183,16 +222,24 @@ def _extra_config(
 ) -> dict[str, Any]:
     """Return the fields of PEFT's config for modules trained in full and for new tokens."""
     config: dict[str, Any] = {}
-    full_modules = dict.fromkeys(name.rpartition(".")[0] for name in adapter.trained if not name.endswith(".bias"))
+    full_modules = dict.fromkeys(
+        name.rpartition(".")[0] for name in adapter.trained if not name.endswith(".bias")
+    )
     if full_modules:
-        mappings = mappings_to_hf(rules, [name for name in adapter.trained if name.rpartition(".")[0] in full_modules])
+        mappings = mappings_to_hf(
+            rules, [name for name in adapter.trained if name.rpartition(".")[0] in full_modules]
+        )
         config["modules_to_save"] = list(
-            dict.fromkeys(hf_name.rpartition(".")[0] for mapping in mappings for hf_name in mapping.targets)
+            dict.fromkeys(
+                hf_name.rpartition(".")[0] for mapping in mappings for hf_name in mapping.targets
+            )
         )
         config["ensure_weight_tying"] = _trains_tied_embedding(adapter, model)
     if adapter.token_rows:
         modules = [targets[name.partition(".")[0]].name for name in adapter.token_rows]
-        config["trainable_token_indices"] = {module.rpartition(".")[2]: adapter.tokens for module in modules}
+        config["trainable_token_indices"] = {
+            module.rpartition(".")[2]: adapter.tokens for module in modules
+        }
     return config
 
 
@@ -201,12 +248,17 @@ def _trains_tied_embedding(adapter: LoraAdapter, model: nn.Module) -> bool:
     return model.config.tied and not adapter.untied and "embed.weight" in adapter.trained
 
 
-def _peft_tensors(trained: dict[str, Tensor], rules: list[Rule], adapted: set[str]) -> dict[str, Tensor]:
-    """Rename trained parameters of the base model for PEFT's files: biases of adapted modules are under `base_layer`."""
+def _peft_tensors(
+    trained: dict[str, Tensor], rules: list[Rule], adapted: set[str]
+) -> dict[str, Tensor]:
+    """Rename trained parameters of the base model for PEFT's files: biases of adapted modules are
+    under `base_layer`."""
     peft_tensors = {}
     for mapping in mappings_to_hf(rules, trained):
         for hf_name, tensor in zip(
-            mapping.targets, mapping.convert([trained[name] for name in mapping.sources]), strict=True
+            mapping.targets,
+            mapping.convert([trained[name] for name in mapping.sources]),
+            strict=True,
         ):
             module, _, leaf = hf_name.rpartition(".")
             peft_tensors[f"{module}.base_layer.{leaf}" if module in adapted else hf_name] = tensor
@@ -214,19 +266,32 @@ def _peft_tensors(trained: dict[str, Tensor], rules: list[Rule], adapted: set[st
 
 
 def peft_keys(targets: Iterable[PeftTarget]) -> list[tuple[str, PeftTarget]]:
-    """Return the key of each target. PEFT nests one wrapper per parameter of a module; the last one is the outermost."""
-    keys, wrappers = [], Counter()
+    """Return the key of each target.
+
+    PEFT nests one wrapper per parameter of a module; the last one is the outermost.
+    """
+    keys = []
+    wrappers = Counter()
     for target in reversed(list(targets)):
-        module = target.name.rpartition(".")[0] if target.experts else target.name
+        if target.experts:
+            module = target.name.rpartition(".")[0]
+        else:
+            module = target.name
         keys.append((module + ".base_layer" * wrappers[module], target))
         wrappers[module] += 1
     return keys[::-1]
 
 
 def _target_modules(adapted: list[str], adaptable: list[str]) -> list[str]:
-    """Return PEFT's target_modules: the last parts of the names if they select the same modules, else full names."""
+    """Return PEFT's target_modules: the last parts of the names if they select the same modules,
+    else full names."""
     last_names = {name.rpartition(".")[2] for name in adapted}
     if any(name.isdigit() for name in last_names):  # numbers also match whole layers
         return sorted(adapted)
-    matched = {name for name in adaptable if name.rpartition(".")[2] in last_names}
-    return sorted(last_names) if matched == set(adapted) else sorted(adapted)
+    matched = set()
+    for name in adaptable:
+        if name.rpartition(".")[2] in last_names:
+            matched.add(name)
+    if matched == set(adapted):
+        return sorted(last_names)
+    return sorted(adapted)

@@ -1,7 +1,9 @@
-"""Names of modules in PEFT's files: those of a text model, or those of the multimodal model around it.
+"""Names of modules in PEFT's files: those of a text model, or those of the multimodal model around
+it.
 
-transformers opens a multimodal folder (Gemma 3, Mistral 3, Llama 4, Qwen3.5, ...) as a model whose language model is a part.
-PEFT and vLLM find a module of an adapter by its name in that model, and pass over names that do not exist without an error.
+transformers opens a multimodal folder (Gemma 3, Mistral 3, Llama 4, Qwen3.5, ...) as a model whose
+language model is a part. PEFT and vLLM find a module of an adapter by its name in that model, and
+pass over names that do not exist without an error.
 """
 
 import re
@@ -36,7 +38,9 @@ class ModuleNames:
         """Return the name of a module or parameter in this class, given that in the text model."""
         if name == "lm_head" or name.startswith("lm_head."):
             return self.head + name.removeprefix("lm_head")
-        return self.model + name.removeprefix("model.") if name.startswith("model.") else name
+        if name.startswith("model."):
+            return self.model + name.removeprefix("model.")
+        return name
 
 
 TEXT_NAMES = ModuleNames()
@@ -60,14 +64,18 @@ def all_names(name: str) -> list[str]:
 
 
 def target_regex(adapted: Iterable[str], adaptable: Collection[str]) -> str:
-    """Return a regular expression that matches the names in `adapted` alone, short where it covers all layers.
+    """Return a regular expression that matches the names in `adapted` alone, short where it covers
+    all layers.
 
     Full names keep it from matching modules of the same name in a vision tower.
     """
     all_numbers = _numbers_by_form(adaptable)
     alternatives = []
     for form, numbers in _numbers_by_form(adapted).items():
-        digits = r"\d+" if numbers == all_numbers[form] else f"({'|'.join(numbers)})"
+        if numbers == all_numbers[form]:
+            digits = r"\d+"
+        else:
+            digits = f"({'|'.join(numbers)})"
         alternatives.append(re.escape(form).replace(re.escape("{}"), digits))
     return "|".join(alternatives)
 
@@ -82,11 +90,15 @@ def _numbers_by_form(names: Iterable[str]) -> dict[str, list[str]]:
     return forms
 
 
-def missing_modules(keys: Iterable[str], base_names: Iterable[str], names: ModuleNames) -> list[str]:
-    """Return the keys of an adapter file whose block is not in the base model, in the class that opens the folder.
+def missing_modules(
+    keys: Iterable[str], base_names: Iterable[str], names: ModuleNames
+) -> list[str]:
+    """Return the keys of an adapter file whose block is not in the base model, in the class that
+    opens the folder.
 
-    base_names: of the tensors in the base's files, whose wrapper may have an older spelling. A text model may have
-    another name in its files (`backbone.layers.3`) than in its class: only `layers.3` is compared then.
+    base_names: of the tensors in the base's files, whose wrapper may have an older spelling. A text
+    model may have another name in its files (`backbone.layers.3`) than in its class: only
+    `layers.3` is compared then.
     """
     is_wrapper = any("language_model." in name for name in base_names)
     blocks = set()
@@ -109,7 +121,9 @@ def missing_modules(keys: Iterable[str], base_names: Iterable[str], names: Modul
 def _block(name: str) -> str | None:
     """Return the beginning of a name up to its layer number: model.layers.3."""
     number = _NUMBER.search(name)
-    return name[: number.end()] if number else None
+    if number:
+        return name[: number.end()]
+    return None
 
 
 def _without_model_name(block: str) -> str:

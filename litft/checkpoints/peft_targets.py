@@ -1,4 +1,5 @@
-"""What LoRA can adapt in a network, and what PEFT calls it: Linears, embeddings and stacked experts."""
+"""What LoRA can adapt in a network, and what PEFT calls it: Linears, embeddings and stacked
+experts."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from litft.model.mlp import ExpertLinear
 
 
 class LoraWeights(NamedTuple):
-    """LoRA weights of one Linear with the update scale * B A: A (R, in) and B (out, R), with a leading E for experts.
+    """LoRA weights of one Linear with the update scale * B A: A (R, in) and B (out, R), with a
+    leading E for experts.
 
     m: DoRA's magnitudes (row norms), (out,) or (E, out).
     """
@@ -25,7 +27,8 @@ class LoraWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class PeftTarget:
-    """A unit that PEFT adapts with one pair of factors: a module, or a parameter with stacked experts."""
+    """A unit that PEFT adapts with one pair of factors: a module, or a parameter with stacked
+    experts."""
 
     name: str  # in the checkpoint; without ".weight" for a module
     linears: tuple[str, ...]  # litft names, in the order of the rows
@@ -36,23 +39,30 @@ class PeftTarget:
 
     @property
     def config_name(self) -> str:
-        """The name in PEFT's target_modules or target_parameters and in its rank and alpha patterns."""
-        return f"{self.name}.weight" if self.is_parameter and not self.experts else self.name
+        """The name in PEFT's target_modules or target_parameters and in its rank and alpha
+        patterns."""
+        if self.is_parameter and not self.experts:
+            return f"{self.name}.weight"
+        return self.name
 
     @property
     def swapped(self) -> bool:
-        """Whether PEFT takes experts that are stored as (E, in, out) for (E, out, in), and so A for B."""
-        return bool(self.experts) and getattr(self.rule, "transposed", False) and not self.rule.known_to_peft
+        """Whether PEFT takes experts that are stored as (E, in, out) for (E, out, in), and so A for
+        B."""
+        return (
+            bool(self.experts)
+            and getattr(self.rule, "transposed", False)
+            and not self.rule.known_to_peft
+        )
 
     def fuse(self, factors: dict[str, LoraWeights]) -> LoraWeights:
-        """Combine the factors of the Linears (some may have none) into one pair in PEFT's layout."""
+        """Combine the factors of the Linears (some may have none) into one pair in PEFT's
+        layout."""
         loras = [factors[name] for name in self.linears if name in factors]
-        a, scale, start, blocks = (
-            torch.cat([lora.a for lora in loras], dim=-2),
-            next((lora.scale for lora in loras if lora.scale), 1.0),
-            0,
-            [],
-        )
+        a = torch.cat([lora.a for lora in loras], dim=-2)
+        scale = next((lora.scale for lora in loras if lora.scale), 1.0)
+        start = 0
+        blocks = []
         for name, row_count in zip(self.linears, self.row_counts(loras), strict=True):
             block = loras[0].b.new_zeros((*a.shape[:-2], row_count, a.size(-2)))
             if name in factors:
@@ -61,20 +71,26 @@ class PeftTarget:
                 start += r
             blocks.append(block)
         b = self.rule.join_rows(blocks)
-        m = None if loras[0].m is None else self.rule.join_rows([lora.m[..., None] for lora in loras]).squeeze(-1)
+        if loras[0].m is None:
+            m = None
+        else:
+            m = self.rule.join_rows([lora.m[..., None] for lora in loras]).squeeze(-1)
         if self.experts:
             a, b = (b.mT, a.mT) if self.swapped else (a, b)
-            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
+            a = a.flatten(0, 1)
+            b = b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
         return LoraWeights(a.contiguous(), b.contiguous(), scale, m)
 
     def row_counts(self, loras: list[LoraWeights]) -> list[int]:
-        """Return the number of rows of each Linear; `loras`: the LoRA weights of the adapted ones."""
+        """Return the number of rows of each Linear; `loras`: the LoRA weights of the adapted
+        ones."""
         if isinstance(self.rule, Split):
             return [self.rule.groups * size for size in self.rule.sizes]
         return [loras[0].b.size(-2)]
 
     def split(self, fused: LoraWeights) -> dict[str, LoraWeights]:
-        """Invert `fuse`: each Linear gets A and its rows of B, without the ranks that are zero in these rows."""
+        """Invert `fuse`: each Linear gets A and its rows of B, without the ranks that are zero in
+        these rows."""
         a, b, scale, m = fused
         if self.experts:
             a = a.unflatten(0, (self.experts, -1))
@@ -82,32 +98,45 @@ class PeftTarget:
             a, b = (b.mT, a.mT) if self.swapped else (a, b)
         if isinstance(self.rule, Rename):
             return {self.linears[0]: LoraWeights(a, b, scale, m)}
-        magnitudes = (
-            [None] * len(self.linears) if m is None else [part.squeeze(-1) for part in self.rule.split_rows(m[..., None])]
-        )
-        factors, untrained = {}, not b.any()
-        for name, rows, magnitude in zip(self.linears, self.rule.split_rows(b), magnitudes, strict=True):
+        if m is None:
+            magnitudes = [None] * len(self.linears)
+        else:
+            magnitudes = [part.squeeze(-1) for part in self.rule.split_rows(m[..., None])]
+        factors = {}
+        untrained = not b.any()
+        for name, rows, magnitude in zip(
+            self.linears, self.rule.split_rows(b), magnitudes, strict=True
+        ):
             used_ranks = rows.flatten(0, -2).any(0) | untrained  # (R,)
             if used_ranks.any() or magnitude is not None:
-                factors[name] = LoraWeights(a[..., used_ranks, :], rows[..., used_ranks], scale, magnitude)
+                factors[name] = LoraWeights(
+                    a[..., used_ranks, :], rows[..., used_ranks], scale, magnitude
+                )
         return factors
 
 
 def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules that can be adapted, by litft name: Linears, stacked Linears and embeddings."""
+    """Return all modules that can be adapted, by litft name: Linears, stacked Linears and
+    embeddings."""
     kinds = (nn.Linear, ExpertLinear, nn.Embedding)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def peft_targets(model: nn.Module, rules: list[Rule]) -> dict[str, PeftTarget]:
-    """Return the target of each adaptable module, by litft name; `rules`: PEFT's names first, then the checkpoint's."""
-    targets, has_experts = {}, any(isinstance(module, ExpertLinear) for module in model.modules())
+    """Return the target of each adaptable module, by litft name; `rules`: PEFT's names first, then
+    the checkpoint's."""
+    targets = {}
+    has_experts = any(isinstance(module, ExpertLinear) for module in model.modules())
     for name, module in adaptable_modules(model).items():
         rule, numbers = rule_of(rules, f"{name}.weight")
-        linears = tuple(weight_name.removesuffix(".weight") for weight_name in tensor_names(rule, numbers))
+        linears = tuple(
+            weight_name.removesuffix(".weight") for weight_name in tensor_names(rule, numbers)
+        )
         experts = module.count if isinstance(module, ExpertLinear) else 0
-        embedding, hf_name = isinstance(module, nn.Embedding), hf_tensor_name(rule, numbers).removesuffix(".weight")
-        # routers are parameters in transformers; PEFT takes modules with the names of MLPs for experts, and drops them
+        embedding = isinstance(module, nn.Embedding)
+        hf_name = hf_tensor_name(rule, numbers).removesuffix(".weight")
+        # routers are parameters in transformers; PEFT takes modules with the names of MLPs for
+        # experts, and drops them
         is_mlp = has_experts and hf_name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
         is_parameter = experts > 0 or name.endswith(".router") or is_mlp
         targets[name] = PeftTarget(hf_name, linears, rule, experts, embedding, is_parameter)

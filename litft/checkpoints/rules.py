@@ -1,7 +1,8 @@
-"""The rules that map a Hugging Face tensor to litft's and back: renamed, split, stacked, reordered, dequantized or dropped.
+"""The rules that map a Hugging Face tensor to litft's and back: renamed, split, stacked, reordered,
+dequantized or dropped.
 
-A pattern is a tensor name with placeholders: `{}` matches a number, `{1,5}` one of these numbers, `{a|b}` either text (`a`
-is used for writing), and `{*}` any text.
+A pattern is a tensor name with placeholders: `{}` matches a number, `{1,5}` one of these numbers,
+`{a|b}` either text (`a` is used for writing), and `{*}` any text.
 """
 
 import re
@@ -23,25 +24,30 @@ class _SingleTensorRule:
     @property
     def axis(self) -> int:
         """The dimension of the rows, counted from the end."""
-        return -1 if self.hf_name.endswith("bias") else -2
+        if self.hf_name.endswith("bias"):
+            return -1
+        return -2
 
     def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
         """Return the names of all Hugging Face tensors that are converted together with `name`."""
         return (name,)
 
     def hf_names(self, numbers: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of all Hugging Face tensors that are written, given the numbers in the litft names."""
+        """Return the names of all Hugging Face tensors that are written, given the numbers in the
+        litft names."""
         return (fill(self.hf_name, numbers),)
 
 
 @dataclass(frozen=True)
 class Rename(_SingleTensorRule):
-    """One litft tensor is one Hugging Face tensor; `transposed` if that is stored as (in, out), as in GPT-2's Conv1D."""
+    """One litft tensor is one Hugging Face tensor; `transposed` if that is stored as (in, out), as
+    in GPT-2's Conv1D."""
 
     hf_name: str
     name: str
     transposed: bool = False
-    known_to_peft: bool = True  # whether transformers' class of experts has `is_transposed`, which PEFT reads
+    # whether transformers' class of experts has `is_transposed`, which PEFT reads
+    known_to_peft: bool = True
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """Convert [Hugging Face tensor] to [litft tensor]."""
@@ -62,9 +68,10 @@ class Rename(_SingleTensorRule):
 class Split(_SingleTensorRule):
     """One Hugging Face tensor fuses the rows of several litft Linears.
 
-    Its rows repeat `groups` times: sizes[0] rows of the first Linear, sizes[1] rows of the second, and so on. A simple
-    concatenation has one group; GPT-NeoX interleaves q, k and v per head. Biases are split the same way, stacks (E, O, I)
-    along O. squeezed: an additional dimension of size 1 in the Hugging Face tensor, for the weight of a convolution.
+    Its rows repeat `groups` times: sizes[0] rows of the first Linear, sizes[1] rows of the second,
+    and so on. A simple concatenation has one group; GPT-NeoX interleaves q, k and v per head.
+    Biases are split the same way, stacks (E, O, I) along O. squeezed: an additional dimension of
+    size 1 in the Hugging Face tensor, for the weight of a convolution.
     """
 
     hf_name: str
@@ -78,11 +85,17 @@ class Split(_SingleTensorRule):
     def split_rows(self, rows: Tensor) -> list[Tensor]:
         """Split (..., groups * sum(sizes), I) into one (..., groups * size, I) per Linear."""
         grouped = rows.unflatten(self.axis, (self.groups, sum(self.sizes)))
-        return [part.flatten(self.axis - 1, self.axis) for part in grouped.split(self.sizes, dim=self.axis)]
+        return [
+            part.flatten(self.axis - 1, self.axis)
+            for part in grouped.split(self.sizes, dim=self.axis)
+        ]
 
     def join_rows(self, parts: list[Tensor]) -> Tensor:
         """Invert `split_rows`."""
-        grouped = [part.unflatten(self.axis, (self.groups, size)) for part, size in zip(parts, self.sizes, strict=True)]
+        grouped = [
+            part.unflatten(self.axis, (self.groups, size))
+            for part, size in zip(parts, self.sizes, strict=True)
+        ]
         return torch.cat(grouped, dim=self.axis).flatten(self.axis - 1, self.axis)
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -98,7 +111,8 @@ class Split(_SingleTensorRule):
 
 @dataclass(frozen=True)
 class Interleave(_SingleTensorRule):
-    """Reorder the rows for RoPE: Hugging Face rotates the pair (2 i, 2 i + 1) of a head, litft rotates (i, i + D / 2)."""
+    """Reorder the rows for RoPE: Hugging Face rotates the pair (2 i, 2 i + 1) of a head, litft
+    rotates (i, i + D / 2)."""
 
     hf_name: str
     name: str
@@ -125,7 +139,8 @@ class Interleave(_SingleTensorRule):
 
 @dataclass(frozen=True)
 class Shift(_SingleTensorRule):
-    """The stored tensor is the litft tensor plus `offset`: llama.cpp stores 1 + weight for Gemma's norms."""
+    """The stored tensor is the litft tensor plus `offset`: llama.cpp stores 1 + weight for Gemma's
+    norms."""
 
     hf_name: str
     name: str
@@ -142,10 +157,11 @@ class Shift(_SingleTensorRule):
 
 @dataclass(frozen=True)
 class Tile(_SingleTensorRule):
-    """llama.cpp stores the first value head of every key head, then the second of every one, and so on (Qwen3.5).
+    """llama.cpp stores the first value head of every key head, then the second of every one, and so
+    on (Qwen3.5).
 
-    `sizes` are the rows of the fused tensors, of which the last consists of value heads. columns: they are columns. decay:
-    the stored tensor is -exp of the litft tensor.
+    `sizes` are the rows of the fused tensors, of which the last consists of value heads. columns:
+    they are columns. decay: the stored tensor is -exp of the litft tensor.
     """
 
     hf_name: str
@@ -178,7 +194,8 @@ class Tile(_SingleTensorRule):
 
 @dataclass(frozen=True)
 class Squeeze(_SingleTensorRule):
-    """The Hugging Face tensor has additional dimensions of size 1, such as the weight of a depthwise convolution."""
+    """The Hugging Face tensor has additional dimensions of size 1, such as the weight of a
+    depthwise convolution."""
 
     hf_name: str
     name: str
@@ -198,7 +215,8 @@ class Squeeze(_SingleTensorRule):
 
 @dataclass(frozen=True)
 class Reshape(_SingleTensorRule):
-    """The same numbers in another shape: `stored` in the file, `shape` here. decay: -exp of the litft tensor is stored."""
+    """The same numbers in another shape: `stored` in the file, `shape` here. decay: -exp of the
+    litft tensor is stored."""
 
     hf_name: str
     name: str
@@ -219,7 +237,8 @@ class Reshape(_SingleTensorRule):
 
 @dataclass(frozen=True)
 class Stack:
-    """`count` Hugging Face tensors, numbered by the last `{}` of the pattern, are stacked into one litft tensor."""
+    """`count` Hugging Face tensors, numbered by the last `{}` of the pattern, are stacked into one
+    litft tensor."""
 
     hf_name: str
     name: str
@@ -234,7 +253,8 @@ class Stack:
         return list(tensors[0].unbind())
 
     def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
-        """Return the names of all tensors of the stack, including those missing from the checkpoint."""
+        """Return the names of all tensors of the stack, including those missing from the
+        checkpoint."""
         start, end = match.span(match.lastindex)
         return tuple(f"{name[:start]}{n}{name[end:]}" for n in range(self.count))
 
@@ -245,7 +265,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class KeysAndValues:
-    """llama.cpp stores the rows of latent attention's `kv_b` as keys (heads, I, D) and values (heads, D, I)."""
+    """llama.cpp stores the rows of latent attention's `kv_b` as keys (heads, I, D) and values
+    (heads, D, I)."""
 
     hf_name: str  # of both tensors, with {k_b|v_b}
     name: str
@@ -253,7 +274,8 @@ class KeysAndValues:
     key_dim: int
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Convert [keys, values] to [litft tensor], in which the keys and values of a head follow each other."""
+        """Convert [keys, values] to [litft tensor], in which the keys and values of a head follow
+        each other."""
         keys, values = tensors
         return [torch.cat((keys.mT, values), dim=1).flatten(0, 1)]
 
@@ -278,7 +300,8 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 @dataclass(frozen=True)
 class Dequantize:
-    """Dequantize MXFP4: `<name>_blocks` (..., I / 32, 16) has two values per byte, `<name>_scales` exponents of two.
+    """Dequantize MXFP4: `<name>_blocks` (..., I / 32, 16) has two values per byte, `<name>_scales`
+    exponents of two.
 
     `rule` converts the dequantized bf16 tensor (..., I). MXFP4 is only read, never written.
     """
@@ -299,16 +322,19 @@ class Dequantize:
         """Convert [blocks, scales] to the litft tensors of `rule`."""
         blocks, scales = tensors
         table = torch.tensor(FP4, dtype=torch.bfloat16, device=blocks.device)
-        pairs = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), dim=-1)  # (..., I / 32, 16, 2)
+        # (..., I / 32, 16, 2)
+        pairs = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), dim=-1)
         values = torch.ldexp(pairs.flatten(-2), scales[..., None].int() - 127)
         return self.rule.from_hf([values.flatten(-2).bfloat16()])
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return meta tensors with the shapes and dtypes of [blocks, scales]; values are not quantized."""
+        """Return meta tensors with the shapes and dtypes of [blocks, scales]; values are not
+        quantized."""
         *rows, columns = self.rule.to_hf(tensors)[0].shape
         if columns % 32:
             raise ValueError(
-                f"config.json: MXFP4 needs a multiple of 32 columns, {self.rule.hf_name} has {columns}; download it again"
+                f"config.json: MXFP4 needs a multiple of 32 columns, {self.rule.hf_name} has "
+                f"{columns}; download it again"
             )
         blocks = tensors[0].new_empty((*rows, columns // 32, 16), dtype=torch.uint8, device="meta")
         return [blocks, blocks[..., 0]]
@@ -321,7 +347,8 @@ class Dequantize:
 
 @dataclass(frozen=True)
 class Drop:
-    """A checkpoint tensor that the network recomputes, shares or does not use: ignored on reading, never written."""
+    """A checkpoint tensor that the network recomputes, shares or does not use: ignored on reading,
+    never written."""
 
     hf_name: str
 
@@ -331,7 +358,9 @@ Rule = Writable | Dequantize | Drop
 
 
 def _transposed_if(tensor: Tensor, transposed: bool) -> Tensor:
-    return tensor.transpose(-2, -1) if transposed else tensor
+    if transposed:
+        return tensor.transpose(-2, -1)
+    return tensor
 
 
 @cache
@@ -360,7 +389,9 @@ def fill(pattern: str, numbers: Iterable[str]) -> str:
     numbers = iter(numbers)
 
     def text(match: re.Match) -> str:
-        return next(numbers) if not match[1] or _is_numbers(match[1]) else match[1].split("|")[0]
+        if not match[1] or _is_numbers(match[1]):
+            return next(numbers)
+        return match[1].split("|")[0]
 
     return re.sub(r"\{([^}]*)\}", text, pattern)
 

@@ -1,4 +1,5 @@
-"""Quantized weights as others publish them: FP8 in blocks, GPTQ and AWQ. They are only read, and dequantized."""
+"""Quantized weights as others publish them: FP8 in blocks, GPTQ and AWQ. They are only read, and
+dequantized."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from torch import Tensor
 # O output features, I input features, G groups of input features
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of 8 that the i-th lowest 4 bits of a number hold
+# column of each group of 8 that the i-th lowest 4 bits of a number hold
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AGAIN = "download the folder again"
 METHODS = ("fp8", "gptq", "awq", "compressed-tensors")
 
@@ -28,20 +30,39 @@ class StoredWeight:
 
 def check_method(settings: dict[str, Any]) -> None:
     """Raise ValueError if weights with this quantization_config cannot be read."""
-    method, remedy = settings.get("quant_method"), "download the unquantized model"
+    method = settings.get("quant_method")
+    remedy = "download the unquantized model"
     if method == "compressed-tensors":
-        formats = {group.get("format") or settings.get("format") for group in settings.get("config_groups", {}).values()}
-        if unsupported := formats - {"float-quantized", "naive-quantized", None}:
-            raise ValueError(f"its weights are quantized ({method}, {min(unsupported)}), which is not supported; {remedy}")
+        formats = {
+            group.get("format") or settings.get("format")
+            for group in settings.get("config_groups", {}).values()
+        }
+        unsupported = formats - {"float-quantized", "naive-quantized", None}
+        if unsupported:
+            raise ValueError(
+                f"its weights are quantized ({method}, {min(unsupported)}), which is not "
+                f"supported; {remedy}"
+            )
     if method == "gptq" and settings.get("bits") not in (2, 4, 8):
-        raise ValueError(f"its weights are quantized (gptq, {settings.get('bits')} bits), litft reads 2, 4 and 8; {remedy}")
-    if method == "awq" and (settings.get("bits", 4) != 4 or settings.get("version", "gemm") != "gemm"):
-        reason = f"its weights are quantized (awq, {settings.get('bits', 4)} bits, {settings.get('version')})"
+        raise ValueError(
+            f"its weights are quantized (gptq, {settings.get('bits')} bits), litft reads 2, 4 and "
+            f"8; {remedy}"
+        )
+    if method == "awq" and (
+        settings.get("bits", 4) != 4 or settings.get("version", "gemm") != "gemm"
+    ):
+        reason = (
+            f"its weights are quantized (awq, {settings.get('bits', 4)} bits, "
+            f"{settings.get('version')})"
+        )
         raise ValueError(f"{reason}, litft reads 4 bits in the gemm layout; {remedy}")
 
 
-def find_stored_weights(metas: dict[str, Tensor | str], settings: dict[str, Any]) -> dict[str, StoredWeight]:
-    """Return the weights of a folder that are stored as several tensors; metas: all stored tensors on the meta device.
+def find_stored_weights(
+    metas: dict[str, Tensor | str], settings: dict[str, Any]
+) -> dict[str, StoredWeight]:
+    """Return the weights of a folder that are stored as several tensors; metas: all stored tensors
+    on the meta device.
 
     settings: quantization_config of config.json.
     """
@@ -53,14 +74,21 @@ def find_stored_weights(metas: dict[str, Tensor | str], settings: dict[str, Any]
     return {}
 
 
-def _fp8_weights(metas: dict[str, Tensor | str], block: Iterable[int]) -> Iterable[tuple[str, StoredWeight]]:
+def _fp8_weights(
+    metas: dict[str, Tensor | str], block: Iterable[int]
+) -> Iterable[tuple[str, StoredWeight]]:
     for name, meta in metas.items():
         if isinstance(meta, Tensor) and meta.dtype in FP8 and name.endswith(".weight"):
             stem = name.removesuffix("weight")
-            suffix = next((s for s in ("weight_scale_inv", "weight_scale") if f"{stem}{s}" in metas), None)
+            suffix = next(
+                (s for s in ("weight_scale_inv", "weight_scale") if f"{stem}{s}" in metas), None
+            )
             if suffix is None:
                 raise ValueError(f"{name} is stored in FP8, but its scale is missing; {_AGAIN}")
-            unused = {s: f"{stem}{s}" for s in ("input_scale", "activation_scale") if f"{stem}{s}" in metas}
+            unused = {}
+            for s in ("input_scale", "activation_scale"):
+                if f"{stem}{s}" in metas:
+                    unused[s] = f"{stem}{s}"
             parts = {"weight": name, "scale": f"{stem}{suffix}", **unused}
             _check_fp8_scale(parts["scale"], metas[parts["scale"]], meta, block)
             dequantize = partial(_call, dequantize_fp8, block=tuple(block))
@@ -70,24 +98,36 @@ def _fp8_weights(metas: dict[str, Tensor | str], block: Iterable[int]) -> Iterab
 def _check_fp8_scale(name: str, scale: Any, weight: Tensor, block: Iterable[int]) -> None:
     """Raise ValueError if a scale is not one number, one a row, or one for each block."""
     if weight.dim() != 2:
-        raise ValueError(f"{name}: a weight in FP8 must be a matrix, found {tuple(weight.shape)}; {_AGAIN}")
+        raise ValueError(
+            f"{name}: a weight in FP8 must be a matrix, found {tuple(weight.shape)}; {_AGAIN}"
+        )
     sizes = tuple(block)
     if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
-        raise ValueError(f"config.json: weight_block_size must be two positive numbers, found {sizes!r:.100}")
+        raise ValueError(
+            f"config.json: weight_block_size must be two positive numbers, found {sizes!r:.100}"
+        )
     rows, columns = weight.shape
     blocks = (-(-rows // sizes[0]), -(-columns // sizes[1]))
     shapes = ((), (1,), (1, 1), (rows, 1), blocks)
     if not isinstance(scale, Tensor) or not scale.is_floating_point():
-        raise ValueError(f"{name}: expected floating-point numbers, found {_dtype_of(scale)}; {_AGAIN}")
+        raise ValueError(
+            f"{name}: expected floating-point numbers, found {_dtype_of(scale)}; {_AGAIN}"
+        )
     if tuple(scale.shape) not in shapes:
         expected = f"one number, {(rows, 1)} or {blocks}"
         raise ValueError(f"{name}: expected shape {expected}, found {tuple(scale.shape)}; {_AGAIN}")
 
 
 def _check_part(name: str, meta: Any, dtype: torch.dtype | None, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if a stored tensor has another shape or type. dtype: None for any floating-point type."""
-    if not isinstance(meta, Tensor) or (meta.dtype != dtype if dtype else not meta.is_floating_point()):
-        raise ValueError(f"{name}: expected {dtype or 'floating-point numbers'}, found {_dtype_of(meta)}; {_AGAIN}")
+    """Raise ValueError if a stored tensor has another shape or type. dtype: None for any
+    floating-point type."""
+    if not isinstance(meta, Tensor) or (
+        meta.dtype != dtype if dtype else not meta.is_floating_point()
+    ):
+        raise ValueError(
+            f"{name}: expected {dtype or 'floating-point numbers'}, found {_dtype_of(meta)}; "
+            f"{_AGAIN}"
+        )
     if tuple(meta.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape}, found {tuple(meta.shape)}; {_AGAIN}")
 
@@ -100,12 +140,17 @@ def _call(function: Callable[..., Tensor], tensors: dict[str, Tensor], **setting
     return function(**tensors, **settings)
 
 
-def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, ...], **unused: Tensor) -> Tensor:
-    """Return weight (O, I) in bf16. scale: one number, one a row (O, 1), or one for each block of (block[0], block[1])."""
+def dequantize_fp8(
+    weight: Tensor, scale: Tensor, block: tuple[int, ...], **unused: Tensor
+) -> Tensor:
+    """Return weight (O, I) in bf16. scale: one number, one a row (O, 1), or one for each block of
+    (block[0], block[1])."""
     scale = scale.float()
     if scale.dim() == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, weight.size(0))):
         rows, columns = weight.shape
-        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[
+            :, :columns
+        ]
     return (weight.float() * scale).bfloat16()
 
 
@@ -122,23 +167,36 @@ def _integer_weights(
         if f"{stem}g_idx" in metas:
             suffixes.append("g_idx")
         parts = {suffix: f"{stem}{suffix}" for suffix in suffixes}
-        if missing := [part for part in parts.values() if part not in metas]:
+        missing = []
+        for part in parts.values():
+            if part not in metas:
+                missing.append(part)
+        if missing:
             raise ValueError(f"{missing[0]} is missing; {_AGAIN}")
         if not isinstance(meta, Tensor) or meta.dtype != torch.int32 or meta.dim() != 2:
-            raise ValueError(f"{name}: expected a matrix of torch.int32, found {_dtype_of(meta)}; {_AGAIN}")
+            raise ValueError(
+                f"{name}: expected a matrix of torch.int32, found {_dtype_of(meta)}; {_AGAIN}"
+            )
         packed = 32 // bits  # numbers in each int32
         if method == "gptq":
             outputs = meta.shape[1]
             inputs = meta.shape[0] * packed
-            dequantize = partial(_call, dequantize_gptq, bits=bits, v1=is_first_version, name=parts.get("g_idx", ""))
+            dequantize = partial(
+                _call, dequantize_gptq, bits=bits, v1=is_first_version, name=parts.get("g_idx", "")
+            )
         else:
             outputs = meta.shape[1] * packed
             inputs = meta.shape[0]
             dequantize = partial(_call, dequantize_awq)
         scales = metas[parts["scales"]]
-        groups = scales.shape[0] if isinstance(scales, Tensor) and scales.dim() == 2 else 1
+        if isinstance(scales, Tensor) and scales.dim() == 2:
+            groups = scales.shape[0]
+        else:
+            groups = 1
         _check_part(parts["scales"], scales, None, (groups, outputs))
-        _check_part(parts["qzeros"], metas[parts["qzeros"]], torch.int32, (groups, outputs // packed))
+        _check_part(
+            parts["qzeros"], metas[parts["qzeros"]], torch.int32, (groups, outputs // packed)
+        )
         if "g_idx" in parts and method == "gptq":
             _check_part(parts["g_idx"], metas[parts["g_idx"]], torch.int32, (inputs,))
         elif groups == 0 or inputs % groups:
@@ -156,31 +214,43 @@ def dequantize_gptq(
     g_idx: Tensor | None = None,
     name: str = "g_idx",
 ) -> Tensor:
-    """Return the weight (O, I) of GPTQ (arXiv 2210.17323): scale * (value - zero) for each group of input features.
+    """Return the weight (O, I) of GPTQ (arXiv 2210.17323): scale * (value - zero) for each group of
+    input features.
 
-    qweight: (I * bits / 32, O) int32. qzeros: (G, O * bits / 32) int32; the first version stores zeros minus 1.
-    scales: (G, O). g_idx: (I,), the group of each input feature; None: consecutive groups of equal size. name: of g_idx,
-    for the ValueError if it names a group that does not exist.
+    qweight: (I * bits / 32, O) int32. qzeros: (G, O * bits / 32) int32; the first version stores
+    zeros minus 1.
+    scales: (G, O). g_idx: (I,), the group of each input feature; None: consecutive groups of equal
+    size. name: of g_idx, for the ValueError if it names a group that does not exist.
     """
     if g_idx is not None and not (int(g_idx.min()) >= 0 and int(g_idx.max()) < scales.size(0)):
-        raise ValueError(f"{name}: expected groups from 0 to {scales.size(0) - 1}, found others; {_AGAIN}")
+        raise ValueError(
+            f"{name}: expected groups from 0 to {scales.size(0) - 1}, found others; {_AGAIN}"
+        )
     values = _unpack(qweight.mT, bits)  # (O, I)
     zeros = _unpack(qzeros, bits) + int(v1)  # (G, O)
     features = values.size(1)
-    groups = torch.arange(features) // (features // scales.size(0)) if g_idx is None else g_idx.long()
+    if g_idx is None:
+        groups = torch.arange(features) // (features // scales.size(0))
+    else:
+        groups = g_idx.long()
     return (scales.float()[groups] * (values.mT - zeros[groups])).mT.to(scales.dtype)
 
 
 def dequantize_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, **unused: Tensor) -> Tensor:
-    """Return the weight (O, I) of AWQ (arXiv 2306.00978). qweight: (I, O / 8) int32; qzeros: (G, O / 8); scales: (G, O)."""
+    """Return the weight (O, I) of AWQ (arXiv 2306.00978). qweight: (I, O / 8) int32; qzeros: (G, O
+    / 8); scales: (G, O)."""
     order = torch.tensor(AWQ_ORDER).argsort()
-    values, zeros = (_unpack(x, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for x in (qweight, qzeros))
+    values, zeros = (
+        _unpack(x, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for x in (qweight, qzeros)
+    )
     size = values.size(0) // scales.size(0)
-    scales, zeros = scales.repeat_interleave(size, 0), zeros.repeat_interleave(size, 0)
+    scales = scales.repeat_interleave(size, 0)
+    zeros = zeros.repeat_interleave(size, 0)
     return (scales.float() * (values - zeros)).mT.to(scales.dtype)
 
 
 def _unpack(x: Tensor, bits: int) -> Tensor:
-    """Return the numbers of `bits` bits in x (rows, columns) int32, the lowest bits first: (rows, columns * 32 / bits)."""
+    """Return the numbers of `bits` bits in x (rows, columns) int32, the lowest bits first: (rows,
+    columns * 32 / bits)."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((x[..., None] >> shifts) & (2**bits - 1)).flatten(-2)

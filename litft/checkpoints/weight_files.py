@@ -1,4 +1,7 @@
-"""Read weight files lazily, one tensor at a time, and write them in shards. Pickle files may only contain tensors."""
+"""Read weight files lazily, one tensor at a time, and write them in shards.
+
+Pickle files may only contain tensors.
+"""
 
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -16,7 +19,14 @@ from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, mappin
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.stored_formats import find_stored_weights
 from litft.model.placement import UNSHARDED, WeightPlacement
-from litft.model.quantization import STATES, STATISTICS, QuantizedModule, QuantizedTensor, is_quantizable, stored_shape
+from litft.model.quantization import (
+    STATES,
+    STATISTICS,
+    QuantizedModule,
+    QuantizedTensor,
+    is_quantizable,
+    stored_shape,
+)
 
 SHARD_BYTES = 5 * 10**9  # Hugging Face's default shard size
 MAX_MAPPED_BYTES = 2**28  # bytes read from a file before it is reopened
@@ -25,10 +35,12 @@ MAX_LISTED = 10  # names listed in one message
 
 
 class Checkpoint:
-    """The tensors of a model folder: `model.safetensors` or `pytorch_model.bin`, as a single file or shards with an index.
+    """The tensors of a model folder: `model.safetensors` or `pytorch_model.bin`, as a single file
+    or shards with an index.
 
-    Quantized weights (bitsandbytes, FP8, GPTQ, AWQ) appear under their names as dequantized tensors. Raises
-    ValueError with a remedy if files are missing, misnamed, truncated or contain more than tensors.
+    Quantized weights (bitsandbytes, FP8, GPTQ, AWQ) appear under their names as dequantized
+    tensors. Raises ValueError with a remedy if files are missing, misnamed, truncated or contain
+    more than tensors.
     """
 
     def __init__(self, folder: Path, quantization: dict[str, Any] | None = None) -> None:
@@ -48,13 +60,19 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """The sorted names of all tensors, without what quantized weights are stored as."""
-        statistics = {name for parts in self._packed.values() for name in parts.values()} - self._packed.keys()
-        stored_parts = {name for weight in self._stored.values() for name in weight.parts.values()}
+        statistics = {
+            name for parts in self._packed.values() for name in parts.values()
+        } - self._packed.keys()
+        stored_parts = set()
+        for weight in self._stored.values():
+            for name in weight.parts.values():
+                stored_parts.add(name)
         return sorted((self._file_of.keys() - statistics - stored_parts) | self._stored.keys())
 
     config_name = "config.json"  # what says which tensors there must be
     mismatch_remedy = (
-        "config.json and weights must come from the same model; download both again, or choose another --family"
+        "config.json and weights must come from the same model; download both again, or choose "
+        "another --family"
     )
 
     @property
@@ -68,26 +86,41 @@ class Checkpoint:
         return bool(self._packed)
 
     def meta(self, name: str) -> Tensor:
-        """Return a meta tensor with the shape and dtype of the (dequantized) tensor, without reading its data."""
-        if stored := self._stored.get(name):
+        """Return a meta tensor with the shape and dtype of the (dequantized) tensor, without
+        reading its data."""
+        stored = self._stored.get(name)
+        if stored:
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         meta = self._metas[name]
         if isinstance(meta, str):
-            raise ValueError(f"{self._file_of[name]}: {name} is stored as {meta}, not a weight dtype; download it in bf16")
+            raise ValueError(
+                f"{self._file_of[name]}: {name} is stored as {meta}, not a weight dtype; download "
+                "it in bf16"
+            )
         if name not in self._packed:
             return meta
-        state = next((stored_name for suffix, stored_name in self._packed[name].items() if suffix in STATES), None)
+        state = next(
+            (stored_name for suffix, stored_name in self._packed[name].items() if suffix in STATES),
+            None,
+        )
         with self._translate_errors(name):
-            return torch.empty(stored_shape(self._read_stored(state)) if state else meta.shape, device="meta")
+            return torch.empty(
+                stored_shape(self._read_stored(state)) if state else meta.shape, device="meta"
+            )
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Return the tensor on the CPU in the file's dtype; packed weights are dequantized to fp32.
 
         slices: read only this part of the tensor. Slices may extend beyond its end.
         """
-        if stored := self._stored.get(name):
-            return stored.dequantize({suffix: self._read_stored(part) for suffix, part in stored.parts.items()})[slices]
-        return self.packed(name).dequantize()[slices] if name in self._packed else self._read_stored(name, slices)
+        stored = self._stored.get(name)
+        if stored:
+            return stored.dequantize(
+                {suffix: self._read_stored(part) for suffix, part in stored.parts.items()}
+            )[slices]
+        if name in self._packed:
+            return self.packed(name).dequantize()[slices]
+        return self._read_stored(name, slices)
 
     def is_packed(self, name: str) -> bool:
         """Whether a weight is stored quantized."""
@@ -99,7 +132,10 @@ class Checkpoint:
             return None
         with self._translate_errors(name):
             return QuantizedTensor.from_state(
-                {suffix: self._read_stored(stored_name) for suffix, stored_name in self._packed[name].items()}
+                {
+                    suffix: self._read_stored(stored_name)
+                    for suffix, stored_name in self._packed[name].items()
+                }
             )
 
     @contextmanager
@@ -108,11 +144,18 @@ class Checkpoint:
         try:
             yield
         except (KeyError, TypeError, AttributeError, AssertionError, ValueError) as error:
-            reason = f"{name} is quantized in a format unknown to bitsandbytes ({error or type(error).__name__})"
-            raise ValueError(f"{self._file_of[name]}: {reason}; download the folder again, or unquantized weights") from None
+            reason = (
+                f"{name} is quantized in a format unknown to bitsandbytes "
+                f"({error or type(error).__name__})"
+            )
+            raise ValueError(
+                f"{self._file_of[name]}: {reason}; download the folder again, or unquantized "
+                "weights"
+            ) from None
 
     def _find_packed(self) -> dict[str, dict[str, str]]:
-        """Return the packed weights; for each one the names of its stored tensors by bitsandbytes' suffixes."""
+        """Return the packed weights; for each one the names of its stored tensors by bitsandbytes'
+        suffixes."""
         packed = {}
         for name in self._file_of:
             stem, _, _ = name.rpartition(".weight.") if ".weight." in name else name.rpartition(".")
@@ -122,21 +165,29 @@ class Checkpoint:
         return packed
 
     def _read_stored(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        handle, meta = self._handle_of(self._file_of[name]), self._metas[name]
+        handle = self._handle_of(self._file_of[name])
+        meta = self._metas[name]
         if isinstance(handle, dict):
             tensor = handle[name][slices]
         elif isinstance(meta, str) or meta[slices].shape == meta.shape:
             tensor = handle.get_tensor(name)
         else:
-            clipped = tuple(slice(part.start, min(part.stop, size)) for part, size in zip(slices, meta.shape, strict=True))
-            tensor = (
-                handle.get_slice(name)[clipped] if meta[slices].numel() else torch.empty_like(meta[slices], device="cpu")
+            clipped = tuple(
+                slice(part.start, min(part.stop, size))
+                for part, size in zip(slices, meta.shape, strict=True)
             )
+            if meta[slices].numel():
+                tensor = handle.get_slice(name)[clipped]
+            else:
+                tensor = torch.empty_like(meta[slices], device="cpu")
         self._bytes_read += tensor.nbytes
         return tensor
 
     def equal(self, name: str, other: str) -> bool:
-        """Return whether two matrices of the same shape have the same values. They are read in parts."""
+        """Return whether two matrices of the same shape have the same values.
+
+        They are read in parts.
+        """
         num_rows, num_columns = self.meta(name).shape
         for start in range(0, num_rows, ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE), slice(0, num_columns)
@@ -145,36 +196,46 @@ class Checkpoint:
         return True
 
     def head(self, name: str, count: int) -> Tensor:
-        """Return the first `count` values of a tensor, as it is stored, without reading the rest."""
-        if stored := self._stored.get(name):
+        """Return the first `count` values of a tensor, as it is stored, without reading the
+        rest."""
+        stored = self._stored.get(name)
+        if stored:
             name = next(iter(stored.parts.values()))
         handle = self._handle_of(self._file_of[name])
         if isinstance(handle, dict):
             return handle[name].flatten()[:count].clone()
         lazy_slice = handle.get_slice(name)
-        if not (shape := lazy_slice.get_shape()):
+        shape = lazy_slice.get_shape()
+        if not shape:
             return handle.get_tensor(name).flatten()
         return lazy_slice[: max(1, count // max(1, shape[-1]))].flatten()[:count]
 
     def _handle_of(self, path: Path):
-        """Open the file and close the previous one: pages read from a mapped file count as memory until it is closed."""
+        """Open the file and close the previous one: pages read from a mapped file count as memory
+        until it is closed."""
         if self._open_handle[0] != path or self._bytes_read > MAX_MAPPED_BYTES:
             self._open_handle = (path, None)  # closed before the next is opened
-            self._open_handle, self._bytes_read = (path, _open_file(path)), 0
+            self._open_handle = (path, _open_file(path))
+            self._bytes_read = 0
         return self._open_handle[1]
 
 
 def _open_file(path: Path):
     """Return the safetensors reader, or a memory-mapped dict of tensors for a .bin file."""
-    return _open_pickle(path) if path.suffix == ".bin" else _open_safetensors(path)
+    if path.suffix == ".bin":
+        return _open_pickle(path)
+    return _open_safetensors(path)
 
 
 def _read_metas(handle) -> dict[str, Tensor | str]:
-    """Return a meta tensor for every tensor of an open file; for a dtype that torch lacks, the dtype's name."""
+    """Return a meta tensor for every tensor of an open file; for a dtype that torch lacks, the
+    dtype's name."""
     if isinstance(handle, dict):
         return {name: tensor.to("meta") for name, tensor in handle.items()}
     lazy_slices = ((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118 (not a dict)
-    headers = ((name, lazy_slice.get_shape(), lazy_slice.get_dtype()) for name, lazy_slice in lazy_slices)
+    headers = (
+        (name, lazy_slice.get_shape(), lazy_slice.get_dtype()) for name, lazy_slice in lazy_slices
+    )
     return {
         name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") if dtype in _DTYPES else dtype
         for name, shape, dtype in headers
@@ -182,7 +243,13 @@ def _read_metas(handle) -> dict[str, Tensor | str]:
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_DTYPES |= {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 _DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
@@ -192,29 +259,50 @@ def _weight_files(folder: Path) -> list[Path]:
             return [single]
         if (index := folder / f"{stem}.index.json").is_file():
             return _indexed_files(index)
-    existing_files = ", ".join(sorted(path.name for path in folder.iterdir())[:MAX_LISTED]) or "nothing"
+    existing_files = (
+        ", ".join(sorted(path.name for path in folder.iterdir())[:MAX_LISTED]) or "nothing"
+    )
     remedy = "download the whole folder, or rename the file"
     if list(folder.glob("consolidated*.pth")) or list(folder.glob("consolidated*.safetensors")):
-        remedy = "these are in the original layout of Meta or Mistral; download the folder in Hugging Face format"
+        remedy = (
+            "these are in the original layout of Meta or Mistral; download the folder in Hugging "
+            "Face format"
+        )
     raise ValueError(
-        f"{folder} holds no weights: expected model.safetensors, model.safetensors.index.json, pytorch_model.bin or "
-        f"pytorch_model.bin.index.json, found {existing_files}; {remedy}"
+        f"{folder} holds no weights: expected model.safetensors, model.safetensors.index.json, "
+        f"pytorch_model.bin or pytorch_model.bin.index.json, found {existing_files}; {remedy}"
     )
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """Return the shards listed in an index; raise ValueError if a name points outside the folder."""
+    """Return the shards listed in an index; raise ValueError if a name points outside the
+    folder."""
     try:
-        shards = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        shards = sorted(
+            {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+        )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} is not a valid index ({error!r}); download it again") from None
     if not shards:
         raise ValueError(f"{index} lists no files; download it again")
-    if strays := [name for name in shards if Path(name).name != name]:
-        raise ValueError(f"{index} lists {strays[0]!r}, which is not a plain file name; do not trust this folder")
-    if missing := [name for name in shards if not (index.parent / name).is_file()]:
+    strays = []
+    for name in shards:
+        if Path(name).name != name:
+            strays.append(name)
+    if strays:
+        raise ValueError(
+            f"{index} lists {strays[0]!r}, which is not a plain file name; do not trust this folder"
+        )
+    missing = []
+    for name in shards:
+        if not (index.parent / name).is_file():
+            missing.append(name)
+    if missing:
         listed = ", ".join(missing[:MAX_LISTED])
-        raise ValueError(f"{index.parent} lacks {len(missing)} of {len(shards)} weight files: {listed}; download them")
+        raise ValueError(
+            f"{index.parent} lacks {len(missing)} of {len(shards)} weight files: {listed}; "
+            "download them"
+        )
     return [index.parent / name for name in shards]
 
 
@@ -223,10 +311,13 @@ def _open_safetensors(path: Path):
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         if path.open("rb").read(24).startswith(b"version https://git-lfs"):
-            raise ValueError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder") from None
+            raise ValueError(
+                f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
+            ) from None
         size = path.stat().st_size
         raise ValueError(
-            f"{path} ({size:,} bytes) is truncated or not a safetensors file ({error}); download it again"
+            f"{path} ({size:,} bytes) is truncated or not a safetensors file ({error}); download "
+            "it again"
         ) from None
 
 
@@ -236,23 +327,35 @@ def _open_pickle(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # UnpicklingError, RuntimeError, EOFError, ...
         reason = str(error).split("\n")[0][:200]
         raise ValueError(
-            f"{path} is truncated or contains more than tensors, and litft does not execute pickles ({reason}); "
-            "get the model as safetensors"
+            f"{path} is truncated or contains more than tensors, and litft does not execute "
+            f"pickles ({reason}); get the model as safetensors"
         ) from None
     if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+        isinstance(name, str)
+        and isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
         for name, value in content.items()
     ):
-        raise ValueError(f"{path} is not a dictionary of plain tensors; get the model as safetensors")
+        raise ValueError(
+            f"{path} is not a dictionary of plain tensors; get the model as safetensors"
+        )
     return {name: value.detach() for name, value in content.items()}
 
 
-def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -> list[TensorMapping]:
-    """Return the mappings that fill `model`; raise ValueError for missing, unexpected or misshapen tensors."""
+def check_weights(
+    model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]
+) -> list[TensorMapping]:
+    """Return the mappings that fill `model`; raise ValueError for missing, unexpected or misshapen
+    tensors."""
     names = set(checkpoint.names)
     mappings, unexpected = mappings_from_hf(rules, checkpoint.names)
-    expected = {name: torch.empty_like(parameter, device="meta") for name, parameter in model.named_parameters()}
-    problems, filled = [], set()
+    expected = {
+        name: torch.empty_like(parameter, device="meta")
+        for name, parameter in model.named_parameters()
+    }
+    problems = []
+    filled = set()
     for mapping in mappings:
         if any(target not in expected or target in filled for target in mapping.targets):
             unexpected += [name for name in mapping.sources if name in names]
@@ -260,12 +363,21 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
         filled |= set(mapping.targets)
         expected_sources = mapping.revert([expected[target] for target in mapping.targets])
         for name, expected_meta in zip(mapping.sources, expected_sources, strict=True):
-            problems += _tensor_problems(checkpoint, name, expected_meta) if name in names else [f"missing {name}"]
+            problems += (
+                _tensor_problems(checkpoint, name, expected_meta)
+                if name in names
+                else [f"missing {name}"]
+            )
     unfilled = [name for name in expected if name not in filled]
-    problems += [f"missing {name}" for mapping in mappings_to_hf(rules, unfilled) for name in mapping.targets]
+    problems += [
+        f"missing {name}" for mapping in mappings_to_hf(rules, unfilled) for name in mapping.targets
+    ]
     problems += [f"unexpected {name}" for name in unexpected]
     if problems:
-        omitted = [f"... and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+        if len(problems) > MAX_LISTED:
+            omitted = [f"... and {len(problems) - MAX_LISTED} more"]
+        else:
+            omitted = []
         raise ValueError(
             f"the weights in {checkpoint.folder} do not match its {checkpoint.config_name}:\n  "
             + "\n  ".join(problems[:MAX_LISTED] + omitted)
@@ -275,24 +387,33 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
 
 
 def _tensor_problems(checkpoint: Checkpoint, name: str, expected: Tensor) -> list[str]:
-    meta, shape = checkpoint.meta(name), tuple(expected.shape)
+    meta = checkpoint.meta(name)
+    shape = tuple(expected.shape)
     if meta.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return [f"{name}: stored as {meta.dtype}, which is quantized; download the folder in bf16"]
     if not expected.is_floating_point() and meta.dtype != expected.dtype:
         return [f"{name}: stored as {meta.dtype}, but litft expects {expected.dtype}"]
     if meta.is_floating_point() != expected.is_floating_point():
         return [f"{name}: stored as {meta.dtype}, but litft expects floating-point weights"]
-    return [] if tuple(meta.shape) == shape else [f"{name}: expected shape {shape}, found {tuple(meta.shape)}"]
+    if tuple(meta.shape) == shape:
+        return []
+    return [f"{name}: expected shape {shape}, found {tuple(meta.shape)}"]
 
 
 def packed_modules(
-    model: nn.Module, checkpoint: Checkpoint, mappings: list[TensorMapping], unquantized: Collection[str] = ()
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    mappings: list[TensorMapping],
+    unquantized: Collection[str] = (),
 ) -> Iterator[str]:
-    """Yield the modules to quantize: not those in `unquantized`, nor those that a quantized folder stores unquantized."""
+    """Yield the modules to quantize: not those in `unquantized`, nor those that a quantized folder
+    stores unquantized."""
     for mapping in mappings:
         if checkpoint.is_quantized and not any(map(checkpoint.is_packed, mapping.sources)):
             continue
-        names = (name.removesuffix(".weight") for name in mapping.targets if is_quantizable(name, model))
+        names = (
+            name.removesuffix(".weight") for name in mapping.targets if is_quantizable(name, model)
+        )
         yield from (name for name in names if name not in unquantized)
 
 
@@ -303,9 +424,11 @@ def load_weights(
     dtype: torch.dtype,
     placement: WeightPlacement = UNSHARDED,
 ) -> None:
-    """Load the weights into an allocated network, one tensor at a time; if possible, ranks only read their own shard.
+    """Load the weights into an allocated network, one tensor at a time; if possible, ranks only
+    read their own shard.
 
-    dtype: of weights before they are quantized. Additional rows of the network, for new tokens, stay unchanged.
+    dtype: of weights before they are quantized. Additional rows of the network, for new tokens,
+    stay unchanged.
     """
     for mapping in mappings:
         modules = [model.get_submodule(name.rpartition(".")[0]) for name in mapping.targets]
@@ -318,13 +441,20 @@ def load_weights(
             modules[0].fill(packed.to(device))
         elif len(modules) == 1 and not quantized[0]:
             name = mapping.targets[0]
-            placement.copy_in(name, model.get_parameter(name), partial(_read_part, checkpoint, mapping))
+            placement.copy_in(
+                name, model.get_parameter(name), partial(_read_part, checkpoint, mapping)
+            )
         else:
             tensors = mapping.convert([checkpoint.read(name) for name in mapping.sources])
-            for name, module, is_quantized, tensor in zip(mapping.targets, modules, quantized, tensors, strict=True):
+            for name, module, is_quantized, tensor in zip(
+                mapping.targets, modules, quantized, tensors, strict=True
+            ):
                 if is_quantized:
                     module.fill(
-                        QuantizedTensor.quantize(placement.shard(name, tensor).to(device, dtype).flatten(0, -2), module.kind)
+                        QuantizedTensor.quantize(
+                            placement.shard(name, tensor).to(device, dtype).flatten(0, -2),
+                            module.kind,
+                        )
                     )
                 else:
                     placement.copy_in(name, model.get_parameter(name), tensor.__getitem__)
@@ -341,7 +471,8 @@ def _read_part(checkpoint: Checkpoint, mapping: TensorMapping, slices: tuple[sli
 
 
 def write_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file with the read and write permissions of its folder (safetensors itself uses 0600)."""
+    """Write a safetensors file with the read and write permissions of its folder (safetensors
+    itself uses 0600)."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -350,15 +481,19 @@ def write_file(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 class LazyTensor(NamedTuple):
-    """A tensor to be written: name, meta tensor, and a function that computes it when its shard is written."""
+    """A tensor to be written: name, meta tensor, and a function that computes it when its shard is
+    written."""
 
     name: str
     like: Tensor  # on the meta device
     make: Callable[[], Tensor]
 
 
-def write_weights(folder: Path | None, entries: list[LazyTensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `model.safetensors`, or shards of at most `shard_bytes` with an index; only one shard is in memory.
+def write_weights(
+    folder: Path | None, entries: list[LazyTensor], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write `model.safetensors`, or shards of at most `shard_bytes` with an index; only one shard
+    is in memory.
 
     folder: None to compute each tensor and discard it.
     """
@@ -368,15 +503,29 @@ def write_weights(folder: Path | None, entries: list[LazyTensor], shard_bytes: i
         return
     shards: list[list[LazyTensor]] = [[]]
     for entry in entries:
-        if shards[-1] and sum(previous.like.nbytes for previous in shards[-1]) + entry.like.nbytes > shard_bytes:
+        if (
+            shards[-1]
+            and sum(previous.like.nbytes for previous in shards[-1]) + entry.like.nbytes
+            > shard_bytes
+        ):
             shards.append([])
         shards[-1].append(entry)
     count = len(shards)
-    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else ["model.safetensors"]
+    if count > 1:
+        names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+    else:
+        names = ["model.safetensors"]
     for file, shard in zip(names, shards, strict=True):
         tensors = {entry.name: entry.make().detach().cpu().contiguous() for entry in shard}
         write_file(tensors, folder / file)
     if count > 1:
-        weight_map = {entry.name: file for file, shard in zip(names, shards, strict=True) for entry in shard}
-        index = {"metadata": {"total_size": sum(entry.like.nbytes for entry in entries)}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        weight_map = {
+            entry.name: file for file, shard in zip(names, shards, strict=True) for entry in shard
+        }
+        index = {
+            "metadata": {"total_size": sum(entry.like.nbytes for entry in entries)},
+            "weight_map": weight_map,
+        }
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", "utf-8"
+        )

@@ -1,1 +1,2 @@
-"""From files to micro-batches: `readers` and `formats` read records, `encoder` tokenizes them, `packing` makes batches."""
+"""From files to micro-batches: `readers` and `formats` read records, `encoder` tokenizes them,
+`packing` makes batches."""

@@ -1,4 +1,5 @@
-"""Find how a chat template writes reasoning and tool calls, by what it renders for an example of each."""
+"""Find how a chat template writes reasoning and tool calls, by what it renders for an example of
+each."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +11,15 @@ from litft.data.reasoning import ENDS_IN_OPEN_THOUGHT, is_thought_mark, thought_
 from litft.data.tool_calls import CALL_MARKS, ToolCall, call_texts
 from litft.data.turns import EndTokens, assistant_turns
 
-CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+CHANNEL_MARKS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
 
 _CONTENT = "It is warm."
 _CALL = ToolCall("weather", {"town": "Oslo", "days": 3})
@@ -48,7 +57,10 @@ def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
     as_text = "tool" in template and not _takes_objects(write)
     if "<|channel|>" in template and "<|message|>" in template:
         return AnswerFormat(thoughts, channels=True, arguments_as_text=as_text)
-    written = list(_written_calls(write, ends)) if "tool" in template else []
+    if "tool" in template:
+        written = list(_written_calls(write, ends))
+    else:
+        written = []
     for marks in CALL_MARKS:
         found = AnswerFormat(thoughts, marks, arguments_as_text=as_text)
         if any(marks.opening in text and _reads(found, text) for text in written):
@@ -57,7 +69,8 @@ def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
 
 
 def _takes_objects(write: Render) -> bool:
-    """Return whether a template writes arguments that are an object; one that takes text fails, or writes Python's form."""
+    """Return whether a template writes arguments that are an object; one that takes text fails, or
+    writes Python's form."""
     try:
         text = write([_QUESTION, _answer("")], [_TOOL])
     except ValueError:
@@ -66,7 +79,8 @@ def _takes_objects(write: Render) -> bool:
 
 
 def answer_format(template: str, special: dict[str, str], ends: EndTokens) -> AnswerFormat:
-    """Return how a template writes answers. special: bos_token and other variables of the template."""
+    """Return how a template writes answers. special: bos_token and other variables of the
+    template."""
     return _format_of(template, ends, json.dumps(special, sort_keys=True))
 
 
@@ -85,7 +99,9 @@ def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
 
 def _reads(answer_format: AnswerFormat, written: str) -> bool:
     """Return whether the call is read back from what the template has written."""
-    in_thought = any(closing in written and opening not in written for opening, closing in answer_format.thoughts)
+    in_thought = any(
+        closing in written and opening not in written for opening, closing in answer_format.thoughts
+    )
     parsed = make_parser(answer_format, in_thought, [_TOOL]).parse(written)
     return parsed.calls == [_CALL] and _CALL.name not in parsed.content
 

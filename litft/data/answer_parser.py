@@ -1,4 +1,5 @@
-"""Take an answer apart while it is generated: reasoning, content and tool calls, by the marks of its chat template.
+"""Take an answer apart while it is generated: reasoning, content and tool calls, by the marks of
+its chat template.
 
 Text that does not parse stays content, with its marks.
 """
@@ -18,9 +19,10 @@ PartKind = Literal["content", "reasoning", "call"]
 class AnswerFormat:
     """How a template writes answers.
 
-    thoughts: pairs of texts around the reasoning. calls: the marks of tool calls; None if the template writes none.
-    channels: whether answers are messages in channels (gpt-oss). arguments_as_text: whether the template takes the
-    arguments of a call as JSON, not as an object.
+    thoughts: pairs of texts around the reasoning. calls: the marks of tool calls; None if the
+    template writes none.
+    channels: whether answers are messages in channels (gpt-oss). arguments_as_text: whether the
+    template takes the arguments of a call as JSON, not as an object.
     """
 
     thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
@@ -57,16 +59,17 @@ class ParsedAnswer:
                 self.content += part.text
 
 
-# characters of one answer that may be read as calls and turn out to be none: a model that repeats a broken call writes
-# thousands of marks, and each could begin or end a call
+# characters of one answer that may be read as calls and turn out to be none: a model that repeats a
+# broken call writes thousands of marks, and each could begin or end a call
 MAX_FAILED = 400_000
 
 
 class AnswerParser:
     """Takes one answer apart, chunk by chunk.
 
-    in_thought: the prompt has opened the reasoning. tools: the functions that the model may call; None: unknown. Calls
-    that have no opening mark are looked for only with tools, since they look like any JSON.
+    in_thought: the prompt has opened the reasoning. tools: the functions that the model may call;
+    None: unknown. Calls that have no opening mark are looked for only with tools, since they look
+    like any JSON.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class AnswerParser:
         self.buffer = ""
         self.state = "thought" if in_thought else "start"
         self.closing_marks = tuple(closing for _, closing in answer_format.thoughts)
-        self.spaces = ""  # white space at the end of what was returned, which only counts if more text follows
+        # white space at the end of what was returned, which only counts if more text follows
+        self.spaces = ""
         self.started: set[str] = set()  # the kinds of text returned so far
         self.has_calls = False
         self.tried = 0  # characters of the buffer in which no closing mark has completed a call
@@ -88,7 +92,8 @@ class AnswerParser:
 
     @property
     def gives_up(self) -> bool:
-        """Whether too many attempts to read a call have failed; the rest of the answer is then content."""
+        """Whether too many attempts to read a call have failed; the rest of the answer is then
+        content."""
         return self.failed > MAX_FAILED
 
     def push(self, text: str) -> list[AnswerPart]:
@@ -138,10 +143,15 @@ class AnswerParser:
         yield from ()
 
     def _begin_answer(self, text: str, is_last: bool) -> None:
-        """Decide whether the answer after any reasoning is a bare call or content, once `text` shows which."""
+        """Decide whether the answer after any reasoning is a bare call or content, once `text`
+        shows which."""
         calls = self.format.calls
         takes_bare_calls = calls is not None and not calls.opening and bool(self.tools)
-        if takes_bare_calls and not is_last and any(prefix.startswith(text) for prefix in BARE_PREFIXES):
+        if (
+            takes_bare_calls
+            and not is_last
+            and any(prefix.startswith(text) for prefix in BARE_PREFIXES)
+        ):
             return
         is_bare_call = takes_bare_calls and text.startswith(("{", *BARE_PREFIXES))
         self.state = "call" if is_bare_call else "content"
@@ -208,7 +218,8 @@ class AnswerParser:
         self.buffer = self.buffer[len(mark) :]
 
     def _calls_in(self, region: str) -> list[ToolCall]:
-        """Return the calls from the opening mark on; none if it is no call, which counts as an attempt that failed."""
+        """Return the calls from the opening mark on; none if it is no call, which counts as an
+        attempt that failed."""
         calls = self._read_calls(region)
         if not calls:
             self.failed += len(region)
@@ -220,7 +231,8 @@ class AnswerParser:
         body = region
         if not opening:
             body = _without_prefixes(region)
-        elif not opening.startswith("<function"):  # such a mark is a part of the syntax of its calls
+        elif not opening.startswith("<function"):
+            # such a mark is a part of the syntax of its calls
             body = region.removeprefix(opening)
             if not self.format.calls.closing:  # the mark may come before each call
                 body = body.replace(opening, "\n")
@@ -243,7 +255,9 @@ class AnswerParser:
         for call in calls:
             yield AnswerPart("call", call=call)
 
-    def _safe_text(self, kind: PartKind, marks: tuple[str, ...], is_last: bool) -> Iterator[AnswerPart]:
+    def _safe_text(
+        self, kind: PartKind, marks: tuple[str, ...], is_last: bool
+    ) -> Iterator[AnswerPart]:
         """Return the buffer but for an end that may be the beginning of a mark."""
         held_back = 0
         if not is_last:
@@ -271,13 +285,15 @@ _RECIPIENT = re.compile(r"to=functions\.(?P<name>[\w.\-]+)")
 class ChannelParser(AnswerParser):
     """Takes apart the answers of gpt-oss: messages in the channels analysis, commentary and final.
 
-    Source: OpenAI's harmony format. A message is HEADER<|message|>TEXT<|end|>; its header names the channel and, for a
-    call, the recipient.
+    Source: OpenAI's harmony format. A message is HEADER<|message|>TEXT<|end|>; its header names the
+    channel and, for a call, the recipient.
     """
 
     ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
-    def __init__(self, answer_format: AnswerFormat, in_thought: bool = False, tools: list | None = None) -> None:
+    def __init__(
+        self, answer_format: AnswerFormat, in_thought: bool = False, tools: list | None = None
+    ) -> None:
         super().__init__(answer_format, in_thought, tools)
         self.state = "header"
         self.header = ""
@@ -344,7 +360,9 @@ def _may_be_header(text: str) -> bool:
     return not text or any(text.startswith(start) or start.startswith(text) for start in beginnings)
 
 
-def make_parser(answer_format: AnswerFormat, in_thought: bool = False, tools: list | None = None) -> AnswerParser:
+def make_parser(
+    answer_format: AnswerFormat, in_thought: bool = False, tools: list | None = None
+) -> AnswerParser:
     """Return a parser for one answer."""
     parser = ChannelParser if answer_format.channels else AnswerParser
     return parser(answer_format, in_thought, tools)
@@ -359,7 +377,8 @@ def _without_prefixes(text: str) -> str:
 
 
 def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
-    """Return the position of the first of several marks, and this mark; (-1, "") if there is none."""
+    """Return the position of the first of several marks, and this mark; (-1, "") if there is
+    none."""
     found = (-1, "")
     for mark in marks:
         position = text.find(mark)
@@ -369,7 +388,8 @@ def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `mark`, but not the whole mark."""
+    """Return the length of the longest end of `text` that is a beginning of `mark`, but not the
+    whole mark."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return length

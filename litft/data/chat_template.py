@@ -1,4 +1,5 @@
-"""Messages to text, by the checkpoint's own jinja chat template (in a sandbox) or one of the styles in templates/."""
+"""Messages to text, by the checkpoint's own jinja chat template (in a sandbox) or one of the styles
+in templates/."""
 
 import datetime
 import json
@@ -17,12 +18,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = dict[str, Any]
 Render = Callable[..., str]
 
-STYLES = {path.stem: path.read_text("utf-8") for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
+STYLES = {
+    path.stem: path.read_text("utf-8")
+    for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+}
 ALPACA = STYLES["alpaca"]  # for a checkpoint without a template
 
 
 class _Generation(Extension):
-    """transformers' {% generation %} tag, rendered as its content; `assistant_turns` does not need it to find the turns."""
+    """transformers' {% generation %} tag, rendered as its content; `assistant_turns` does not need
+    it to find the turns."""
 
     tags = frozenset({"generation"})
 
@@ -31,13 +36,15 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-MOST_STEPS = 2_000_000  # of all loops of one rendering; a conversation of a thousand messages takes some thousands
+# of all loops of one rendering; a conversation of a thousand messages takes some thousands
+MOST_STEPS = 2_000_000
 LONGEST_TEXT = 50_000_000  # characters of a value that a template builds
 LARGEST_NUMBER = 100_000  # in the call of a method or a filter, as for jinja's own range
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox with bounds on time and memory: a template comes from a checkpoint, which may be anyone's.
+    """A sandbox with bounds on time and memory: a template comes from a checkpoint, which may be
+    anyone's.
 
     Raises SecurityError where jinja's own sandbox would loop, or fill the memory.
     """
@@ -59,7 +66,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute, unless the result would be huge."""
         if operator == "*":
-            sizes = [len(value) if isinstance(value, str | list | tuple) else value for value in (left, right)]
+            sizes = [
+                len(value) if isinstance(value, str | list | tuple) else value
+                for value in (left, right)
+            ]
             is_sequence = sizes != [left, right]
             if is_sequence and all(isinstance(size, int) for size in sizes):
                 _check_length(sizes[0] * sizes[1])
@@ -82,7 +92,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _filtered(node: jinja2.nodes.Expr | None, name: str, line: int) -> jinja2.nodes.Filter:
-    """Return a node of the syntax tree that applies a filter. node: None for the content of a block."""
+    """Return a node of the syntax tree that applies a filter. node: None for the content of a
+    block."""
     return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=line)
 
 
@@ -127,7 +138,9 @@ def _counted(context: Any, values: Any) -> Iterator[Any]:
 @lru_cache(maxsize=8)
 def _compile(source: str) -> jinja2.Template:
     """Compile a template with transformers' settings, so that it renders the same text."""
-    environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+    environment = _BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
     environment.filters["tojson"] = _tojson
     environment.limit_filters()
     environment.filters["counted"] = _counted
@@ -136,8 +149,11 @@ def _compile(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any) -> str:
-    """Dump plain JSON: jinja's own filter escapes HTML, and models were trained without these escapes."""
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any
+) -> str:
+    """Dump plain JSON: jinja's own filter escapes HTML, and models were trained without these
+    escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)
 
 
@@ -153,27 +169,40 @@ def render(
     day: str | None = None,
     **variables: Any,
 ) -> str:
-    """Render `messages`, each {"role": ..., "content": ...}; `variables` are bos_token and other template variables.
+    """Render `messages`, each {"role": ..., "content": ...}; `variables` are bos_token and other
+    template variables.
 
-    day: the date (ISO 8601) for templates that print today's date; None: today. Raise ValueError if the template is broken
-    or rejects the messages, as some reject a system turn.
+    day: the date (ISO 8601) for templates that print today's date; None: today. Raise ValueError if
+    the template is broken or rejects the messages, as some reject a system turn.
     """
-    today = datetime.date.fromisoformat(day) if day else datetime.date.today()
+    if day:
+        today = datetime.date.fromisoformat(day)
+    else:
+        today = datetime.date.today()
     context = {"documents": None, **variables}
-    context |= dict(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, litft_steps=[0])
+    context |= dict(
+        messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, litft_steps=[0]
+    )
     try:
         return _compile(source).render(strftime_now=today.strftime, **context)
-    except Exception as error:  # a template can raise any, and each means that it is broken or rejects the messages
-        if tools is None and "tools" in source:  # some templates take len(tools) without checking for None
+    except Exception as error:
+        # a template can raise any, and each means that it is broken or rejects the messages
+        # some templates take len(tools) without checking for None
+        if tools is None and "tools" in source:
             return render(source, messages, [], add_generation_prompt, day, **variables)
         raise ValueError(f"the chat template cannot render this conversation: {error}") from None
 
 
 def user_content(instruction: str, context: str, source: str) -> str:
-    """Join an Alpaca record's instruction and input to one user message, in the style of the template `source`."""
+    """Join an Alpaca record's instruction and input to one user message, in the style of the
+    template `source`."""
     if not context:
         return instruction
-    return f"{instruction}\n\n### Input:\n{context}" if "### Response:" in source else f"{instruction}\n\n{context}"
+    return (
+        f"{instruction}\n\n### Input:\n{context}"
+        if "### Response:" in source
+        else f"{instruction}\n\n{context}"
+    )
 
 
 def mentions_variable(source: str, name: str) -> bool:
@@ -182,20 +211,28 @@ def mentions_variable(source: str, name: str) -> bool:
 
 
 def last_user_message(prompt: str, render: Callable[[list[Message]], str]) -> str:
-    """Return the last user message of a rendered prompt, or the whole prompt if the message cannot be found in it.
+    """Return the last user message of a rendered prompt, or the whole prompt if the message cannot
+    be found in it.
 
     render: renders messages up to the answer, with the template of the prompt.
     """
-    mark, answer = "user-message-mark", "assistant-message-mark"
-    messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", answer), ("user", mark))]
+    mark = "user-message-mark"
+    answer = "assistant-message-mark"
+    messages = [
+        {"role": role, "content": text}
+        for role, text in (("user", "a"), ("assistant", answer), ("user", mark))
+    ]
     try:
         head, found, tail = render(messages[2:]).partition(mark)
         later_head = render(messages).partition(mark)[0]
     except ValueError:  # raised by the template
         return prompt
-    common = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(head), reversed(later_head), strict=False))
+    common = takewhile(
+        lambda pair: pair[0] == pair[1], zip(reversed(head), reversed(later_head), strict=False)
+    )
     opening = "".join(char for char, _ in common)[::-1].lstrip()  # what precedes a user's message
-    body, tail = prompt.rstrip(), tail.rstrip()
+    body = prompt.rstrip()
+    tail = tail.rstrip()
     if not (found and opening.strip() and opening in body and tail and body.endswith(tail)):
         return prompt
     return body.removesuffix(tail).rpartition(opening)[2].strip() or prompt

@@ -1,4 +1,5 @@
-"""Both splits of tokenized samples from the flags, checked against the model that will read them."""
+"""Both splits of tokenized samples from the flags, checked against the model that will read
+them."""
 
 import copy
 import hashlib
@@ -47,7 +48,9 @@ class DataSplits:
 
     def count(self, *notes: str) -> int:
         """Return the number of examples in both splits with any of these notes."""
-        return sum(report.notes.get(note, [0])[0] for report in self.reports.values() for note in notes)
+        return sum(
+            report.notes.get(note, [0])[0] for report in self.reports.values() for note in notes
+        )
 
     @property
     def skipped(self) -> int:
@@ -57,8 +60,13 @@ class DataSplits:
     @cached_property
     def val_sets(self) -> dict[str, np.ndarray]:
         """The indices of the validation samples of each named set; empty if there is one set."""
-        numbers = {name: [i for i, other in enumerate(self.val_names) if other == name] for name in self.val_names}
-        return {name: np.flatnonzero(np.isin(self.val.store_numbers, of_set)) for name, of_set in numbers.items()}
+        numbers = {}
+        for name in self.val_names:
+            numbers[name] = [i for i, other in enumerate(self.val_names) if other == name]
+        return {
+            name: np.flatnonzero(np.isin(self.val.store_numbers, of_set))
+            for name, of_set in numbers.items()
+        }
 
     @property
     def is_plain_text(self) -> bool:
@@ -69,7 +77,9 @@ class DataSplits:
     def system_prompt(self) -> str:
         """The system prompt, if all conversations have the same one; otherwise empty."""
         systems = {system for report in self.reports.values() for system in report.systems}
-        return systems.pop() if len(systems) == 1 else ""
+        if len(systems) == 1:
+            return systems.pop()
+        return ""
 
     @cached_property
     def special_ids(self) -> set[int]:
@@ -79,7 +89,9 @@ class DataSplits:
     @cached_property
     def duplicates(self) -> np.ndarray:
         """Indices of the training samples that are also in the validation set, token for token."""
-        return np.flatnonzero(np.isin(self.train.digests, self.val.digests)) if len(self.val) else np.zeros(0, int)
+        if len(self.val):
+            return np.flatnonzero(np.isin(self.train.digests, self.val.digests))
+        return np.zeros(0, int)
 
     @cached_property
     def train_digest(self) -> str:
@@ -93,7 +105,9 @@ class DataSplits:
 
 
 def _digest(samples: Samples, *more: Any) -> str:
-    sha256 = hashlib.sha256(json.dumps([*more, *(store.report.content for store in samples.stores)]).encode())
+    sha256 = hashlib.sha256(
+        json.dumps([*more, *(store.report.content for store in samples.stores)]).encode()
+    )
     sha256.update(samples.identity)
     return sha256.hexdigest()
 
@@ -108,27 +122,36 @@ def load_data(
 ) -> DataSplits:
     """Load both splits; set the chat template and add the stop tokens of `tokenizer`.
 
-    context: the model's maximum number of tokens. timeout: seconds to wait for another process that tokenizes the same file
-    and makes no progress. kind: what the records are, see `Encoder`. Uses no collectives, so it can run before the process
-    group exists. Raise ValueError naming file and record for unreadable data, and for tokens outside the model's vocabulary.
+    context: the model's maximum number of tokens. timeout: seconds to wait for another process that
+    tokenizes the same file and makes no progress. kind: what the records are, see `Encoder`. Uses
+    no collectives, so it can run before the process group exists. Raise ValueError naming file and
+    record for unreadable data, and for tokens outside the model's vocabulary.
     """
     own = tokenizer.chat_template, tokenizer.named_templates
     template = choose_template(args.template, tokenizer)
     _set_arguments(tokenizer, args.template_args)
-    templates = [item.template for item in (*args.paths, *args.val_paths) if item.template]
+    templates = []
+    for item in (*args.paths, *args.val_paths):
+        if item.template:
+            templates.append(item.template)
     has_date = tokenizer.uses_date or templates  # which may print the date too
     tokenizer.day = args.date or (date.today().isoformat() if has_date else None)
     limit = length_limit(args.max_seq_length, context)
     policy = args.mask_prompt, args.train_on == "last", args.reasoning
     encoder = Encoder(tokenizer, limit, args.format, _columns(args.columns, kind), *policy, kind)
     train, val = locate(args)
-    val_names, val = [name for name, _ in val], [file for _, file in val]
+    val_names = [name for name, _ in val]
+    val = [file for _, file in val]
     files = list(dict.fromkeys([*train, *val]))
-    stores = {file: prepare(file, _encoder_of(file, encoder), args.skip_bad, timeout) for file in files}
+    stores = {
+        file: prepare(file, _encoder_of(file, encoder), args.skip_bad, timeout) for file in files
+    }
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
     splits = split([stores[file] for file in train], 0.0 if val else args.val_fraction, args.seed)
-    held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [(s, out) for s, _, out in splits]
+    held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [
+        (s, out) for s, _, out in splits
+    ]
     weights = args.path_weights
     reports: dict[str, EncodingReport] = {}
     for file, store in stores.items():
@@ -148,14 +171,17 @@ def load_data(
         tuple(val_names) if len(set(val_names)) > 1 else (),
     )
     if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
-        raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
+        raise ValueError(
+            f"--data.weights {weights} leave no example of {data.train.sizes}; raise them"
+        )
     _check_samples(data)
     if any(report.has_conversations for report in reports.values()):
         tokenizer.has_template = True
     else:  # nothing was rendered: the folder's templates stay, and none is invented
         tokenizer.chat_template, tokenizer.named_templates = own
         data = replace(data, template="not used: the data is text")
-    # generation must stop at the special tokens that end a turn in the data, even if no file of the model names them
+    # generation must stop at the special tokens that end a turn in the data, even if no file of the
+    # model names them
     ends = {token for report in reports.values() for token in report.ends}
     tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
     return data
@@ -165,18 +191,35 @@ def _check_samples(data: DataSplits) -> None:
     """Raise ValueError if a set has no samples, or a sample is longer than the model's context."""
     if not len(data.train):
         raise ValueError(_no_samples_message(data, data.context))
-    if empty := [name for name, indices in data.val_sets.items() if not len(indices)]:
+    empty = []
+    for name, indices in data.val_sets.items():
+        if not len(indices):
+            empty.append(name)
+    if empty:
         notes = _notes(data.reports)
-        raise ValueError(f"--data.val_path: no example of the set {empty[0]} is left ({notes}); leave it out, or mend it")
-    context, non_empty = data.context, [samples for samples in (data.train, data.val) if len(samples)]
-    if (longest := max(int(samples.document_lengths(np.arange(len(samples))).max()) for samples in non_empty)) > context:
-        reason = f"the longest example has {longest:,} tokens, but the model was made for {context:,}"
+        raise ValueError(
+            f"--data.val_path: no example of the set {empty[0]} is left ({notes}); leave it out, "
+            "or mend it"
+        )
+    context = data.context
+    non_empty = []
+    for samples in (data.train, data.val):
+        if len(samples):
+            non_empty.append(samples)
+    longest = max(
+        int(samples.document_lengths(np.arange(len(samples))).max()) for samples in non_empty
+    )
+    if longest > context:
+        reason = (
+            f"the longest example has {longest:,} tokens, but the model was made for {context:,}"
+        )
         remedy = f"use {context}, or set rope_scaling in the model's config.json"
         raise ValueError(f"--data.max_seq_length {data.limit}: {reason}; {remedy}")
 
 
 def length_limit(max_seq_length: int | None, context: int) -> int:
-    """Return the most input tokens of a sample: `max_seq_length` if given, else the model's context but at most 2048."""
+    """Return the most input tokens of a sample: `max_seq_length` if given, else the model's context
+    but at most 2048."""
     return max_seq_length or min(context, 2048)
 
 
@@ -192,29 +235,42 @@ def _encoder_of(file: File | HubSplit, encoder: Encoder) -> Encoder:
 
 
 def _columns(items: list[str], kind: str) -> dict[str, str]:
-    """Parse --data.columns to {field of a format: name in the files}; raise ValueError for a field that no format has."""
+    """Parse --data.columns to {field of a format: name in the files}; raise ValueError for a field
+    that no format has."""
     pairs = (item.split("=", 1) for item in items)
     columns = {field.strip(): file_name.strip() for field, file_name in pairs}
     fields = sorted({name for form in FORMATS.values() for name in form.fields + form.optional})
     fields = fields if kind == "supervised" else sorted(FIELDS)
-    if unknown := [field for field in columns if field not in fields]:
-        raise ValueError(f"--data.columns {unknown[0]}=...: no format has that field; known: {', '.join(fields)}")
+    unknown = []
+    for field in columns:
+        if field not in fields:
+            unknown.append(field)
+    if unknown:
+        raise ValueError(
+            f"--data.columns {unknown[0]}=...: no format has that field; known: {', '.join(fields)}"
+        )
     return columns
 
 
 def _check_columns(columns: dict[str, str], reports: dict[str, EncodingReport]) -> None:
     """Raise ValueError for a field of --data.columns that no record of any file has."""
     for name, file_name in columns.items():
-        missing = sum(report.notes.get(f"{WITHOUT} {file_name}", [0])[0] for report in reports.values())
+        missing = sum(
+            report.notes.get(f"{WITHOUT} {file_name}", [0])[0] for report in reports.values()
+        )
         if missing == sum(report.records for report in reports.values()):
             raise ValueError(
-                f"--data.columns {name}={file_name}: no record has the field {file_name!r}; name one that they have"
+                f"--data.columns {name}={file_name}: no record has the field {file_name!r}; name "
+                "one that they have"
             )
 
 
 def _no_samples_message(data: DataSplits, context: int) -> str:
     if data.count(CUT_AWAY):
-        remedy = f"all {data.skipped} were skipped; raise --data.max_seq_length (the model's context is {context})"
+        remedy = (
+            f"all {data.skipped} were skipped; raise --data.max_seq_length (the model's context is "
+            f"{context})"
+        )
         return f"no example has an answer within {data.limit} tokens: {remedy}"
     return f"no example is left to train on: {_notes(data.reports)}"
 
@@ -228,7 +284,8 @@ def _notes(reports: dict[str, EncodingReport]) -> str:
 
 
 def choose_template(choice: str, tokenizer: Tokenizer) -> str:
-    """Set the template of `tokenizer`: auto (its own, else Alpaca), the name of a style, or the path of a jinja file.
+    """Set the template of `tokenizer`: auto (its own, else Alpaca), the name of a style, or the
+    path of a jinja file.
 
     Return where the template comes from, for messages.
     """
@@ -237,14 +294,19 @@ def choose_template(choice: str, tokenizer: Tokenizer) -> str:
     elif choice != "auto":
         if not Path(choice).is_file():
             raise ValueError(
-                f"--data.template {choice}: no such file; use auto, {', '.join(STYLES)}, or a jinja file's path"
+                f"--data.template {choice}: no such file; use auto, {', '.join(STYLES)}, or a "
+                "jinja file's path"
             )
         try:
             tokenizer.use_template(Path(choice).read_text("utf-8"))
         except UnicodeDecodeError:
-            raise ValueError(f"--data.template {choice} is not UTF-8 text; name a jinja file") from None
+            raise ValueError(
+                f"--data.template {choice} is not UTF-8 text; name a jinja file"
+            ) from None
     if choice == "auto":
-        return "the checkpoint's own" if tokenizer.own_template else "Alpaca style, since the checkpoint has none"
+        if tokenizer.own_template:
+            return "the checkpoint's own"
+        return "Alpaca style, since the checkpoint has none"
     return choice
 
 
@@ -253,30 +315,45 @@ def _set_arguments(tokenizer: Tokenizer, items: list[str]) -> None:
     tokenizer.chat_template = with_arguments(tokenizer.chat_template, items)
     templates = {}
     for name, source in tokenizer.named_templates.items():
-        known = [item for item in items if mentions_variable(source, item.partition("=")[0])]
+        known = []
+        for item in items:
+            if mentions_variable(source, item.partition("=")[0]):
+                known.append(item)
         templates[name] = with_arguments(source, known)
     tokenizer.named_templates = templates
 
 
 def with_arguments(source: str, items: list[str]) -> str:
-    """Return a chat template with other defaults for its variables, NAME=VALUE each; a value is JSON, or else text.
+    """Return a chat template with other defaults for its variables, NAME=VALUE each; a value is
+    JSON, or else text.
 
-    They are part of the template, so that every program that renders it has them. Raise ValueError for a name that the
-    template does not mention, or that every program sets.
+    They are part of the template, so that every program that renders it has them. Raise ValueError
+    for a name that the template does not mention, or that every program sets.
     """
     defaults = ""
     for item in items:
         name, _, value = item.partition("=")
         if name in ALWAYS_SET:
-            reason = f"{name} is set by each conversation or by the tokenizer, so a default has no effect; leave it out"
+            reason = (
+                f"{name} is set by each conversation or by the tokenizer, so a default has no "
+                "effect; leave it out"
+            )
             raise ValueError(f"--data.template_args {item}: {reason}")
         if not mentions_variable(source, name):
-            raise ValueError(f"--data.template_args {item}: the chat template has no variable {name}; check the spelling")
+            raise ValueError(
+                f"--data.template_args {item}: the chat template has no variable {name}; check the "
+                "spelling"
+            )
         try:
-            literal = "none" if json.loads(value) is None else json.dumps(json.loads(value))
+            if json.loads(value) is None:
+                literal = "none"
+            else:
+                literal = json.dumps(json.loads(value))
         except ValueError:
             literal = json.dumps(value)
-        defaults += f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+        defaults += (
+            f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+        )
     return defaults + source
 
 
@@ -286,11 +363,15 @@ def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
     return [text for text in control_tokens if tokenizer.token_id(text) is None]
 
 
-def split(stores: list[TokenStore], fraction: float, seed: int) -> list[tuple[TokenStore, np.ndarray, np.ndarray]]:
-    """Return (store, training entries, validation entries) for each store; about `fraction` of the units are held out.
+def split(
+    stores: list[TokenStore], fraction: float, seed: int
+) -> list[tuple[TokenStore, np.ndarray, np.ndarray]]:
+    """Return (store, training entries, validation entries) for each store; about `fraction` of the
+    units are held out.
 
-    The side of an entry depends only on its own content and the seed, not on the rest of the file or how it is encoded. At
-    least one unit is held out (the lowest score) if `fraction` is not 0, and at least one is kept (the highest score).
+    The side of an entry depends only on its own content and the seed, not on the rest of the file
+    or how it is encoded. At least one unit is held out (the lowest score) if `fraction` is not 0,
+    and at least one is kept (the highest score).
     """
     scores = [_scores(store.units, seed) for store in stores]
     sorted_scores = np.sort(np.concatenate(scores))
@@ -298,11 +379,15 @@ def split(stores: list[TokenStore], fraction: float, seed: int) -> list[tuple[To
     if fraction and len(sorted_scores):  # above the lowest, and not above the highest
         threshold = min(max(fraction, np.nextafter(sorted_scores[0], 1.0)), sorted_scores[-1])
     masks = [store_scores < threshold for store_scores in scores]
-    return [(store, np.flatnonzero(~mask), np.flatnonzero(mask)) for store, mask in zip(stores, masks, strict=True)]
+    return [
+        (store, np.flatnonzero(~mask), np.flatnonzero(mask))
+        for store, mask in zip(stores, masks, strict=True)
+    ]
 
 
 def _scores(units: np.ndarray, seed: int) -> np.ndarray:
-    """Map the hash of each unit to a number in [0, 1), by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    """Map the hash of each unit to a number in [0, 1), by the finalizer of SplitMix64 (Steele et
+    al., OOPSLA 2014)."""
     x = units + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -314,14 +399,17 @@ def _check_vocabulary(report: EncodingReport, tokenizer: Tokenizer, vocab_size: 
     if largest >= vocab_size:
         token = tokenizer.decode([largest], skip_special=False)
         raise ValueError(
-            f"{where}: token {token!r} has the id {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
-            f"{tokenizer.folder} contains the tokenizer of another model; copy the right one there"
+            f"{where}: token {token!r} has the id {largest}, but the model's vocabulary ends at "
+            f"{vocab_size - 1}; {tokenizer.folder} contains the tokenizer of another model; copy "
+            "the right one there"
         )
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (shortest length, longest length, number of samples) of each bar of a histogram with bars of equal width."""
-    first, width = int(lengths.min()), -(-int(lengths.max() - lengths.min() + 1) // NUM_BARS)
+    """Return (shortest length, longest length, number of samples) of each bar of a histogram with
+    bars of equal width."""
+    first = int(lengths.min())
+    width = -(-int(lengths.max() - lengths.min() + 1) // NUM_BARS)
     edges = np.arange(first - 1, int(lengths.max()) + width, width)
     counts, _ = np.histogram(lengths, edges + 1)
     edges[-1] = lengths.max()

@@ -1,7 +1,8 @@
 """Hashes of files' content.
 
-SHA-256 identifies a data file. Its hashes are cached: hashing a file of many GB again on every start would take minutes.
-XXH3 of 64 bits (github.com/Cyan4973/xxHash), as fast as memory, finds damage to files that litft has written.
+SHA-256 identifies a data file. Its hashes are cached: hashing a file of many GB again on every
+start would take minutes. XXH3 of 64 bits (github.com/Cyan4973/xxHash), as fast as memory, finds
+damage to files that litft has written.
 """
 
 import fcntl
@@ -16,7 +17,8 @@ from xxhash import xxh3_64
 from litft.atomic import atomic_write
 
 CHUNK = 1 << 22  # bytes that are read at once
-SETTLED = 2 * 10**9  # ns: a file written this shortly before it was hashed may change again without a new timestamp
+# ns: a file written this shortly before it was hashed may change again without a new timestamp
+SETTLED = 2 * 10**9
 
 
 def cache_folder() -> Path:
@@ -25,10 +27,12 @@ def cache_folder() -> Path:
 
 
 def digest_of(path: Path) -> str:
-    """Return the sha256 of a file's bytes, from the cache if the file has not changed since it was hashed.
+    """Return the sha256 of a file's bytes, from the cache if the file has not changed since it was
+    hashed.
 
-    A file is unchanged if its path, size, modification and status change times, and inode are; the modification time alone
-    could have been set back. One process reads the file, and the others wait for it.
+    A file is unchanged if its path, size, modification and status change times, and inode are; the
+    modification time alone could have been set back. One process reads the file, and the others
+    wait for it.
     """
     folder = cache_folder() / "digests"
     entry = folder / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
@@ -53,13 +57,16 @@ def _cached_digest(path: Path, entry: Path) -> str | None:
         cached = json.loads(entry.read_text("utf-8"))
         identity = _identity(path)
         settled = cached["at"] - max(identity[2:4]) > SETTLED
-        return cached["digest"] if cached["identity"] == identity and settled else None
+        if cached["identity"] == identity and settled:
+            return cached["digest"]
+        return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _hash_and_cache(path: Path, entry: Path) -> str:
-    now, identity = time.time_ns(), _identity(path)
+    now = time.time_ns()
+    identity = _identity(path)
     digest = _hash_file(path)
     if _identity(path) != identity:  # it was written in the meantime
         return digest

@@ -1,4 +1,5 @@
-"""Records to samples: rendered, tokenized, masked and cut to length, with notes on everything that was changed or lost."""
+"""Records to samples: rendered, tokenized, masked and cut to length, with notes on everything that
+was changed or lost."""
 
 import hashlib
 import json
@@ -9,8 +10,6 @@ from functools import cached_property, partial
 from itertools import chain, pairwise
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from litft.data.chat_template import Message, mentions_variable
 from litft.data.formats import (
@@ -28,47 +27,10 @@ from litft.data.formats import (
 from litft.data.messages import LEARNED_ENTRIES
 from litft.data.preferences import EQUAL, FIELDS, PROMPT_CUT, cut_together, to_preferences
 from litft.data.reasoning import drop_reasoning
+from litft.data.sample import ID_MASK, IN_ANSWER, SUPERVISED
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.data.turns import Turn, assistant_turns
-from litft.model.loss import IGNORED
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Inputs and targets of one example, both (T,) int64: `targets[t]` is the token after `tokens[t]`, or IGNORED.
-
-    A pair of answers is one sample with two documents, the chosen answer and the rejected one, each with its prompt.
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    answer: tuple[Tensor, Tensor] | None = None  # (prompt, answer): the last complete answer and the tokens before it
-    documents: tuple[int, ...] = ()  # the length of each document; empty: there is one
-    desirable: bool | None = None  # the label of an answer; None: no label
-    reference: tuple[float, ...] = ()  # of each document: its targets' summed log-probability in the reference model
-    mismatch: "Sample | None" = None  # the prompt with the answer of another example, for KTO
-
-    @property
-    def document_lengths(self) -> tuple[int, ...]:
-        """The number of tokens of each document."""
-        return self.documents or (self.tokens.numel(),)
-
-    @property
-    def is_preference(self) -> bool:
-        """Whether it is a pair, or an answer with a label."""
-        return bool(self.documents) or self.desirable is not None
-
-    @cached_property
-    def supervised(self) -> int:
-        """The number of target tokens."""
-        return int((self.targets != IGNORED).sum())
-
-    def split(self) -> "list[Sample]":
-        """Return each document as a sample of its own."""
-        parts = (values.split(list(self.document_lengths)) for values in (self.tokens, self.targets))
-        return [Sample(*document) for document in zip(*parts, strict=True)]
-
 
 LONG_CONVERSATION = 40  # messages; from here on, those beyond the length limit are not rendered
 
@@ -90,11 +52,6 @@ END_TEXT = "with an end token written after an answer, which is removed"
 SPAN = 2048  # characters of a divided text that go into the same split
 
 
-# a sample is stored as token ids (T + 1,), uint32, whose two highest bits are flags
-SUPERVISED, IN_ANSWER = np.uint32(1 << 31), np.uint32(1 << 30)  # it is a target; it is in a complete answer
-ID_MASK = np.uint32((1 << 30) - 1)
-
-
 @dataclass
 class Encoded:
     """The samples of a record, or the error."""
@@ -102,14 +59,17 @@ class Encoded:
     where: str
     form: str = ""
     samples: list[np.ndarray] = field(default_factory=list)
-    units: list[int] = field(default_factory=list)  # of each sample: the hash that decides its split
+    # of each sample: the hash that decides its split
+    units: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)  # of each sample: see Samples.names
-    first_sizes: list[int] = field(default_factory=list)  # of each pair: the number of tokens of the chosen answer
+    # of each pair: the number of tokens of the chosen answer
+    first_sizes: list[int] = field(default_factory=list)
     labels: list[bool] = field(default_factory=list)  # of each answer with a label
     text: bool = False  # the samples are the consecutive spans of a text
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that end its answers
-    system: str | None = None  # the system prompt of its conversation; empty without one, None for a text
+    # the system prompt of its conversation; empty without one, None for a text
+    system: str | None = None
     last_token: int | None = None  # of a record of token ids whose last token is learned
     answers: int = 0  # answers that are learned
     empty_thoughts: int = 0  # those with an empty thought of the template, which is not learned
@@ -145,8 +105,13 @@ class Encoder:
     @cached_property
     def digest(self) -> str:
         """The hash of everything that decides how records become samples."""
-        policy = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "tokenizer"}
-        return hashlib.sha256((self.tokenizer.digest() + json.dumps(policy, sort_keys=True)).encode()).hexdigest()
+        policy = {}
+        for item in fields(self):
+            if item.name != "tokenizer":
+                policy[item.name] = getattr(self, item.name)
+        return hashlib.sha256(
+            (self.tokenizer.digest() + json.dumps(policy, sort_keys=True)).encode()
+        ).hexdigest()
 
     def __call__(self, where: str, record: Record | ValueError) -> Encoded:
         """Encode a record; errors in the record are returned in the result, not raised."""
@@ -154,7 +119,10 @@ class Encoder:
         try:
             if isinstance(record, ValueError):
                 raise record
-            missing = [name for name in self.columns.values() if name not in record]
+            missing = []
+            for name in self.columns.values():
+                if name not in record:
+                    missing.append(name)
             encoded.notes += [f"{WITHOUT} {name}" for name in missing]
             record = rename_columns(record, self.columns)
             if self.kind != "supervised":
@@ -167,14 +135,27 @@ class Encoder:
             encoded.unused = unused_fields(record, read)
             if _has_other_system(record, example):
                 encoded.unused.append("system")
-            encoded.form = "guanaco" if form == "text" and example.text is None else form
+            if form == "text" and example.text is None:
+                encoded.form = "guanaco"
+            else:
+                encoded.form = form
             self._encode(example, encoded)
-            if not encoded.text:  # without a template, which decides how an instruction and its input are joined
-                encoded.units = [unit_hash(to_example(record, where, "", form))] * len(encoded.samples)
+            # without a template, which decides how an instruction and its input are joined
+            if not encoded.text:
+                encoded.units = [unit_hash(to_example(record, where, "", form))] * len(
+                    encoded.samples
+                )
         except ValueError as error:
             message = str(error)
-            encoded.error = message if message.startswith(where) else f"{where}: {message}"
-            encoded.samples, encoded.units, encoded.turns, encoded.first_sizes, encoded.labels = [], [], [], [], []
+            if message.startswith(where):
+                encoded.error = message
+            else:
+                encoded.error = f"{where}: {message}"
+            encoded.samples = []
+            encoded.units = []
+            encoded.turns = []
+            encoded.first_sizes = []
+            encoded.labels = []
         return encoded
 
     def _encode_preferences(self, record: Record, where: str, encoded: Encoded) -> None:
@@ -196,7 +177,9 @@ class Encoder:
                 continue
             if lost:
                 encoded.notes.append(PROMPT_CUT)
-            if any(len(after) < len(before) - lost for before, after in zip(sides, cut, strict=True)):
+            if any(
+                len(after) < len(before) - lost for before, after in zip(sides, cut, strict=True)
+            ):
                 encoded.notes.append(CUT)
             sides = [
                 after if len(after) == len(before) - lost else after & ~IN_ANSWER
@@ -214,7 +197,8 @@ class Encoder:
                 encoded.labels.append(desirable)
 
     def _encode_answer(self, example: Example, encoded: Encoded) -> np.ndarray | None:
-        """Return the stored tokens of a conversation of any length, with its last answers as targets; None without one."""
+        """Return the stored tokens of a conversation of any length, with its last answers as
+        targets; None without one."""
         messages, supervised = self._select_turns(example, encoded)
         self._note_controls([message["content"] for message in messages], encoded)
         if not supervised:
@@ -232,12 +216,17 @@ class Encoder:
         return stored
 
     def _answer_start(self, turn: TurnTokens) -> int:
-        """Return where an answer begins that is generated to compare: a thought that is not learned is in its prompt."""
-        return turn.answer if turn.empty_thought and self.reasoning != "learn_empty" else turn.start
+        """Return where an answer begins that is generated to compare: a thought that is not learned
+        is in its prompt."""
+        if turn.empty_thought and self.reasoning != "learn_empty":
+            return turn.answer
+        return turn.start
 
     def _first_target(self, turn: TurnTokens) -> int:
         """Return the position of a turn's first target token."""
-        return turn.answer if self.reasoning == "mask" else self._answer_start(turn)
+        if self.reasoning == "mask":
+            return turn.answer
+        return self._answer_start(turn)
 
     def _mark_targets(self, sample: np.ndarray, turn: TurnTokens, encoded: Encoded) -> None:
         """Mark the tokens of an answer that are learned, and count the answer."""
@@ -265,7 +254,8 @@ class Encoder:
         messages = self._up_to_limit(messages, example)
         self._note_controls([message["content"] for message in messages], encoded)
         self._note_unused(messages, example, encoded)
-        was_cut, previous_ids = False, []
+        was_cut = False
+        previous_ids = []
         for ids, turns in self._tokenize(messages, example):
             sample = np.array(ids, np.uint32)
             last_complete = -1
@@ -278,11 +268,13 @@ class Encoder:
                     sample[self._answer_start(turn) : turn.end] |= IN_ANSWER
                 elif turn.start <= self.limit:
                     is_partial = turn.message in supervised
-            if not self.mask_prompt:  # each of several texts continues the previous one, which is supervised already
+            # each of several texts continues the previous one, which is supervised already
+            if not self.mask_prompt:
                 sample[common_prefix_length(ids, previous_ids) :] |= SUPERVISED
             previous_ids = ids
             if len(ids) > self.limit + 1:
-                was_cut, sample = True, sample[: self.limit + 1]
+                was_cut = True
+                sample = sample[: self.limit + 1]
             # a call may end with another token than the last answer
             for turn in turns:
                 if turn.message in supervised and turn.end <= self.limit + 1:
@@ -299,7 +291,9 @@ class Encoder:
         """Add a sample of tokens as they are, cut to the length limit."""
         if max(ids, default=0) > ID_MASK:
             raise ValueError(f"the token id {max(ids)} is larger than any vocabulary")
-        sample = np.array(ids, np.uint32) | np.where(supervised if self.mask_prompt else True, SUPERVISED, np.uint32(0))
+        sample = np.array(ids, np.uint32) | np.where(
+            supervised if self.mask_prompt else True, SUPERVISED, np.uint32(0)
+        )
         cut = sample[: self.limit + 1]
         if (cut[1:] & SUPERVISED).any():
             encoded.samples.append(cut)
@@ -316,7 +310,8 @@ class Encoder:
             encoded.notes.append(CONTROL)
 
     def _note_unused(self, messages: list[Message], example: Example, encoded: Encoded) -> None:
-        """Note variables that the template does not have, and that it shows the model nothing of the tools it may call."""
+        """Note variables that the template does not have, and that it shows the model nothing of
+        the tools it may call."""
         source = self.tokenizer.template_for(example.tools)
         for name in example.template_args:
             if not mentions_variable(source, name):
@@ -327,14 +322,19 @@ class Encoder:
         texts = []
         for tools in (example.tools, None):
             try:
-                texts.append(self.tokenizer.apply_chat_template(messages[:first], tools, **example.template_args))
+                texts.append(
+                    self.tokenizer.apply_chat_template(
+                        messages[:first], tools, **example.template_args
+                    )
+                )
             except ValueError:  # with the answer it may render
                 return
         if texts[0] == texts[1]:
             encoded.notes.append(TOOLS_LOST)
 
     def _spans(self, example: Example) -> Iterator[tuple[str, list[int]]]:
-        """Yield (text, tokens) of each span of SPAN characters, or of the whole text; independent of the length limit."""
+        """Yield (text, tokens) of each span of SPAN characters, or of the whole text; independent
+        of the length limit."""
         text = example.text
         if not text.strip():
             return
@@ -343,8 +343,13 @@ class Encoder:
         opening = self.tokenizer.encode("") if example.begins else []
         num_added = 0 if ids[: len(opening)] == opening else len(opening)
         if example.ends and ids[-1:] and ids[-1] not in self.tokenizer.stop_ids:
-            ids.append(self.tokenizer.eos_id if self.tokenizer.eos_id is not None else self.tokenizer.stop_ids[-1])
-        ids = opening[:num_added] + ids  # with BOS and an end token, unless the text already has them
+            ids.append(
+                self.tokenizer.eos_id
+                if self.tokenizer.eos_id is not None
+                else self.tokenizer.stop_ids[-1]
+            )
+        # with BOS and an end token, unless the text already has them
+        ids = opening[:num_added] + ids
         if len(ids) < 2:
             return
         bounds = [0, *(num_added + boundary for boundary in boundaries), len(ids)]
@@ -360,17 +365,30 @@ class Encoder:
         turns = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         if not turns:
             last = example.messages[-1]["role"]
-            raise ValueError(f"no message is from the assistant (the last is from the {last}); add the answer to train on")
+            raise ValueError(
+                f"no message is from the assistant (the last is from the {last}); add the answer "
+                "to train on"
+            )
         if turns[-1] + 1 < len(example.messages):
             encoded.notes.append(UNANSWERED)
-        if any(message["role"] == "user" and not message["content"].strip() for message in example.messages):
+        if any(
+            message["role"] == "user" and not message["content"].strip()
+            for message in example.messages
+        ):
             encoded.notes.append(EMPTY_PROMPT)
-        messages, template = [], self.tokenizer.chat_template
+        messages = []
+        template = self.tokenizer.chat_template
         for message in example.messages[: turns[-1] + 1]:
-            clean = {name: value for name, value in message.items() if name not in LEARNED_ENTRIES}
+            clean = {}
+            for name, value in message.items():
+                if name not in LEARNED_ENTRIES:
+                    clean[name] = value
             if message["role"] == "developer" and "developer" not in template:
                 clean["role"] = "system"  # "developer" is OpenAI's newer name for it
-            if message["role"] == "assistant" and (content := strip_end_token(message["content"])) != message["content"]:
+            if (
+                message["role"] == "assistant"
+                and (content := strip_end_token(message["content"])) != message["content"]
+            ):
                 encoded.notes += [END_TEXT] * (END_TEXT not in encoded.notes)
                 clean["content"] = content
             messages.append(clean)
@@ -380,22 +398,32 @@ class Encoder:
             encoded.system = messages[0]["content"]
         if self.reasoning == "drop":
             messages = drop_reasoning(messages)
-        empty = {n for n in turns if not messages[n]["content"].strip() and not messages[n].get("tool_calls")}
-        supervised = {n for n in (turns[-1:] if self.last_only else turns) if example.messages[n].get("train", True)}
+        empty = set()
+        for n in turns:
+            if not messages[n]["content"].strip() and not messages[n].get("tool_calls"):
+                empty.add(n)
+        supervised = set()
+        for n in turns[-1:] if self.last_only else turns:
+            if example.messages[n].get("train", True):
+                supervised.add(n)
         if self.mask_prompt and supervised & empty:
             encoded.notes.append(EMPTY_TURN if supervised - empty else EMPTY)
         return messages, supervised - empty
 
     def _up_to_limit(self, messages: list[Message], example: Example) -> list[Message]:
-        """Return a conversation without the turns after the first one whose prompt exceeds the length limit.
+        """Return a conversation without the turns after the first one whose prompt exceeds the
+        length limit.
 
-        They would be cut away, after rendering each of them several times with all that comes before it. Prompts are
-        compared that end with the user: a template may leave out earlier reasoning only from there on. Where prompts are
+        They would be cut away, after rendering each of them several times with all that comes
+        before it. Prompts are
+        compared that end with the user: a template may leave out earlier reasoning only from there
+        on. Where prompts are
         learned, too, all turns are rendered: a template may write each of them differently.
         """
         if len(messages) < LONG_CONVERSATION or not self.mask_prompt:
             return messages
-        # a template may leave out reasoning that is spelled otherwise; without it, no prompt is longer than what is rendered
+        # a template may leave out reasoning that is spelled otherwise; without it, no prompt is
+        # longer than what is rendered
         shortest = drop_reasoning(messages)
         answers = []  # to the user
         for number in range(1, len(messages)):
@@ -415,17 +443,24 @@ class Encoder:
             at = bisect_left(answers, True, key=exceeds)
         except ValueError:  # what renders each turn says what is wrong
             return messages
-        return messages[: answers[at] + 1] if at < len(answers) else messages
+        if at < len(answers):
+            return messages[: answers[at] + 1]
+        return messages
 
-    def _tokenize(self, messages: list[Message], example: Example) -> Iterator[tuple[list[int], list[TurnTokens]]]:
-        """Yield the token ids of each text of a conversation, with the assistant's turns in them."""
+    def _tokenize(
+        self, messages: list[Message], example: Example
+    ) -> Iterator[tuple[list[int], list[TurnTokens]]]:
+        """Yield the token ids of each text of a conversation, with the assistant's turns in
+        them."""
         render = partial(self.tokenizer.apply_chat_template, **example.template_args)
         for rendered in assistant_turns(render, messages, example.tools, self.tokenizer.end_tokens):
             offsets = []
             masked = {}
             for turn in rendered.turns:
                 offsets += [turn.start, turn.answer, turn.end]
-                masked[turn.message] = _masked_ranges(turn, example.messages[turn.message].get("parts", []))
+                masked[turn.message] = _masked_ranges(
+                    turn, example.messages[turn.message].get("parts", [])
+                )
             for ranges in masked.values():
                 offsets += chain(*ranges)
             ids, boundaries = self.tokenizer.encode_with_boundaries(rendered.text, offsets)
@@ -441,11 +476,15 @@ class Encoder:
                         positions[turn.answer],
                         positions[turn.end],
                         turn.empty_thought,
-                        tuple((positions[start], positions[end]) for start, end in masked[turn.message]),
+                        tuple(
+                            (positions[start], positions[end])
+                            for start, end in masked[turn.message]
+                        ),
                     )
                 )
             last = turns[-1]
-            if ids[last.end - 1] not in self.tokenizer.special_ids:  # the template adds no end token: add one
+            # the template adds no end token: add one
+            if ids[last.end - 1] not in self.tokenizer.special_ids:
                 text = rendered.turns[-1].text[: rendered.turns[-1].end]
                 ids = [*self.tokenizer.encode(text, bos=False), self.tokenizer.end_id]
                 turns[-1] = replace(last, end=len(ids))
@@ -453,17 +492,24 @@ class Encoder:
 
 
 def _has_other_system(record: Record, example: Example) -> bool:
-    """Return whether a record has a system prompt that its conversation lacks, since that begins with one of its own."""
+    """Return whether a record has a system prompt that its conversation lacks, since that begins
+    with one of its own."""
     text = record.get("system")
     if not isinstance(text, str) or not text.strip() or not example.messages:
         return False
-    return all(message["content"] != text for message in example.messages if message["role"] in ("system", "developer"))
+    return all(
+        message["content"] != text
+        for message in example.messages
+        if message["role"] in ("system", "developer")
+    )
 
 
 def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
-    """Return the ranges of a turn's text that are not learned: parts of a joined message with `train` false.
+    """Return the ranges of a turn's text that are not learned: parts of a joined message with
+    `train` false.
 
-    A part reaches to the beginning of the next one, the last one to the end of the turn. A part without text is a call.
+    A part reaches to the beginning of the next one, the last one to the end of the turn. A part
+    without text is a call.
     """
     if not parts:
         return []
@@ -478,17 +524,27 @@ def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
             text = strip_end_token(text).strip()
             found = turn.text.find(text, position, turn.end)
         if found < 0:
-            raise ValueError("the chat template changes an answer of which a part is not learned; give it one weight")
+            raise ValueError(
+                "the chat template changes an answer of which a part is not learned; give it one "
+                "weight"
+            )
         starts.append(found if number else turn.start)
         position = found + len(text)
     ends = [*starts[1:], turn.end]
-    return [(start, end) for part, start, end in zip(parts, starts, ends, strict=True) if not part["train"]]
+    return [
+        (start, end)
+        for part, start, end in zip(parts, starts, ends, strict=True)
+        if not part["train"]
+    ]
 
 
 def _prompt_of(example: Example) -> Example:
     """Return the part of an answer's conversation before the answer."""
     messages = example.messages
-    first = next((number for number, message in enumerate(messages) if message.get("train", True)), len(messages))
+    first = next(
+        (number for number, message in enumerate(messages) if message.get("train", True)),
+        len(messages),
+    )
     return replace(example, messages=messages[:first])
 
 
@@ -498,29 +554,14 @@ def unit_hash(example: Example) -> int:
         return hash64(json.dumps(example.token_ids))
     messages = []
     for message in example.messages:
-        messages.append({name: value for name, value in message.items() if name not in LEARNED_ENTRIES})
+        messages.append(
+            {name: value for name, value in message.items() if name not in LEARNED_ENTRIES}
+        )
     return hash64(json.dumps([messages, example.tools], sort_keys=True))
 
 
 def hash64(data: str | bytes) -> int:
     """Return a 64-bit hash of text or bytes."""
-    data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    if isinstance(data, str):
+        data = data.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def to_sample(stored: np.ndarray, first_size: int = 0, desirable: bool | None = None) -> Sample:
-    """Convert stored token ids with flags to a sample: one document (T + 1,) uint32, or two, the first with `first_size`."""
-    documents = [stored[:first_size], stored[first_size:]] if first_size else [stored]
-    tokens, targets = [], []
-    for document in documents:
-        ids = torch.from_numpy((document & ID_MASK).astype(np.int64))
-        supervised = torch.from_numpy((document & SUPERVISED) > 0)
-        tokens.append(ids)
-        targets.append(torch.where(supervised, ids, IGNORED)[1:])
-    in_answer = (documents[0] & IN_ANSWER) > 0
-    bounds = np.flatnonzero(np.diff(in_answer, prepend=False, append=False))  # start, end of each answer
-    answer = (tokens[0][: bounds[-2]], tokens[0][bounds[-2] : bounds[-1]]) if len(bounds) else None
-    inputs = [ids[:-1] for ids in tokens]
-    if not first_size:
-        return Sample(inputs[0], targets[0], answer, desirable=desirable)
-    return Sample(torch.cat(inputs), torch.cat(targets), answer, tuple(map(len, inputs)))

@@ -1,7 +1,9 @@
-"""Records to examples: the table FORMATS lists the fields of each format and the function that converts its records.
+"""Records to examples: the table FORMATS lists the fields of each format and the function that
+converts its records.
 
-The format of a record is detected from its fields, in the order of the table, unless `--data.format` names it.
-Conversations have OpenAI's form, which chat templates also read: roles, text, `tool_calls`.
+The format of a record is detected from its fields, in the order of the table, unless
+`--data.format` names it. Conversations have OpenAI's form, which chat templates also read: roles,
+text, `tool_calls`.
 """
 
 import re
@@ -24,7 +26,8 @@ from litft.data.messages import (
 from litft.data.reasoning import REASONING_FIELDS
 
 NO_TARGET = -100  # the label of a token that the loss ignores, in transformers
-LONG_TEXT = 65_536  # characters of text above which a record is divided between training and validation
+# characters of text above which a record is divided between training and validation
+LONG_TEXT = 65_536
 # fields that records of several formats may have
 TEMPLATE_ARGS = "chat_template_kwargs"
 COMMON_FIELDS = ("system", "tools", TEMPLATE_ARGS)
@@ -32,25 +35,43 @@ COMMON_FIELDS = ("system", "tools", TEMPLATE_ARGS)
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "self", "source", "day")
 EMPTY_VALUES = (None, "", [], {})
 # accepted labels of an answer, as text, and whether they mean that the answer is desirable
-LABELS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
-# written after every answer in some files, and removed: the chat template ends answers with the model's own token
-END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
+LABELS = {
+    "true": True,
+    "1": True,
+    "desirable": True,
+    "false": False,
+    "0": False,
+    "-1": False,
+    "undesirable": False,
+}
+# written after every answer in some files, and removed: the chat template ends answers with the
+# model's own token
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "</s>",
+)
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation with the tools it may call, a plain text if `text` is not None, or `token_ids`.
+    """A conversation with the tools it may call, a plain text if `text` is not None, or
+    `token_ids`.
 
-    The loss is not computed on messages with `train` false. A text may be a part of a longer one: `begins` and `ends` say
-    whether it has the beginning and the end. Text files and texts above LONG_TEXT are `divided` between training and
-    validation; other records are not.
+    The loss is not computed on messages with `train` false. A text may be a part of a longer one:
+    `begins` and `ends` say whether it has the beginning and the end. Text files and texts above
+    LONG_TEXT are `divided` between training and validation; other records are not.
     """
 
     messages: list[Message]
     tools: list | None = None
-    template_args: dict[str, Any] = field(default_factory=dict)  # variables of the chat template, of this record
+    # variables of the chat template, of this record
+    template_args: dict[str, Any] = field(default_factory=dict)
     text: str | None = None
     begins: bool = True
     ends: bool = True
@@ -60,7 +81,8 @@ class Example:
 
 
 class Format(NamedTuple):
-    """The fields of a format, and a function that converts (record, label, chat template) to an example."""
+    """The fields of a format, and a function that converts (record, label, chat template) to an
+    example."""
 
     fields: tuple[str, ...]
     optional: tuple[str, ...]
@@ -68,12 +90,18 @@ class Format(NamedTuple):
 
 
 def to_example(record: Record, where: str, template: str, form: str | None = None) -> Example:
-    """Convert a record; raise ValueError naming the record if it has no supported format, or invalid values.
+    """Convert a record; raise ValueError naming the record if it has no supported format, or
+    invalid values.
 
-    template: the jinja source, whose style decides how an instruction and its input become one message.
+    template: the jinja source, whose style decides how an instruction and its input become one
+    message.
     """
     form = form or detect_format(record, where)
-    if missing := [name for name in FORMATS[form].fields if name not in record]:
+    missing = []
+    for name in FORMATS[form].fields:
+        if name not in record:
+            missing.append(name)
+    if missing:
         raise ValueError(f"{where}: --data.format {form} needs the fields {', '.join(missing)}")
     example = FORMATS[form].convert(record, where, template)
     return replace(example, template_args=read_template_args(record, where))
@@ -83,20 +111,31 @@ def read_template_args(record: Record, where: str) -> dict[str, Any]:
     """Return the variables of the chat template that a record sets, as in transformers and TRL."""
     variables = record.get(TEMPLATE_ARGS)
     if isinstance(variables, str):
-        variables = parse_json(variables, f"{where}: {TEMPLATE_ARGS}") if variables.strip() else None
+        if variables.strip():
+            variables = parse_json(variables, f"{where}: {TEMPLATE_ARGS}")
+        else:
+            variables = None
     if variables is None:
         return {}
     if not isinstance(variables, dict):
-        raise ValueError(f"{where}: {TEMPLATE_ARGS} must be an object, found {json_type(variables)}")
-    reserved = [name for name in variables if name in RESERVED_VARIABLES or not name.isidentifier()]
+        raise ValueError(
+            f"{where}: {TEMPLATE_ARGS} must be an object, found {json_type(variables)}"
+        )
+    reserved = []
+    for name in variables:
+        if name in RESERVED_VARIABLES or not name.isidentifier():
+            reserved.append(name)
     if reserved:
-        raise ValueError(f"{where}: {TEMPLATE_ARGS} cannot set {reserved[0]!r}; give it as a field of the record")
+        raise ValueError(
+            f"{where}: {TEMPLATE_ARGS} cannot set {reserved[0]!r}; give it as a field of the record"
+        )
     # data sets with columns write null for a variable that a record does not set
     return {name: value for name, value in variables.items() if value is not None}
 
 
 def unused_fields(record: Record, read: Collection[str]) -> list[str]:
-    """Return the fields of a record that have a value, but are not in `read`; those of messages as messages[].name."""
+    """Return the fields of a record that have a value, but are not in `read`; those of messages as
+    messages[].name."""
     unused = {}  # a dict keeps the order
     for name, value in record.items():
         if name not in read:
@@ -119,61 +158,101 @@ def read_label(value: Any) -> bool | None:
 
 
 def preference_kind(record: Record) -> str | None:
-    """Return "pairs" for a record with a chosen and a rejected answer, "labels" for a labelled answer, otherwise None."""
+    """Return "pairs" for a record with a chosen and a rejected answer, "labels" for a labelled
+    answer, otherwise None."""
     if record.get("chosen") is not None and record.get("rejected") is not None:
         return "pairs"
     has_answer = any(record.get(name) for name in ("completion", "messages", "conversations"))
-    return "labels" if has_answer and read_label(record.get("label")) is not None else None
+    if has_answer and read_label(record.get("label")) is not None:
+        return "labels"
+    return None
 
 
 def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> str:
-    """Return the name of a record's format; raise ValueError if no format matches its fields, or if it has a label.
+    """Return the name of a record's format; raise ValueError if no format matches its fields, or if
+    it has a label.
 
     missing: names in --data.columns that the record does not have, for the message.
     """
     if preference_kind(record) == "labels":
-        reason = "the field label says whether the answer is desirable, and --objective sft would learn both kinds"
-        raise ValueError(f"{where}: {reason}; add --objective kto, or name the format with --data.format to ignore it")
-    for filled in (True, False):  # prefer formats whose fields are not empty: a table may have columns of several formats
+        reason = (
+            "the field label says whether the answer is desirable, and --objective sft would learn "
+            "both kinds"
+        )
+        raise ValueError(
+            f"{where}: {reason}; add --objective kto, or name the format with --data.format to "
+            "ignore it"
+        )
+    # prefer formats whose fields are not empty: a table may have columns of several formats
+    for filled in (True, False):
         for name, form in FORMATS.items():
-            if all(field in record and (record[field] not in (None, "") or not filled) for field in form.fields):
+            if all(
+                field in record and (record[field] not in (None, "") or not filled)
+                for field in form.fields
+            ):
                 return name
     supported = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
     field_names = ", ".join(map(repr, record))[:200] or "none"
     remedy = "map the fields with --data.columns OURS=THEIRS,..."
     texts = [name for name, value in record.items() if isinstance(value, str)]
     if len(texts) == 2:
-        remedy = f"if they are question and answer: --data.columns 'prompt={texts[0]},completion={texts[1]}'"
+        remedy = (
+            "if they are question and answer: --data.columns "
+            f"'prompt={texts[0]},completion={texts[1]}'"
+        )
     if re.search(r"\.[ct]sv\b", where):
         is_record = any(len(name) > 40 or name.rstrip().endswith(("?", ".")) for name in record)
         names = "the first line of a table must have the names of its fields"
-        remedy = f"its first line seems to be a record; {names}: question,answer" if is_record else f"{remedy}; {names}"
-    if absent := _one_missing_field(record):
+        if is_record:
+            remedy = f"its first line seems to be a record; {names}: question,answer"
+        else:
+            remedy = f"{remedy}; {names}"
+    absent = _one_missing_field(record)
+    if absent:
         remedy = f"the field {absent[1]!r} is missing, which belongs to {', '.join(absent[0])}"
-    if (name := field_with_records(record)) is not None:
+    name = field_with_records(record)
+    if name is not None:
         count = f"{len(record[name]):,}"
-        remedy = f"its field {name!r} has {count} records: write each on a line of its own, in a .jsonl file"
+        remedy = (
+            f"its field {name!r} has {count} records: write each on a line of its own, in a .jsonl "
+            "file"
+        )
     if missing:
         remedy = f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
     if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
-    raise ValueError(f"{where}: no known format has the fields {field_names}; {remedy} (formats: {supported})")
+    raise ValueError(
+        f"{where}: no known format has the fields {field_names}; {remedy} (formats: {supported})"
+    )
 
 
 def _one_missing_field(record: Record) -> tuple[list[str], str] | None:
-    """Return the fields that a record has of a format, and the only one that it lacks; None if there is no such format."""
+    """Return the fields that a record has of a format, and the only one that it lacks; None if
+    there is no such format."""
     for form in FORMATS.values():
-        present = [name for name in form.fields if record.get(name) is not None]
-        absent = [name for name in form.fields if name not in present]
+        present = []
+        for name in form.fields:
+            if record.get(name) is not None:
+                present.append(name)
+        absent = []
+        for name in form.fields:
+            if name not in present:
+                absent.append(name)
         if present and len(absent) == 1:
             return present, absent[0]
     return None
 
 
 def field_with_records(record: Record) -> str | None:
-    """Return the field that holds a list of records, if an object is no record itself; None if there is none."""
+    """Return the field that holds a list of records, if an object is no record itself; None if
+    there is none."""
     for name, value in record.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and name not in KNOWN_FIELDS:
+        if (
+            isinstance(value, list)
+            and value
+            and isinstance(value[0], dict)
+            and name not in KNOWN_FIELDS
+        ):
             return name
     return None
 
@@ -181,11 +260,14 @@ def field_with_records(record: Record) -> str | None:
 def rename_columns(record: Record, columns: dict[str, str]) -> Record:
     """Rename the fields of a record; columns: the format's field name -> the name in the file.
 
-    A field that differs from a format's field only in capitals and spaces, such as "Question ", gets the format's name.
+    A field that differs from a format's field only in capitals and spaces, such as "Question ",
+    gets the format's name.
     """
     file_names = set(columns.values())
     others = {name: value for name, value in record.items() if name not in file_names}
-    renamed = {name: record[file_name] for name, file_name in columns.items() if file_name in record}
+    renamed = {
+        name: record[file_name] for name, file_name in columns.items() if file_name in record
+    }
     for name in [name for name in others if name not in KNOWN_FIELDS]:
         plain = name.strip().lower()
         if plain in KNOWN_FIELDS and plain not in others and plain not in renamed:
@@ -199,40 +281,60 @@ def strip_end_token(text: str) -> str:
     end = next((end for end in END_TOKENS if stripped.endswith(end)), None)
     if end == "</s>" and "<s>" in stripped:  # HTML's strikethrough
         end = None
-    return stripped.removesuffix(end) if end else text
+    if end:
+        return stripped.removesuffix(end)
+    return text
 
 
 def system_message(record: Record, where: str) -> list[Message]:
     """Return the record's system prompt as a list of one message, or an empty list."""
     text = text_field(record, "system", where)
-    return [{"role": "system", "content": text}] if text.strip() else []
+    if text.strip():
+        return [{"role": "system", "content": text}]
+    return []
 
 
 def with_system(messages: list[Message], record: Record, where: str) -> list[Message]:
-    """Return messages with the record's system prompt in front, unless they begin with one of their own."""
+    """Return messages with the record's system prompt in front, unless they begin with one of their
+    own."""
     system = system_message(record, where)
-    return messages if messages[0]["role"] in ("system", "developer") else system + messages
+    if messages[0]["role"] in ("system", "developer"):
+        return messages
+    return system + messages
 
 
-def _single_turn(question_field: str, answer_field: str, context_field: str | None = None, prefix: str = "") -> Callable:
-    """Return the converter of a format with one question and one answer, given the names of its fields."""
+def _single_turn(
+    question_field: str, answer_field: str, context_field: str | None = None, prefix: str = ""
+) -> Callable:
+    """Return the converter of a format with one question and one answer, given the names of its
+    fields."""
 
     def convert(record: Record, where: str, template: str) -> Example:
         tools = read_tools(record.get("tools"), where)
-        question, answer = record.get(question_field), record.get(answer_field)
+        question = record.get(question_field)
+        answer = record.get(answer_field)
         if isinstance(question, list) and isinstance(answer, list):
             # as in TRL, the answers of the prompt are not learned
             prompt = check_messages(question, where)
             for message in prompt:
                 if message["role"] == "assistant":
                     message["train"] = False
-            return Example(with_system(prompt + check_messages(answer, where), record, where), tools)
+            return Example(
+                with_system(prompt + check_messages(answer, where), record, where), tools
+            )
         text = prefix + text_field(record, question_field, where)
         if context_field:
             text = user_content(text, text_field(record, context_field, where), template)
-        messages = [*system_message(record, where), *_history(record, where), {"role": "user", "content": text}]
+        messages = [
+            *system_message(record, where),
+            *_history(record, where),
+            {"role": "user", "content": text},
+        ]
         reply = {"role": "assistant", "content": text_field(record, answer_field, where)}
-        reasoning = {name: record[name] for name in REASONING_FIELDS if name in record and name != answer_field}
+        reasoning = {}
+        for name in REASONING_FIELDS:
+            if name in record and name != answer_field:
+                reasoning[name] = record[name]
         reply |= text_fields(reasoning, where)
         return Example([*messages, reply], tools)
 
@@ -244,12 +346,19 @@ def _history(record: Record, where: str) -> list[Message]:
     history = record.get("history")
     if history in (None, "", []):
         return []
-    is_list_of_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    is_list_of_pairs = isinstance(history, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    )
     if not (is_list_of_pairs and all(isinstance(text, str) for pair in history for text in pair)):
-        raise ValueError(f"{where}: history must be a list of pairs of texts, an instruction and its answer")
+        raise ValueError(
+            f"{where}: history must be a list of pairs of texts, an instruction and its answer"
+        )
     messages = []
     for question, answer in history:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
     return messages
 
 
@@ -264,8 +373,12 @@ def _conversations(record: Record, where: str, template: str) -> Example:
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: 'conversations' must be a list with at least one turn")
     if all(isinstance(turn, str) for turn in turns):
-        texts = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
-        return Example(system_message(record, where) + texts, read_tools(record.get("tools"), where))
+        texts = [
+            {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)
+        ]
+        return Example(
+            system_message(record, where) + texts, read_tools(record.get("tools"), where)
+        )
     messages: list[Message] = []
     for number, turn in enumerate(turns):
         message = sharegpt_turn(turn, f"{where}: turn {number}")
@@ -305,7 +418,8 @@ def _text(record: Record, where: str, template: str) -> Example:
 
 
 def _token_ids(record: Record, where: str, template: str) -> Example:
-    """Convert token ids and labels as the models of transformers take them: a label is its token's id, or -100."""
+    """Convert token ids and labels as the models of transformers take them: a label is its token's
+    id, or -100."""
     ids = _integers(record, "input_ids", where)
     labels = ids
     if record.get("labels") is not None:
@@ -321,7 +435,9 @@ def _token_ids(record: Record, where: str, template: str) -> Example:
         if not is_attended:  # padding
             continue
         if label not in (NO_TARGET, token):
-            raise ValueError(f"{where}: the label {label} is neither -100 nor the token id at its place")
+            raise ValueError(
+                f"{where}: the label {label} is neither -100 nor the token id at its place"
+            )
         token_ids.append(token)
         supervised.append(label != NO_TARGET)
     if min(token_ids, default=0) < 0:
@@ -360,10 +476,14 @@ FORMATS: dict[str, Format] = {
         _single_turn("question", "answer"),
     ),
     "summary": Format(
-        ("dialogue", "summary"), (), _single_turn("dialogue", "summary", prefix="Summarize this dialogue:\n\n")
+        ("dialogue", "summary"),
+        (),
+        _single_turn("dialogue", "summary", prefix="Summarize this dialogue:\n\n"),
     ),
     "text": Format(("text",), ("begins", "ends"), _text),
     # last: records of tokenized data sets may still have the text, and ids of another tokenizer
     "tokens": Format(("input_ids",), ("labels", "attention_mask"), _token_ids),
 }
-KNOWN_FIELDS = {"chosen", "rejected", "label"}.union(*(form.fields + form.optional for form in FORMATS.values()))
+KNOWN_FIELDS = {"chosen", "rejected", "label"}.union(
+    *(form.fields + form.optional for form in FORMATS.values())
+)

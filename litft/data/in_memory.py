@@ -1,4 +1,5 @@
-"""Examples that a Python program passes instead of a file: stored once, so that the run can be repeated and resumed."""
+"""Examples that a Python program passes instead of a file: stored once, so that the run can be
+repeated and resumed."""
 
 import hashlib
 import json
@@ -16,16 +17,25 @@ EXAMPLES = "litft/examples"  # the folder of the files
 
 
 def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = None) -> Path:
-    """Write records to a JSONL file named by its content in $XDG_DATA_HOME/litft/examples, and return its path.
+    """Write records to a JSONL file named by its content in $XDG_DATA_HOME/litft/examples, and
+    return its path.
 
-    The default of XDG_DATA_HOME is ~/.local/share. It is no cache: the file is the run's only copy of the records.
+    The default of XDG_DATA_HOME is ~/.local/share. It is no cache: the file is the run's only copy
+    of the records.
 
-    records: a list, a `datasets.Dataset`, or an iterator, which is read once. limit: the most records to read.
-    Raise ValueError for anything else, and for a record that is not a mapping or cannot be written as JSON.
+    records: a list, a `datasets.Dataset`, or an iterator, which is read once. limit: the most
+    records to read. Raise ValueError for anything else, and for a record that is not a mapping or
+    cannot be written as JSON.
     """
     if isinstance(records, Mapping) or not isinstance(records, Iterable):
-        names = f" with {', '.join(map(str, records))}" if isinstance(records, Mapping) else ""
-        remedy = "pass a list of records, an iterator, or one split of a data set (of a DataFrame: to_dict('records'))"
+        if isinstance(records, Mapping):
+            names = f" with {', '.join(map(str, records))}"
+        else:
+            names = ""
+        remedy = (
+            "pass a list of records, an iterator, or one split of a data set (of a DataFrame: "
+            "to_dict('records'))"
+        )
         raise ValueError(f"data: cannot use {type(records).__name__}{names} as examples; {remedy}")
     folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / EXAMPLES
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,9 +61,16 @@ def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = No
 
 def _line(record: Any, index: int) -> bytes:
     if not isinstance(record, Mapping):
-        found = f"text ({record[:40]!r})" if isinstance(record, str) else type(record).__name__
-        raise ValueError(f"data: record {index} must be a mapping with fields, such as messages, found {found}")
+        if isinstance(record, str):
+            found = f"text ({record[:40]!r})"
+        else:
+            found = type(record).__name__
+        raise ValueError(
+            f"data: record {index} must be a mapping with fields, such as messages, found {found}"
+        )
     try:
         return json.dumps(drop_nulls(record)).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"data: record {index} cannot be written as JSON ({error}); convert its fields first") from None
+        raise ValueError(
+            f"data: record {index} cannot be written as JSON ({error}); convert its fields first"
+        ) from None

@@ -1,4 +1,5 @@
-"""Messages of a conversation, from the forms that records have them in to OpenAI's, which chat templates read."""
+"""Messages of a conversation, from the forms that records have them in to OpenAI's, which chat
+templates read."""
 
 import json
 from typing import Any
@@ -9,14 +10,26 @@ from litft.data.reasoning import REASONING_FIELDS
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"),
+    **dict.fromkeys(
+        ("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"
+    ),
     **dict.fromkeys(("observation", "tool", "function_response", "ipython"), "tool"),
     "system": "system",
 }
-LOSS_FIELDS = ("train", "loss_weight", "weight")  # fields of a turn that say whether the loss is computed on it
+# fields of a turn that say whether the loss is computed on it
+LOSS_FIELDS = ("train", "loss_weight", "weight")
 TEXT_FIELDS = ("name", "tool_call_id", *REASONING_FIELDS)  # of a message, which templates may show
 # fields of a message that are read in one form or another
-MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls", "function_call", *TEXT_FIELDS, *LOSS_FIELDS}
+MESSAGE_FIELDS = {
+    "role",
+    "content",
+    "from",
+    "value",
+    "tool_calls",
+    "function_call",
+    *TEXT_FIELDS,
+    *LOSS_FIELDS,
+}
 
 # entries of a message that say what is learned of it; no template sees them
 LEARNED_ENTRIES = ("train", "parts")
@@ -24,7 +37,13 @@ LEARNED_ENTRIES = ("train", "parts")
 
 def json_type(value: Any) -> str:
     """Return the name of a value's JSON type, for messages."""
-    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "an array",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")
 
 
@@ -37,10 +56,15 @@ def text_field(record: dict[str, Any], name: str, where: str) -> str:
 
 
 def check_messages(messages: Any, where: str) -> list[Message]:
-    """Return the messages with plain text content; typed text parts are joined. Raise ValueError for anything else."""
+    """Return the messages with plain text content; typed text parts are joined.
+
+    Raise ValueError for anything else.
+    """
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: 'messages' must be a list with at least one message")
-    return [_message(message, f"{where}: message {number}") for number, message in enumerate(messages)]
+    return [
+        _message(message, f"{where}: message {number}") for number, message in enumerate(messages)
+    ]
 
 
 def _message(message: Any, where: str) -> Message:
@@ -49,7 +73,10 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         if isinstance(message, dict) and "role" not in message:
             given = ", ".join(map(repr, message)) or "none"
-            raise ValueError(f"{where} has the fields {given}; litft needs role and content: rename them in the file")
+            raise ValueError(
+                f"{where} has the fields {given}; litft needs role and content: rename them in the "
+                "file"
+            )
         role = message.get("role") if isinstance(message, dict) else message
         raise ValueError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
     calls = _calls(message.get("tool_calls"), where)
@@ -60,14 +87,22 @@ def _message(message: Any, where: str) -> Message:
     if content is None and (calls or any(message.get(name) for name in REASONING_FIELDS)):
         content = ""
     if isinstance(content, list):
-        thoughts = [_thought(part) for part in content if _thought(part) is not None]
+        thoughts = []
+        for part in content:
+            if _thought(part) is not None:
+                thoughts.append(_thought(part))
         content = "".join(_part(part, where) for part in content if _thought(part) is None)
     if not isinstance(content, str):
         raise ValueError(f"{where} must have text as its 'content'")
     checked = {"role": message["role"], "content": content} | text_fields(message, where)
     if thoughts:
-        if any(name in checked for name in REASONING_FIELDS) or _thought(message["content"][0]) is None:
-            raise ValueError(f"{where} has reasoning in several places; give it once, before the text")
+        if (
+            any(name in checked for name in REASONING_FIELDS)
+            or _thought(message["content"][0]) is None
+        ):
+            raise ValueError(
+                f"{where} has reasoning in several places; give it once, before the text"
+            )
         checked["reasoning_content"] = "\n".join(thoughts)
     if calls:
         checked["tool_calls"] = calls
@@ -87,7 +122,10 @@ def text_fields(message: Message, where: str) -> Message:
             found[name] = value
     thoughts = {found[name] for name in REASONING_FIELDS if name in found}
     if len(thoughts) > 1:
-        raise ValueError(f"{where} has different reasoning in two fields; give one of {', '.join(REASONING_FIELDS)}")
+        raise ValueError(
+            f"{where} has different reasoning in two fields; give one of "
+            f"{', '.join(REASONING_FIELDS)}"
+        )
     return found
 
 
@@ -97,17 +135,26 @@ def _thought(part: Any) -> str | None:
         return None
     text = part.get(part["type"], part.get("text"))
     if isinstance(text, list):  # Mistral's parts have a list of texts
-        texts = [inner.get("text") for inner in text if isinstance(inner, dict)]
+        texts = []
+        for inner in text:
+            if isinstance(inner, dict):
+                texts.append(inner.get("text"))
         text = "".join(inner for inner in texts if isinstance(inner, str))
-    return text if isinstance(text, str) else None
+    if isinstance(text, str):
+        return text
+    return None
 
 
 def _part(part: Any, where: str) -> str:
     """Return the text of one typed part."""
     if not isinstance(part, dict):
-        raise ValueError(f"{where} has a part that is {json_type(part)}; expected an object with type and text")
+        raise ValueError(
+            f"{where} has a part that is {json_type(part)}; expected an object with type and text"
+        )
     if part.get("type") != "text":
-        raise ValueError(f"{where} has a part of type {part.get('type')!r}, but litft reads text only; remove it")
+        raise ValueError(
+            f"{where} has a part of type {part.get('type')!r}, but litft reads text only; remove it"
+        )
     text = part.get("text", part.get("value"))
     if not isinstance(text, str):
         raise ValueError(f"{where} has a part without text")
@@ -119,7 +166,10 @@ def _is_supervised(message: Message, where: str) -> bool:
     for name in LOSS_FIELDS:
         value = message.get(name)
         if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
-            raise ValueError(f"{where}: {name} is {value!r}; use true (1) to compute the loss on the turn, or false (0)")
+            raise ValueError(
+                f"{where}: {name} is {value!r}; use true (1) to compute the loss on the turn, or "
+                "false (0)"
+            )
     return all(message.get(name) in (None, 1) for name in LOSS_FIELDS)
 
 
@@ -133,20 +183,30 @@ def _calls(calls: Any, where: str) -> list[dict]:
 
 
 def _call(call: Any, where: str) -> dict:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(call, dict):
+        function = call.get("function", call)
+    else:
+        function = None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: a tool call needs a name and arguments, found {str(call)[:80]!r}")
+        raise ValueError(
+            f"{where}: a tool call needs a name and arguments, found {str(call)[:80]!r}"
+        )
     arguments = function.get("arguments", {})
     if arguments == "":  # OpenAI's form of a call without any
         arguments = {}
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where}: the arguments of {function['name']}")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
+    return {
+        "type": "function",
+        **call_id,
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def with_arguments_as_text(message: Message) -> Message:
-    """Return a message whose calls have their arguments as JSON, for templates that take them so."""
+    """Return a message whose calls have their arguments as JSON, for templates that take them
+    so."""
     calls = []
     for call in message.get("tool_calls") or []:
         function = call["function"]
@@ -154,7 +214,9 @@ def with_arguments_as_text(message: Message) -> Message:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else message
+    if calls:
+        return {**message, "tool_calls": calls}
+    return message
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -165,24 +227,29 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def read_tools(tools: Any, where: str) -> list | None:
-    """Return the tools, given as a list or as its JSON, each as {"type": "function", "function": {...}}."""
+    """Return the tools, given as a list or as its JSON, each as {"type": "function", "function":
+    {...}}."""
     if isinstance(tools, str):
         tools = parse_json(tools, f"{where}: tools") if tools.strip() else None
     if not tools:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"{where}: tools must be a list of objects, found {json_type(tools)}")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    ]
 
 
 def joined_messages(first: Message, second: Message) -> Message:
-    """Return two messages of the assistant as one; its `parts` say which of them are learned, if not all alike."""
+    """Return two messages of the assistant as one; its `parts` say which of them are learned, if
+    not all alike."""
     joined = {**first, **second}
     joined["content"] = "\n\n".join(filter(None, (first["content"], second["content"])))
     for name in REASONING_FIELDS:
         if first.get(name) and second.get(name):
             joined[name] = f"{first[name]}\n\n{second[name]}"
-    if calls := first.get("tool_calls", []) + second.get("tool_calls", []):
+    calls = first.get("tool_calls", []) + second.get("tool_calls", [])
+    if calls:
         joined["tool_calls"] = calls
     parts = [*(first.get("parts") or [_as_part(first)]), _as_part(second)]
     joined.pop("train", None)
@@ -201,13 +268,18 @@ def _as_part(message: Message) -> dict[str, Any]:
 def sharegpt_turn(turn: Any, where: str) -> Message:
     """Convert one of ShareGPT's turns."""
     if not isinstance(turn, dict):
-        raise ValueError(f"{where} must be an object with 'from' and 'value', found {json_type(turn)}")
+        raise ValueError(
+            f"{where} must be an object with 'from' and 'value', found {json_type(turn)}"
+        )
     speaker = turn.get("from", turn.get("role"))
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where} is from {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
     value = turn.get("value", turn.get("content"))
     if speaker == "function_call":
-        function_call = parse_json(value, where) if isinstance(value, str) else value
+        if isinstance(value, str):
+            function_call = parse_json(value, where)
+        else:
+            function_call = value
         calls = _calls(function_call if isinstance(function_call, list) else [function_call], where)
         message = {"role": "assistant", "content": "", "tool_calls": calls}
     elif isinstance(value, str):
@@ -217,4 +289,6 @@ def sharegpt_turn(turn: Any, where: str) -> Message:
     message |= text_fields(turn, where)
     if turn.get("tool_calls") and message["role"] == "assistant":
         message["tool_calls"] = _calls(turn["tool_calls"], where)
-    return message if _is_supervised(turn, where) else message | {"train": False}
+    if _is_supervised(turn, where):
+        return message
+    return message | {"train": False}

@@ -1,4 +1,5 @@
-"""How the samples of a step become micro-batches: rows of packed or padded samples, assigned to the ranks in turn."""
+"""How the samples of a step become micro-batches: rows of packed or padded samples, assigned to the
+ranks in turn."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -11,15 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from litft.data.encoder import Sample
+from litft.data.sample import Sample
 from litft.model.loss import IGNORED, target_indices_of
 from litft.model.packed_sequences import PackedSequences
 
 
 class Sequences(NamedTuple):
-    """The sequences whose log-probabilities an objective compares: the documents of pairs, or answers with labels."""
+    """The sequences whose log-probabilities an objective compares: the documents of pairs, or
+    answers with labels."""
 
-    numbers: Tensor  # (B, T) int64: the number of each token's sequence in the micro-batch; pairs are 2 n and 2 n + 1
+    # (B, T) int64: the number of each token's sequence in the micro-batch; pairs are 2 n and 2 n +
+    # 1
+    numbers: Tensor
     references: Tensor  # (D,) fp64: log-probabilities in the reference model, 0 without one
     desirable: Tensor  # (D,) bool: the labels; True without any
 
@@ -35,7 +39,8 @@ class MicroBatch:
     targets: Tensor  # (B, T) int64
     positions: Tensor | None = None  # (B, T) int64 within each document; 0 for padding
     documents: PackedSequences | None = None  # a number for each token's document; -1: padding
-    target_indices: Tensor | None = None  # (N,) int64 into the flattened rows; computed here to avoid a GPU sync
+    # (N,) int64 into the flattened rows; computed here to avoid a GPU sync
+    target_indices: Tensor | None = None
     sequences: Sequences | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -45,11 +50,15 @@ class MicroBatch:
         def move(value: Tensor) -> Tensor:
             return (value.pin_memory() if is_cuda else value).to(device, non_blocking=True)
 
-        moved = {item.name: tree_map_only(Tensor, move, getattr(self, item.name)) for item in fields(self)}
+        moved = {
+            item.name: tree_map_only(Tensor, move, getattr(self, item.name))
+            for item in fields(self)
+        }
         return MicroBatch(**moved | {"documents": self.documents and self.documents.to(move)})
 
     def with_min_targets(self, count: int) -> "MicroBatch":
-        """Return a copy with at least `count` targets, with arbitrary values: for measuring memory."""
+        """Return a copy with at least `count` targets, with arbitrary values: for measuring
+        memory."""
         targets = self.targets.flatten()
         free = (targets == IGNORED).nonzero()[: max(0, count - len(target_indices_of(targets))), 0]
         targets = targets.index_fill(0, free, 0).view_as(self.targets)
@@ -57,7 +66,11 @@ class MicroBatch:
 
     def inputs(self) -> dict[str, Tensor | PackedSequences | None]:
         """Return the model's keyword arguments."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("tokens", "sequences")}
+        return {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in ("tokens", "sequences")
+        }
 
 
 @dataclass(frozen=True)
@@ -65,14 +78,16 @@ class Layout:
     """How a set of samples becomes micro-batches."""
 
     rows: int  # the most rows of a micro-batch
-    row_tokens: int | None = None  # tokens of a row of packed samples, or of one longer pair; None: a row is one sample
+    # tokens of a row of packed samples, or of one longer pair; None: a row is one sample
+    row_tokens: int | None = None
     ranks: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Return the micro-batches of samples with these lengths, assigned to rank 0, 1, ... in turn.
+        """Return the micro-batches of samples with these lengths, assigned to rank 0, 1, ... in
+        turn.
 
-        Each micro-batch is a list of rows of sample indices. Rows of similar length go together, to reduce padding. All
-        ranks get the same number of micro-batches.
+        Each micro-batch is a list of rows of sample indices. Rows of similar length go together, to
+        reduce padding. All ranks get the same number of micro-batches.
         """
         if self.row_tokens is None:
             rows = [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
@@ -84,7 +99,8 @@ class Layout:
         return [rows[bounds[i] : bounds[i + 1]] for i in range(count)]
 
     def halved(self, longest: int) -> "Layout | None":
-        """Return a layout with half the rows, or with half the tokens of a single row, but at least `longest`.
+        """Return a layout with half the rows, or with half the tokens of a single row, but at least
+        `longest`.
 
         Return None if neither is possible.
         """
@@ -100,13 +116,19 @@ class Layout:
         return [self.collate_rows([[samples[i] for i in row] for row in rows]) for rows in planned]
 
     def collate_rows(self, rows: list[list[Sample]]) -> MicroBatch:
-        """Collate rows the same way for all micro-batches of a run, so that torch.compile makes one graph."""
+        """Collate rows the same way for all micro-batches of a run, so that torch.compile makes one
+        graph."""
         return collate(rows, packed=self.row_tokens is not None)
 
-    def iter_batches(self, samples: Sequence[Sample], block_size: int, rank: int) -> Iterator[MicroBatch]:
-        """Yield a rank's micro-batches for validation; at most `block_size` samples are in memory at once."""
+    def iter_batches(
+        self, samples: Sequence[Sample], block_size: int, rank: int
+    ) -> Iterator[MicroBatch]:
+        """Yield a rank's micro-batches for validation; at most `block_size` samples are in memory
+        at once."""
         for start in range(0, len(samples), block_size):
-            yield from self.batches([samples[i] for i in range(start, min(start + block_size, len(samples)))], rank)
+            yield from self.batches(
+                [samples[i] for i in range(start, min(start + block_size, len(samples)))], rank
+            )
 
 
 def num_slots(lengths: np.ndarray, rows: list[list[int]]) -> int:
@@ -115,13 +137,15 @@ def num_slots(lengths: np.ndarray, rows: list[list[int]]) -> int:
 
 
 def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Pack samples into few rows of at most `row_tokens` tokens, as even as possible, and return rows of sample indices.
+    """Pack samples into few rows of at most `row_tokens` tokens, as even as possible, and return
+    rows of sample indices.
 
     A longer sample, which only a pair can be, is a row of its own.
 
-    Best fit decreasing finds the number of rows, which is within 11/9 of the minimum (Johnson, 1973). The rows are then
-    filled again, each sample into the emptiest row (Graham, 1969), if no row exceeds `row_tokens` that way: rows of equal
-    length need no padding. The number of rows is a multiple of `ranks` if there are enough samples.
+    Best fit decreasing finds the number of rows, which is within 11/9 of the minimum (Johnson,
+    1973). The rows are then filled again, each sample into the emptiest row (Graham, 1969), if no
+    row exceeds `row_tokens` that way: rows of equal length need no padding. The number of rows is a
+    multiple of `ranks` if there are enough samples.
     """
     by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rows: list[list[int]] = []
@@ -140,38 +164,63 @@ def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[i
         used, row = filled[0]
         heapq.heapreplace(filled, (used + lengths[i], row))
         even_rows[row].append(i)
-    return even_rows if max(filled, default=(0, 0))[0] <= max(row_tokens, max(lengths, default=0)) else rows
+    if max(filled, default=(0, 0))[0] <= max(row_tokens, max(lengths, default=0)):
+        return even_rows
+    return rows
 
 
 def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
-    """Concatenate the samples of each row. packed: whether a row may have several samples. Pairs are two documents of a row.
+    """Concatenate the samples of each row. packed: whether a row may have several samples.
 
-    Without rows, return one token without a target: a rank without data adds nothing to the loss, but joins the collectives.
+    Pairs are two documents of a row.
+
+    Without rows, return one token without a target: a rank without data adds nothing to the loss,
+    but joins the collectives.
     """
     longest = max((sum(sample.tokens.numel() for sample in row) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
-    tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    targets, documents = torch.full(shape, IGNORED), torch.full(shape, -1)
-    numbers, count = torch.zeros(shape, dtype=torch.int64), 0
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    targets = torch.full(shape, IGNORED)
+    documents = torch.full(shape, -1)
+    numbers = torch.zeros(shape, dtype=torch.int64)
+    count = 0
     for row, samples in enumerate(rows):
         start = 0
         for sample in samples:
             end = start + sample.tokens.numel()
-            tokens[row, start:end], targets[row, start:end] = sample.tokens, sample.targets
+            tokens[row, start:end] = sample.tokens
+            targets[row, start:end] = sample.targets
             for length in sample.document_lengths:
                 document = slice(start, start + length)
-                positions[row, document], documents[row, document] = torch.arange(length), count
+                positions[row, document] = torch.arange(length)
+                documents[row, document] = count
                 numbers[row, document] = count
-                start, count = start + length, count + 1
+                start = start + length
+                count = count + 1
     target_indices = target_indices_of(targets)
     samples = [sample for row in rows for sample in row]
-    sequences = _sequences(numbers, samples) if any(sample.is_preference for sample in samples) else None
+    if any(sample.is_preference for sample in samples):
+        sequences = _sequences(numbers, samples)
+    else:
+        sequences = None
     if not (packed or any(sample.documents for sample in samples)):
-        return MicroBatch(tokens, targets, positions, target_indices=target_indices, sequences=sequences)
-    return MicroBatch(tokens, targets, positions, PackedSequences.of(documents), target_indices, sequences)
+        return MicroBatch(
+            tokens, targets, positions, target_indices=target_indices, sequences=sequences
+        )
+    return MicroBatch(
+        tokens, targets, positions, PackedSequences.of(documents), target_indices, sequences
+    )
 
 
 def _sequences(numbers: Tensor, samples: list[Sample]) -> Sequences:
-    references = [value for sample in samples for value in sample.reference or (0.0,) * len(sample.document_lengths)]
-    desirable = [sample.desirable is not False for sample in samples for _ in sample.document_lengths]
-    return Sequences(numbers, torch.tensor(references, dtype=torch.float64), torch.tensor(desirable))
+    references = []
+    for sample in samples:
+        for value in sample.reference or (0.0,) * len(sample.document_lengths):
+            references.append(value)
+    desirable = [
+        sample.desirable is not False for sample in samples for _ in sample.document_lengths
+    ]
+    return Sequences(
+        numbers, torch.tensor(references, dtype=torch.float64), torch.tensor(desirable)
+    )

@@ -1,7 +1,8 @@
-"""Records of preferences to conversations: a chosen and a rejected answer to one prompt, or one answer with a label.
+"""Records of preferences to conversations: a chosen and a rejected answer to one prompt, or one
+answer with a label.
 
-The prompt is explicit (`prompt`, `question`, `instruction`, `conversations`, `messages`), or the common beginning of two
-dialogues.
+The prompt is explicit (`prompt`, `question`, `instruction`, `conversations`, `messages`), or the
+common beginning of two dialogues.
 """
 
 import re
@@ -27,39 +28,73 @@ EQUAL = "skipped: both answers are equal"
 PROMPT_CUT = "with the beginning of the prompt cut to the length limit"
 
 QUESTIONS = ("prompt", "question", "instruction")  # fields that may have the prompt as text
-FIELDS = ("chosen", "rejected", "completion", "label", *QUESTIONS, "input", "conversations", "messages", "system", "tools")
-_HUMAN_ASSISTANT = re.compile(r"\n\n(Human|Assistant):")  # of dialogues as one text, as in Anthropic/hh-rlhf
+FIELDS = (
+    "chosen",
+    "rejected",
+    "completion",
+    "label",
+    *QUESTIONS,
+    "input",
+    "conversations",
+    "messages",
+    "system",
+    "tools",
+)
+# of dialogues as one text, as in Anthropic/hh-rlhf
+_HUMAN_ASSISTANT = re.compile(r"\n\n(Human|Assistant):")
 
 
 class Preference(NamedTuple):
-    """Answers to one prompt as conversations: chosen and rejected, or a single one that is `desirable` or not."""
+    """Answers to one prompt as conversations: chosen and rejected, or a single one that is
+    `desirable` or not."""
 
     answers: tuple[Example, ...]
     desirable: bool | None = None  # None: a pair
 
 
 def to_preferences(record: Record, where: str, template: str, kind: str) -> list[Preference]:
-    """Convert a record; raise ValueError naming the record if it has other fields, or invalid values.
+    """Convert a record; raise ValueError naming the record if it has other fields, or invalid
+    values.
 
-    kind: "pairs", or "labels" for answers with a label, of which a pair has two. template: see `formats.to_example`.
+    kind: "pairs", or "labels" for answers with a label, of which a pair has two. template: see
+    `formats.to_example`.
     """
     tools = read_tools(record.get("tools"), where)
     variables = read_template_args(record, where)
     if preference_kind(record) == "pairs":
         dialogues = [_dialogue(record, name, where, template) for name in ("chosen", "rejected")]
         shared = _common_messages(*dialogues)
-        answers = tuple(Example(_masked(messages, shared), tools, variables) for messages in dialogues)
+        answers = tuple(
+            Example(_masked(messages, shared), tools, variables) for messages in dialogues
+        )
         if kind == "pairs":
             return [Preference(answers)]
-        return [Preference((answer,), desirable) for answer, desirable in zip(answers, (True, False), strict=True)]
+        return [
+            Preference((answer,), desirable)
+            for answer, desirable in zip(answers, (True, False), strict=True)
+        ]
     if kind == "labels" and record.get("label") is not None:
         messages, shared = _labelled(record, where, template)
-        return [Preference((Example(_masked(messages, shared), tools, variables),), _label(record["label"], where))]
+        return [
+            Preference(
+                (Example(_masked(messages, shared), tools, variables),),
+                _label(record["label"], where),
+            )
+        ]
     if preference_kind(record) == "labels":
-        raise ValueError(f"{where}: an answer with a label is no pair of chosen and rejected answers; use --objective kto")
-    needed = "chosen and rejected" if kind == "pairs" else "prompt, completion and label, or chosen and rejected"
+        raise ValueError(
+            f"{where}: an answer with a label is no pair of chosen and rejected answers; use "
+            "--objective kto"
+        )
+    if kind == "pairs":
+        needed = "chosen and rejected"
+    else:
+        needed = "prompt, completion and label, or chosen and rejected"
     names = ", ".join(map(repr, record))[:200] or "none"
-    remedy = "name those of the file, as in --data.columns chosen=better,rejected=worse, or use --objective sft"
+    remedy = (
+        "name those of the file, as in --data.columns chosen=better,rejected=worse, or use "
+        "--objective sft"
+    )
     raise ValueError(f"{where}: preferences need the fields {needed}, found {names}; {remedy}")
 
 
@@ -67,7 +102,10 @@ def _label(value: Any, where: str) -> bool:
     """Return whether a label means that the answer is desirable."""
     label = read_label(value)
     if label is None:
-        raise ValueError(f"{where}: label is {value!r}; use true for a desirable answer, or false for an undesirable one")
+        raise ValueError(
+            f"{where}: label is {value!r}; use true for a desirable answer, or false for an "
+            "undesirable one"
+        )
     return label
 
 
@@ -79,21 +117,36 @@ def _dialogue(record: Record, name: str, where: str, template: str) -> list[Mess
         return _with_system(answer, record, where)
     prompt = question or _conversation(record, where, template)
     if not prompt:
-        raise ValueError(f"{where}: there is no prompt; give the field prompt, or dialogues that begin with it")
+        raise ValueError(
+            f"{where}: there is no prompt; give the field prompt, or dialogues that begin with it"
+        )
     if prompt[-1]["role"] == "assistant":
-        raise ValueError(f"{where}: the prompt ends with an answer; it must end with the turn to be answered")
+        raise ValueError(
+            f"{where}: the prompt ends with an answer; it must end with the turn to be answered"
+        )
     return _with_system(prompt + answer, record, where)
 
 
 def _labelled(record: Record, where: str, template: str) -> tuple[list[Message], int]:
-    """Return a dialogue whose last turn is the labelled answer, and how many messages come before it."""
+    """Return a dialogue whose last turn is the labelled answer, and how many messages come before
+    it."""
     if record.get("completion") is None:
         dialogue = _with_system(_conversation(record, where, template), record, where)
         if not dialogue or dialogue[-1]["role"] != "assistant":
-            raise ValueError(f"{where}: there is no answer; give the field completion, or messages that end with one")
+            raise ValueError(
+                f"{where}: there is no answer; give the field completion, or messages that end "
+                "with one"
+            )
         return dialogue, len(dialogue) - 1
     dialogue = _dialogue(record, "completion", where, template)
-    first = next((n for n in reversed(range(len(dialogue))) if dialogue[n]["role"] not in ("assistant", "tool")), -1)
+    first = next(
+        (
+            n
+            for n in reversed(range(len(dialogue)))
+            if dialogue[n]["role"] not in ("assistant", "tool")
+        ),
+        -1,
+    )
     return dialogue, first + 1
 
 
@@ -105,9 +158,15 @@ def _question(record: Record, where: str, template: str) -> list[Message]:
     if isinstance(record[name], list):
         return check_messages(record[name], where)
     text = text_field(record, name, where)
-    if (dialogue := _split_dialogue(text)) and dialogue[-1] == {"role": "assistant", "content": ""}:
+    dialogue = _split_dialogue(text)
+    if dialogue and dialogue[-1] == {"role": "assistant", "content": ""}:
         return dialogue[:-1]
-    return [{"role": "user", "content": user_content(text, text_field(record, "input", where), template)}]
+    return [
+        {
+            "role": "user",
+            "content": user_content(text, text_field(record, "input", where), template),
+        }
+    ]
 
 
 def _conversation(record: Record, where: str, template: str) -> list[Message]:
@@ -121,7 +180,9 @@ def _conversation(record: Record, where: str, template: str) -> list[Message]:
 def _with_system(messages: list[Message], record: Record, where: str) -> list[Message]:
     """Return the messages after the record's system prompt, unless they have one."""
     has_system = any(message["role"] in ("system", "developer") for message in messages[:1])
-    return messages if has_system or not messages else system_message(record, where) + messages
+    if has_system or not messages:
+        return messages
+    return system_message(record, where) + messages
 
 
 def _answer(value: Any, where: str, is_dialogue: bool) -> list[Message]:
@@ -143,11 +204,14 @@ def _split_dialogue(text: str) -> list[Message]:
     before, *parts = _HUMAN_ASSISTANT.split(text)
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
-    return [] if before.strip() else [{"role": roles[speaker], "content": content.strip()} for speaker, content in turns]
+    if before.strip():
+        return []
+    return [{"role": roles[speaker], "content": content.strip()} for speaker, content in turns]
 
 
 def _common_messages(first: list[Message], second: list[Message]) -> int:
-    """Return the number of messages that two dialogues begin with, at most all but the last of the shorter one."""
+    """Return the number of messages that two dialogues begin with, at most all but the last of the
+    shorter one."""
     count = min(len(first), len(second)) - 1
     return next((number for number in range(count) if first[number] != second[number]), count)
 
@@ -157,17 +221,25 @@ def _masked(messages: list[Message], count: int) -> list[Message]:
     return [{**message, "train": False} for message in messages[:count]] + messages[count:]
 
 
-def cut_together(answers: list[np.ndarray], limit: int, flag: np.uint32, mask: np.uint32) -> tuple[list[np.ndarray], int]:
-    """Cut the stored tokens (T + 1,) of answers to one prompt to `limit` input tokens, so that they stay comparable.
+def cut_together(
+    answers: list[np.ndarray], limit: int, flag: np.uint32, mask: np.uint32
+) -> tuple[list[np.ndarray], int]:
+    """Cut the stored tokens (T + 1,) of answers to one prompt to `limit` input tokens, so that they
+    stay comparable.
 
-    The prompt is cut first, at its beginning but after its first token (BOS), by the same number of tokens in each; then
-    the ends. flag: of target tokens; mask: of token ids. Return the tokens, and how many the prompt has lost.
+    The prompt is cut first, at its beginning but after its first token (BOS), by the same number of
+    tokens in each; then the ends. flag: of target tokens; mask: of token ids. Return the tokens,
+    and how many the prompt has lost.
     """
     excess = max(map(len, answers)) - (limit + 1)
     if excess <= 0:
         return answers, 0
     prompt = min(int(np.flatnonzero(answer & flag)[0]) for answer in answers)
     if len(answers) > 1:
-        prompt = min(prompt, common_prefix_length(*((answer & mask).tolist() for answer in answers)))
+        prompt = min(
+            prompt, common_prefix_length(*((answer & mask).tolist() for answer in answers))
+        )
     lost = max(0, min(excess, prompt - 2))
-    return [np.concatenate((answer[:1], answer[1 + lost :]))[: limit + 1] for answer in answers], lost
+    return [
+        np.concatenate((answer[:1], answer[1 + lost :]))[: limit + 1] for answer in answers
+    ], lost

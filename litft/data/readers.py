@@ -1,6 +1,8 @@
-"""Files of examples as a stream of records: JSON, JSONL, CSV, TSV, Parquet and text, plain or compressed by gzip or zstd.
+"""Files of examples as a stream of records: JSON, JSONL, CSV, TSV, Parquet and text, plain or
+compressed by gzip or zstd.
 
-Only the current record is in memory, so a file may be larger than memory. Errors name the file and the line or index.
+Only the current record is in memory, so a file may be larger than memory. Errors name the file and
+the line or index.
 """
 
 import codecs
@@ -23,30 +25,40 @@ from litft.data.messages import json_type
 
 BLOCK = 1 << 20  # bytes read at once; a text file becomes records of about this size
 COMPRESSED_BLOCK = 1 << 11  # bytes of a .zst file, which may be a thousand times as many of text
-LONGEST_TOKEN = 16  # characters after an error in JSON that may end within a word, an escape or a number
+# characters after an error in JSON that may end within a word, an escape or a number
+LONGEST_TOKEN = 16
 
 Records = Iterator[tuple[str, Record | ValueError]]
 
 
 def read_records(path: Path) -> Records:
-    """Yield each record of a file with a label of its position, or a ValueError in place of a bad record.
+    """Yield each record of a file with a label of its position, or a ValueError in place of a bad
+    record.
 
     Raise ValueError if the rest of the file cannot be read either.
     """
     suffix, compression = split_suffixes(require_file(path))
     if suffix not in READERS:
         file_type = suffix or "a file without a suffix"
-        raise ValueError(f"{path}: cannot read {file_type}; use {', '.join(READERS)}, optionally followed by .gz or .zst")
+        raise ValueError(
+            f"{path}: cannot read {file_type}; use {', '.join(READERS)}, optionally followed by "
+            ".gz or .zst"
+        )
     has_records = False
     try:
         with OPENERS[compression](path) as file:
             for where, record in READERS[suffix](path, file):
                 has_records = True
                 if not isinstance(record, dict | ValueError):
-                    record = ValueError(f"{where}: an example must be an object with fields, found {json_type(record)}")
+                    record = ValueError(
+                        f"{where}: an example must be an object with fields, found "
+                        f"{json_type(record)}"
+                    )
                 yield where, record
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete {compression} file ({error}); download it again") from None
+        raise ValueError(
+            f"{path} is not a complete {compression} file ({error}); download it again"
+        ) from None
     if not has_records:
         raise ValueError(f"{path} contains no examples; it needs at least one")
 
@@ -56,9 +68,15 @@ def require_file(path: Path) -> Path:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file of examples in it")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is a pipe or a device, which can be read only once; write the examples to a file")
+        raise ValueError(
+            f"{path} is a pipe or a device, which can be read only once; write the examples to a "
+            "file"
+        )
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; name a file of examples, or for training a folder with both splits")
+        raise ValueError(
+            f"{path} does not exist; name a file of examples, or for training a folder with both "
+            "splits"
+        )
     return path
 
 
@@ -71,12 +89,16 @@ def split_suffixes(path: Path) -> tuple[str, str]:
 
 
 class _Zstandard(io.RawIOBase):
-    """The content of a .zst file. Raise EOFError if it ends within a frame, which the library's own reader ignores."""
+    """The content of a .zst file.
+
+    Raise EOFError if it ends within a frame, which the library's own reader ignores.
+    """
 
     def __init__(self, path: Path) -> None:
         self.library = _library("zstandard", path)
         self.file = path.open("rb")
-        self.buffered, self.at = b"", 0  # decompressed bytes, and how many of them were returned
+        self.buffered = b""
+        self.at = 0  # decompressed bytes, and how many of them were returned
         self.decompressor = self.library.ZstdDecompressor().decompressobj()
 
     def readable(self) -> bool:
@@ -89,7 +111,8 @@ class _Zstandard(io.RawIOBase):
                 raise EOFError("it is truncated")
             if not block:
                 return 0
-            self.buffered, self.at = self._decompress(block), 0
+            self.buffered = self._decompress(block)
+            self.at = 0
         count = min(len(buffer), len(self.buffered) - self.at)
         buffer[:count] = memoryview(self.buffered)[self.at : self.at + count]
         self.at += count
@@ -104,8 +127,13 @@ class _Zstandard(io.RawIOBase):
                 pieces.append(self.decompressor.decompress(block))
             except self.library.ZstdError as error:
                 if "too much memory" in str(error):
-                    reason = "was compressed with a window of more than 128 MiB, which takes as much memory to read"
-                    raise ValueError(f"{self.file.name} {reason}; compress it without --long or --ultra") from None
+                    reason = (
+                        "was compressed with a window of more than 128 MiB, which takes as much "
+                        "memory to read"
+                    )
+                    raise ValueError(
+                        f"{self.file.name} {reason}; compress it without --long or --ultra"
+                    ) from None
                 raise EOFError(str(error)) from None
             block = self.decompressor.unused_data
         return b"".join(pieces)
@@ -123,15 +151,23 @@ def _library(name: str, path: Path) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise ValueError(f"{path}: reading this file needs {name}; pip install 'litft[data]'") from None
+        raise ValueError(
+            f"{path}: reading this file needs {name}; pip install 'litft[data]'"
+        ) from None
 
 
-OPENERS: dict[str, Callable[[Path], BinaryIO]] = {"": lambda path: path.open("rb"), ".gz": gzip.open, ".zst": _zst}
+OPENERS: dict[str, Callable[[Path], BinaryIO]] = {
+    "": lambda path: path.open("rb"),
+    ".gz": gzip.open,
+    ".zst": _zst,
+}
 
 
 def _blocks(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield a file's text block by block; raise ValueError if it is neither UTF-8 nor, with a byte order mark, UTF-16."""
-    decoder, offset = None, 0
+    """Yield a file's text block by block; raise ValueError if it is neither UTF-8 nor, with a byte
+    order mark, UTF-16."""
+    decoder = None
+    offset = 0
     while block := file.read(BLOCK):
         if decoder is None:
             if block.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
@@ -141,29 +177,40 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[str]:
         num_pending = len(decoder.getstate()[0])
         yield _decode(decoder, block, path, offset - num_pending)
         offset += len(block)
-    if decoder and (rest := _decode(decoder, b"", path, offset - len(decoder.getstate()[0]), final=True)):
+    if decoder and (
+        rest := _decode(decoder, b"", path, offset - len(decoder.getstate()[0]), final=True)
+    ):
         yield rest
 
 
-def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset: int, final: bool = False) -> str:
+def _decode(
+    decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset: int, final: bool = False
+) -> str:
     try:
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
         position = f"at byte {offset + error.start}"
-        raise ValueError(f"{path} is not UTF-8 text ({position}); save it as UTF-8 (in Excel: CSV UTF-8)") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text ({position}); save it as UTF-8 (in Excel: CSV UTF-8)"
+        ) from None
 
 
 def _lines(path: Path, file: BinaryIO) -> Records:
     """Yield one record per line."""
     for number, line in enumerate(_text_lines(path, file), 1):
         if number == 1 and line.strip() == "[":
-            raise ValueError(f"{path} is one array of records, not a record on each line; name it .json")
+            raise ValueError(
+                f"{path} is one array of records, not a record on each line; name it .json"
+            )
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                record = json.loads(line.removeprefix("\ufeff"))  # files that were joined have several byte order marks
+                # files that were joined have several byte order marks
+                record = json.loads(line.removeprefix("\ufeff"))
             except (ValueError, RecursionError) as error:
-                record = ValueError(f"{where}: invalid JSON ({error}); each line must be one object")
+                record = ValueError(
+                    f"{where}: invalid JSON ({error}); each line must be one object"
+                )
             yield where, record
 
 
@@ -183,16 +230,25 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class _Values:
-    """Parses JSON values from a file's text, keeping no more text in memory than the current value needs."""
+    """Parses JSON values from a file's text, keeping no more text in memory than the current value
+    needs."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.blocks, self.decode = path, _blocks(path, file), json.JSONDecoder().raw_decode
-        self.text, self.at, self.dropped = "", 0, 0  # buffered text, position in it, characters dropped before it
+        self.path = path
+        self.blocks = _blocks(path, file)
+        self.decode = json.JSONDecoder().raw_decode
+        self.text = ""
+        self.at = 0
+        self.dropped = 0  # buffered text, position in it, characters dropped before it
 
     def read_more(self) -> bool:
-        """Drop the consumed text, and read as much again as is left; return False at the end of the file."""
-        self.text, self.dropped, self.at = self.text[self.at :], self.dropped + self.at, 0
-        num_missing, blocks = len(self.text) + 1, []
+        """Drop the consumed text, and read as much again as is left; return False at the end of the
+        file."""
+        self.text = self.text[self.at :]
+        self.dropped = self.dropped + self.at
+        self.at = 0
+        num_missing = len(self.text) + 1
+        blocks = []
         while num_missing > 0 and (block := next(self.blocks, None)) is not None:
             blocks.append(block)
             num_missing -= len(block)
@@ -200,7 +256,8 @@ class _Values:
         return bool(blocks)
 
     def peek(self) -> str:
-        """Skip whitespace and return the next character without consuming it; "" at the end of the file."""
+        """Skip whitespace and return the next character without consuming it; "" at the end of the
+        file."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()
             if self.at < len(self.text) or not self.read_more():
@@ -214,40 +271,59 @@ class _Values:
             except json.JSONDecodeError as error:
                 offset = self.dropped + error.pos
                 # where the text is incomplete, the error is at its end, or an open quotation mark
-                is_cut = error.msg.startswith("Unterminated string") or error.pos + LONGEST_TOKEN > len(self.text)
+                is_cut = error.msg.startswith(
+                    "Unterminated string"
+                ) or error.pos + LONGEST_TOKEN > len(self.text)
                 if not is_cut or not self.read_more():
                     raise self.error(error.msg, offset) from None
             except (ValueError, RecursionError) as error:  # too many digits, or too deep nesting
                 raise self.error(str(error)) from None
             else:
-                if end < len(self.text) or not self.read_more():  # a number may continue in the next block
+                # a number may continue in the next block
+                if end < len(self.text) or not self.read_more():
                     self.at = min(end, len(self.text))
                     return value
 
     def error(self, message: str, offset: int | None = None) -> ValueError:
-        """Return an error with the line and column of `offset` in the whole text; None: where the next value begins."""
+        """Return an error with the line and column of `offset` in the whole text; None: where the
+        next value begins."""
         offset = self.dropped + self.at if offset is None else offset
         with OPENERS[split_suffixes(self.path)[1]](self.path) as file:
-            before, left = "", offset
-            line, column = 1, 1
+            before = ""
+            left = offset
+            line = 1
+            column = 1
             for block in _blocks(self.path, file):
-                before, left = block[:left], left - len(block)
+                before = block[:left]
+                left = left - len(block)
                 line += before.count("\n")
-                column = len(before) - before.rfind("\n") if "\n" in before else column + len(before)
+                if "\n" in before:
+                    column = len(before) - before.rfind("\n")
+                else:
+                    column = column + len(before)
                 if left <= 0:
                     break
-        remedy = "a file with one object per line must be named .jsonl" if message == "Extra data" else "fix it there"
-        return ValueError(f"{self.path}, line {line}: invalid JSON ({message}, column {column}); {remedy}")
+        if message == "Extra data":
+            remedy = "a file with one object per line must be named .jsonl"
+        else:
+            remedy = "fix it there"
+        return ValueError(
+            f"{self.path}, line {line}: invalid JSON ({message}, column {column}); {remedy}"
+        )
 
 
 def _array(path: Path, file: BinaryIO) -> Records:
     """Yield one record per element."""
     values = _Values(path, file)
-    if (first := values.peek()) and first != "[":
+    first = values.peek()
+    if first and first != "[":
         value = values.parse()
         if values.peek():
             raise values.error("Extra data")
-        raise ValueError(f"{path}: expected an array of examples, found {json_type(value)}; {_array_remedy(value)}")
+        raise ValueError(
+            f"{path}: expected an array of examples, found {json_type(value)}; "
+            f"{_array_remedy(value)}"
+        )
     values.at += 1
     index = 0
     while first and values.peek() != "]":
@@ -269,49 +345,70 @@ def _array_remedy(value: Any) -> str:
     name = field_with_records(value) if isinstance(value, dict) else None
     if name is None:
         return "put [ and ] around it"
-    return f"its field {name!r} has {len(value[name]):,} of them: write only that array into the file"
+    return (
+        f"its field {name!r} has {len(value[name]):,} of them: write only that array into the file"
+    )
 
 
 def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     """Yield one record per row below the header; quoted cells may contain line breaks.
 
-    A header with `;` and without `separator` is read with `;`: Excel writes that where the comma is the decimal mark.
+    A header with `;` and without `separator` is read with `;`: Excel writes that where the comma is
+    the decimal mark.
     """
     lines = (line + "\n" for line in _text_lines(path, file))
     header = next(lines, "")
     skipped = 0  # lines before the header
-    if declared := re.fullmatch(r"sep=(.)\s*", header):  # an instruction to Excel
-        separator, header = declared[1], next(lines, "")
+    declared = re.fullmatch(r"sep=(.)\s*", header)
+    if declared:  # an instruction to Excel
+        separator = declared[1]
+        header = next(lines, "")
         skipped = 1
     elif separator not in header and ";" in header:
         separator = ";"
     csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
     last_line = 1 + skipped  # of the last complete row
     try:
-        rows = csv.reader(chain([header] if header else [], lines), delimiter=separator, strict=True)
+        rows = csv.reader(
+            chain([header] if header else [], lines), delimiter=separator, strict=True
+        )
         names = _without_empty_end(next(rows, []))
         _check_names(names, f"{path}, line {1 + skipped}", "the first line is the header")
         for row in rows:
             last_line = rows.line_num + skipped
             where = f"{path}, line {last_line}"
-            row = row if len(row) <= len(names) else _without_empty_end(row, len(names))
+            if len(row) <= len(names):
+                row = row
+            else:
+                row = _without_empty_end(row, len(names))
             if len(row) == len(names):
                 yield where, dict(zip(names, row, strict=True))
             elif row:
-                reason = f"{len(row)} cells for {len(names)} columns; put quotes around text with {separator!r}"
+                reason = (
+                    f"{len(row)} cells for {len(names)} columns; put quotes around text with "
+                    f"{separator!r}"
+                )
                 yield where, ValueError(f"{where}: {reason}")
     except csv.Error as error:
         if "unexpected end of data" in str(error):
             reason = "a quotation mark opens a cell here that is never closed"
-            raise ValueError(f"{path}, line {last_line + 1}: {reason}; close it, or double it within a cell") from None
+            raise ValueError(
+                f"{path}, line {last_line + 1}: {reason}; close it, or double it within a cell"
+            ) from None
         if "new-line character" in str(error):
-            reason = "a lone carriage return ends a line here; write the file with line feeds, as most programs do"
+            reason = (
+                "a lone carriage return ends a line here; write the file with line feeds, as most "
+                "programs do"
+            )
             raise ValueError(f"{path}, line {rows.line_num + skipped}: {reason}") from None
-        raise ValueError(f"{path}, line {rows.line_num + skipped}: invalid table ({error}); fix it there") from None
+        raise ValueError(
+            f"{path}, line {rows.line_num + skipped}: invalid table ({error}); fix it there"
+        ) from None
 
 
 def _without_empty_end(row: list[str], length: int = 0) -> list[str]:
-    """Return a row without the empty cells at its end, which spreadsheets add, but at least `length` cells."""
+    """Return a row without the empty cells at its end, which spreadsheets add, but at least
+    `length` cells."""
     while len(row) > length and not row[-1].strip():
         row = row[:-1]
     return row
@@ -337,17 +434,21 @@ def _parquet_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"{path} is not a complete Parquet file ({str(error)[:200]}); download it again") from None
+        raise ValueError(
+            f"{path} is not a complete Parquet file ({str(error)[:200]}); download it again"
+        ) from None
 
 
 def _check_names(names: list[str], where: str, remedy: str) -> None:
-    """Raise ValueError if two columns of a table have the same name: a record would have only one of them."""
+    """Raise ValueError if two columns of a table have the same name: a record would have only one
+    of them."""
     if len(set(names)) < len(names):
         raise ValueError(f"{where}: two columns have the same name; {remedy}")
 
 
 def _rows(batch: Any) -> list[Record]:
-    """Return the rows of a batch of Arrow; times beyond Python's years, 1 to 9999, as Arrow writes them."""
+    """Return the rows of a batch of Arrow; times beyond Python's years, 1 to 9999, as Arrow writes
+    them."""
     try:
         return batch.to_pylist()
     except (OverflowError, ValueError):
@@ -361,25 +462,33 @@ def _rows(batch: Any) -> list[Record]:
 
 
 def drop_nulls(record: Record) -> Record:
-    """Remove null entries of nested objects: an Arrow struct has every field that the same struct of another record has."""
+    """Remove null entries of nested objects: an Arrow struct has every field that the same struct
+    of another record has."""
     return {name: _without_nulls(value) for name, value in record.items()}
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _plain(path: Path, file: BinaryIO) -> Records:
     """Yield the text in parts of at most two blocks, cut at a line end where possible."""
-    text, number = "", 0
+    text = ""
+    number = 0
     for block in _blocks(path, file):
         text += block
         if len(text) >= 2 * BLOCK:
             cut = text.rfind("\n", 0, BLOCK) + 1 or BLOCK
-            yield f"{path}, part {number}", {"text": text[:cut], "begins": number == 0, "ends": False}
-            text, number = text[cut:], number + 1
+            yield (
+                f"{path}, part {number}",
+                {"text": text[:cut], "begins": number == 0, "ends": False},
+            )
+            text = text[cut:]
+            number = number + 1
     if text.strip() or number:
         yield f"{path}, part {number}", {"text": text, "begins": number == 0, "ends": True}
 

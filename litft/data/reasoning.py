@@ -1,7 +1,8 @@
 """The reasoning of an answer: where records store it, and the spellings that chat templates read.
 
-A record has the reasoning in a field of the message, as a part of its content, or inline before `</think>`. A template
-reads one of these. A `ReasonedAnswer` holds reasoning and answer apart and writes them in any spelling.
+A record has the reasoning in a field of the message, as a part of its content, or inline before
+`</think>`. A template reads one of these. A `ReasonedAnswer` holds reasoning and answer apart and
+writes them in any spelling.
 """
 
 import re
@@ -34,7 +35,8 @@ _CLOSING_MARKS = (
 )
 _OPEN = f"(?:{'|'.join(_OPENING_MARKS)})"
 _CLOSE = f"(?:{'|'.join(_CLOSING_MARKS)})"
-# what a template writes for an answer without reasoning; the prompt may have written the opening mark
+# what a template writes for an answer without reasoning; the prompt may have written the opening
+# mark
 EMPTY_THOUGHT = re.compile(rf"\s*(?:{_OPEN}\s*)?{_CLOSE}\s*")
 ENDS_IN_OPEN_THOUGHT = re.compile(rf"{_OPEN}\s*\Z")
 ENDS_IN_EMPTY_THOUGHT = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*\Z")
@@ -50,7 +52,8 @@ def is_thought_mark(text: str) -> bool:
 
 
 def thought_marks(template: str) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of texts around reasoning that a template mentions; always <think> and </think>."""
+    """Return the pairs of texts around reasoning that a template mentions; always <think> and
+    </think>."""
     pairs = [("<think>", "</think>")]
     for opening, closing in zip(_OPENING_MARKS, _CLOSING_MARKS, strict=True):
         openings = re.findall(opening, template)
@@ -73,7 +76,8 @@ class InlineThought:
     def of(cls, content: str) -> "InlineThought | None":
         """Return the parts of a content; None without reasoning.
 
-        The thought is opened, or its closing mark has a line of its own: elsewhere </think> is a part of the answer.
+        The thought is opened, or its closing mark has a line of its own: elsewhere </think> is a
+        part of the answer.
         """
         if "</think>" not in content:
             return None
@@ -81,15 +85,20 @@ class InlineThought:
         if opening:
             closing_start = content.find("</think>", opening.end())
             if closing_start >= 0:
-                return cls._divided(content, opening.end(), closing_start, closing_start + len("</think>"))
+                return cls._divided(
+                    content, opening.end(), closing_start, closing_start + len("</think>")
+                )
         closing = _INLINE_CLOSING_LINE.search(content)
         if closing:
             return cls._divided(content, 0, closing.start(), closing.end())
         return None
 
     @classmethod
-    def _divided(cls, content: str, start: int, closing_start: int, closing_end: int) -> "InlineThought":
-        """Return the parts around the opening and the closing mark; white space beside a mark is a part of the mark."""
+    def _divided(
+        cls, content: str, start: int, closing_start: int, closing_end: int
+    ) -> "InlineThought":
+        """Return the parts around the opening and the closing mark; white space beside a mark is a
+        part of the mark."""
         reasoning = content[start:closing_start].rstrip()
         answer = content[closing_end:].lstrip()
         closing = content[start + len(reasoning) : len(content) - len(answer)]
@@ -100,7 +109,8 @@ class InlineThought:
 class ReasonedAnswer:
     """An assistant message with its reasoning and the rest of its text apart.
 
-    spelling: a field of REASONING_FIELDS, PARTS or INLINE; `opening` and `closing` are the marks around inline reasoning.
+    spelling: a field of REASONING_FIELDS, PARTS or INLINE; `opening` and `closing` are the marks
+    around inline reasoning.
     """
 
     message: Message  # with neither reasoning nor content
@@ -113,7 +123,10 @@ class ReasonedAnswer:
     @classmethod
     def read(cls, message: Message) -> "ReasonedAnswer":
         """Take a message apart. A field with reasoning has priority over inline reasoning."""
-        rest = {name: value for name, value in message.items() if name not in (*REASONING_FIELDS, "content")}
+        rest = {}
+        for name, value in message.items():
+            if name not in (*REASONING_FIELDS, "content"):
+                rest[name] = value
         content = message.get("content") or ""
         field = next((name for name in REASONING_FIELDS if message.get(name)), None)
         if field is not None:
@@ -121,12 +134,17 @@ class ReasonedAnswer:
         thought = InlineThought.of(content)
         if thought is None:
             return cls(rest, "", content, REASONING_FIELDS[0])
-        return cls(rest, thought.reasoning, thought.answer, INLINE, thought.opening, thought.closing)
+        return cls(
+            rest, thought.reasoning, thought.answer, INLINE, thought.opening, thought.closing
+        )
 
     def write(self) -> Message:
         """Return the message in its spelling."""
         if self.spelling == INLINE:
-            return {**self.message, "content": self.opening + self.reasoning + self.closing + self.answer}
+            return {
+                **self.message,
+                "content": self.opening + self.reasoning + self.closing + self.answer,
+            }
         if not self.reasoning.strip():
             return {**self.message, "content": self.answer}
         if self.spelling == PARTS:
@@ -163,10 +181,11 @@ def has_reasoning(message: Message) -> bool:
 
 
 def spellings(messages: list[Message], inline: bool) -> Iterator[list[Message]]:
-    """Yield the conversation with its reasoning in each spelling, first as it is; `inline`: also inline.
+    """Yield the conversation with its reasoning in each spelling, first as it is; `inline`: also
+    inline.
 
-    Without reasoning there is one more form if the content has an empty inline thought: without it, for templates that
-    write an empty thought themselves.
+    Without reasoning there is one more form if the content has an empty inline thought: without it,
+    for templates that write an empty thought themselves.
     """
     yield messages
     answers = {}

@@ -1,8 +1,8 @@
 """The order of the samples, and the largest micro-batch of a run.
 
-A step is the next `global_batch_size` samples of a permutation of (seed, epoch). The position in the data is one integer:
-the number of samples seen. Rows, micro-batches and ranks only lay the step out, so losses and gradients depend on none of
-them.
+A step is the next `global_batch_size` samples of a permutation of (seed, epoch). The position in
+the data is one integer: the number of samples seen. Rows, micro-batches and ranks only lay the step
+out, so losses and gradients depend on none of them.
 """
 
 from collections.abc import Sequence
@@ -15,28 +15,41 @@ import torch
 from litft.data.packing import Layout
 from litft.data.token_store import Samples
 
-MAX_RANKED, MAX_LAID_OUT = 2_000_000, 200_000  # samples of a run that `largest_micro_batch` ranks, and that it lays out
+MAX_RANKED = 2_000_000
+MAX_LAID_OUT = 200_000  # samples of a run that `largest_micro_batch` ranks, and that it lays out
 
 
 class Sampler:
-    """The endless stream of sample indices: each epoch is a permutation of its own, from (seed, epoch).
+    """The endless stream of sample indices: each epoch is a permutation of its own, from (seed,
+    epoch).
 
-    sizes: the number of samples of each data set; indices count through all sets. weights: how often an epoch passes over
-    each set. For the fractional part of a weight, each epoch draws other samples.
+    sizes: the number of samples of each data set; indices count through all sets. weights: how
+    often an epoch passes over each set. For the fractional part of a weight, each epoch draws other
+    samples.
     """
 
-    def __init__(self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None) -> None:
-        self.sizes, self.seed, self.weights = list(sizes), seed, list(weights or [1.0] * len(sizes))
-        self.size = sum(round(n * weight) for n, weight in zip(self.sizes, self.weights, strict=True))
+    def __init__(
+        self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None
+    ) -> None:
+        self.sizes = list(sizes)
+        self.seed = seed
+        self.weights = list(weights or [1.0] * len(sizes))
+        self.size = sum(
+            round(n * weight) for n, weight in zip(self.sizes, self.weights, strict=True)
+        )
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def _permute(self, epoch: int) -> list[int]:
         # one generator per (seed, epoch): seeds that differ by one share no epoch
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        parts, start = [], 0
+        parts = []
+        start = 0
         for size, weight in zip(self.sizes, self.weights, strict=True):
             repeats, remainder = divmod(round(size * weight), size) if size else (0, 0)
-            drawn = torch.randperm(size, generator=generator)[:remainder] if remainder else torch.zeros(0, dtype=torch.int64)
+            if remainder:
+                drawn = torch.randperm(size, generator=generator)[:remainder]
+            else:
+                drawn = torch.zeros(0, dtype=torch.int64)
             parts += [torch.arange(size).repeat(repeats) + start, drawn + start]
             start += size
         indices = torch.cat(parts)
@@ -50,35 +63,57 @@ class Sampler:
 class Largest(NamedTuple):
     """The largest memory demand of a run."""
 
-    rows: list[list[int]]  # the micro-batch with the most tokens, padding included: rows of sample indices
+    # the micro-batch with the most tokens, padding included: rows of sample indices
+    rows: list[list[int]]
     max_targets: int  # the most target tokens in a micro-batch
     accumulates: bool  # whether a step has several micro-batches per rank
 
 
 def largest_micro_batch(
-    samples: Samples, order: Sampler, layout: Layout, num_samples: int, batch_size: int, first: int = 0
+    samples: Samples,
+    order: Sampler,
+    layout: Layout,
+    num_samples: int,
+    batch_size: int,
+    first: int = 0,
 ) -> Largest:
-    """Return the largest micro-batch of a run over `num_samples` samples in steps of `batch_size`, from position `first`.
+    """Return the largest micro-batch of a run over `num_samples` samples in steps of `batch_size`,
+    from position `first`.
 
-    Steps are ranked by an estimate from their total and longest lengths; in long runs only the largest ones are laid out.
+    Steps are ranked by an estimate from their total and longest lengths; in long runs only the
+    largest ones are laid out.
     """
-    lengths, supervised = samples.lengths, samples.supervised
+    lengths = samples.lengths
+    supervised = samples.supervised
     indices = np.array(order.indices(first, min(num_samples, first + MAX_RANKED)))
     starts = np.arange(0, len(indices), batch_size)
     sums, longest = (ufunc.reduceat(lengths[indices], starts) for ufunc in (np.add, np.maximum))
-    num_rows = np.ceil(sums / layout.row_tokens) if layout.row_tokens else np.minimum(batch_size, len(indices) - starts)
-    width = np.maximum(longest, sums / num_rows) if layout.row_tokens else longest
+    if layout.row_tokens:
+        num_rows = np.ceil(sums / layout.row_tokens)
+    else:
+        num_rows = np.minimum(batch_size, len(indices) - starts)
+    if layout.row_tokens:
+        width = np.maximum(longest, sums / num_rows)
+    else:
+        width = longest
     estimates = width * np.minimum(np.ceil(num_rows / layout.ranks), layout.rows)
     candidates = np.argsort(-estimates, kind="stable")[: max(16, MAX_LAID_OUT // batch_size)]
-    rows, max_slots, max_targets, accumulates = [], 0, 0, False
+    rows = []
+    max_slots = 0
+    max_targets = 0
+    accumulates = False
     for step in candidates:
         step_indices = indices[starts[step] : starts[step] + batch_size]
-        step_lengths, targets = lengths[step_indices].tolist(), supervised[step_indices].tolist()
+        step_lengths = lengths[step_indices].tolist()
+        targets = supervised[step_indices].tolist()
         batches = layout.plan(step_lengths)
         accumulates |= len(batches) > layout.ranks
         for batch in batches:
             max_targets = max(max_targets, sum(targets[i] for row in batch for i in row))
-            slots = len(batch) * max((sum(step_lengths[i] for i in row) for row in batch), default=0)
+            slots = len(batch) * max(
+                (sum(step_lengths[i] for i in row) for row in batch), default=0
+            )
             if slots > max_slots:
-                max_slots, rows = slots, [step_indices[row].tolist() for row in batch]
+                max_slots = slots
+                rows = [step_indices[row].tolist() for row in batch]
     return Largest(rows, max_targets, accumulates)

@@ -1,4 +1,5 @@
-"""Where examples come from: files, folders with both splits, and data sets of the Hugging Face hub."""
+"""Where examples come from: files, folders with both splits, and data sets of the Hugging Face
+hub."""
 
 import re
 from functools import cache
@@ -12,7 +13,15 @@ from litft.args import DataArgs
 from litft.args.data_path import DataPath
 from litft.checkpoints.hub import HubId, hub_id
 from litft.data.digests import digest_of, digest_of_texts
-from litft.data.readers import OPENERS, READERS, Records, drop_nulls, read_records, require_file, split_suffixes
+from litft.data.readers import (
+    OPENERS,
+    READERS,
+    Records,
+    drop_nulls,
+    read_records,
+    require_file,
+    split_suffixes,
+)
 
 OTHER_SPLITS = ("test", "testing", "eval", "evaluation")  # names of files that are not read
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
@@ -48,7 +57,9 @@ class File(NamedTuple):
     def digest(self) -> str:
         """Return the hash of the content."""
         digests = [digest_of(require_file(Path(path))) for path in self.parts or (self.name,)]
-        return digests[0] if len(digests) == 1 else digest_of_texts(digests)
+        if len(digests) == 1:
+            return digests[0]
+        return digest_of_texts(digests)
 
 
 class HubSplit(NamedTuple):
@@ -80,35 +91,52 @@ class HubSplit(NamedTuple):
 
 
 def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File | HubSplit]]]:
-    """Return the training files, one for each path, and the validation files, possibly none, with the names of their sets.
+    """Return the training files, one for each path, and the validation files, possibly none, with
+    the names of their sets.
 
-    Raise ValueError for a path that is not a file, a folder with a training file, or a data set on the hub.
+    Raise ValueError for a path that is not a file, a folder with a training file, or a data set on
+    the hub.
     """
-    train, val = [], []
+    train = []
+    val = []
     if args.split and not any(hub_dataset(item.path) for item in args.paths):
-        raise ValueError(f"--data.split {args.split}: no --data.path is a data set on the hub; leave it out")
+        raise ValueError(
+            f"--data.split {args.split}: no --data.path is a data set on the hub; leave it out"
+        )
     items = (*args.paths, *args.val_paths)
     if args.subset and not any(hub_dataset(item.path) for item in items):
-        raise ValueError(f"--data.subset {args.subset}: no path is a data set on the hub; leave it out")
+        raise ValueError(
+            f"--data.subset {args.subset}: no path is a data set on the hub; leave it out"
+        )
     for item in items:
         if (item.split or item.subset) and not hub_dataset(item.path):
-            raise ValueError(f"{item.text()}: only data sets on the hub have a split or a subset; leave them out")
+            raise ValueError(
+                f"{item.text()}: only data sets on the hub have a split or a subset; leave them out"
+            )
     for item in args.paths:
-        path, splits = item.path, _splits(item.path, item.subset or args.subset, item.split or args.split)
+        path, splits = (
+            item.path,
+            _splits(item.path, item.subset or args.subset, item.split or args.split),
+        )
         if "train" not in splits and hub_dataset(path):
             names = ", ".join(_load_dataset(path, item.subset or args.subset))
-            raise ValueError(f"{path} has no split train; it has {names}: choose one with --data.split")
+            raise ValueError(
+                f"{path} has no split train; it has {names}: choose one with --data.split"
+            )
         if "train" not in splits:
             raise ValueError(
-                f"{path} contains no train.json, train.jsonl, ... and no numbered files of one format; name the file, or "
-                f"a pattern such as '{path}/*.jsonl', with --data.path"
+                f"{path} contains no train.json, train.jsonl, ... and no numbered files of one "
+                f"format; name the file, or a pattern such as '{path}/*.jsonl', with --data.path"
             )
         reading = _reading(item)
         train.append(splits["train"]._replace(limit=item.limit or args.limit, reading=reading))
         val += [splits["val"]._replace(reading=reading)] if "val" in splits else []
     # a path may name the validation split as training examples
     is_trained_on = {source._replace(limit=None) for source in train}
-    named = [("", source) for source in val if source not in is_trained_on]
+    named = []
+    for source in val:
+        if source not in is_trained_on:
+            named.append(("", source))
     if args.val_path:
         named = [(item.name, _val_source(item, args.subset)) for item in args.val_paths]
         named = _with_names(named) if len(named) > 1 else named
@@ -116,15 +144,23 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
 
 
 def _with_names(named: list[tuple[str, File | HubSplit]]) -> list[tuple[str, File | HubSplit]]:
-    """Return the validation sets with a name for each: the given one, or else that of the file or the split.
+    """Return the validation sets with a name for each: the given one, or else that of the file or
+    the split.
 
     Raise ValueError if two sets have the same name.
     """
     named = [(name or _set_name(source), source) for name, source in named]
     names = [name for name, _ in named]
-    if repeated := [name for name in names if names.count(name) > 1]:
+    repeated = []
+    for name in names:
+        if names.count(name) > 1:
+            repeated.append(name)
+    if repeated:
         paths = ", ".join(source.label for name, source in named if name == repeated[0])
-        raise ValueError(f"--data.val_path: {paths} would have the same name, {repeated[0]}; name them: NAME=PATH,NAME=PATH")
+        raise ValueError(
+            f"--data.val_path: {paths} would have the same name, {repeated[0]}; name them: "
+            "NAME=PATH,NAME=PATH"
+        )
     return named
 
 
@@ -133,7 +169,8 @@ def _reading(item: DataPath) -> Reading:
 
 
 def _set_name(source: File | HubSplit) -> str:
-    """Return a name for a validation set: that of the file without its suffixes, or those of the data set and the split."""
+    """Return a name for a validation set: that of the file without its suffixes, or those of the
+    data set and the split."""
     if isinstance(source, HubSplit):
         name = f"{hub_id(source.name).name.rpartition('/')[2]}_{source.split}"
     else:
@@ -143,9 +180,12 @@ def _set_name(source: File | HubSplit) -> str:
 
 
 def _val_source(item: DataPath, subset: str | None) -> File | HubSplit:
-    """Return the validation examples that --data.val_path names: a file, or a split of a data set on the hub."""
+    """Return the validation examples that --data.val_path names: a file, or a split of a data set
+    on the hub."""
     if is_pattern(item.path):
-        return _splits(item.path, None, None)["train"]._replace(limit=item.limit, reading=_reading(item))
+        return _splits(item.path, None, None)["train"]._replace(
+            limit=item.limit, reading=_reading(item)
+        )
     if not hub_dataset(item.path):
         return File(item.path, item.limit, _reading(item))
     if not (item.split or item.path.partition(":")[2]):
@@ -158,7 +198,8 @@ def _val_source(item: DataPath, subset: str | None) -> File | HubSplit:
 def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File | HubSplit]:
     """Return the training and validation splits that a path has, by "train" and "val".
 
-    split: the training split of a data set on the hub, unless the path ends with one, owner/name:split.
+    split: the training split of a data set on the hub, unless the path ends with one,
+    owner/name:split.
     """
     if is_pattern(path):
         return {"train": _files_of(path, sorted(glob(path, recursive=True)))}
@@ -167,25 +208,39 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
         named = _named_files(path, files)
         if not named:
             return _shards(path, files)
-        numbered = [file for file in files if re.search(r"\d", file.stem)]
+        numbered = []
+        for file in files:
+            if re.search(r"\d", file.stem):
+                numbered.append(file)
         return _parts_of_splits(path, numbered) | named
     if not hub_dataset(path):
         return {"train": File(path)}
     name, _, own_split = path.partition(":")
-    dataset, split = _load_dataset(name, subset), own_split or split
+    dataset = _load_dataset(name, subset)
+    split = own_split or split
     if split and split not in dataset:
         raise ValueError(f"{name} has no split {split}; it has {', '.join(dataset)}")
-    hub_splits = {kind: next((name for name in names if name in dataset), None) for kind, names in SPLITS.items()}
+    hub_splits = {
+        kind: next((name for name in names if name in dataset), None)
+        for kind, names in SPLITS.items()
+    }
     hub_splits |= {"train": split} if split else {}
     return {kind: HubSplit(name, subset, split) for kind, split in hub_splits.items() if split}
 
 
 def _named_files(path: str, files: list[Path]) -> dict[str, File]:
-    """Return the splits of a folder that are one file each, such as train.jsonl; raise ValueError if a split has two."""
+    """Return the splits of a folder that are one file each, such as train.jsonl; raise ValueError
+    if a split has two."""
     found = {}
     for split, stems in SPLITS.items():
-        supported = {f"{stem}{end}" for stem in stems for end in _endings()}
-        matches = [file for file in files if file.name.lower() in supported]
+        supported = set()
+        for stem in stems:
+            for end in _endings():
+                supported.add(f"{stem}{end}")
+        matches = []
+        for file in files:
+            if file.name.lower() in supported:
+                matches.append(file)
         if len(matches) > 1:
             names = " and ".join(file.name for file in matches)
             raise ValueError(f"{path} contains {names}; name the one to use with --data.path")
@@ -201,38 +256,53 @@ def is_pattern(path: str) -> bool:
 
 def _files_of(name: str, paths: list[str]) -> File:
     """Return several files of examples as one source; raise ValueError if there is none."""
-    readable = [path for path in paths if Path(path).is_file() and split_suffixes(Path(path))[0] in READERS]
+    readable = []
+    for path in paths:
+        if Path(path).is_file() and split_suffixes(Path(path))[0] in READERS:
+            readable.append(path)
     if not readable:
-        raise ValueError(f"{name}: no file with examples matches; use {', '.join(READERS)}, and [[] for a bracket")
+        raise ValueError(
+            f"{name}: no file with examples matches; use {', '.join(READERS)}, and [[] for a "
+            "bracket"
+        )
     return File(name, parts=tuple(readable))
 
 
 def _shards(path: str, files: list[Path]) -> dict[str, File]:
     """Return the splits of a folder of several files, such as train-00000-of-00003.parquet.
 
-    A file belongs to the split whose name it begins with. Where none begins so, all are training examples; where some do,
-    the others must be of a test split. A folder whose files have different formats is not read.
+    A file belongs to the split whose name it begins with. Where none begins so, all are training
+    examples; where some do, the others must be of a test split. A folder whose files have different
+    formats is not read.
     """
     readable = _readable(files)
     if len(readable) < 2 or len({split_suffixes(file)[0] for file in readable}) > 1:
         return {}
-    others = [file for file in readable if not _split_of(file)]
+    others = []
+    for file in readable:
+        if not _split_of(file):
+            others.append(file)
     if len(others) == len(readable):
         return {"train": File(path, parts=tuple(map(str, others)))}
     if others:
         names = ", ".join(file.name for file in others[:3])
-        raise ValueError(f"{path}: {names} belong to no split, but others do; name a pattern with --data.path")
+        raise ValueError(
+            f"{path}: {names} belong to no split, but others do; name a pattern with --data.path"
+        )
     return _parts_of_splits(path, files)
 
 
 def _parts_of_splits(path: str, files: list[Path]) -> dict[str, File]:
-    """Return the training and validation files of a folder, by the split whose name each begins with."""
+    """Return the training and validation files of a folder, by the split whose name each begins
+    with."""
     by_split: dict[str, list[str]] = {}
     for file in _readable(files):
         split = _split_of(file)
         if split in SPLITS:
             by_split.setdefault(split, []).append(str(file))
-    return {split: File(f"{path} ({split})", parts=tuple(paths)) for split, paths in by_split.items()}
+    return {
+        split: File(f"{path} ({split})", parts=tuple(paths)) for split, paths in by_split.items()
+    }
 
 
 def _readable(files: list[Path]) -> list[Path]:
@@ -246,18 +316,24 @@ def _readable(files: list[Path]) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split whose name the file's name begins with: train, val, one of OTHER_SPLITS; or none, ""."""
+    """Return the split whose name the file's name begins with: train, val, one of OTHER_SPLITS; or
+    none, ""."""
     word = re.match(r"[a-z]*", file.name.lower())[0]
     for split, names in SPLITS.items():
         if word in names:
             return split
-    return word if word in OTHER_SPLITS else ""
+    if word in OTHER_SPLITS:
+        return word
+    return ""
 
 
 def hub_dataset(path: str) -> HubId | None:
-    """Return the id of the data set on the hub that `path` names, without its split; None if it names a file or a folder."""
+    """Return the id of the data set on the hub that `path` names, without its split; None if it
+    names a file or a folder."""
     is_local = split_suffixes(Path(path))[0] in READERS or Path(path).exists() or is_pattern(path)
-    return None if is_local else hub_id(path.partition(":")[0])
+    if is_local:
+        return None
+    return hub_id(path.partition(":")[0])
 
 
 def _endings() -> list[str]:
@@ -271,11 +347,14 @@ def _load_dataset(name: str, subset: str | None) -> Any:
         datasets = import_module("datasets")
     except ImportError:
         raise ValueError(
-            f"{name} is not a local file or folder; to load it from the hub as a data set, pip install 'litft[data]'"
+            f"{name} is not a local file or folder; to load it from the hub as a data set, pip "
+            "install 'litft[data]'"
         ) from None
     try:
         dataset_id = hub_id(name)
         return datasets.load_dataset(dataset_id.name, subset, revision=dataset_id.revision)
     except Exception as error:  # from the network, the hub, or the reader of the files
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{name} is not a local file or folder, and not a data set on the hub ({reason})") from None
+        raise ValueError(
+            f"{name} is not a local file or folder, and not a data set on the hub ({reason})"
+        ) from None

@@ -1,7 +1,9 @@
-"""The cache of tokenized files: each file is tokenized once, in parallel; later runs only map the result into memory.
+"""The cache of tokenized files: each file is tokenized once, in parallel; later runs only map the
+result into memory.
 
-The cache is stored in $XDG_CACHE_HOME/litft (default ~/.cache/litft) and may be deleted while no run reads it. An entry's
-name is a hash of everything that decides its content: file, tokenizer, template, mask, length limit, and this code.
+The cache is stored in $XDG_CACHE_HOME/litft (default ~/.cache/litft) and may be deleted while no
+run reads it. An entry's name is a hash of everything that decides its content: file, tokenizer,
+template, mask, length limit, and this code.
 """
 
 import ctypes
@@ -36,16 +38,22 @@ from litft.data.token_store import MAX_NAMED, EncodingReport, TokenStore, TokenS
 from litft.errors import RankError
 
 SKIP_HINT = "--data.skip_bad allows a share of bad records"
-CHUNK = 250  # records that a process tokenizes at once; files of more than eight chunks are tokenized in parallel
+# records that a process tokenizes at once; files of more than eight chunks are tokenized in
+# parallel
+CHUNK = 250
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal sent to a process when its parent dies
 MAX_PROCESSES = 16  # one process reads and writes for all, which is about a sixteenth of the work
 
 
-def prepare(file: File | HubSplit, encoder: Encoder, max_bad: float, timeout: float = math.inf) -> TokenStore:
-    """Return the file's samples from the cache, tokenizing the file first if needed; other processes wait meanwhile.
+def prepare(
+    file: File | HubSplit, encoder: Encoder, max_bad: float, timeout: float = math.inf
+) -> TokenStore:
+    """Return the file's samples from the cache, tokenizing the file first if needed; other
+    processes wait meanwhile.
 
-    max_bad: the fraction of records that may be bad. timeout: seconds to wait for another process that makes no progress.
-    Raise ValueError listing the bad records if there are more, and RankError if the wait times out.
+    max_bad: the fraction of records that may be bad. timeout: seconds to wait for another process
+    that makes no progress. Raise ValueError listing the bad records if there are more, and
+    RankError if the wait times out.
     """
     digest = file.digest()
     folder = cache_folder() / _key(file, digest, encoder)
@@ -61,27 +69,39 @@ def prepare(file: File | HubSplit, encoder: Encoder, max_bad: float, timeout: fl
             if error.filename and not str(error.filename).startswith(str(cache_folder())):
                 raise
             remedy = "set XDG_CACHE_HOME to another folder"
-            raise ValueError(f"cannot write the cache of tokenized data, {folder}: {error.strerror}; {remedy}") from None
+            raise ValueError(
+                f"cannot write the cache of tokenized data, {folder}: {error.strerror}; {remedy}"
+            ) from None
         store = TokenStore(folder)
     _check_bad(file.label, store.report, max_bad)
     return store
 
 
 def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
-    """Wait for the lock; raise RankError if the process that holds it has written nothing for `timeout` seconds."""
-    last_size, since = None, time.monotonic()
+    """Wait for the lock; raise RankError if the process that holds it has written nothing for
+    `timeout` seconds."""
+    last_size = None
+    since = time.monotonic()
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pass
         if last_size is None:
-            print(f"another process is tokenizing {label}; waiting for it", file=sys.stderr, flush=True)
+            print(
+                f"another process is tokenizing {label}; waiting for it",
+                file=sys.stderr,
+                flush=True,
+            )
         size = sum(path.stat().st_size for path in partial.glob("tokens.bin"))
         if size != last_size:
-            last_size, since = size, time.monotonic()
+            last_size = size
+            since = time.monotonic()
         if time.monotonic() - since > timeout:
-            reason = f"another process is tokenizing {label}, and has written nothing for {timeout:.0f} s (--timeout)"
+            reason = (
+                f"another process is tokenizing {label}, and has written nothing for {timeout:.0f} "
+                "s (--timeout)"
+            )
             raise RankError(f"{reason}; end it, or raise --timeout")
         time.sleep(0.05)
 
@@ -94,15 +114,23 @@ def _key(file: File | HubSplit, digest: str, encoder: Encoder) -> str:
 
 @lru_cache
 def _code_version() -> str:
-    """Return the hash of the code between a record and its tokens: this folder's files and the libraries' versions."""
+    """Return the hash of the code between a record and its tokens: this folder's files and the
+    libraries' versions."""
     folder = Path(__file__).parent
     sources = sorted(folder.glob("*.py"))
     libraries = [f"{name} {version(name)}" for name in ("jinja2", "tokenizers", "sentencepiece")]
-    return hashlib.sha256(b"".join([path.read_bytes() for path in sources]) + repr(libraries).encode()).hexdigest()
+    return hashlib.sha256(
+        b"".join([path.read_bytes() for path in sources]) + repr(libraries).encode()
+    ).hexdigest()
 
 
-def _write(file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float, folder: Path, lock: TextIO) -> None:
-    """Write the cache entry, which becomes visible only when complete. The caller holds the lock."""
+def _write(
+    file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float, folder: Path, lock: TextIO
+) -> None:
+    """Write the cache entry, which becomes visible only when complete.
+
+    The caller holds the lock.
+    """
     shutil.rmtree(folder, ignore_errors=True)  # it is damaged
     with atomic_folder(folder, folder.with_suffix(".partial")) as partial:
         writer = TokenStoreWriter(partial, encoder.tokenizer.special_ids)
@@ -115,21 +143,30 @@ def _write(file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float,
                     raise ValueError(f"{lines}\nreading {file.label} stopped here; {SKIP_HINT}")
         _check_bad(file.label, writer.report, max_bad)
         if file.digest() != digest:
-            raise ValueError(f"{file.label} changed while it was read; start again when it is completely written")
+            raise ValueError(
+                f"{file.label} changed while it was read; start again when it is completely written"
+            )
         writer.close()
 
 
 def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:
     count, messages = report.bad
     if count > max_bad * report.records:
-        more = f"\nand {count - len(messages):,} more" if count > len(messages) else ""
+        if count > len(messages):
+            more = f"\nand {count - len(messages):,} more"
+        else:
+            more = ""
         skip_hint = f"; {SKIP_HINT}" if count < report.records else ""
-        share = f"\n{count:,} of {report.records:,} records of {name} are bad{skip_hint}" if count > 1 or max_bad else ""
+        if count > 1 or max_bad:
+            share = f"\n{count:,} of {report.records:,} records of {name} are bad{skip_hint}"
+        else:
+            share = ""
         raise ValueError("\n".join(report.bad_lines()) + more + share)
 
 
 def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded]:
-    """Yield the encoding of each record, in order; many records are encoded by several processes."""
+    """Yield the encoding of each record, in order; many records are encoded by several
+    processes."""
     chunks = iter(lambda: list(islice(records, CHUNK)), [])
     first_chunks = list(islice(chunks, 9))
     workers = min(cores(), MAX_PROCESSES)
@@ -137,30 +174,44 @@ def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded
     if len(first_chunks) == 9 and workers > 1:
         pool = _make_pool(encoder, workers, lock)
     if pool is None:
-        yield from (encoder(where, record) for chunk in chain(first_chunks, chunks) for where, record in chunk)
+        yield from (
+            encoder(where, record)
+            for chunk in chain(first_chunks, chunks)
+            for where, record in chunk
+        )
     else:
         yield from _in_parallel(chain(first_chunks, chunks), pool, workers)
 
 
 def _make_pool(encoder: Encoder, workers: int, lock: TextIO) -> ProcessPoolExecutor | None:
-    """Return a pool of processes; None if there is no room for its semaphores, as in containers with a small /dev/shm."""
+    """Return a pool of processes; None if there is no room for its semaphores, as in containers
+    with a small /dev/shm."""
     # fork: the tokenizer is not pickled, and the main script is not imported again
     try:
-        return ProcessPoolExecutor(workers, get_context("fork"), _init_worker, (encoder, lock, os.getpid()))
+        return ProcessPoolExecutor(
+            workers, get_context("fork"), _init_worker, (encoder, lock, os.getpid())
+        )
     except OSError as error:
         reason = error.strerror or str(error)
-        print(f"note: one process tokenizes: several cannot share memory ({reason}; /dev/shm)", file=sys.stderr)
+        print(
+            f"note: one process tokenizes: several cannot share memory ({reason}; /dev/shm)",
+            file=sys.stderr,
+        )
         return None
 
 
-def _in_parallel(chunks: Iterable[list], pool: ProcessPoolExecutor, workers: int) -> Iterator[Encoded]:
+def _in_parallel(
+    chunks: Iterable[list], pool: ProcessPoolExecutor, workers: int
+) -> Iterator[Encoded]:
     try:
         pending = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers))
         while pending:
             yield from pending.popleft().result()
             pending.extend(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 1))
     except BrokenProcessPool:
-        raise ValueError("a tokenizing process was killed, probably because memory ran out; free some") from None
+        raise ValueError(
+            "a tokenizing process was killed, probably because memory ran out; free some"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

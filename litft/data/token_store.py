@@ -1,8 +1,9 @@
 """Tokenized samples on disk: written once, mapped into memory by every process, read one at a time.
 
-A folder contains tokens.bin with the concatenated entries, one .npy file for each array of the index, and report.json,
-which is written last. An entry is an example, or a span of a text. Samples of a text are windows over neighbouring spans,
-made once the split is known. Only the index is loaded, so the tokens may exceed memory.
+A folder contains tokens.bin with the concatenated entries, one .npy file for each array of the
+index, and report.json, which is written last. An entry is an example, or a span of a text. Samples
+of a text are windows over neighbouring spans, made once the split is known. Only the index is
+loaded, so the tokens may exceed memory.
 """
 
 import hashlib
@@ -18,15 +19,25 @@ import numpy as np
 from xxhash import xxh3_64
 
 from litft.data.digests import file_hash
-from litft.data.encoder import ID_MASK, SUPERVISED, Encoded, Sample, hash64, to_sample
+from litft.data.encoder import Encoded, hash64
+from litft.data.sample import ID_MASK, SUPERVISED, Sample, to_sample
 
-EXAMPLE, TEXT, CONTINUATION = range(3)  # an entry's kind: an example; a text or its first span; a later span of it
+# an entry's kind: an example; a text or its first span; a later span of it
+EXAMPLE, TEXT, CONTINUATION = range(3)
 # the index: one value for each entry
-ARRAYS = {"supervised": np.int32, "units": np.uint64, "turns": np.int32, "digests": np.uint64, "kinds": np.uint8}
+ARRAYS = {
+    "supervised": np.int32,
+    "units": np.uint64,
+    "turns": np.int32,
+    "digests": np.uint64,
+    "kinds": np.uint8,
+}
 ARRAYS |= {"first_sizes": np.int32, "labels": np.int8}  # see SampleIndex
 NO_LABEL = -1
-MAX_HASHED = 1 << 30  # bytes; larger tokens.bin are not hashed when a store is opened, which would take seconds
-END_SHARE = 0.1  # the least share of the records of token ids that end with a token, if answers end with it
+# bytes; larger tokens.bin are not hashed when a store is opened, which would take seconds
+MAX_HASHED = 1 << 30
+# the least share of the records of token ids that end with a token, if answers end with it
+END_SHARE = 0.1
 MAX_SYSTEMS = 2  # system prompts that a report has: whether there are several
 MAX_NAMED = 10  # records that a report names for each note, in addition to their count
 
@@ -44,13 +55,16 @@ class EncodingReport:
     bad: list = field(default_factory=lambda: [0, []])  # [count, the first messages]
     answers: int = 0  # that are learned
     empty_thoughts: int = 0  # of these, with an empty thought of the template that is not learned
-    unused: dict[str, int] = field(default_factory=dict)  # field that nothing reads -> number of records
-    systems: list[str] = field(default_factory=list)  # the first system prompts that differ; empty: none
+    # field that nothing reads -> number of records
+    unused: dict[str, int] = field(default_factory=dict)
+    # the first system prompts that differ; empty: none
+    systems: list[str] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # tokens that end answers
     special: list[int] = field(default_factory=list)  # special tokens that occur
     largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
     content: str = ""  # the hash of all samples
-    hashes: dict[str, str] = field(default_factory=dict)  # XXH3 of each other file of the store, by name
+    # XXH3 of each other file of the store, by name
+    hashes: dict[str, str] = field(default_factory=dict)
 
     def add(self, encoded: Encoded) -> None:
         """Count one record."""
@@ -75,11 +89,15 @@ class EncodingReport:
         return any(form not in ("text", "tokens") for form in self.formats)
 
     def bad_lines(self) -> list[str]:
-        """Return the first of the named messages with each reason, and how many others have the same one."""
+        """Return the first of the named messages with each reason, and how many others have the
+        same one."""
         by_reason: dict[str, list[str]] = {}
         for message in self.bad[1]:
             by_reason.setdefault(message.partition(": ")[2], []).append(message)
-        return [same[0] + (f" (and {len(same) - 1} more like it)" if len(same) > 1 else "") for same in by_reason.values()]
+        return [
+            same[0] + (f" (and {len(same) - 1} more like it)" if len(same) > 1 else "")
+            for same in by_reason.values()
+        ]
 
 
 def _count(counter: list, name: str) -> None:
@@ -93,8 +111,11 @@ class TokenStoreWriter:
 
     def __init__(self, folder: Path, special_ids: set[int]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.special_ids = folder, np.array(sorted(special_ids), np.uint32)
-        self.report, self._file, self._hash = EncodingReport(), (folder / "tokens.bin").open("wb"), hashlib.sha256()
+        self.folder = folder
+        self.special_ids = np.array(sorted(special_ids), np.uint32)
+        self.report = EncodingReport()
+        self._file = (folder / "tokens.bin").open("wb")
+        self._hash = hashlib.sha256()
         self._lengths: list[int] = []
         self._supervised: list[int] = []
         self._units: list[int] = []
@@ -103,7 +124,8 @@ class TokenStoreWriter:
         self._turns: list[int] = []
         self._first_sizes: list[int] = []
         self._labels: list[int] = []
-        self._ends, self._used_special = set(), set()
+        self._ends = set()
+        self._used_special = set()
         self._last_tokens: Counter[int] = Counter()  # of records of token ids
         self._tokens_hash = xxh3_64()
 
@@ -115,27 +137,38 @@ class TokenStoreWriter:
             self._last_tokens[encoded.last_token] += 1
         self._first_sizes += encoded.first_sizes or [0] * len(encoded.samples)
         self._labels += map(int, encoded.labels or [NO_LABEL] * len(encoded.samples))
-        for fact in (*encoded.first_sizes, *encoded.labels):  # others have none, and keep their hash
+        # others have none, and keep their hash
+        for fact in (*encoded.first_sizes, *encoded.labels):
             self._hash.update(int(fact).to_bytes(8, "little"))
-        for number, (stored, unit, turn) in enumerate(zip(encoded.samples, encoded.units, encoded.turns, strict=True)):
-            kind = (TEXT if number == 0 else CONTINUATION) if encoded.text else EXAMPLE
-            data, ids = stored.tobytes(), stored & ID_MASK
+        for number, (stored, unit, turn) in enumerate(
+            zip(encoded.samples, encoded.units, encoded.turns, strict=True)
+        ):
+            if encoded.text:
+                kind = TEXT if number == 0 else CONTINUATION
+            else:
+                kind = EXAMPLE
+            data = stored.tobytes()
+            ids = stored & ID_MASK
             self._file.write(data)
             self._tokens_hash.update(data)
             self._hash.update(len(stored).to_bytes(8, "little") + data)
             self._lengths.append(len(stored))
-            first = 0 if kind == CONTINUATION else 1  # the first token of an example or a text is never a target
-            self._supervised.append(int(np.count_nonzero(stored[first:] & SUPERVISED)))  # nor that of a rejected answer
+            # the first token of an example or a text is never a target
+            first = 0 if kind == CONTINUATION else 1
+            # nor that of a rejected answer
+            self._supervised.append(int(np.count_nonzero(stored[first:] & SUPERVISED)))
             self._units.append(unit)
             self._turns.append(turn)
             self._kinds.append(kind)
             self._digests.append(hash64(data))
             self._used_special.update(np.intersect1d(ids, self.special_ids).tolist())
-            if (largest := int(ids.max())) > self.report.largest[0]:
+            largest = int(ids.max())
+            if largest > self.report.largest[0]:
                 self.report.largest = [largest, encoded.where]
 
     def _usual_last_tokens(self) -> set[int]:
-        """Return the tokens that end records of token ids, but for those of few records: a length limit has cut these."""
+        """Return the tokens that end records of token ids, but for those of few records: a length
+        limit has cut these."""
         least = END_SHARE * self._last_tokens.total()
         return {token for token, count in self._last_tokens.items() if count >= least}
 
@@ -172,18 +205,29 @@ class TokenStore:
         self.report = EncodingReport(**json.loads((folder / "report.json").read_text("utf-8")))
         self.offsets = np.load(folder / "offsets.npy")
         arrays = (np.load(folder / f"{name}.npy") for name in ARRAYS)
-        self.supervised, self.units, self.turns, self.digests, self.kinds, self.first_sizes, self.labels = arrays
+        (
+            self.supervised,
+            self.units,
+            self.turns,
+            self.digests,
+            self.kinds,
+            self.first_sizes,
+            self.labels,
+        ) = arrays
 
     @classmethod
     def open_or_none(cls, folder: Path) -> "TokenStore | None":
         """Open the store in a folder; return None if it is missing, incomplete or damaged."""
         try:
             store = cls(folder)
-            count, size = store.report.samples, (folder / "tokens.bin").stat().st_size
+            count = store.report.samples
+            size = (folder / "tokens.bin").stat().st_size
             complete = size == 4 * store.offsets[-1] and len(store.offsets) == count + 1
             arrays = (getattr(store, name) for name in ARRAYS)
             complete = complete and all(len(array) == count for array in arrays)
-            return store if complete and store._is_unchanged() else None
+            if complete and store._is_unchanged():
+                return store
+            return None
         except (OSError, ValueError, TypeError, EOFError, IndexError):
             return None
 
@@ -200,7 +244,9 @@ class TokenStore:
     @cached_property
     def _tokens(self) -> np.ndarray:
         path = self.folder / "tokens.bin"
-        return np.memmap(path, np.uint32, "r") if self.offsets[-1] else np.zeros(0, np.uint32)
+        if self.offsets[-1]:
+            return np.memmap(path, np.uint32, "r")
+        return np.zeros(0, np.uint32)
 
     def read(self, start: int, size: int) -> np.ndarray:
         """Return `size` stored tokens with their flags from offset `start`, (size,) uint32."""
@@ -209,8 +255,9 @@ class TokenStore:
     def index_samples(self, entries: np.ndarray, limit: int) -> "SampleIndex":
         """Return the samples of these entries, given in ascending order.
 
-        An example is one sample. A run of neighbouring spans of a text is divided into windows of at most `limit` input
-        tokens, such that each token but the first of the run is a target once.
+        An example is one sample. A run of neighbouring spans of a text is divided into windows of
+        at most `limit` input tokens, such that each token but the first of the run is a target
+        once.
         """
         # runs: one example each, or neighbouring spans of one text
         follows = np.diff(entries, prepend=-2) == 1
@@ -252,7 +299,8 @@ class SampleIndex(NamedTuple):
     supervised: np.ndarray  # number of its target tokens
     digests: np.ndarray  # hash of an example's tokens; unused for a window of a text
     units: np.ndarray  # hash of its record's content; 0 for a window of a text
-    turns: np.ndarray  # 2 * the message index of its last complete answer (or -1), + 1 if a partial answer follows
+    # 2 * the message index of its last complete answer (or -1), + 1 if a partial answer follows
+    turns: np.ndarray
     first_sizes: np.ndarray  # number of tokens of the first of its two documents; 0: it has one
     labels: np.ndarray  # 1 for a desirable answer, 0 for an undesirable one, or NO_LABEL
 
@@ -260,15 +308,22 @@ class SampleIndex(NamedTuple):
 class Samples(Sequence):
     """Samples of one or more stores, read from disk on access."""
 
-    def __init__(self, stores: list[TokenStore], store_numbers: np.ndarray, sample_index: SampleIndex) -> None:
+    def __init__(
+        self, stores: list[TokenStore], store_numbers: np.ndarray, sample_index: SampleIndex
+    ) -> None:
         # sample i is sample_index[i] of stores[store_numbers[i]]
-        self.stores, self.store_numbers, self.sample_index = stores, store_numbers, sample_index
+        self.stores = stores
+        self.store_numbers = store_numbers
+        self.sample_index = sample_index
 
     @classmethod
     def of(cls, parts: list[tuple[TokenStore, np.ndarray]], limit: int) -> "Samples":
-        """Return the samples of these entries of each store; windows of texts have at most `limit` input tokens."""
+        """Return the samples of these entries of each store; windows of texts have at most `limit`
+        input tokens."""
         indexes = [store.index_samples(entries, limit) for store, entries in parts]
-        store_numbers = [np.full(len(index.starts), number, np.int64) for number, index in enumerate(indexes)]
+        store_numbers = [
+            np.full(len(index.starts), number, np.int64) for number, index in enumerate(indexes)
+        ]
         joined = SampleIndex(*(np.concatenate(arrays) for arrays in zip(*indexes, strict=True)))
         return cls([store for store, _ in parts], np.concatenate(store_numbers), joined)
 
@@ -282,18 +337,29 @@ class Samples(Sequence):
 
     def __getitem__(self, key: Any) -> "Sample | Samples":
         if isinstance(key, slice):
-            return Samples(self.stores, self.store_numbers[key], SampleIndex(*(array[key] for array in self.sample_index)))
-        label, first_size = int(self.sample_index.labels[key]), int(self.sample_index.first_sizes[key])
+            return Samples(
+                self.stores,
+                self.store_numbers[key],
+                SampleIndex(*(array[key] for array in self.sample_index)),
+            )
+        label = int(self.sample_index.labels[key])
+        first_size = int(self.sample_index.first_sizes[key])
         return to_sample(self._read(key), first_size, None if label == NO_LABEL else bool(label))
 
     def mismatched(self, i: int, j: int, limit: int) -> Sample:
-        """Return the prompt of sample i with the answer of sample j, cut to `limit` input tokens."""
-        prompt, answer = self._read(i), self._read(j)
+        """Return the prompt of sample i with the answer of sample j, cut to `limit` input
+        tokens."""
+        prompt = self._read(i)
+        answer = self._read(j)
         starts = [int(np.flatnonzero(stored & SUPERVISED)[0]) for stored in (prompt, answer)]
-        return to_sample(np.concatenate((prompt[: starts[0]], answer[starts[1] :]))[: limit + 1], desirable=True)
+        return to_sample(
+            np.concatenate((prompt[: starts[0]], answer[starts[1] :]))[: limit + 1], desirable=True
+        )
 
     def _read(self, i: int) -> np.ndarray:
-        return self.stores[self.store_numbers[i]].read(int(self.sample_index.starts[i]), int(self.sample_index.sizes[i]))
+        return self.stores[self.store_numbers[i]].read(
+            int(self.sample_index.starts[i]), int(self.sample_index.sizes[i])
+        )
 
     @property
     def lengths(self) -> np.ndarray:
@@ -302,8 +368,11 @@ class Samples(Sequence):
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray:
         """Return the number of input tokens of each document of these samples."""
-        lengths, first = self.lengths[indices], self.sample_index.first_sizes[indices]
-        lengths = np.stack((np.maximum(first - 1, 0), lengths - np.maximum(first - 1, 0)), axis=1).ravel()
+        lengths = self.lengths[indices]
+        first = self.sample_index.first_sizes[indices]
+        lengths = np.stack(
+            (np.maximum(first - 1, 0), lengths - np.maximum(first - 1, 0)), axis=1
+        ).ravel()
         return lengths[lengths > 0]
 
     @property
@@ -321,14 +390,17 @@ class Samples(Sequence):
 
     @property
     def names(self) -> list[tuple[int, int, int]]:
-        """For each sample (unit, turn, number of earlier samples with the same unit and turn), see `SampleIndex`.
+        """For each sample (unit, turn, number of earlier samples with the same unit and turn), see
+        `SampleIndex`.
 
-        A name does not depend on template and tokenizer, as long as the same answers are complete and partial. The unit of
-        texts is 0.
+        A name does not depend on template and tokenizer, as long as the same answers are complete
+        and partial. The unit of texts is 0.
         """
         seen: Counter[tuple[int, int]] = Counter()
         names = []
-        for name in zip(self.sample_index.units.tolist(), self.sample_index.turns.tolist(), strict=True):
+        for name in zip(
+            self.sample_index.units.tolist(), self.sample_index.turns.tolist(), strict=True
+        ):
             names.append((*name, seen[name]))
             seen[name] += 1
         return names
@@ -336,4 +408,7 @@ class Samples(Sequence):
     @property
     def identity(self) -> bytes:
         """The samples of the stores and their order, as bytes to be hashed."""
-        return b"".join(array.tobytes() for array in (self.store_numbers, self.sample_index.starts, self.sample_index.sizes))
+        return b"".join(
+            array.tobytes()
+            for array in (self.store_numbers, self.sample_index.starts, self.sample_index.sizes)
+        )

@@ -1,4 +1,5 @@
-"""Text to token ids and back: one class for `tokenizer.json` (tokenizers) and `tokenizer.model` (sentencepiece)."""
+"""Text to token ids and back: one class for `tokenizer.json` (tokenizers) and `tokenizer.model`
+(sentencepiece)."""
 
 import hashlib
 import json
@@ -21,7 +22,8 @@ TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 
 CONTENT_END = "qzxcontentendxzq"  # in no text
 
-# matches control tokens of chat templates: <|im_end|>, <start_of_turn>, Gemma 4's <|turn> and <turn|>
+# matches control tokens of chat templates: <|im_end|>, <start_of_turn>, Gemma 4's <|turn> and
+# <turn|>
 CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>|<\|[^|<>\s]+>|<[^|<>\s]+\|>")
 # and Mistral's [TOOL_CALLS], which other tokenizers have as plain text
 NEW_CONTROL = re.compile(rf"{CONTROL.pattern}|\[/?[A-Z][A-Z_]+\]")
@@ -30,23 +32,30 @@ NEW_CONTROL = re.compile(rf"{CONTROL.pattern}|\[/?[A-Z][A-Z_]+\]")
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
-    `chat_template` is jinja source, Alpaca style if the folder has none. It renders the BOS token if the tokenizer adds one
-    to plain text, so that a conversation has exactly one. `named_templates` are for special purposes: with tools, the one
-    named tool_use is used, as in transformers. `has_template`: whether the template is the folder's, or was trained with,
-    so that it is saved. Generation ends at any of `stop_ids`.
+    `chat_template` is jinja source, Alpaca style if the folder has none. It renders the BOS token
+    if the tokenizer adds one to plain text, so that a conversation has exactly one.
+    `named_templates` are for special purposes: with tools, the one named tool_use is used, as in
+    transformers. `has_template`: whether the template is the folder's, or was trained with, so that
+    it is saved. Generation ends at any of `stop_ids`.
 
-    base: the folder of the model, if `folder` is that of an adapter. It names the stop tokens where the adapter's folder
-    does not: PEFT and transformers save an adapter with a tokenizer, but without a generation_config.json.
+    base: the folder of the model, if `folder` is that of an adapter. It names the stop tokens where
+    the adapter's folder
+    does not: PEFT and transformers save an adapter with a tokenizer, but without a
+    generation_config.json.
     """
 
     def __init__(self, folder: Path, base: Path | None = None) -> None:
         self.folder = folder
-        self.generation_folders = [folder] if base in (None, folder) else [folder, base]
+        if base in (None, folder):
+            self.generation_folders = [folder]
+        else:
+            self.generation_folders = [folder, base]
         config = read_json(folder / "tokenizer_config.json")
         self.special = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
         added = _added_tokens(config)
         self._has_new_tokens = False
-        self.day: str | None = None  # the date that templates print as today's (ISO 8601); None: today
+        # the date that templates print as today's (ISO 8601); None: today
+        self.day: str | None = None
         if (path := folder / "tokenizer.json").is_file():
             self._backend = FastBackend(path, added)
         elif (path := folder / "tokenizer.model").is_file():
@@ -55,20 +64,35 @@ class Tokenizer:
                 path, [*self.special.values(), *special], {t: e["id"] for t, e in added.items()}
             )
         else:
-            raise ValueError(f"{folder} contains no tokenizer.json or tokenizer.model; copy the model's tokenizer into it")
+            raise ValueError(
+                f"{folder} contains no tokenizer.json or tokenizer.model; copy the model's "
+                "tokenizer into it"
+            )
         self.bos_id = self._id("bos_token")
         self.eos_id = self._id("eos_token")
         if "eos_token" in self.special and self.eos_id is None:
             text = self.special["eos_token"]
-            reason = f"the eos_token {text!r} is not in the vocabulary, so answers would end with its characters"
-            raise ValueError(f"{folder / 'tokenizer_config.json'}: {reason}; name one of its tokens")
+            reason = (
+                f"the eos_token {text!r} is not in the vocabulary, so answers would end with its "
+                "characters"
+            )
+            raise ValueError(
+                f"{folder / 'tokenizer_config.json'}: {reason}; name one of its tokens"
+            )
         add_bos = config.get("add_bos_token")
-        self.adds_bos = self.bos_id is not None and (add_bos if add_bos is not None else self._backend.adds_bos(self.bos_id))
+        self.adds_bos = self.bos_id is not None and (
+            add_bos if add_bos is not None else self._backend.adds_bos(self.bos_id)
+        )
         self.stop_ids = _stop_ids(self.generation_folders, self.eos_id)
         # end tokens are special even if the tokenizer file does not mark them so
-        self.special_ids = self._backend.special_ids | (set(self.stop_ids) & ({self.eos_id} | self.added_ids))
+        self.special_ids = self._backend.special_ids | (
+            set(self.stop_ids) & ({self.eos_id} | self.added_ids)
+        )
         if not self.stop_ids:
-            raise ValueError(f"{folder}: neither tokenizer_config.json nor generation_config.json names an end token (eos)")
+            raise ValueError(
+                f"{folder}: neither tokenizer_config.json nor generation_config.json names an end "
+                "token (eos)"
+            )
         if "eos_token" not in self.special:  # GPT-2's folder has only its id
             self.special["eos_token"] = self._backend.decode(self.stop_ids[:1], skip_special=False)
         self.own_template, named_templates = _own_templates(folder, config)
@@ -82,7 +106,9 @@ class Tokenizer:
             self.named_templates[name] = source
 
     def _id(self, kind: str) -> int | None:
-        return self._backend.token_id(self.special[kind]) if kind in self.special else None
+        if kind in self.special:
+            return self._backend.token_id(self.special[kind])
+        return None
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +126,10 @@ class Tokenizer:
     @property
     def uses_date(self) -> bool:
         """Whether the template prints today's date."""
-        return any("strftime_now" in source for source in (self.chat_template, *self.named_templates.values()))
+        return any(
+            "strftime_now" in source
+            for source in (self.chat_template, *self.named_templates.values())
+        )
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
@@ -117,9 +146,14 @@ class Tokenizer:
 
     @cached_property
     def structure_ids(self) -> frozenset[int]:
-        """The special tokens that mark the reasoning and tool calls of an answer: parts of its text."""
+        """The special tokens that mark the reasoning and tool calls of an answer: parts of its
+        text."""
         ends = {self.bos_id, self.eos_id}
-        return frozenset(i for i, text in self._special_text_by_id.items() if is_structure(text) and i not in ends)
+        return frozenset(
+            i
+            for i, text in self._special_text_by_id.items()
+            if is_structure(text) and i not in ends
+        )
 
     @property
     def answer_format(self) -> AnswerFormat:
@@ -135,26 +169,38 @@ class Tokenizer:
     @property
     def end_id(self) -> int:
         """The token that ends an answer if the template writes none: EOS."""
-        return self.eos_id if self.eos_id is not None else self.stop_ids[0]
+        if self.eos_id is not None:
+            return self.eos_id
+        return self.stop_ids[0]
 
     @cached_property
     def control_text(self) -> re.Pattern | None:
         """A pattern that matches the text of any special token; None if there is none."""
-        return re.compile("|".join(map(re.escape, self.special_texts))) if self.special_texts else None
+        if self.special_texts:
+            return re.compile("|".join(map(re.escape, self.special_texts)))
+        return None
 
     def portability_note(self) -> str | None:
-        """Return what a user of other programs has to know about the ids of texts; None if they are the same there."""
+        """Return what a user of other programs has to know about the ids of texts; None if they are
+        the same there."""
         if isinstance(self._backend, FastBackend):
             return None
         return (
-            "note: the tokenizer is a tokenizer.model without a tokenizer.json; transformers 5 divides repeated spaces and "
-            "text after special tokens differently, so that texts with them have other ids there"
+            "note: the tokenizer is a tokenizer.model without a tokenizer.json; transformers 5 "
+            "divides repeated spaces and text after special tokens differently, so that texts with "
+            "them have other ids there"
         )
 
     def digest(self) -> str:
         """Return the hash of everything that decides how texts and conversations are tokenized."""
         templates = [self.chat_template, self.named_templates]
-        settings = [self.special, templates, self.adds_bos, self.stop_ids, self.day if self.uses_date else None]
+        settings = [
+            self.special,
+            templates,
+            self.adds_bos,
+            self.stop_ids,
+            self.day if self.uses_date else None,
+        ]
         return hashlib.sha256(self._backend.state() + json.dumps(settings).encode()).hexdigest()
 
     def vocabulary_digest(self) -> str:
@@ -163,7 +209,8 @@ class Tokenizer:
 
     @property
     def added_ids(self) -> set[int]:
-        """The tokens, special or not, that are matched in a text before the model splits the rest."""
+        """The tokens, special or not, that are matched in a text before the model splits the
+        rest."""
         return self._backend.added_ids()
 
     def serialized(self) -> tuple[str, bytes]:
@@ -178,19 +225,22 @@ class Tokenizer:
     def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
         """Make each text a single token; return {its new id: the ids of the text before}.
 
-        A text that looks like a control token becomes special: it may end an answer, and is not part of decoded text. Raise
-        ValueError for an empty text.
+        A text that looks like a control token becomes special: it may end an answer, and is not
+        part of decoded text. Raise ValueError for an empty text.
         """
         texts = list(dict.fromkeys(texts))
         if any(not text.strip() for text in texts):
             raise ValueError("a new token must contain more than whitespace")
         pieces = [self._backend.encode(text) for text in texts]
         for text, before in zip(texts, pieces, strict=True):
-            if (token_id := self.token_id(text)) is not None and before != [token_id]:
+            token_id = self.token_id(text)
+            if token_id is not None and before != [token_id]:
                 raise ValueError(
-                    f"{text!r} is the tokenizer's internal spelling of a token, not its text; choose another token"
+                    f"{text!r} is the tokenizer's internal spelling of a token, not its text; "
+                    "choose another token"
                 )
-        if new := [text for text in texts if self.token_id(text) is None]:
+        new = [text for text in texts if self.token_id(text) is None]
+        if new:
             special = set(filter(NEW_CONTROL.fullmatch, new))
             self._backend.add(new, special)
             self.special_ids |= {self.token_id(text) for text in special}
@@ -200,64 +250,99 @@ class Tokenizer:
         return {self.token_id(text): before for text, before in zip(texts, pieces, strict=True)}
 
     def save_added(self, folder: Path) -> None:
-        """Write the tokenizer files that `add_tokens` has changed into a folder with the other files."""
+        """Write the tokenizer files that `add_tokens` has changed into a folder with the other
+        files."""
         if self._has_new_tokens:
             self._backend.save(folder)
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
-        """Return the token ids of `text`. bos None: add BOS if the checkpoint's tokenizer does and the text has none yet."""
+        """Return the token ids of `text`. bos None: add BOS if the checkpoint's tokenizer does and
+        the text has none yet."""
         ids = self._backend.encode(check_text(text))
         if bos is None:
             bos = self.adds_bos and ids[:1] != [self.bos_id]
-        for required, kind, token_id in ((bos, "bos_token", self.bos_id), (eos, "eos_token", self.eos_id)):
+        for required, kind, token_id in (
+            (bos, "bos_token", self.bos_id),
+            (eos, "eos_token", self.eos_id),
+        ):
             if required and token_id is None:
                 raise ValueError(f"{self.folder}: tokenizer_config.json names no {kind} to add")
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
 
-    def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
-        """Return the token ids of `text`, without BOS, and for each character offset how many tokens end at or before it."""
+    def encode_with_boundaries(
+        self, text: str, boundaries: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids of `text`, without BOS, and for each character offset how many
+        tokens end at or before it."""
         return self._backend.encode_with_boundaries(check_text(text), boundaries)
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Return the text of token ids; incomplete UTF-8 sequences become U+FFFD."""
-        return self._backend.decode([int(i) for i in ids if not (skip_special and int(i) in self.special_ids)], skip_special)
+        return self._backend.decode(
+            [int(i) for i in ids if not (skip_special and int(i) in self.special_ids)], skip_special
+        )
 
     def decode_answer(self, ids: list[int]) -> str:
-        """Return the text of an answer's tokens, with the special tokens that mark its reasoning and tool calls."""
-        shown = [i for i in map(int, ids) if i not in self.special_ids or i in self.structure_ids]
-        if shown and ids[-1] in self.stop_ids and shown[-1] == int(ids[-1]):  # a call may end at a mark
+        """Return the text of an answer's tokens, with the special tokens that mark its reasoning
+        and tool calls."""
+        shown = []
+        for i in map(int, ids):
+            if i not in self.special_ids or i in self.structure_ids:
+                shown.append(i)
+        # a call may end at a mark
+        if shown and ids[-1] in self.stop_ids and shown[-1] == int(ids[-1]):
             shown.pop()
         return self._backend.decode(shown, skip_special=False)
 
     def apply_chat_template(
-        self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **variables: Any
+        self,
+        messages: list[Message],
+        tools: list | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
     ) -> str:
-        """Render a conversation to the text the model reads; encode it with `bos=False`. variables: of the template."""
+        """Render a conversation to the text the model reads; encode it with `bos=False`. variables:
+        of the template."""
         variables = self.special | variables
-        if any(message.get("tool_calls") for message in messages) and self.answer_format.arguments_as_text:
+        if (
+            any(message.get("tool_calls") for message in messages)
+            and self.answer_format.arguments_as_text
+        ):
             messages = [with_arguments_as_text(message) for message in messages]
-        return render(self.template_for(tools), messages, tools, add_generation_prompt, self.day, **variables)
+        return render(
+            self.template_for(tools), messages, tools, add_generation_prompt, self.day, **variables
+        )
 
-    def continued_chat(self, messages: list[Message], tools: list | None = None, **variables: Any) -> str:
+    def continued_chat(
+        self, messages: list[Message], tools: list | None = None, **variables: Any
+    ) -> str:
         """Render a conversation whose last answer is to be continued, up to the end of its content.
 
-        Raises ValueError if the last message is no answer with content alone, or if the template changes the content.
+        Raises ValueError if the last message is no answer with content alone, or if the template
+        changes the content.
         """
         last = messages[-1]
         content = str(last.get("content") or "")
         if last["role"] != "assistant" or not content.strip() or last.get("tool_calls"):
-            raise ValueError("the last message cannot be continued: it must be an answer with content alone")
+            raise ValueError(
+                "the last message cannot be continued: it must be an answer with content alone"
+            )
         # a mark after the content shows where it ends, also if the content occurs elsewhere
         marked = [*messages[:-1], {**last, "content": content + CONTENT_END}]
         text = self.apply_chat_template(marked, tools, **variables)
         before, mark, _ = text.partition(CONTENT_END)
         if not mark or not before.endswith(content.lstrip()):
-            raise ValueError("the chat template changes the content of the last message, so that it cannot be continued")
+            raise ValueError(
+                "the chat template changes the content of the last message, so that it cannot be "
+                "continued"
+            )
         return before
 
     def template_for(self, tools: list | None) -> str:
         """Return the template that renders a conversation with these tools."""
-        return self.named_templates.get(TOOL_USE, self.chat_template) if tools else self.chat_template
+        if tools:
+            return self.named_templates.get(TOOL_USE, self.chat_template)
+        return self.chat_template
 
     def choices(self) -> dict[str, Any]:
         """Return the settings that a run has changed from the folder's files."""
@@ -271,8 +356,14 @@ class Tokenizer:
     def restore_choices(self, choices: Any) -> None:
         """Restore the settings that `choices` returned; raise ValueError if they are invalid."""
         choices = choices if isinstance(choices, dict) else {}
-        template, ids = choices.get("chat_template"), choices.get("stop_ids")
-        if not (isinstance(template, str) and isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
+        template = choices.get("chat_template")
+        ids = choices.get("stop_ids")
+        if not (
+            isinstance(template, str)
+            and isinstance(ids, list)
+            and ids
+            and all(type(i) is int for i in ids)
+        ):
             raise ValueError(f"{str(choices)[:80]!r} is not a template with stop tokens")
         self.chat_template = template
         self.named_templates = choices.get("named_templates", {})
@@ -285,26 +376,36 @@ class Tokenizer:
         self.named_templates = {}
 
     def _with_bos(self, source: str) -> str:
-        """Return a template that renders BOS, if the tokenizer adds one to plain text and the template does not."""
+        """Return a template that renders BOS, if the tokenizer adds one to plain text and the
+        template does not."""
         if not self.adds_bos:
             return source
         probe = [{"role": "user", "content": "a"}]
         text = render(source, probe, day=self.day, **self.special)
-        return source if text.startswith(self.special["bos_token"]) else "{{ bos_token }}" + source
+        if text.startswith(self.special["bos_token"]):
+            return source
+        return "{{ bos_token }}" + source
 
 
 def check_text(text: str) -> str:
-    """Return the text; raise ValueError if it has unpaired surrogates, on which the libraries fail in various ways."""
+    """Return the text; raise ValueError if it has unpaired surrogates, on which the libraries fail
+    in various ways."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        reason = f"the character {text[error.start]!a} is half of a surrogate pair, which is not valid text"
+        reason = (
+            f"the character {text[error.start]!a} is half of a surrogate pair, which is not valid "
+            "text"
+        )
         raise ValueError(f"{reason}; fix it where it was written") from None
     return text
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """Return {"bos_token": text, ...}; an entry is a string or a dict with its content. The first source wins."""
+    """Return {"bos_token": text, ...}; an entry is a string or a dict with its content.
+
+    The first source wins.
+    """
     tokens: dict[str, str] = {}
     for source in sources:
         for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -316,21 +417,33 @@ def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
 
 
 def _added_tokens(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the entries of `added_tokens_decoder` as {text: {"id": ..., "special": ..., "flags": {...}}}."""
+    """Return the entries of `added_tokens_decoder` as {text: {"id": ..., "special": ..., "flags":
+    {...}}}."""
     entries = config.get("added_tokens_decoder")
     entries = entries.items() if isinstance(entries, dict) else ()
-    valid = [(i, e) for i, e in entries if isinstance(e, dict) and isinstance(e.get("content"), str) and i.isdecimal()]
+    valid = []
+    for i, e in entries:
+        if isinstance(e, dict) and isinstance(e.get("content"), str) and i.isdecimal():
+            valid.append((i, e))
     added = {}
     for token_id, entry in valid:
-        flags = {name: bool(entry[name]) for name in ("lstrip", "rstrip", "normalized", "single_word") if name in entry}
-        added[entry["content"]] = {"id": int(token_id), "special": bool(entry.get("special")), "flags": flags}
+        flags = {}
+        for name in ("lstrip", "rstrip", "normalized", "single_word"):
+            if name in entry:
+                flags[name] = bool(entry[name])
+        added[entry["content"]] = {
+            "id": int(token_id),
+            "special": bool(entry.get("special")),
+            "flags": flags,
+        }
     return added
 
 
 def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
     """Return the folder's chat template, and others by name.
 
-    They are files of their own, or in tokenizer_config.json: one text, or a list of several with names.
+    They are files of their own, or in tokenizer_config.json: one text, or a list of several with
+    names.
     """
     entries = config.get("chat_template")
     named = {}
@@ -340,7 +453,10 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, di
                 named[str(entry.get("name"))] = entry["template"]
         entries = named.pop("default", None)
     if not isinstance(entries, str | None):
-        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, found {type(entries).__name__}")
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be text, found "
+            f"{type(entries).__name__}"
+        )
     for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
         named[path.stem] = path.read_text("utf-8")
     path = folder / TEMPLATE_FILE
@@ -348,9 +464,12 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, di
 
 
 def _stop_ids(folders: list[Path], eos_id: int | None) -> list[int]:
-    """Return the stop tokens: eos_token_id of the first generation_config.json or config.json, and the tokenizer's EOS."""
+    """Return the stop tokens: eos_token_id of the first generation_config.json or config.json, and
+    the tokenizer's EOS."""
     eos_ids = []
-    for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
+    for path in (
+        folder / name for folder in folders for name in ("generation_config.json", "config.json")
+    ):
         found = read_json(path).get("eos_token_id")
         if found is not None:
             eos_ids = found if isinstance(found, list) else [found]

@@ -1,4 +1,5 @@
-"""The two tokenizer libraries behind one interface: `tokenizers` for tokenizer.json, sentencepiece for tokenizer.model."""
+"""The two tokenizer libraries behind one interface: `tokenizers` for tokenizer.json, sentencepiece
+for tokenizer.model."""
 
 import json
 import re
@@ -10,7 +11,8 @@ from typing import Any
 
 from litft.model.config_file import read_object
 
-# with more boundaries, sentencepiece's are computed from the lengths of pieces: exact unless the model rewrites characters
+# with more boundaries, sentencepiece's are computed from the lengths of pieces: exact unless the
+# model rewrites characters
 MANY_BOUNDARIES = 64
 LARGEST_ID = 2**24  # of a token
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -20,23 +22,35 @@ class FastBackend:
     """The `tokenizers` backend."""
 
     def __init__(self, path: Path, added: dict[str, dict[str, Any]]) -> None:
-        """added: the entries of tokenizer_config.json, by text. Those that tokenizer.json lacks are added."""
+        """added: the entries of tokenizer_config.json, by text.
+
+        Those that tokenizer.json lacks are added.
+        """
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
         try:
             self.backend = Backend.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{path} is not a valid tokenizer ({error}); download it again") from None
+            raise ValueError(
+                f"{path} is not a valid tokenizer ({error}); download it again"
+            ) from None
         self.backend.no_truncation()
         self.backend.no_padding()
         missing = [text for text in added if self.backend.token_to_id(text) is None]
         for text in sorted(missing, key=lambda text: added[text]["id"]):
-            token, token_id = added[text], added[text]["id"]
+            token = added[text]
+            token_id = added[text]["id"]
             self.backend.add_tokens([AddedToken(text, special=token["special"], **token["flags"])])
             if self.backend.token_to_id(text) != token_id:
-                reason = f"tokenizer_config.json has the token {text!r} with the id {token_id}, but tokenizer.json lacks it"
-                raise ValueError(f"{path.parent}: {reason}, and has other tokens up to there; download both files again")
+                reason = (
+                    f"tokenizer_config.json has the token {text!r} with the id {token_id}, but "
+                    "tokenizer.json lacks it"
+                )
+                raise ValueError(
+                    f"{path.parent}: {reason}, and has other tokens up to there; download both "
+                    "files again"
+                )
         self.size = self.backend.get_vocab_size()
         added = self.backend.get_added_tokens_decoder().items()
         self.special_ids = {i for i, token in added if token.special}
@@ -45,7 +59,9 @@ class FastBackend:
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
+    def encode_with_boundaries(
+        self, text: str, boundaries: list[int]
+    ) -> tuple[list[int], list[int]]:
         encoding = self.backend.encode(text, add_special_tokens=False)
         ends = []
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -67,14 +83,19 @@ class FastBackend:
     def add(self, texts: list[str], special: set[str]) -> None:
         from tokenizers import AddedToken
 
-        self.backend.add_tokens([AddedToken(text, normalized=False, special=text in special) for text in texts])
+        self.backend.add_tokens(
+            [AddedToken(text, normalized=False, special=text in special) for text in texts]
+        )
         self.size = self.backend.get_vocab_size()
         self.special_ids |= {self.backend.token_to_id(text) for text in special}
 
     def serialized(self) -> tuple[str, bytes]:
         largest = max(self.vocabulary().values(), default=0)
         if largest > LARGEST_ID:  # the library writes a line for each id up to it
-            raise ValueError(f"tokenizer.json has the token id {largest:,}, which no model has; download it again")
+            raise ValueError(
+                f"tokenizer.json has the token id {largest:,}, which no model has; download it "
+                "again"
+            )
         return "tokenizer.json", self.backend.to_str().encode(errors="surrogatepass")
 
     def state(self) -> bytes:
@@ -87,7 +108,9 @@ class FastBackend:
         self.backend.save(str(folder / "tokenizer.json"))
         names = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
         added = self.backend.get_added_tokens_decoder().items()
-        _write_added(folder, {i: {name: getattr(token, name) for name in names} for i, token in added})
+        _write_added(
+            folder, {i: {name: getattr(token, name) for name in names} for i, token in added}
+        )
 
     def adds_bos(self, bos_id: int | None) -> bool:
         """Return whether the file's post-processor adds BOS to every text."""
@@ -96,7 +119,8 @@ class FastBackend:
 
 
 class SentencePieceBackend:
-    """The sentencepiece backend; special tokens in the text become their ids, as in transformers."""
+    """The sentencepiece backend; special tokens in the text become their ids, as in
+    transformers."""
 
     def __init__(self, path: Path, special: list[str], added: dict[str, int]) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -104,55 +128,85 @@ class SentencePieceBackend:
         try:
             self.backend = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"{path} is not a valid sentencepiece model ({error}); download it again") from None
+            raise ValueError(
+                f"{path} is not a valid sentencepiece model ({error}); download it again"
+            ) from None
         size = self.backend.vocab_size()
-        self.added = {text: i for text, i in added.items() if i >= size}  # tokens that the file does not contain
+        # tokens that the file does not contain
+        self.added = {text: i for text, i in added.items() if i >= size}
         self.special: dict[str, int] = {}
-        self.special = {text: token_id for text in special if (token_id := self.token_id(text)) is not None}
+        self.special = {
+            text: token_id for text in special if (token_id := self.token_id(text)) is not None
+        }
         self.special_ids = set(self.special.values())
         self._update_vocabulary()
 
     def _update_vocabulary(self) -> None:
         """Update the size, and the pattern that splits a text at special and added tokens."""
         texts = sorted({**self.special, **self.added}, key=len, reverse=True)
-        self.size = max([self.backend.vocab_size() - 1, *self.added.values(), *self.special.values()]) + 1
-        self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")") if texts else None
+        self.size = (
+            max([self.backend.vocab_size() - 1, *self.added.values(), *self.special.values()]) + 1
+        )
+        if texts:
+            self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")")
+        else:
+            self._split = None
 
     def encode(self, text: str) -> list[int]:
-        ids, added = [], {**self.special, **self.added}
+        ids = []
+        added = {**self.special, **self.added}
         for part in self._split.split(text) if self._split else [text]:
             ids += [added[part]] if part in added else self.backend.encode(part)
         return ids
 
-    def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
+    def encode_with_boundaries(
+        self, text: str, boundaries: list[int]
+    ) -> tuple[list[int], list[int]]:
         if len(boundaries) < MANY_BOUNDARIES:
             ids = self.encode(text)
-            return ids, [common_prefix_length(ids, self.encode(text[:boundary])) for boundary in boundaries]
-        ids, ends, at, added = [], [], 0, {**self.special, **self.added}
+            return ids, [
+                common_prefix_length(ids, self.encode(text[:boundary])) for boundary in boundaries
+            ]
+        ids = []
+        ends = []
+        at = 0
+        added = {**self.special, **self.added}
         for part in self._split.split(text) if self._split else [text]:
             part_ids = [added[part]] if part in added else self.backend.encode(part)
             ids += part_ids
-            ends += [at + end for end in ([len(part)] if part in added else self._token_ends(part, part_ids))]
+            ends += [
+                at + end
+                for end in ([len(part)] if part in added else self._token_ends(part, part_ids))
+            ]
             at += len(part)
         return ids, [bisect_right(ends, boundary) for boundary in boundaries]
 
     def _token_ends(self, text: str, ids: list[int]) -> Iterator[int]:
-        """Yield the end of each token in characters of `text`, assuming that the model changes no characters."""
+        """Yield the end of each token in characters of `text`, assuming that the model changes no
+        characters."""
         pieces = [self.backend.id_to_piece(token) for token in ids]
-        # of a character's byte tokens, the first counts; the space that the model adds before a text has no width
-        widths = [len(p) if not (byte := _BYTE.fullmatch(p)) else int(byte[1], 16) & 0xC0 != 0x80 for p in pieces]
+        # of a character's byte tokens, the first counts; the space that the model adds before a
+        # text has no width
+        widths = [
+            len(p) if not (byte := _BYTE.fullmatch(p)) else int(byte[1], 16) & 0xC0 != 0x80
+            for p in pieces
+        ]
         added_space = bool(pieces) and pieces[0].startswith("▁") and not text.startswith((" ", "▁"))
-        return accumulate(widths[1:], initial=widths[0] - added_space) if pieces else iter(())
+        if pieces:
+            return accumulate(widths[1:], initial=widths[0] - added_space)
+        return iter(())
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:
             ids = [i for i in ids if i not in self.special_ids]
         names = {i: token for token, i in {**self.special, **self.added}.items()}
-        num_pieces = self.backend.get_piece_size()  # the model's embedding may have more rows, which are no tokens
+        # the model's embedding may have more rows, which are no tokens
+        num_pieces = self.backend.get_piece_size()
         ids = [i for i in ids if i < num_pieces or i in names]
         if not any(i in names for i in ids):
             return self.backend.decode(ids)
-        text, pending = "", []
+        text = ""
+        pending = []
         for i in [*ids, None]:
             if i is None or i in names:
                 text += self.backend.decode(pending) + names.get(i, "")
@@ -170,16 +224,25 @@ class SentencePieceBackend:
             return b""
         piece = self.backend.id_to_piece(token_id)
         byte = _BYTE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return piece.replace("▁", " ").encode()
 
     def vocabulary(self) -> dict[str, int]:
-        return {self.backend.id_to_piece(i): i for i in range(self.backend.get_piece_size())} | self.special | self.added
+        return (
+            {self.backend.id_to_piece(i): i for i in range(self.backend.get_piece_size())}
+            | self.special
+            | self.added
+        )
 
     def token_id(self, token: str) -> int | None:
-        if (added_id := {**self.special, **self.added}.get(token)) is not None:
+        added_id = {**self.special, **self.added}.get(token)
+        if added_id is not None:
             return added_id
         piece_id = self.backend.piece_to_id(token)
-        return piece_id if self.backend.id_to_piece(piece_id) == token else None
+        if self.backend.id_to_piece(piece_id) == token:
+            return piece_id
+        return None
 
     def add(self, texts: list[str], special: set[str]) -> None:
         for text in texts:
@@ -198,8 +261,12 @@ class SentencePieceBackend:
 
     def save(self, folder: Path) -> None:
         options = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
-        special = {i: {"content": text, **options, "special": True} for text, i in self.special.items()}
-        added = {i: {"content": text, **options, "special": False} for text, i in self.added.items()}
+        special = {
+            i: {"content": text, **options, "special": True} for text, i in self.special.items()
+        }
+        added = {
+            i: {"content": text, **options, "special": False} for text, i in self.added.items()
+        }
         _write_added(folder, special | added)
 
     def adds_bos(self, bos_id: int | None) -> bool:
@@ -208,18 +275,26 @@ class SentencePieceBackend:
 
 def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two token sequences."""
-    return next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b),
+        min(len(ids), len(other)),
+    )
 
 
 def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:
-    """Add tokens to `added_tokens_decoder` in tokenizer_config.json, from which transformers reads them."""
+    """Add tokens to `added_tokens_decoder` in tokenizer_config.json, from which transformers reads
+    them."""
     path = folder / "tokenizer_config.json"
     config = read_json(path)
     existing = config.get("added_tokens_decoder") or {}
-    config["added_tokens_decoder"] = {str(i): existing.get(str(i), e) for i, e in sorted(entries.items())} | existing
+    config["added_tokens_decoder"] = {
+        str(i): existing.get(str(i), e) for i, e in sorted(entries.items())
+    } | existing
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} if there is no file."""
-    return read_object(path) if path.is_file() else {}
+    if path.is_file():
+        return read_object(path)
+    return {}

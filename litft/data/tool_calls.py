@@ -1,7 +1,8 @@
-"""Tool calls in the text of an answer: the syntaxes that chat templates write, read into names and arguments.
+"""Tool calls in the text of an answer: the syntaxes that chat templates write, read into names and
+arguments.
 
-Each family of models writes calls in its own way. `read_calls` reads the text between a template's marks in any of these
-syntaxes; which marks a template uses is found by `answer_format`.
+Each family of models writes calls in its own way. `read_calls` reads the text between a template's
+marks in any of these syntaxes; which marks a template uses is found by `answer_format`.
 """
 
 import ast
@@ -99,10 +100,13 @@ def tool_names(tools: list[dict[str, Any]] | None) -> set[str]:
 def read_calls(text: str, tools: list[dict[str, Any]] | None = None) -> list[ToolCall]:
     """Return the calls in the text between a template's marks.
 
-    tools: the functions that the model could call. Their schemas tell text from numbers in syntaxes that do not quote
-    text. Raises ValueError if the text is in no known syntax.
+    tools: the functions that the model could call. Their schemas tell text from numbers in syntaxes
+    that do not quote text. Raises ValueError if the text is in no known syntax.
     """
-    is_short = all(text.count(tag) <= MAX_TAGS for tag in ("<function", "<invoke", "<param", "<arg_key", "[ARGS]"))
+    is_short = all(
+        text.count(tag) <= MAX_TAGS
+        for tag in ("<function", "<invoke", "<param", "<arg_key", "[ARGS]")
+    )
     for reader in _READERS if is_short else ():
         calls = reader(text.strip(), _Schemas(tools))
         if calls and all(map(_is_json, calls)):
@@ -135,7 +139,10 @@ class _Schemas:
             if not isinstance(function, dict):
                 continue
             parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            if isinstance(parameters, dict):
+                properties = parameters.get("properties")
+            else:
+                properties = None
             if not isinstance(properties, dict):
                 continue
             for argument, schema in properties.items():
@@ -143,7 +150,8 @@ class _Schemas:
                     self.types[function.get("name"), argument] = _types(schema)
 
     def value(self, function: str, argument: str, text: str) -> Any:
-        """Return an argument that is written without quotes, by its declared type; text if it is not valid JSON."""
+        """Return an argument that is written without quotes, by its declared type; text if it is
+        not valid JSON."""
         declared = self.types.get((function, argument))
         if declared == {"string", "null"} and text == "null":
             return None
@@ -158,7 +166,10 @@ class _Schemas:
 def _types(schema: dict[str, Any]) -> set[str]:
     """Return the JSON types that the schema of an argument allows; empty if it does not say."""
     declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else {name for name in declared or () if isinstance(name, str)}
+    if isinstance(declared, str):
+        types = {declared}
+    else:
+        types = {name for name in declared or () if isinstance(name, str)}
     for name in ("anyOf", "oneOf"):
         for choice in schema.get(name) or ():
             if isinstance(choice, dict):
@@ -219,7 +230,12 @@ def _call_of_object(entry: Any) -> ToolCall | None:
         (name, arguments), *_ = entry.items()
     if isinstance(arguments, str):
         values = _json_values(arguments)
-        arguments = values[0] if values else {} if not arguments.strip() else None
+        if values:
+            arguments = values[0]
+        elif not arguments.strip():
+            arguments = {}
+        else:
+            arguments = None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return ToolCall(name, arguments)
@@ -241,7 +257,8 @@ _PARAMETER = re.compile(
 
 
 def _element_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
-    """Read <function=NAME><parameter=KEY>VALUE</parameter></function>, and the same with `invoke name=`."""
+    """Read <function=NAME><parameter=KEY>VALUE</parameter></function>, and the same with `invoke
+    name=`."""
     calls = []
     if _FUNCTION.sub("", text).strip():  # there is more than calls
         return None
@@ -267,7 +284,9 @@ def _element_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     return calls
 
 
-_KEYED_CALL = re.compile(r"(?:<tool_call(?::\w+)?>)?\s*(?P<name>[\w.\-]+)\s*(?P<body>.*)", re.DOTALL)
+_KEYED_CALL = re.compile(
+    r"(?:<tool_call(?::\w+)?>)?\s*(?P<name>[\w.\-]+)\s*(?P<body>.*)", re.DOTALL
+)
 _KEYED_ARGUMENT = re.compile(
     r"<arg_key(?::\w+)?>(?P<key>.*?)</arg_key(?::\w+)?>\s*<arg_value(?::\w+)?>(?P<value>.*?)</arg_value(?::\w+)?>",
     re.DOTALL,
@@ -298,14 +317,18 @@ def _keyed_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     return calls
 
 
-# names begin where a word does, so that a long word is read once and not from each of its characters
+# names begin where a word does, so that a long word is read once and not from each of its
+# characters
 _NAME_START = r"(?<![\w.\-])"
 # the name of a function, what separates it from its arguments, and where these begin
 _NAMED_FORMS = (
     # Mistral
     re.compile(_NAME_START + r"(?P<name>[\w.\-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"),
     # Kimi K2
-    re.compile(_NAME_START + r"(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
+    re.compile(
+        _NAME_START
+        + r"(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+    ),
     # Solar
     re.compile(r"<\|tool_call:name\|>(?P<name>[\w.\-]+)<\|tool_call:args\|>\s*(?=\{)"),
     # DeepSeek V3, R1
@@ -317,7 +340,8 @@ _NAMED_FORMS = (
 
 # the marks between these calls
 _BESIDE_NAMES = re.compile(
-    "|".join(map(re.escape, ("[TOOL_CALLS]", *_INNER_MARKS, "```"))) + r"|(?<=<｜tool▁call▁begin｜>)function|^function$"
+    "|".join(map(re.escape, ("[TOOL_CALLS]", *_INNER_MARKS, "```")))
+    + r"|(?<=<｜tool▁call▁begin｜>)function|^function$"
 )
 
 
@@ -337,13 +361,19 @@ def _named_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
             calls.append(ToolCall(match["name"], arguments))
         if calls:
             rest = _BESIDE_NAMES.sub("", rest + text[position:])
-            return None if rest.strip() else calls
+            if rest.strip():
+                return None
+            return calls
     return None
 
 
 def _python_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
-    """Read calls in Python's syntax with constant arguments: [weather(town="Oslo"), clock()] (LFM2, OLMo 3)."""
-    lists = [text] if text.startswith("[") else [f"[{text}]", f"[{','.join(text.splitlines())}]"]
+    """Read calls in Python's syntax with constant arguments: [weather(town="Oslo"), clock()] (LFM2,
+    OLMo 3)."""
+    if text.startswith("["):
+        lists = [text]
+    else:
+        lists = [f"[{text}]", f"[{','.join(text.splitlines())}]"]
     for source in lists:
         try:
             tree = ast.parse(source, mode="eval").body
@@ -466,7 +496,9 @@ def _gemma_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
             calls.append(ToolCall(name, reader.entries()))
     except (ValueError, RecursionError):
         return None
-    return calls if not text[reader.position :].strip() else None
+    if not text[reader.position :].strip():
+        return calls
+    return None
 
 
 _READERS: tuple[Callable[[str, _Schemas], list[ToolCall] | None], ...] = (

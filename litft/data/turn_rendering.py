@@ -1,4 +1,5 @@
-"""An assistant message as a chat template renders it: where its values are in the text, and whether all of them are."""
+"""An assistant message as a chat template renders it: where its values are in the text, and whether
+all of them are."""
 
 import json
 from collections.abc import Iterator
@@ -8,17 +9,21 @@ from typing import Any
 from litft.data.chat_template import Message, Render
 from litft.data.reasoning import INLINE, PARTS, ReasonedAnswer
 
-# stand for the reasoning, the content and the last argument of a message in a second rendering, which shows where they are
+# stand for the reasoning, the content and the last argument of a message in a second rendering,
+# which shows where they are
 REASONING_MARK = "qzxreasoningxzq"
 CONTENT_MARK = "qzxcontentxzq"
 ARGUMENT_MARK = "qzxargumentxzq"
 
-OTHER_TEMPLATE = "pass another --data.template, such as the chat_template.jinja of a model that supports it"
+OTHER_TEMPLATE = (
+    "pass another --data.template, such as the chat_template.jinja of a model that supports it"
+)
 
 
 @dataclass(frozen=True)
 class TurnRendering:
-    """Renders the messages before an assistant message, that message or a changed one, and what follows it."""
+    """Renders the messages before an assistant message, that message or a changed one, and what
+    follows it."""
 
     render: Render
     earlier: list[Message]
@@ -32,7 +37,9 @@ class TurnRendering:
         """The reasoning and the answer of the message."""
         if self.split is not None:
             return self.split
-        return ReasonedAnswer.read(self.message) if self.content_is_text else _read_parts(self.message)
+        if self.content_is_text:
+            return ReasonedAnswer.read(self.message)
+        return _read_parts(self.message)
 
     @property
     def content_is_text(self) -> bool:
@@ -49,21 +56,28 @@ class TurnRendering:
             return {"role": "user", "content": "next"}
         call = self.calls[-1]
         result = {"role": "tool", "name": call["function"]["name"], "content": "result"}
-        return {**result, "tool_call_id": call["id"]} if "id" in call else result
+        if "id" in call:
+            return {**result, "tool_call_id": call["id"]}
+        return result
 
     def text(self, message: Message | None = None) -> str:
         """Render everything, with `message` in place of the assistant's."""
-        return self.render([*self.earlier, message or self.message, *self.following], tools=self.tools)
+        return self.render(
+            [*self.earlier, message or self.message, *self.following], tools=self.tools
+        )
 
     def prompt(self, **variables: Any) -> str | None:
         """Render the generation prompt; None if the template cannot."""
         try:
-            return self.render(self.earlier, tools=self.tools, add_generation_prompt=True, **variables)
+            return self.render(
+                self.earlier, tools=self.tools, add_generation_prompt=True, **variables
+            )
         except ValueError:
             return None
 
     def before(self) -> str:
-        """Render the messages before the assistant's without a generation prompt; "" if the template cannot."""
+        """Render the messages before the assistant's without a generation prompt; "" if the
+        template cannot."""
         try:
             return self.render(self.earlier, tools=self.tools)
         except ValueError:
@@ -81,7 +95,10 @@ class TurnRendering:
 
 def _read_parts(message: Message) -> ReasonedAnswer:
     """Take a message apart whose content is a list of parts: see `reasoning.PARTS`."""
-    rest = {name: value for name, value in message.items() if name != "content"}
+    rest = {}
+    for name, value in message.items():
+        if name != "content":
+            rest[name] = value
     texts = {"thinking": "", "text": ""}
     for part in message["content"]:
         texts[part["type"]] += part[part["type"]]
@@ -90,9 +107,11 @@ def _read_parts(message: Message) -> ReasonedAnswer:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a rendered text has what the model produces: the first of it begins at `first`; `tail` follows the last.
+    """Where a rendered text has what the model produces: the first of it begins at `first`; `tail`
+    follows the last.
 
-    tail: None if the last is not found. has_reasoning: whether the reasoning is rendered; None if that cannot be told.
+    tail: None if the last is not found. has_reasoning: whether the reasoning is rendered; None if
+    that cannot be told.
     """
 
     first: int
@@ -111,20 +130,27 @@ def places_of(rendering: TurnRendering, text: str) -> Places:
             marked = rendering.text(marked_message)
         except ValueError:
             continue
-        found = [mark for mark in (REASONING_MARK, CONTENT_MARK, ARGUMENT_MARK) if mark in marked]
+        found = []
+        for mark in (REASONING_MARK, CONTENT_MARK, ARGUMENT_MARK):
+            if mark in marked:
+                found.append(mark)
         if not found:
             continue
         first = min(marked.index(mark) for mark in found)
         after = marked[max(marked.rindex(mark) + len(mark) for mark in found) :]
-        # shorter than what follows the mark if that depends on the value: a number has no quotation marks
+        # shorter than what follows the mark if that depends on the value: a number has no quotation
+        # marks
         length = common_length(after[::-1], text[::-1])
         has_reasoning = REASONING_MARK in found if with_texts else None
-        return Places(common_length(marked[:first], text), text[len(text) - length :], has_reasoning)
+        return Places(
+            common_length(marked[:first], text), text[len(text) - length :], has_reasoning
+        )
     return Places(len(text), None)
 
 
 def _marked(rendering: TurnRendering, with_texts: bool, with_calls: bool) -> Message:
-    """Return the message with marks in place of reasoning and content, and of the last call's arguments."""
+    """Return the message with marks in place of reasoning and content, and of the last call's
+    arguments."""
     answer = rendering.answer
     if with_texts and answer.reasoning.strip():
         answer = replace(answer, reasoning=REASONING_MARK)
@@ -138,12 +164,16 @@ def _marked(rendering: TurnRendering, with_texts: bool, with_calls: bool) -> Mes
         arguments: Any = {ARGUMENT_MARK: ARGUMENT_MARK}
         if isinstance(last["function"]["arguments"], str):
             arguments = json.dumps(arguments)
-        marked["tool_calls"] = [*calls, {**last, "function": {**last["function"], "arguments": arguments}}]
+        marked["tool_calls"] = [
+            *calls,
+            {**last, "function": {**last["function"], "arguments": arguments}},
+        ]
     return marked
 
 
 def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | None) -> None:
-    """Raise ValueError if a turn lacks content, reasoning or a tool call; has_reasoning: as in `Places`."""
+    """Raise ValueError if a turn lacks content, reasoning or a tool call; has_reasoning: as in
+    `Places`."""
     answer = rendering.answer
     if answer.answer.strip() not in span:
         raise ValueError(f"the chat template leaves out the assistant's content; {OTHER_TEMPLATE}")
@@ -164,7 +194,8 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
 
 
 def _has_arguments(rendering: TurnRendering, number: int, text: str) -> bool:
-    """Return whether a text has the names and values of a call's arguments; if unclear, whether they change it."""
+    """Return whether a text has the names and values of a call's arguments; if unclear, whether
+    they change it."""
     arguments = rendering.calls[number]["function"]["arguments"]
     if isinstance(arguments, str):
         return arguments in text or _changes_text(rendering, number)
@@ -177,7 +208,10 @@ def _changes_text(rendering: TurnRendering, number: int) -> bool:
     """Return whether the template renders another text for other arguments of a call."""
     calls = list(rendering.calls)
     function = calls[number]["function"]
-    other = json.dumps({ARGUMENT_MARK: 0}) if isinstance(function["arguments"], str) else {ARGUMENT_MARK: 0}
+    if isinstance(function["arguments"], str):
+        other = json.dumps({ARGUMENT_MARK: 0})
+    else:
+        other = {ARGUMENT_MARK: 0}
     calls[number] = {**calls[number], "function": {**function, "arguments": other}}
     try:
         return ARGUMENT_MARK in rendering.text({**rendering.message, "tool_calls": calls})
@@ -199,7 +233,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _forms(value: Any) -> tuple[str, ...]:
-    """Return how templates may write a value: as JSON, as JSON in ASCII, as Python does, or as plain text."""
+    """Return how templates may write a value: as JSON, as JSON in ASCII, as Python does, or as
+    plain text."""
     if isinstance(value, str):
         return (
             value,

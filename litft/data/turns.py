@@ -1,7 +1,9 @@
-"""The assistant's turns in a rendered conversation: what the model has to produce, and where reasoning and turns end.
+"""The assistant's turns in a rendered conversation: what the model has to produce, and where
+reasoning and turns end.
 
-A turn is text that the template renders: after the generation prompt it contains the reasoning, the content and every tool
-call, and ends with the token that ends the turn. A conversation for which this cannot be found is refused with the reason.
+A turn is text that the template renders: after the generation prompt it contains the reasoning, the
+content and every tool call, and ends with the token that ends the turn. A conversation for which
+this cannot be found is refused with the reason.
 """
 
 import re
@@ -80,13 +82,13 @@ def assistant_turns(
 ) -> list[RenderedTurns]:
     """Return the rendered conversation as texts, each with the assistant turns to train on.
 
-    Usually the result is one text with all turns. If the template renders a turn differently once others follow (it drops
-    the reasoning, or ends the turn with another token or none), each turn has a text of its own, as the model reads it
-    when it generates the turn.
+    Usually the result is one text with all turns. If the template renders a turn differently once
+    others follow (it drops the reasoning, or ends the turn with another token or none), each turn
+    has a text of its own, as the model reads it when it generates the turn.
 
-    The conversation is rendered as it is, as transformers does, if the turns then contain all that the model has to
-    produce. Otherwise the spellings of reasoning and tool calls that other templates read are tried. Raises ValueError if
-    none of them works.
+    The conversation is rendered as it is, as transformers does, if the turns then contain all that
+    the model has to produce. Otherwise the spellings of reasoning and tool calls that other
+    templates read are tried. Raises ValueError if none of them works.
     """
     reasons = any(has_reasoning(message) for message in messages)
     inline = any(ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages))
@@ -116,23 +118,36 @@ def assistant_turns(
     raise first_error
 
 
-def _better(plain: list[RenderedTurns] | None, respelled: list[RenderedTurns], reasons: bool) -> list[RenderedTurns]:
+def _better(
+    plain: list[RenderedTurns] | None, respelled: list[RenderedTurns], reasons: bool
+) -> list[RenderedTurns]:
     """Choose between inline reasoning as it is and in another spelling.
 
-    To a template with marks of its own, inline reasoning is text. If both give the same text but for spaces, the template
-    knows it; an empty thought may then be left out.
+    To a template with marks of its own, inline reasoning is text. If both give the same text but
+    for spaces, the template knows it; an empty thought may then be left out.
     """
     if plain is None:
         return respelled
-    texts = ["".join("".join(rendered.text.split()) for rendered in turns) for turns in (plain, respelled)]
-    return plain if (texts[0] == texts[1]) == reasons else respelled
+    texts = [
+        "".join("".join(rendered.text.split()) for rendered in turns)
+        for turns in (plain, respelled)
+    ]
+    if (texts[0] == texts[1]) == reasons:
+        return plain
+    return respelled
 
 
 def _closes_unopened(turn: Turn) -> bool:
-    """Return whether a turn has a mark that ends a thought, but neither it nor its prompt has one that opens it."""
+    """Return whether a turn has a mark that ends a thought, but neither it nor its prompt has one
+    that opens it."""
     closing = CLOSES_THOUGHT.search(turn.text, turn.start, turn.answer)
     opened = ENDS_IN_OPEN_THOUGHT.search(turn.text, 0, turn.start)
-    return bool(closing and not turn.empty_thought and not opened and not OPENS_THOUGHT.match(turn.text, turn.start))
+    return bool(
+        closing
+        and not turn.empty_thought
+        and not opened
+        and not OPENS_THOUGHT.match(turn.text, turn.start)
+    )
 
 
 def _answers(messages: list[Message]) -> Iterator[Message]:
@@ -140,33 +155,45 @@ def _answers(messages: list[Message]) -> Iterator[Message]:
 
 
 def _writes_think_tags(render: Render, tools: list | None) -> bool:
-    """Return whether a prompt of the template has <think>, or a system prompt that asks for it, in any mode."""
-    rendering = TurnRendering(render, [{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}, tools)
+    """Return whether a prompt of the template has <think>, or a system prompt that asks for it, in
+    any mode."""
+    rendering = TurnRendering(
+        render, [{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}, tools
+    )
     prompts = [rendering.prompt(**switch) for switch in ({}, *THINKING_ON, *THINKING_OFF)]
     return any(prompt is not None and "<think>" in prompt for prompt in prompts)
 
 
 def _variants(messages: list[Message], spells_inline: bool) -> Iterator[list[Message]]:
-    """Yield the conversation in the spellings of reasoning and of tool calls that templates read."""
+    """Yield the conversation in the spellings of reasoning and of tool calls that templates
+    read."""
     has_calls = any(message.get("tool_calls") for message in messages)
     # no content beside calls; arguments as text
-    call_forms = list(product((False, True), (False, True))) if has_calls else [(False, False)]
+    if has_calls:
+        call_forms = list(product((False, True), (False, True)))
+    else:
+        call_forms = [(False, False)]
     for spelled in spellings(messages, spells_inline):
         for no_content, as_text in call_forms:
             yield [_with_call_form(message, no_content, as_text) for message in spelled]
 
 
 def _with_call_form(message: Message, no_content: bool, as_text: bool) -> Message:
-    """Return a message with null in place of empty content beside tool calls, and with the arguments as JSON text."""
+    """Return a message with null in place of empty content beside tool calls, and with the
+    arguments as JSON text."""
     if not message.get("tool_calls"):
         return message
     changed = dict(message)
     if no_content and not message.get("content"):
         changed["content"] = None
-    return with_arguments_as_text(changed) if as_text else changed
+    if as_text:
+        return with_arguments_as_text(changed)
+    return changed
 
 
-def _texts(render: Render, messages: list[Message], tools: list | None, ends: EndTokens) -> list[RenderedTurns]:
+def _texts(
+    render: Render, messages: list[Message], tools: list | None, ends: EndTokens
+) -> list[RenderedTurns]:
     turns = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -187,7 +214,8 @@ def _renders(rendering: TurnRendering) -> bool:
 
 
 def _up_to_question(messages: list[Message]) -> list[Message]:
-    """Return the messages up to the first of the user, which some templates need in every conversation."""
+    """Return the messages up to the first of the user, which some templates need in every
+    conversation."""
     for index, message in enumerate(messages):
         if message["role"] == "user":
             return messages[: index + 1]
@@ -195,7 +223,8 @@ def _up_to_question(messages: list[Message]) -> list[Message]:
 
 
 def _joined(turns: list[Turn], ends: EndTokens) -> list[RenderedTurns]:
-    """Return one text with all turns if each is a beginning of the last one's text, else a text for each turn."""
+    """Return one text with all turns if each is a beginning of the last one's text, else a text for
+    each turn."""
     full_text = turns[-1].text
     earlier = turns[:-1]
     end_known = all(turn.text[: turn.end].endswith(ends.special) for turn in earlier)
@@ -211,19 +240,27 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     start = _turn_start(rendering, text, places.first)
     if start is None:
         prompt = rendering.prompt()
-        before = next((part for part in _before(text, places.first) if _ends_alike(prompt, part)), None)
+        before = next(
+            (part for part in _before(text, places.first) if _ends_alike(prompt, part)), None
+        )
         if before is None:
-            raise ValueError(f"the chat template renders a turn differently from its prompt; {OTHER_TEMPLATE}")
+            raise ValueError(
+                f"the chat template renders a turn differently from its prompt; {OTHER_TEMPLATE}"
+            )
         text = prompt + text[len(before) :]
         start = len(prompt)
         places = replace(places, first=places.first + start - len(before))
     has_thought = bool(rendering.answer.reasoning.strip())
     opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and not CLOSES_THOUGHT.search(text, start)
     if opened and not has_thought and not rendering.following and not rendering.calls:
-        # the prompt opens a thought that the last answer does not close; once others follow, the template leaves it out
+        # the prompt opens a thought that the last answer does not close; once others follow, the
+        # template leaves it out
         return _turn(rendering.followed(), ends)
     if opened and not has_thought:
-        raise ValueError(f"the chat template renders the answer inside a thought that is never closed; {OTHER_TEMPLATE}")
+        raise ValueError(
+            "the chat template renders the answer inside a thought that is never closed; "
+            f"{OTHER_TEMPLATE}"
+        )
     text, end = _turn_end(rendering, text, places.tail, ends)
     check_complete(rendering, text[start:end], places.has_reasoning)
     empty = EMPTY_THOUGHT.match(text, start, end)
@@ -236,10 +273,16 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         answer = _answer_start(rendering, text, max(start, places.first), ends)
         empty = None
     else:
-        answer = _after_empty_thought(rendering, text, start, empty.end()) if empty else start
+        if empty:
+            answer = _after_empty_thought(rendering, text, start, empty.end())
+        else:
+            answer = start
         is_inline = rendering.answer.spelling == INLINE
         if is_inline and CLOSES_THOUGHT.search(text, answer, places.first):
-            raise ValueError(f"the chat template writes an empty thought as a part of the answer; {OTHER_TEMPLATE}")
+            raise ValueError(
+                "the chat template writes an empty thought as a part of the answer; "
+                f"{OTHER_TEMPLATE}"
+            )
     return Turn(
         message=len(rendering.earlier),
         text=text,
@@ -251,29 +294,37 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
 
 
 def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
-    """Raise ValueError if a turn with reasoning has another thought before it, or an opening mark twice.
+    """Raise ValueError if a turn with reasoning has another thought before it, or an opening mark
+    twice.
 
     Templates with marks of their own take inline reasoning for a part of the answer.
     """
     if has_empty:
         raise ValueError(f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}")
     if ENDS_IN_EMPTY_THOUGHT.search(text, max(start - 2 * MARK_LENGTH, 0), start):
-        raise ValueError(f"the prompt of the chat template has an empty thought before the reasoning; {OTHER_TEMPLATE}")
+        raise ValueError(
+            "the prompt of the chat template has an empty thought before the reasoning; "
+            f"{OTHER_TEMPLATE}"
+        )
     if ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and OPENS_THOUGHT.match(text, start):
         raise ValueError(f"the chat template opens a thought twice; {OTHER_TEMPLATE}")
 
 
 def _after_empty_thought(rendering: TurnRendering, text: str, start: int, end: int) -> int:
-    """Return where the answer begins after an empty thought; `end`: of the thought and the spaces after it.
+    """Return where the answer begins after an empty thought; `end`: of the thought and the spaces
+    after it.
 
-    The prompt without thinking shows which spaces are the thought's. They may be those before a tool call.
+    The prompt without thinking shows which spaces are the thought's. They may be those before a
+    tool call.
     """
     for switch in THINKING_OFF:
         prompt = rendering.prompt(**switch)
         if prompt is not None and len(prompt) > start and text.startswith(prompt):
             return len(prompt)
     has_content = rendering.answer.answer.strip()
-    return end if has_content else start + len(text[start:end].rstrip())
+    if has_content:
+        return end
+    return start + len(text[start:end].rstrip())
 
 
 def _before(text: str, first: int) -> tuple[str, str]:
@@ -284,7 +335,8 @@ def _before(text: str, first: int) -> tuple[str, str]:
 def _ends_alike(prompt: str, before: str) -> bool:
     """Return whether a prompt has all that comes before an answer, and more in front of it.
 
-    Mistral Nemo's template renders the system prompt with the last message only if that is the user's.
+    Mistral Nemo's template renders the system prompt with the last message only if that is the
+    user's.
     """
     common = common_length(prompt[::-1], before[::-1])
     rest = before[: len(before) - common]
@@ -292,7 +344,8 @@ def _ends_alike(prompt: str, before: str) -> bool:
 
 
 def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
-    """Return where a turn begins: after the generation prompt, of which thinking templates have several.
+    """Return where a turn begins: after the generation prompt, of which thinking templates have
+    several.
 
     None: the prompt has something in front of the last message that is left out before an answer.
     """
@@ -300,15 +353,18 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
     if prompt is None:  # some templates render no empty conversation
         return first
     thinking = rendering.answer.reasoning.strip()
-    variables = (*THINKING_ON, *THINKING_OFF) if thinking else (*THINKING_OFF, *THINKING_ON)
+    if thinking:
+        variables = (*THINKING_ON, *THINKING_OFF)
+    else:
+        variables = (*THINKING_OFF, *THINKING_ON)
     if text.startswith(prompt) and len(prompt) <= first:
         return len(prompt)
     for switch in variables:
         other = rendering.prompt(**switch)
         if other is not None and text.startswith(other) and len(other) <= first:
             return len(other)
-    # the earlier messages are rendered differently before an answer, or the prompt opens a thought that answers lack:
-    # find the end of the prompt's own text, or of its beginning
+    # the earlier messages are rendered differently before an answer, or the prompt opens a thought
+    # that answers lack: find the end of the prompt's own text, or of its beginning
     before = rendering.before()
     opening = prompt[common_length(before, prompt) :]
     floor = _end_of_earlier(rendering, text, first)
@@ -317,7 +373,9 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
         if position >= 0:
             return position + len(beginning)
     common = _outside_tag(text, common_length(prompt, text[:first]))
-    return common if common >= floor else None
+    if common >= floor:
+        return common
+    return None
 
 
 def _end_of_earlier(rendering: TurnRendering, text: str, first: int) -> int:
@@ -332,11 +390,14 @@ def _end_of_earlier(rendering: TurnRendering, text: str, first: int) -> int:
         return 0
     position = common_length(marked.partition(CONTENT_MARK)[0], text[:first])
     content = last["content"].strip()
-    return position + len(content) if text.startswith(content, position) else position
+    if text.startswith(content, position):
+        return position + len(content)
+    return position
 
 
 def _beginnings(opening: str) -> Iterator[str]:
-    """Yield a generation prompt, then shorter beginnings of it that end with a tag or a line; none is blank."""
+    """Yield a generation prompt, then shorter beginnings of it that end with a tag or a line; none
+    is blank."""
     if opening.strip():
         yield opening
     for length in range(len(opening) - 1, 0, -1):
@@ -348,14 +409,19 @@ def _outside_tag(text: str, position: int) -> int:
     """Return `position`, or the beginning of the tag that it would divide."""
     opened = max(text.rfind("<", 0, position), text.rfind("[", 0, position))
     closed = max(text.rfind(">", 0, position), text.rfind("]", 0, position))
-    return opened if opened > closed else position
+    if opened > closed:
+        return opened
+    return position
 
 
-def _turn_end(rendering: TurnRendering, text: str, tail: str | None, ends: EndTokens) -> tuple[str, int]:
-    """Return the text up to the end of the turn or longer, and the position of the end; `tail` follows the turn's values.
+def _turn_end(
+    rendering: TurnRendering, text: str, tail: str | None, ends: EndTokens
+) -> tuple[str, int]:
+    """Return the text up to the end of the turn or longer, and the position of the end; `tail`
+    follows the turn's values.
 
-    The turn ends with the first token in the tail that ends generation. The end token may also be what the template
-    writes before the next message.
+    The turn ends with the first token in the tail that ends generation. The end token may also be
+    what the template writes before the next message.
     """
     beginning = len(text) - len(tail or "")
     found = _ends_in(tail or "", ends.special)
@@ -374,7 +440,10 @@ def _turn_end(rendering: TurnRendering, text: str, tail: str | None, ends: EndTo
     elif found:
         position = beginning + found[-1][1]
     else:
-        written = None if tail is None or rendering.following else _written_next(rendering, tail, ends)
+        if tail is None or rendering.following:
+            written = None
+        else:
+            written = _written_next(rendering, tail, ends)
         if written is not None:
             return text[:beginning] + written, beginning + len(written)
         position = len(text.rstrip()) or len(text)
@@ -397,13 +466,17 @@ def _ends_in(text: str, tokens: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def _closing_tokens(common: str, is_closing: bool, ends: EndTokens) -> list[tuple[str, int]]:
-    """Return the tokens that may end a turn in `common`, the part of a tail that is written if another message follows.
+    """Return the tokens that may end a turn in `common`, the part of a tail that is written if
+    another message follows.
 
-    Phi 3.5 ends the last turn with <|end|> and EOS, others with <|end|> alone. is_closing: all of the part belongs to the
-    turn; otherwise the first token does, and the rest is the beginning of the next turn.
+    Phi 3.5 ends the last turn with <|end|> and EOS, others with <|end|> alone. is_closing: all of
+    the part belongs to the turn; otherwise the first token does, and the rest is the beginning of
+    the next turn.
     """
     found = _ends_in(common, ends.special)
-    return found if is_closing else found[:1] + [item for item in found if item[0] in ends.stops]
+    if is_closing:
+        return found
+    return found[:1] + [item for item in found if item[0] in ends.stops]
 
 
 def _common_end(rendering: TurnRendering, tail: str) -> int:
@@ -412,15 +485,21 @@ def _common_end(rendering: TurnRendering, tail: str) -> int:
 
 
 def _written_next(rendering: TurnRendering, tail: str, ends: EndTokens) -> str | None:
-    """Return a tail with the special token that the template writes next, if another message follows."""
+    """Return a tail with the special token that the template writes next, if another message
+    follows."""
     later = _later_tail(rendering)
     written = tail.rstrip()
     if not later.startswith(written):
         return None
     rest = later[len(written) :]
     space = rest[: len(rest) - len(rest.lstrip())]
-    tokens = [token for token in ends.special if token and rest.startswith(token, len(space))]
-    return written + space + max(tokens, key=len) if tokens else None
+    tokens = []
+    for token in ends.special:
+        if token and rest.startswith(token, len(space)):
+            tokens.append(token)
+    if tokens:
+        return written + space + max(tokens, key=len)
+    return None
 
 
 def _later_tail(rendering: TurnRendering) -> str:
@@ -433,7 +512,8 @@ def _later_tail(rendering: TurnRendering) -> str:
 
 
 def _answer_start(rendering: TurnRendering, text: str, first: int, ends: EndTokens) -> int:
-    """Return where the answer begins after its reasoning: with what the template writes before an answer without any.
+    """Return where the answer begins after its reasoning: with what the template writes before an
+    answer without any.
 
     first: where the reasoning begins.
     """
@@ -447,14 +527,20 @@ def _answer_start(rendering: TurnRendering, text: str, first: int, ends: EndToke
     except ValueError:
         return fallback
     position = text.rfind(bare.text[bare.answer : bare.end], after_reasoning)
-    return position if position >= 0 else fallback
+    if position >= 0:
+        return position
+    return fallback
 
 
-def _generated_texts(render: Render, messages: list[Message], tools: list | None, ends: EndTokens) -> list[RenderedTurns]:
-    """Return the turns as the model generates them, where the prompt opens a thought that finished turns leave out.
+def _generated_texts(
+    render: Render, messages: list[Message], tools: list | None, ends: EndTokens
+) -> list[RenderedTurns]:
+    """Return the turns as the model generates them, where the prompt opens a thought that finished
+    turns leave out.
 
-    DeepSeek R1's template renders no reasoning at all: its prompt ends with <think>, and what the model writes is cut
-    after </think> before it is rendered. Raises ValueError if the prompt opens no thought.
+    DeepSeek R1's template renders no reasoning at all: its prompt ends with <think>, and what the
+    model writes is cut after </think> before it is rendered. Raises ValueError if the prompt opens
+    no thought.
     """
     texts = []
     for index, message in enumerate(messages):
@@ -465,7 +551,8 @@ def _generated_texts(render: Render, messages: list[Message], tools: list | None
 
 
 def _generated_turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
-    """Return a turn of its prompt, which opens a thought, the reasoning, and what the template renders without it."""
+    """Return a turn of its prompt, which opens a thought, the reasoning, and what the template
+    renders without it."""
     answer = rendering.answer
     bare = _turn(rendering.without_reasoning(), ends)
     if not answer.reasoning.strip():

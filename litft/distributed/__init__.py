@@ -1,1 +1,2 @@
-"""Devices, dtypes, process groups, FSDP, tensor parallelism and the placement of blocks on several devices."""
+"""Devices, dtypes, process groups, FSDP, tensor parallelism and the placement of blocks on several
+devices."""

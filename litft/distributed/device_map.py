@@ -1,4 +1,5 @@
-"""Layers spread over several devices, each computed on its own device: for models that do not fit on one device."""
+"""Layers spread over several devices, each computed on its own device: for models that do not fit
+on one device."""
 
 from collections.abc import Sequence
 
@@ -14,24 +15,35 @@ from litft.model.quantization import QuantizedModule
 from litft.model.rope import CosSin
 from litft.model.transformer import GPT
 
-MAX_CACHE_TOKENS = 4096  # tokens of KV cache to reserve memory for; fewer if the model's context is shorter
-USABLE_MEMORY = 0.9  # fraction of the free memory to fill with weights and KV cache; the rest is left for activations
+# tokens of KV cache to reserve memory for; fewer if the model's context is shorter
+MAX_CACHE_TOKENS = 4096
+# fraction of the free memory to fill with weights and KV cache; the rest is left for activations
+USABLE_MEMORY = 0.9
 
 
 class DeviceMap(WeightPlacement):
-    """Whole layers placed on `devices` in order; embedding, final norm and head are on the first device.
+    """Whole layers placed on `devices` in order; embedding, final norm and head are on the first
+    device.
 
-    counts: number of layers per device; None: as many as fit on each device, and the remaining ones on the CPU.
+    counts: number of layers per device; None: as many as fit on each device, and the remaining ones
+    on the CPU.
     """
 
     def __init__(self, devices: Sequence[torch.device], counts: Sequence[int] | None) -> None:
-        self.devices, self.counts = list(devices), counts
+        self.devices = list(devices)
+        self.counts = counts
 
     def allocate(self, model: GPT, device: torch.device | str) -> None:
-        """See WeightPlacement. Raise ValueError if the counts do not add up to the number of layers."""
-        devices, counts = self.devices, self.counts
+        """See WeightPlacement.
+
+        Raise ValueError if the counts do not add up to the number of layers.
+        """
+        devices = self.devices
+        counts = self.counts
         if counts is None:
-            free_bytes = [torch.cuda.mem_get_info(gpu)[0] if gpu.type == "cuda" else None for gpu in devices]
+            free_bytes = [
+                torch.cuda.mem_get_info(gpu)[0] if gpu.type == "cuda" else None for gpu in devices
+            ]
             block_bytes = [_weight_bytes(block) for block in model.blocks]
             counts = fit_layers(
                 free_bytes,
@@ -42,28 +54,33 @@ class DeviceMap(WeightPlacement):
         elif sum(counts) != len(model.blocks):
             value = ",".join(map(str, counts))
             raise ValueError(
-                f"--layers_per_device {value}: the counts add up to {sum(counts)}, but the model has "
-                f"{len(model.blocks)} layers; pass counts with that sum"
+                f"--layers_per_device {value}: the counts add up to {sum(counts)}, but the model "
+                f"has {len(model.blocks)} layers; pass counts with that sum"
             )
-        block_devices = [target for target, count in zip(devices, counts, strict=True) for _ in range(count)]
+        block_devices = []
+        for target, count in zip(devices, counts, strict=True):
+            for _ in range(count):
+                block_devices.append(target)
         for block, block_device in zip(model.blocks, block_devices, strict=True):
             allocate(block, block_device)
         super().allocate(model, device)
 
     def connect(self, model: GPT) -> GPT:
-        """See WeightPlacement. Each block moves its inputs to its device; the last one moves its output to the head's."""
+        """See WeightPlacement.
+
+        Each block moves its inputs to its device; the last one moves its output to the head's.
+        """
         for block, block_device in zip(model.blocks, model.block_devices, strict=True):
-            block.__class__, block.input_device, block.output_device = (
-                mixin_class(PlacedBlock, type(block)),
-                block_device,
-                None,
-            )
+            block.__class__ = mixin_class(PlacedBlock, type(block))
+            block.input_device = block_device
+            block.output_device = None
         model.blocks[-1].output_device = model.embed.weight.device
         return model
 
 
 class PlacedBlock(nn.Module):
-    """Block that moves its inputs to `input_device`, and its output to `output_device` (None: it is not moved)."""
+    """Block that moves its inputs to `input_device`, and its output to `output_device` (None: it is
+    not moved)."""
 
     def forward(
         self,
@@ -74,24 +91,36 @@ class PlacedBlock(nn.Module):
         *extra: BlockExtra,
     ) -> Tensor:
         x = x.to(self.input_device)
-        extra = tuple(e._replace(token_input=e.token_input.to(x.device)) if e.token_input is not None else e for e in extra)
+        extra = tuple(
+            e._replace(token_input=e.token_input.to(x.device)) if e.token_input is not None else e
+            for e in extra
+        )
         if cos_sin is not None:
             cos_sin = CosSin(*(table if table is None else table.to(x.device) for table in cos_sin))
         if documents is not None:
             documents = documents.to(lambda tensor: tensor.to(x.device))
         x = super().forward(x, cos_sin, documents, cache, *extra)
-        return x if self.output_device is None else x.to(self.output_device)
+        if self.output_device is None:
+            return x
+        return x.to(self.output_device)
 
 
-def fit_layers(free_bytes: Sequence[int | None], layer_bytes: Sequence[int], other_bytes: int) -> list[int]:
-    """Return how many consecutive layers fit on each device, followed by the number of layers left over.
+def fit_layers(
+    free_bytes: Sequence[int | None], layer_bytes: Sequence[int], other_bytes: int
+) -> list[int]:
+    """Return how many consecutive layers fit on each device, followed by the number of layers left
+    over.
 
-    free_bytes: free memory per device; None: unlimited. layer_bytes: size per layer. other_bytes: embedding, final norm
-    and head, on the first device.
+    free_bytes: free memory per device; None: unlimited. layer_bytes: size per layer. other_bytes:
+    embedding, final norm and head, on the first device.
     """
-    counts, remaining = [], list(layer_bytes)
+    counts = []
+    remaining = list(layer_bytes)
     for index, room in enumerate(free_bytes):
-        room = None if room is None else room * USABLE_MEMORY - (0 if index else other_bytes)
+        if room is None:
+            room = None
+        else:
+            room = room * USABLE_MEMORY - (0 if index else other_bytes)
         count = 0
         while remaining and (room is None or remaining[0] <= room):
             size = remaining.pop(0)
@@ -103,11 +132,17 @@ def fit_layers(free_bytes: Sequence[int | None], layer_bytes: Sequence[int], oth
 
 def _weight_bytes(module: nn.Module) -> int:
     """Return the bytes of all parameters, and of the scales of quantized weights."""
-    scales = sum(layer.weight.nbytes // 8 for layer in module.modules() if isinstance(layer, QuantizedModule))
+    scales = sum(
+        layer.weight.nbytes // 8 for layer in module.modules() if isinstance(layer, QuantizedModule)
+    )
     return scales + sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _cache_bytes(model: GPT) -> int:
     """Return the bytes of one layer's KV cache."""
     config = model.config
-    return min(MAX_CACHE_TOKENS, config.max_positions) * KVCache.token_bytes(config, model.dtype) // len(config.layers)
+    return (
+        min(MAX_CACHE_TOKENS, config.max_positions)
+        * KVCache.token_bytes(config, model.dtype)
+        // len(config.layers)
+    )

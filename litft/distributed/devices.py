@@ -1,8 +1,8 @@
 """Devices, dtypes and memory, and the setup of Lightning Fabric.
 
-Fabric launches processes, moves tensors, wraps the model in DDP and reduces gradients. It gets no precision plugin, because
-`bf16-true` would also cast the fp32 LoRA weights: the base is loaded in its dtype, trained parameters stay in fp32, and each
-module casts where the two meet.
+Fabric launches processes, moves tensors, wraps the model in DDP and reduces gradients. It gets no
+precision plugin, because `bf16-true` would also cast the fp32 LoRA weights: the base is loaded in
+its dtype, trained parameters stay in fp32, and each module casts where the two meet.
 """
 
 import inspect
@@ -28,15 +28,17 @@ from litft.errors import is_host_memory_error
 if TYPE_CHECKING:  # importing it takes a second, which generation and conversion do not need
     from lightning_fabric import Fabric
 
-# Multiplications per decode step up to which one thread is as fast as two. Two threads synchronize after every operation,
-# and stall when another program uses one of their cores. Measurements are in tutorials/inference.md.
+# Multiplications per decode step up to which one thread is as fast as two. Two threads synchronize
+# after every operation, and stall when another program uses one of their cores. Measurements are in
+# tutorials/inference.md.
 MAX_SINGLE_THREAD_WORK = 64e6
 MAX_PROCESSES_PER_CORE = 4
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
-    """Return a Fabric for the devices of `args`, not launched yet; raise ValueError if the machine lacks these devices.
+    """Return a Fabric for the devices of `args`, not launched yet; raise ValueError if the machine
+    lacks these devices.
 
     strategy: single, ddp, fsdp or hsdp; None: ddp if there are several devices.
     """
@@ -46,7 +48,8 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    is_distributed, timeout = args.devices * args.num_nodes > 1, timedelta(seconds=seconds(args.timeout))
+    is_distributed = args.devices * args.num_nodes > 1
+    timeout = timedelta(seconds=seconds(args.timeout))
     fabric_strategy: Any = "auto"
     if strategy in ("fsdp", "hsdp"):  # Setup.build shards the network before it loads the weights
         world_size = args.devices * args.num_nodes
@@ -56,8 +59,12 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
     elif is_distributed or strategy == "ddp":
         supported = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         # broadcast_buffers is the name up to torch 2.12
-        buffers_flag = "forward_sync_buffers" if "forward_sync_buffers" in supported else "broadcast_buffers"
-        # bucket views avoid a second copy of all gradients; no initial sync, as all ranks have read the same weights
+        if "forward_sync_buffers" in supported:
+            buffers_flag = "forward_sync_buffers"
+        else:
+            buffers_flag = "broadcast_buffers"
+        # bucket views avoid a second copy of all gradients; no initial sync, as all ranks have read
+        # the same weights
         fabric_strategy = DDPStrategy(
             gradient_as_bucket_view=True, init_sync=False, timeout=timeout, **{buffers_flag: False}
         )
@@ -65,11 +72,14 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
 
 
 def make_inference_fabric(accelerator: str, devices: int) -> "Fabric":
-    """Return a Fabric for inference, not launched yet; raise ValueError if the machine lacks the devices."""
+    """Return a Fabric for inference, not launched yet; raise ValueError if the machine lacks the
+    devices."""
     from lightning_fabric.strategies import DDPStrategy
 
     accelerator = pick_accelerator(accelerator)
-    return _fabric(accelerator, devices, 1, DDPStrategy(process_group_backend=_backend(accelerator)))
+    return _fabric(
+        accelerator, devices, 1, DDPStrategy(process_group_backend=_backend(accelerator))
+    )
 
 
 def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabric":
@@ -82,47 +92,70 @@ def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabri
     check_devices(accelerator, devices)
     # without this, Fabric would treat any process within a SLURM job as started by srun
     environment = [LightningEnvironment()] if started_by() is None else []
-    return Fabric(accelerator=accelerator, strategy=strategy, plugins=environment, devices=devices, num_nodes=nodes)
+    return Fabric(
+        accelerator=accelerator,
+        strategy=strategy,
+        plugins=environment,
+        devices=devices,
+        num_nodes=nodes,
+    )
 
 
 @cache
 def check_devices(accelerator: str, devices: int) -> None:
-    """Raise ValueError if the machine has too few GPUs or far too few cores; warn if it has fewer cores than processes."""
+    """Raise ValueError if the machine has too few GPUs or far too few cores; warn if it has fewer
+    cores than processes."""
     if accelerator == "cpu" and devices > 1 and started_by() is None and is_first_on_node():
-        reason = f"--devices {devices}: on a CPU each device is a process, and this machine has {cores()} cores"
+        reason = (
+            f"--devices {devices}: on a CPU each device is a process, and this machine has "
+            f"{cores()} cores"
+        )
         if devices > MAX_PROCESSES_PER_CORE * cores():
             raise ValueError(f"{reason}; pass at most {MAX_PROCESSES_PER_CORE * cores()}")
         if devices > cores():
             print(f"warning: {reason}; the processes will compete for them", file=sys.stderr)
     if accelerator == "cuda" and devices > torch.cuda.device_count():
-        raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs; pass at most that many")
+        raise ValueError(
+            f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs; pass at most "
+            "that many"
+        )
 
 
 def _backend(accelerator: str) -> str | None:
-    """Return the process group backends, for CPU tensors too (offloaded weights need them); None: torch's default."""
-    return "cpu:gloo,cuda:nccl" if accelerator == "cuda" else None
+    """Return the process group backends, for CPU tensors too (offloaded weights need them); None:
+    torch's default."""
+    if accelerator == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    return None
 
 
 def mesh_of(args: FinetuneArgs, strategy: str, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh to shard over: (shard,) for fsdp, (replicate, shard) for hsdp, None for other strategies."""
+    """Return the mesh to shard over: (shard,) for fsdp, (replicate, shard) for hsdp, None for other
+    strategies."""
     if strategy not in ("fsdp", "hsdp"):
         return None
-    size, world_size = num_shards(args, strategy), args.devices * args.num_nodes
+    size = num_shards(args, strategy)
+    world_size = args.devices * args.num_nodes
     if strategy == "fsdp":
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def num_shards(args: FinetuneArgs | PlanArgs, strategy: str) -> int:
     """Return the number of shards that the weights are split into."""
-    return {"fsdp": args.devices * args.num_nodes, "hsdp": args.shard_size or args.devices}.get(strategy, 1)
+    return {"fsdp": args.devices * args.num_nodes, "hsdp": args.shard_size or args.devices}.get(
+        strategy, 1
+    )
 
 
 def pick_accelerator(accelerator: str) -> str:
     """Return cpu or cuda; raise ValueError for cuda if no GPU is available.
 
-    On a GPU, attention runs without cuDNN from now on: it is torch's first choice on Hopper, but prepares each new shape for
-    some 0.4 s, and prompts and unpacked rows have new shapes all the time.
+    On a GPU, attention runs without cuDNN from now on: it is torch's first choice on Hopper, but
+    prepares each new shape for some 0.4 s, and prompts and unpacked rows have new shapes all the
+    time.
     """
     if accelerator == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--accelerator cuda: torch finds no GPU; {_gpu_remedy()}, or use cpu")
@@ -142,23 +175,28 @@ def _gpu_remedy() -> str:
 
 
 def no_gpu_line() -> str:
-    """Return what a run on a CPU says first; with a remedy if there is a GPU that torch does not find."""
+    """Return what a run on a CPU says first; with a remedy if there is a GPU that torch does not
+    find."""
     has_nvidia = Path("/proc/driver/nvidia/version").is_file()
     return f"no GPU was found: running on the CPU{f' ({_gpu_remedy()})' if has_nvidia else ''}"
 
 
 def pick_precision(precision: str, device: torch.device) -> str:
-    """Return the compute precision; "auto" becomes bf16 on a GPU with bf16 arithmetic, otherwise fp32."""
+    """Return the compute precision; "auto" becomes bf16 on a GPU with bf16 arithmetic, otherwise
+    fp32."""
     if precision != "auto":
         return precision
-    return "bf16" if device.type == "cuda" and not lacks_bf16(device) else "fp32"
+    if device.type == "cuda" and not lacks_bf16(device):
+        return "bf16"
+    return "fp32"
 
 
 def pick_generation_precision(precision: str, device: torch.device, stored: torch.dtype) -> str:
-    """Return the compute precision for generating text; "auto" is also bf16 on a CPU with bf16 arithmetic.
+    """Return the compute precision for generating text; "auto" is also bf16 on a CPU with bf16
+    arithmetic.
 
-    stored: the dtype of the weights in their folder; fp32 weights stay fp32 on a CPU. On an EPYC with AVX512-BF16, bf16
-    decodes 1.6 times as fast as fp32 (SmolLM2-135M, 1 and 8 rows).
+    stored: the dtype of the weights in their folder; fp32 weights stay fp32 on a CPU. On an EPYC
+    with AVX512-BF16, bf16 decodes 1.6 times as fast as fp32 (SmolLM2-135M, 1 and 8 rows).
     """
     if precision == "auto" and device.type == "cpu" and stored == torch.bfloat16 and cpu_has_bf16():
         return "bf16"
@@ -167,35 +205,47 @@ def pick_generation_precision(precision: str, device: torch.device, stored: torc
 
 def cpu_has_bf16() -> bool:
     """Return whether the CPU has bf16 arithmetic, rather than only conversions."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public name for them
+    # torch has no public name for them
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
 def lacks_bf16(device: torch.device) -> str | None:
-    """Return what to tell a user whose GPU has no bf16 arithmetic (compute capability below 8.0); None for other devices."""
+    """Return what to tell a user whose GPU has no bf16 arithmetic (compute capability below 8.0);
+    None for other devices."""
     if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= (8, 0):
         return None
     name = torch.cuda.get_device_name(device)
-    return f"{name} has no bf16 arithmetic (compute capability {'.'.join(map(str, capability))}): precision auto is fp32"
+    return (
+        f"{name} has no bf16 arithmetic (compute capability {'.'.join(map(str, capability))}): "
+        "precision auto is fp32"
+    )
 
 
 def pick_full_precision(precision: str, device: torch.device, num_parameters: int) -> str:
     """Return the precision for full fine-tuning of `num_parameters` parameters on one device.
 
-    On a GPU, "auto" becomes bf16 (fp32 weights, gradients and AdamW moments plus a bf16 copy, 18 bytes per parameter) if
-    that fits into 90% of its memory, else bf16-true (bf16 weights and gradients, 12 bytes per parameter).
+    On a GPU, "auto" becomes bf16 (fp32 weights, gradients and AdamW moments plus a bf16 copy, 18
+    bytes per parameter) if that fits into 90% of its memory, else bf16-true (bf16 weights and
+    gradients, 12 bytes per parameter).
     """
     precision, requested = pick_precision(precision, device), precision
     if requested != "auto" or device.type != "cuda":
         return precision
-    return "bf16" if 18 * num_parameters < 0.9 * device_memory(device) else "bf16-true"
+    if 18 * num_parameters < 0.9 * device_memory(device):
+        return "bf16"
+    return "bf16-true"
 
 
 def limit_threads(model: nn.Module, rows: int) -> None:
-    """Make torch use a single CPU thread if decoding `rows` sequences at once is too little work for two."""
+    """Make torch use a single CPU thread if decoding `rows` sequences at once is too little work
+    for two."""
     parameters = list(model.parameters())
     on_cpu = not any(parameter.is_cuda for parameter in parameters)
-    if on_cpu and rows * sum(parameter.numel() for parameter in parameters) <= MAX_SINGLE_THREAD_WORK:
+    if (
+        on_cpu
+        and rows * sum(parameter.numel() for parameter in parameters) <= MAX_SINGLE_THREAD_WORK
+    ):
         torch.set_num_threads(1)
 
 
@@ -205,33 +255,47 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def machine_lines(device: torch.device, processes: int) -> list[str]:
-    """Describe the hardware and software of a run: devices, memory, system, Python and torch versions."""
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    """Describe the hardware and software of a run: devices, memory, system, Python and torch
+    versions."""
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    else:
+        chip = f"CPU, {os.cpu_count()} cores"
     return [
         f"{processes} x {chip}, {device_memory(device) / 2**30:.0f} GiB",
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}",
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}",
     ]
 
 
 def device_memory(device: torch.device, processes: int = 1) -> int:
-    """Return the memory of a GPU in bytes, or for the CPU one process's share of the machine's memory."""
+    """Return the memory of a GPU in bytes, or for the CPU one process's share of the machine's
+    memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical_memory, cgroup_limit()) // processes
 
 
-def cgroup_limit(membership: Path = Path("/proc/self/cgroup"), mount_point: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory limit of a container or SLURM job in bytes: the lowest limit of the process's control groups.
+def cgroup_limit(
+    membership: Path = Path("/proc/self/cgroup"), mount_point: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the memory limit of a container or SLURM job in bytes: the lowest limit of the
+    process's control groups.
 
-    Both versions are read (docs.kernel.org/admin-guide/cgroup-v2.html): memory.max and memory.limit_in_bytes.
+    Both versions are read (docs.kernel.org/admin-guide/cgroup-v2.html): memory.max and
+    memory.limit_in_bytes.
     """
     limits = [1 << 62]
     for line in membership.read_text().splitlines() if membership.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, name = (mount_point / "memory", "memory.limit_in_bytes") if controllers else (mount_point, "memory.max")
+        root, name = (
+            (mount_point / "memory", "memory.limit_in_bytes")
+            if controllers
+            else (mount_point, "memory.max")
+        )
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(root) and (folder / name).is_file():
@@ -241,21 +305,26 @@ def cgroup_limit(membership: Path = Path("/proc/self/cgroup"), mount_point: Path
 
 
 def malloc_name(maps: Path = Path("/proc/self/maps")) -> str:
-    """Return the allocator that serves this process: tcmalloc, jemalloc, mimalloc or glibc; "" where that is unknown."""
+    """Return the allocator that serves this process: tcmalloc, jemalloc, mimalloc or glibc; ""
+    where that is unknown."""
     if not maps.is_file():
         return ""
     loaded = maps.read_text()
     for name in ("tcmalloc", "jemalloc", "mimalloc"):
         if f"lib{name}" in loaded:
             return name
-    return "glibc" if "libc.so.6" in loaded else ""
+    if "libc.so.6" in loaded:
+        return "glibc"
+    return ""
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the peak memory so far in GiB: allocated on the GPU, or resident in this process on a CPU."""
+    """Return the peak memory so far in GiB: allocated on the GPU, or resident in this process on a
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = Path("/proc/self/status")
-    if status.is_file():  # on Linux, ru_maxrss also counts the parent process from before exec, if that was larger
+    # on Linux, ru_maxrss also counts the parent process from before exec, if that was larger
+    if status.is_file():
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # in bytes on macOS

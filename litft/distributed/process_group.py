@@ -1,4 +1,5 @@
-"""Communication between the processes of a run: rendezvous, consistency checks, gradient sync, and detection of failures."""
+"""Communication between the processes of a run: rendezvous, consistency checks, gradient sync, and
+detection of failures."""
 
 import os
 import socket
@@ -25,9 +26,13 @@ T = TypeVar("T")
 
 
 def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
-    """Start and connect the processes, and return their HostGroup; raise RankError if they do not all connect in time."""
+    """Start and connect the processes, and return their HostGroup; raise RankError if they do not
+    all connect in time."""
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not distributed.is_initialized():
+        if (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            and not distributed.is_initialized()
+        ):
             _agree_on_port(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), seconds(timeout))
         if fabric.world_size > 1 and started_by() is None and is_first_on_node():
             print(f"starting {fabric.world_size} processes", file=sys.stderr, flush=True)
@@ -35,19 +40,29 @@ def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
         return HostGroup(fabric.world_size, timeout)
     except (distributed.DistStoreError, distributed.DistNetworkError) as error:
         reason = str(error).split("\n")[0][:200]
-        remedy = "check the other processes' messages and --strategy, and that all can reach MASTER_ADDR and MASTER_PORT"
-        raise RankError(f"the processes did not all connect within --timeout {timeout} ({reason}); {remedy}") from None
+        remedy = (
+            "check the other processes' messages and --strategy, and that all can reach "
+            "MASTER_ADDR and MASTER_PORT"
+        )
+        raise RankError(
+            f"the processes did not all connect within --timeout {timeout} ({reason}); {remedy}"
+        ) from None
 
 
 def _agree_on_port(rank: int, processes: int, timeout: float) -> None:
-    """Agree on an unused port, and set MASTER_PORT to it; raise DistStoreError if a process does not appear in time.
+    """Agree on an unused port, and set MASTER_PORT to it; raise DistStoreError if a process does
+    not appear in time.
 
-    torchrun keeps one store for all restarts (torch 2.11 to 2.13), so gloo would find addresses of dead processes there and
-    wait for them forever. Here each process stores a fresh random token, and rank 0 sends the port in reply to that token.
+    torchrun keeps one store for all restarts (torch 2.11 to 2.13), so gloo would find addresses of
+    dead processes there and wait for them forever. Here each process stores a fresh random token,
+    and rank 0 sends the port in reply to that token.
     """
     limit = timedelta(seconds=timeout)
-    address, deadline = os.environ["MASTER_ADDR"], time.monotonic() + timeout
-    store = distributed.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+    address = os.environ["MASTER_ADDR"]
+    deadline = time.monotonic() + timeout
+    store = distributed.TCPStore(
+        address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit
+    )
     token = uuid4().hex
     store.set(f"litft/here/{rank}", token)
     if rank == 0:
@@ -57,9 +72,12 @@ def _agree_on_port(rank: int, processes: int, timeout: float) -> None:
         missing = set(range(1, processes))
         while missing:
             if time.monotonic() > deadline:
-                raise distributed.DistStoreError(f"waiting for process {min(missing)} of {processes}")
+                raise distributed.DistStoreError(
+                    f"waiting for process {min(missing)} of {processes}"
+                )
             for peer in [peer for peer in missing if store.check([f"litft/here/{peer}"])]:
-                peer_token = store.get(f"litft/here/{peer}").decode()  # may be from an earlier attempt
+                # may be from an earlier attempt
+                peer_token = store.get(f"litft/here/{peer}").decode()
                 store.set(f"litft/answer/{peer_token}", f"{port} {token}")
                 missing -= {peer} if store.check([f"litft/seen/{token}/{peer}"]) else set()
             time.sleep(0.02)
@@ -77,7 +95,8 @@ class HostGroup:
         limit = timedelta(seconds=seconds(timeout))
         # checkpoints are written concurrently with training steps and need their own group
         self.group, self.checkpoint_group = (
-            distributed.new_group(backend="gloo", timeout=limit) if processes > 1 else None for _ in range(2)
+            distributed.new_group(backend="gloo", timeout=limit) if processes > 1 else None
+            for _ in range(2)
         )
 
     def all_reduce_max(self, *values: float) -> list[float]:
@@ -89,7 +108,10 @@ class HostGroup:
         return maxima.tolist()
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the value of every process, by rank. The values are pickled: they come from this run's own processes."""
+        """Return the value of every process, by rank.
+
+        The values are pickled: they come from this run's own processes.
+        """
         if self.group is None:
             return [value]
         values: list[T] = [value] * self.processes
@@ -97,17 +119,20 @@ class HostGroup:
         return values
 
     def check_equal(self, facts: dict[str, Any]) -> None:
-        """Raise ValueError on every process if `facts` of any process differ from those of process 0."""
+        """Raise ValueError on every process if `facts` of any process differ from those of process
+        0."""
         if self.group is None:
             return
         all_facts = self.all_gather(facts)
         for rank, peer_facts in enumerate(all_facts):
             pairs = {name: (value, peer_facts.get(name)) for name, value in all_facts[0].items()}
-            differences = [
-                f"{name} ({str(expected)[:60]} on process 0, {str(actual)[:60]} on the other)"
-                for name, (expected, actual) in pairs.items()
-                if expected != actual
-            ]
+            differences = []
+            for name, (expected, actual) in pairs.items():
+                if expected != actual:
+                    differences.append(
+                        f"{name} ({str(expected)[:60]} on process 0, {str(actual)[:60]} on the "
+                        "other)"
+                    )
             if differences:
                 reason = f"process {rank} differs from process 0 in {', '.join(differences[:5])}"
                 raise ValueError(f"{reason}; give all processes the same files and flags")
@@ -115,10 +140,11 @@ class HostGroup:
 
 @contextmanager
 def sync_gradients(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[None]:
-    """Within the context, backward accumulates gradients; with `last` (a step's last micro-batch) they are also all-reduced.
+    """Within the context, backward accumulates gradients; with `last` (a step's last micro-batch)
+    they are also all-reduced.
 
-    A sharded network reduce-scatters the gradients of every micro-batch: unsharded ones would need as much memory as the
-    unsharded weights.
+    A sharded network reduce-scatters the gradients of every micro-batch: unsharded ones would need
+    as much memory as the unsharded weights.
     """
     network = getattr(model, "module", model)
     if is_sharded(network):
@@ -133,13 +159,15 @@ def sync_gradients(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[N
 def join_uneven(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
     """Within the context, processes may run the network different numbers of times.
 
-    A forward pass of a sharded network needs all processes. A process that has finished joins the passes of the others with
-    a dummy token.
+    A forward pass of a sharded network needs all processes. A process that has finished joins the
+    passes of the others with a dummy token.
     """
     if not is_sharded(model):
         yield
         return
-    hook = model.register_forward_pre_hook(lambda *_: hosts.all_reduce_max(1.0) and None, prepend=True)
+    hook = model.register_forward_pre_hook(
+        lambda *_: hosts.all_reduce_max(1.0) and None, prepend=True
+    )
     try:
         yield
     finally:
@@ -150,18 +178,28 @@ def join_uneven(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
 
 
 def peer_failure(error: BaseException, timeout: str) -> str | None:
-    """Return what an error of a communication library means if another process ended or hangs, else None."""
+    """Return what an error of a communication library means if another process ended or hangs, else
+    None."""
     text = str(error)
-    comm_errors = (distributed.DistBackendError, distributed.DistNetworkError, distributed.DistStoreError)
-    if not isinstance(error, comm_errors) and not any(name in text.lower() for name in ("gloo", "nccl", "process group")):
+    comm_errors = (
+        distributed.DistBackendError,
+        distributed.DistNetworkError,
+        distributed.DistStoreError,
+    )
+    if not isinstance(error, comm_errors) and not any(
+        name in text.lower() for name in ("gloo", "nccl", "process group")
+    ):
         return None  # for example CUDA's "the launch timed out"
     if "onnection" in text:  # gloo reports a lost process as a closed connection
         return "another process of the run has ended"
     timed_out = "imed out" in text or "imeout" in text
-    return f"another process of the run has not answered for {timeout} (--timeout)" if timed_out else None
+    if timed_out:
+        return f"another process of the run has not answered for {timeout} (--timeout)"
+    return None
 
 
 def end_children(fabric: "Fabric") -> None:
-    """Kill the processes that Fabric started on this machine: a stopped one would stay and keep its memory."""
+    """Kill the processes that Fabric started on this machine: a stopped one would stay and keep its
+    memory."""
     for process in getattr(fabric.strategy.launcher, "procs", ()):
         process.kill()

@@ -1,7 +1,9 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): each process has some heads and some hidden units of each MLP.
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): each process has some heads and some hidden
+units of each MLP.
 
-A process's part is a GPT of ordinary modules with fewer heads and hidden units, so methods and quantization work unchanged.
-The residual stream is complete on every process: the outputs of `o_proj` and `down_proj` are all-reduced.
+A process's part is a GPT of ordinary modules with fewer heads and hidden units, so methods and
+quantization work unchanged. The residual stream is complete on every process: the outputs of
+`o_proj` and `down_proj` are all-reduced.
 """
 
 from collections.abc import Callable
@@ -24,43 +26,87 @@ KEY_VALUE = ("k_proj", "v_proj", "k_norm")  # may have fewer heads than there ar
 # sharded along the output dimension
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")  # sharded along the input dimension
-OUTPUT_DIM = {"weight": -2, "lora_b": -2, "bias": -1, "lora_m": -1, "adapter_scale": -1, "adapter_bias": -1}
+OUTPUT_DIM = {
+    "weight": -2,
+    "lora_b": -2,
+    "bias": -1,
+    "lora_m": -1,
+    "adapter_scale": -1,
+    "adapter_bias": -1,
+}
 INPUT_DIM = {"weight": -1, "lora_a": -1}
 MAX_SUGGESTED_PROCESSES = 64  # highest number of processes that the error message suggests
 
 
 def check_divides(config: Config, processes: int) -> None:
-    """Raise ValueError naming the sizes of the model that cannot be split evenly over so many processes."""
-    if any(layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity for layer in config.layers):
-        reason = "tensor parallelism does not support recurrent mixers, sparse MLPs, or heads that differ between layers"
-        raise ValueError(f"--devices {processes}: {reason}; use one device, or several that hold a part of the layers each")
+    """Raise ValueError naming the sizes of the model that cannot be split evenly over so many
+    processes."""
+    if any(
+        layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity
+        for layer in config.layers
+    ):
+        reason = (
+            "tensor parallelism does not support recurrent mixers, sparse MLPs, or heads that "
+            "differ between layers"
+        )
+        raise ValueError(
+            f"--devices {processes}: {reason}; use one device, or several that hold a part of the "
+            "layers each"
+        )
     counts = {"num_attention_heads": config.n_heads}
     if not all(layer.experts for layer in config.layers):
         counts["the MLP's hidden size"] = config.hidden_dim
     for experts in (layer.experts for layer in config.layers if layer.experts):
-        counts |= {"an expert's hidden size": experts.hidden_dim, "the shared expert's hidden size": experts.shared_dim}
+        counts |= {
+            "an expert's hidden size": experts.hidden_dim,
+            "the shared expert's hidden size": experts.shared_dim,
+        }
 
     def uneven(processes: int) -> list[str]:
         kv_heads = config.n_kv_heads  # several processes may share one
-        sizes = [f"{name} {count}" for name, count in counts.items() if count % processes]
-        return [*sizes, *([f"num_key_value_heads {kv_heads}"] if kv_heads % processes and processes % kv_heads else [])]
+        sizes = []
+        for name, count in counts.items():
+            if count % processes:
+                sizes.append(f"{name} {count}")
+        return [
+            *sizes,
+            *(
+                [f"num_key_value_heads {kv_heads}"]
+                if kv_heads % processes and processes % kv_heads
+                else []
+            ),
+        ]
 
-    if sizes := uneven(processes):
-        supported = ", ".join(str(count) for count in range(1, MAX_SUGGESTED_PROCESSES + 1) if not uneven(count))
-        raise ValueError(f"--devices {processes} cannot evenly split {', '.join(sizes)}; this model supports {supported}")
+    sizes = uneven(processes)
+    if sizes:
+        supported = ", ".join(
+            str(count) for count in range(1, MAX_SUGGESTED_PROCESSES + 1) if not uneven(count)
+        )
+        raise ValueError(
+            f"--devices {processes} cannot evenly split {', '.join(sizes)}; this model supports "
+            f"{supported}"
+        )
 
 
 class TensorParallelPlacement(WeightPlacement):
-    """Placement of the shards of process `rank` out of `size` processes; `config` describes the complete model."""
+    """Placement of the shards of process `rank` out of `size` processes; `config` describes the
+    complete model."""
 
     def __init__(self, config: Config, rank: int, size: int) -> None:
-        self.config, self.rank, self.size = config, rank, size
+        self.config = config
+        self.rank = rank
+        self.size = size
 
     def local_config(self, config: Config) -> Config:
-        """Return the config of one process's part: fewer heads and hidden units, the same head dim."""
+        """Return the config of one process's part: fewer heads and hidden units, the same head
+        dim."""
 
         def narrow(experts):
-            return replace(experts, hidden_dim=experts.hidden_dim // self.size, shared_dim=experts.shared_dim // self.size)
+            return replace(
+                experts,
+                hidden_dim=experts.hidden_dim // self.size,
+                shared_dim=experts.shared_dim // self.size,
+            )
 
         layers = (
             replace(
@@ -87,46 +133,74 @@ class TensorParallelPlacement(WeightPlacement):
             for block in model.blocks:
                 for name, heads in (("q_norm", config.n_heads), ("k_norm", config.n_kv_heads)):
                     norm = Norm(config.qk_norm, heads, config.head_dim, num_dims=2)
-                    norm.__class__, norm.placement = mixin_class(NormOverAll, Norm), self
+                    norm.__class__ = mixin_class(NormOverAll, Norm)
+                    norm.placement = self
                     setattr(block.attention, name, norm)
         return model
 
     @torch.no_grad()
-    def copy_in(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-        """See WeightPlacement. Only rank 0 keeps row-parallel biases, as outputs are summed over ranks."""
+    def copy_in(
+        self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]
+    ) -> None:
+        """See WeightPlacement.
+
+        Only rank 0 keeps row-parallel biases, as outputs are summed over ranks.
+        """
         partition = self._partition(name)
-        if partition is None and self.rank and name.split(".")[-2] in ROW_PARALLEL and name.endswith("bias"):
+        if (
+            partition is None
+            and self.rank
+            and name.split(".")[-2] in ROW_PARALLEL
+            and name.endswith("bias")
+        ):
             tensor.zero_()
         elif partition is None:
             copy_into_local(tensor, read)
         else:
             dim, index, _ = partition
-            slices, length = [slice(0, size) for size in tensor.shape], tensor.size(dim)
+            slices = [slice(0, size) for size in tensor.shape]
+            length = tensor.size(dim)
             slices[dim] = slice(index * length, (index + 1) * length)
             tensor.copy_(read(tuple(slices)))
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
         """See WeightPlacement. Return this process's shard of a full tensor."""
         partition = self._partition(name)
-        return tensor if partition is None else tensor.chunk(partition[2], partition[0])[partition[1]]
+        if partition is None:
+            return tensor
+        return tensor.chunk(partition[2], partition[0])[partition[1]]
 
     def _partition(self, name: str) -> tuple[int, int, int] | None:
-        """Return the sharded dimension of a parameter, this process's shard index and the number of shards.
+        """Return the sharded dimension of a parameter, this process's shard index and the number of
+        shards.
 
         Return None if every process has the full parameter.
         """
         owner, leaf = name.split(".")[-2:]
-        dim = OUTPUT_DIM.get(leaf) if owner in COLUMN_PARALLEL else INPUT_DIM.get(leaf) if owner in ROW_PARALLEL else None
-        if leaf == "sinks" or (owner in ("q_norm", "k_norm") and self.config.qk_norm_over == "heads"):
+        if owner in COLUMN_PARALLEL:
+            dim = OUTPUT_DIM.get(leaf)
+        elif owner in ROW_PARALLEL:
+            dim = INPUT_DIM.get(leaf)
+        else:
+            dim = None
+        if leaf == "sinks" or (
+            owner in ("q_norm", "k_norm") and self.config.qk_norm_over == "heads"
+        ):
             dim = 0
         if dim is None:
             return None
-        shards = min(self.size, self.config.n_kv_heads) if owner in KEY_VALUE else self.size
+        if owner in KEY_VALUE:
+            shards = min(self.size, self.config.n_kv_heads)
+        else:
+            shards = self.size
         return dim, self.rank * shards // self.size, shards
 
     @torch.no_grad()
     def connect(self, model: GPT) -> GPT:
-        """See WeightPlacement. Add the all-reduces of row-parallel Linears, and shard the head over the vocabulary."""
+        """See WeightPlacement.
+
+        Add the all-reduces of row-parallel Linears, and shard the head over the vocabulary.
+        """
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in ROW_PARALLEL:
                 module.__class__ = mixin_class(RowParallel, type(module))
@@ -135,25 +209,32 @@ class TensorParallelPlacement(WeightPlacement):
             rows_per_rank = -(-head.out_features // self.size)
             local_rows = slice(rows_per_rank * self.rank, rows_per_rank * (self.rank + 1))
             for leaf, full in list(head.named_parameters()):
-                rows = full[local_rows] if self.config.tied else full[local_rows].clone()
+                if self.config.tied:
+                    rows = full[local_rows]
+                else:
+                    rows = full[local_rows].clone()
                 setattr(head, leaf, nn.Parameter(rows, requires_grad=False))
-            head.__class__, head.rows_per_rank = mixin_class(AllGatherHead, Linear), rows_per_rank
+            head.__class__ = mixin_class(AllGatherHead, Linear)
+            head.rows_per_rank = rows_per_rank
         return model
 
 
 class RowParallel(nn.Module):
-    """Row-parallel module: it reads a shard of the inputs, and its partial outputs are summed over the processes."""
+    """Row-parallel module: it reads a shard of the inputs, and its partial outputs are summed over
+    the processes."""
 
     def forward(self, x: Tensor, *inputs) -> Tensor:
         return all_reduce_sum(super().forward(x, *inputs))
 
     def sum_over_ranks(self, squares: Tensor) -> Tensor:
-        """Return the squared norms (out,) of full rows from those of row shards; overrides DoRA's method."""
+        """Return the squared norms (out,) of full rows from those of row shards; overrides DoRA's
+        method."""
         return all_reduce_sum(squares)
 
 
 class AllGatherHead(nn.Module):
-    """Head with `rows_per_rank` rows per process (the last may have fewer); returns the complete logits (..., V)."""
+    """Head with `rows_per_rank` rows per process (the last may have fewer); returns the complete
+    logits (..., V)."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -164,10 +245,14 @@ class NormOverAll(nn.Module):
     """Norm over the entries of all heads (B, T, H, D), which are spread over the processes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        placement, heads = self.placement, x.size(-2)
+        placement = self.placement
+        heads = x.size(-2)
         copies = placement.size * heads // self.shape[0]  # number of processes with the same heads
-        gathered = all_gather(x.transpose(-1, -2)).transpose(-1, -2)  # all heads, each `copies` times
-        y = super().forward(gathered.unflatten(-2, (-1, copies, heads))[..., 0, :, :].flatten(-3, -2))
+        # all heads, each `copies` times
+        gathered = all_gather(x.transpose(-1, -2)).transpose(-1, -2)
+        y = super().forward(
+            gathered.unflatten(-2, (-1, copies, heads))[..., 0, :, :].flatten(-3, -2)
+        )
         return y.narrow(-2, placement.rank // copies * heads, heads)
 
 
@@ -176,7 +261,8 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     if x.is_cuda:
         distributed.all_reduce(x)
         return x
-    return _gather(x).sum(0, dtype=torch.float32).to(x.dtype)  # gloo's all-reduce of small tensors takes three times as long
+    # gloo's all-reduce of small tensors takes three times as long
+    return _gather(x).sum(0, dtype=torch.float32).to(x.dtype)
 
 
 def all_gather(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Select the examples to score: those that a run held out, or those of a file, limited to what every model can read."""
+"""Select the examples to score: those that a run held out, or those of a file, limited to what
+every model can read."""
 
 import sys
 from dataclasses import asdict, replace
@@ -21,33 +22,49 @@ from litft.training.objectives import OBJECTIVES
 Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
 # flags that determine the held-out examples
 SPLIT_FLAGS = ("val_path", "val_fraction", "seed", "subset", "split", "limit", "format", "columns")
-ANY_VOCAB_SIZE = 1 << 30  # larger than any token id: the model's vocabulary size is checked when it is scored
+# larger than any token id: the model's vocabulary size is checked when it is scored
+ANY_VOCAB_SIZE = 1 << 30
 
 
 def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs, Path | None]:
-    """Return the data flags to score with, and the run whose held-out part is scored; None for a file of its own.
+    """Return the data flags to score with, and the run whose held-out part is scored; None for a
+    file of its own.
 
     Raise ValueError if a run was trained on some of the examples.
     """
     if args.tasks and not args.data.path:
         return args.data, None
-    requested, run_data = _train_files(args.data), _training_runs(args, source)
+    requested = _train_files(args.data)
+    run_data = _training_runs(args, source)
     own_run = next(
-        (run for run, trained_data in run_data.items() if not requested or requested & _train_files(trained_data)), None
+        (
+            run
+            for run, trained_data in run_data.items()
+            if not requested or requested & _train_files(trained_data)
+        ),
+        None,
     )
     if own_run is None and not requested:
-        raise ValueError(f"{source.folder} belongs to no run with held-out examples; give --data.path or --tasks")
+        raise ValueError(
+            f"{source.folder} belongs to no run with held-out examples; give --data.path or --tasks"
+        )
     data = args.data
     if own_run is not None:
         if requested and requested != _train_files(run_data[own_run]):
             remedy = "leave --data.path out to score what it held out, or score other files alone"
-            raise ValueError(f"--data.path {','.join(data.path)}: not the same files as {own_run} was trained on; {remedy}")
+            raise ValueError(
+                f"--data.path {','.join(data.path)}: not the same files as {own_run} was trained "
+                f"on; {remedy}"
+            )
         data = _apply_overrides(data, run_data[own_run], own_run)
     for run, trained_data in run_data.items():
         same_split = own_run is None or is_supervised(run) == is_supervised(own_run)
         if run != own_run and _was_trained_on(data, trained_data, same_split):
             remedy = "score both on a file that neither was trained on"
-            raise ValueError(f"{run} was trained on some of what {own_run or 'this'} would be scored on; {remedy}")
+            raise ValueError(
+                f"{run} was trained on some of what {own_run or 'this'} would be scored on; "
+                f"{remedy}"
+            )
     if own_run is None:
         data = _with_own_columns(data, _run_of(source.folder))
     if own_run is not None:
@@ -56,7 +73,8 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
 
 
 def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
-    """Return the data flags with the format and the columns of the model's run, if the first record has these columns."""
+    """Return the data flags with the format and the columns of the model's run, if the first record
+    has these columns."""
     if run is None or data.columns or data.format:
         return data
     trained_data = finetune_args(run).data
@@ -64,35 +82,48 @@ def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
     _, record = next(iter(locate(data)[0][0].records()), ("", {}))
     if not names or not isinstance(record, dict) or any(name not in record for name in names):
         return data
-    print(f"reading {_names(data)} with the columns of {run}: {','.join(trained_data.columns)}", file=sys.stderr)
+    print(
+        f"reading {_names(data)} with the columns of {run}: {','.join(trained_data.columns)}",
+        file=sys.stderr,
+    )
     return replace(data, columns=trained_data.columns, format=trained_data.format)
 
 
 def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
-    """Return what the examples of --data are, see `Encoder`: by the flag, the run that held them out, or their fields."""
+    """Return what the examples of --data are, see `Encoder`: by the flag, the run that held them
+    out, or their fields."""
     objective = args.objective
     if own_run is not None:
         trained = finetune_args(own_run).objective
         objective = objective or trained
         if args.data.val_fraction and (objective == "sft") != (trained == "sft"):
             reason = f"{own_run} was trained with {trained}, which holds out other examples"
-            raise ValueError(f"--objective {objective}: {reason}; leave it out, or score a file of its own")
+            raise ValueError(
+                f"--objective {objective}: {reason}; leave it out, or score a file of its own"
+            )
     if objective and OBJECTIVES[objective].data != "labels":
         return OBJECTIVES[objective].data
     first_file = locate(args.data)[0][0]
     _, record = next(iter(first_file.records()), ("", {}))
     if not isinstance(record, dict):
         return "supervised"
-    columns = dict(item.split("=", 1) for item in args.data.columns) | dict(first_file.reading.columns)
-    return preference_kind(rename_columns(record, columns)) or ("labels" if objective else "supervised")
+    columns = dict(item.split("=", 1) for item in args.data.columns) | dict(
+        first_file.reading.columns
+    )
+    return preference_kind(rename_columns(record, columns)) or (
+        "labels" if objective else "supervised"
+    )
 
 
 def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, DataArgs]:
-    """Return the data flags of the runs whose models are scored, and of the runs that these started from.
+    """Return the data flags of the runs whose models are scored, and of the runs that these started
+    from.
 
     Print a warning if the files of a run are not found.
     """
-    folders = [source.folder] + ([source_of(args.model(args.against)).folder] if args.against not in (None, "none") else [])
+    folders = [source.folder] + (
+        [source_of(args.model(args.against)).folder] if args.against not in (None, "none") else []
+    )
     run_data: dict[Path, DataArgs] = {}
     while folders:
         run = _run_of(folders.pop(0))
@@ -108,16 +139,20 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
         except ValueError:
             if not args.data.path:
                 raise
-            reason = f"{run} was trained on {_names(trained_data)}, which is not found from this folder"
+            reason = (
+                f"{run} was trained on {_names(trained_data)}, which is not found from this folder"
+            )
             print(
-                f"warning: {reason}; start in the folder of the training, or scores may include training examples",
+                f"warning: {reason}; start in the folder of the training, or scores may include "
+                "training examples",
                 file=sys.stderr,
             )
     return run_data
 
 
 def is_supervised(run: Path) -> bool:
-    """Return whether a run has learned answers; examples of preferences are held out by their prompts alone."""
+    """Return whether a run has learned answers; examples of preferences are held out by their
+    prompts alone."""
     return finetune_args(run).objective == "sft"
 
 
@@ -140,13 +175,22 @@ def _was_trained_on(data: DataArgs, trained_data: DataArgs, same_split: bool) ->
 
 
 def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> DataArgs:
-    """Return a run's data flags, updated with the requested ones. Raise ValueError if these change the held-out examples."""
+    """Return a run's data flags, updated with the requested ones.
+
+    Raise ValueError if these change the held-out examples.
+    """
     defaults = asdict(RunEvalArgs().data)
-    overrides = {name: value for name, value in asdict(requested).items() if value != defaults[name] and name != "path"}
+    overrides = {
+        name: value
+        for name, value in asdict(requested).items()
+        if value != defaults[name] and name != "path"
+    }
     for name in SPLIT_FLAGS:
         if name not in overrides or overrides[name] == getattr(trained_data, name):
             continue
-        if name == "val_path" and _val_files(replace(trained_data, val_path=overrides[name])) == _val_files(trained_data):
+        if name == "val_path" and _val_files(
+            replace(trained_data, val_path=overrides[name])
+        ) == _val_files(trained_data):
             continue
         reason = f"{run} held out other examples ({_flag_text(name, getattr(trained_data, name))})"
         raise ValueError(f"{_flag_text(name, overrides[name])}: {reason}; leave it out")
@@ -166,13 +210,17 @@ def _names(data: DataArgs) -> str:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """Return the run folder that contains a model folder (final/ or checkpoints/step-NNNNNN), or None."""
+    """Return the run folder that contains a model folder (final/ or checkpoints/step-NNNNNN), or
+    None."""
     folder = folder.resolve()
-    return next((parent for parent in (folder.parent, folder.parent.parent) if run_dir.is_run(parent)), None)
+    return next(
+        (parent for parent in (folder.parent, folder.parent.parent) if run_dir.is_run(parent)), None
+    )
 
 
 def _train_files(data: DataArgs) -> set[str]:
-    """Return ids of the training files: of local files the digest of their content, independent of their path."""
+    """Return ids of the training files: of local files the digest of their content, independent of
+    their path."""
     if not data.path:
         return set()
     return _digests(locate(data)[0])
@@ -189,23 +237,35 @@ def _digests(files: list[File | HubSplit]) -> set[str]:
 
 def _scored_part(data: DataArgs) -> str:
     """Describe which part of the data is scored."""
-    if files := locate(data)[1]:
+    files = locate(data)[1]
+    if files:
         return f"scoring its validation examples, {', '.join(file.label for _, file in files)}"
     if not data.val_fraction:
         return "nothing was held out, so it was trained on these examples"
-    return f"scoring the part that was held out (--data.val_fraction {data.val_fraction}, --data.seed {data.seed})"
+    return (
+        f"scoring the part that was held out (--data.val_fraction {data.val_fraction}, --data.seed "
+        f"{data.seed})"
+    )
 
 
 def scored_samples(data: DataSplits, args: DataArgs) -> Samples:
-    """Return the held-out samples if there are any, otherwise all. Raise ValueError if no held-out sample can be read."""
+    """Return the held-out samples if there are any, otherwise all.
+
+    Raise ValueError if no held-out sample can be read.
+    """
     if not len(data.val) and (args.val_fraction or locate(args)[1]):
         reason = "nothing was held out, or all held-out examples exceed the length limit"
-        raise ValueError(f"{_names(args)}: {reason}; raise --data.max_seq_length, or name other files")
-    return data.val if len(data.val) else data.train
+        raise ValueError(
+            f"{_names(args)}: {reason}; raise --data.max_seq_length, or name other files"
+        )
+    if len(data.val):
+        return data.val
+    return data.train
 
 
 def compared_sources(args: RunEvalArgs, source: PretrainedFolder) -> list[PretrainedFolder]:
-    """Return the folders that need their own tokenizer or length limit: the model, and the one it is compared with."""
+    """Return the folders that need their own tokenizer or length limit: the model, and the one it
+    is compared with."""
     if args.against not in (None, "none"):
         return [source, source_of(args.model(args.against))]
     if args.against is None and _adds_tokens(args, source):
@@ -214,7 +274,8 @@ def compared_sources(args: RunEvalArgs, source: PretrainedFolder) -> list[Pretra
 
 
 def with_shared_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataArgs:
-    """Return the data flags with the smallest length limit of all models, so that all are scored on the same windows."""
+    """Return the data flags with the smallest length limit of all models, so that all are scored on
+    the same windows."""
     limits = {length_limit(data.max_seq_length, source.config.max_positions) for source in sources}
     if len(limits) > 1:
         print(f"--data.max_seq_length {min(limits)}, which all models can read", file=sys.stderr)
@@ -222,31 +283,46 @@ def with_shared_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataA
 
 
 def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: str) -> set[Name]:
-    """Return the names of the scored examples: the first --limit that every model can read within the length limit.
+    """Return the names of the scored examples: the first --limit that every model can read within
+    the length limit.
 
     Raise ValueError if none can be read. Print how many there are if some are left out.
     """
     tokenizers = [_tokenizer(source) for source in sources]
     names_by_source = [
         scored_samples(
-            load_data(args.data, tokenizer, ANY_VOCAB_SIZE, source.config.max_positions, kind=kind), args.data
+            load_data(args.data, tokenizer, ANY_VOCAB_SIZE, source.config.max_positions, kind=kind),
+            args.data,
         ).names
         for source, tokenizer in zip(sources, tokenizers, strict=True)
     ]
     ordered = names_by_source[0]
-    has_texts = any(_is_text(name) for name in ordered)  # their windows depend on the tokenizer; all are scored
+    # their windows depend on the tokenizer; all are scored
+    has_texts = any(_is_text(name) for name in ordered)
     names_by_source = [{name for name in names if not _is_text(name)} for names in names_by_source]
     shared = set.intersection(*names_by_source)
     if not shared and not has_texts:
-        raise ValueError(f"{_names(args.data)}: no example can be read by all models; raise --data.max_seq_length")
-    if num_left_out := max(map(len, names_by_source)) - len(shared):
+        raise ValueError(
+            f"{_names(args.data)}: no example can be read by all models; raise "
+            "--data.max_seq_length"
+        )
+    num_left_out = max(map(len, names_by_source)) - len(shared)
+    if num_left_out:
         reason = "whose answers all models read to the same end"
-        print(f"scoring the {len(shared):,} examples {reason}, not {num_left_out:,} others", file=sys.stderr)
+        print(
+            f"scoring the {len(shared):,} examples {reason}, not {num_left_out:,} others",
+            file=sys.stderr,
+        )
     if len({tokenizer.vocabulary_digest() for tokenizer in tokenizers}) > 1:
         if has_texts and args.limit:
-            reason = "models with different tokenizers would be scored on different parts of the text"
+            reason = (
+                "models with different tokenizers would be scored on different parts of the text"
+            )
             raise ValueError(f"--limit {args.limit}: {reason}; leave it out")
-        print("warning: the tokenizers differ, so losses and perplexities are not comparable", file=sys.stderr)
+        print(
+            "warning: the tokenizers differ, so losses and perplexities are not comparable",
+            file=sys.stderr,
+        )
     scored = [name for name in ordered if name in shared or _is_text(name)][: args.limit]
     return {name for name in scored if not _is_text(name)}
 
@@ -261,15 +337,23 @@ def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[N
     records = {record for record, _, _ in names}
     for run, trained_data in _training_runs(args, source).items():
         data = replace(trained_data, weights=[], new_tokens=[])
-        kind, context = OBJECTIVES[finetune_args(run).objective].data, source.config.max_positions
-        trained_names = load_data(data, _tokenizer(source), ANY_VOCAB_SIZE, context, kind=kind).train.names
-        if repeated := records & {record for record, _, _ in trained_names}:
+        kind = OBJECTIVES[finetune_args(run).objective].data
+        context = source.config.max_positions
+        trained_names = load_data(
+            data, _tokenizer(source), ANY_VOCAB_SIZE, context, kind=kind
+        ).train.names
+        repeated = records & {record for record, _, _ in trained_names}
+        if repeated:
             count = f"{len(repeated):,} of the {len(records):,} scored examples"
-            print(f"warning: {run} was trained on {count}, which its training data contains", file=sys.stderr)
+            print(
+                f"warning: {run} was trained on {count}, which its training data contains",
+                file=sys.stderr,
+            )
 
 
 def _adds_tokens(args: RunEvalArgs, source: PretrainedFolder) -> bool:
-    """Return whether an adapter adds tokens that its base lacks, so that the base needs its own tokenizer."""
+    """Return whether an adapter adds tokens that its base lacks, so that the base needs its own
+    tokenizer."""
     adapter = source.read_adapter()
     if adapter is None or not adapter[0].tokens:
         return False
@@ -281,5 +365,7 @@ def _adds_tokens(args: RunEvalArgs, source: PretrainedFolder) -> bool:
 def _tokenizer(source: PretrainedFolder) -> Tokenizer:
     tokenizer = source.tokenizer()
     if tokenizer is None:
-        raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+        raise ValueError(
+            f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it"
+        )
     return tokenizer

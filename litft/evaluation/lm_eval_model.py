@@ -1,4 +1,5 @@
-"""lm-evaluation-harness on litft's network: a model class that answers like the harness's Hugging Face backend."""
+"""lm-evaluation-harness on litft's network: a model class that answers like the harness's Hugging
+Face backend."""
 
 import difflib
 import traceback
@@ -39,7 +40,9 @@ class HarnessModel(TemplateLM):
 
     def __init__(self, session: Session, batch_size: int) -> None:
         super().__init__()
-        self.session, self.batch_size, self._tokenizer = session, batch_size, session.tokenizer
+        self.session = session
+        self.batch_size = batch_size
+        self._tokenizer = session.tokenizer
         self.max_length = session.model.config.max_positions
         self._device = session.model.device
 
@@ -51,7 +54,9 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token that precedes a text without context."""
-        return self._tokenizer.bos_id if self._tokenizer.bos_id is not None else self.eot_token_id
+        if self._tokenizer.bos_id is not None:
+            return self._tokenizer.bos_id
+        return self.eot_token_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -60,32 +65,56 @@ class HarnessModel(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the model's chat template, if one is requested."""
-        return self._tokenizer.chat_template if chat_template else None
+        if chat_template:
+            return self._tokenizer.chat_template
+        return None
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a task's turns in the chat template. Without a generation prompt, the last turn stays open."""
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a task's turns in the chat template.
+
+        Without a generation prompt, the last turn stays open.
+        """
         if add_generation_prompt:
             return self._tokenizer.apply_chat_template(chat_history, add_generation_prompt=True)
-        beginning = self._tokenizer.apply_chat_template(chat_history[:-1], add_generation_prompt=True)
+        beginning = self._tokenizer.apply_chat_template(
+            chat_history[:-1], add_generation_prompt=True
+        )
         return beginning + chat_history[-1]["content"]
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text, with the BOS that the model's tokenizer adds unless the text already has one."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Encode a text, with the BOS that the model's tokenizer adds unless the text already has
+        one."""
         return self._tokenizer.encode(string, bos=False if add_special_tokens is False else None)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
     ) -> list[tuple[float, bool]]:
         """Return for each continuation its log-probability, and whether it is the greedy one."""
-        return self._scores([(context, continuation) for _, context, continuation in requests], disable_tqdm)
+        return self._scores(
+            [(context, continuation) for _, context, continuation in requests], disable_tqdm
+        )
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text. Windows of the context length predict each token exactly once."""
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-probability of each text.
+
+        Windows of the context length predict each token exactly once.
+        """
         windows: list[Pair] = []
         counts = []
         for request in requests:
             ids = self.tok_encode(request.args[0])
-            text_windows = get_rolling_token_windows(ids, self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
+            text_windows = get_rolling_token_windows(
+                ids, self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
             count_before = len(windows)
             windows += map(make_disjoint_window, text_windows)
             counts.append(len(windows) - count_before)
@@ -99,12 +128,23 @@ class HarnessModel(TemplateLM):
         pairs_by_input: dict[tuple[int, ...], list[int]] = {}
         for number, (context, continuation) in enumerate(pairs):
             if len(continuation) > self.max_length:
-                raise ValueError(f"a continuation has {len(continuation)} tokens: the context length is {self.max_length}")
-            pairs_by_input.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
+                raise ValueError(
+                    f"a continuation has {len(continuation)} tokens: the context length is "
+                    f"{self.max_length}"
+                )
+            pairs_by_input.setdefault(
+                tuple([*context, *continuation][-self.max_length - 1 : -1]), []
+            ).append(number)
         with tqdm(total=len(pairs), desc="texts", disable=quiet or None) as bar:
             for inputs in self._batches(pairs_by_input, pairs):
-                longest = max(len(pairs[number][1]) for input_ids in inputs for number in pairs_by_input[input_ids])
-                for input_ids, logprobs in zip(inputs, self._logprobs(inputs, longest), strict=True):
+                longest = max(
+                    len(pairs[number][1])
+                    for input_ids in inputs
+                    for number in pairs_by_input[input_ids]
+                )
+                for input_ids, logprobs in zip(
+                    inputs, self._logprobs(inputs, longest), strict=True
+                ):
                     for number in pairs_by_input[input_ids]:
                         ids = torch.tensor(pairs[number][1], device=logprobs.device)
                         predicted = logprobs[longest - len(ids) :]
@@ -124,19 +164,22 @@ class HarnessModel(TemplateLM):
             size = (len(batch) + 1) * max(longest, length) * self.session.model.config.vocab_size
             if batch and (len(batch) == self.batch_size or size > MAX_LOGITS):
                 yield batch
-                batch, longest = [], 0
+                batch = []
+                longest = 0
             batch.append(input_ids)
             longest = max(longest, length)
         if batch:
             yield batch
 
     def _logprobs(self, inputs: list[tuple[int, ...]], count: int) -> Tensor:
-        """Return log-probabilities (B, N, V) at the last `count` positions of each input, right-aligned if it is shorter."""
+        """Return log-probabilities (B, N, V) at the last `count` positions of each input,
+        right-aligned if it is shorter."""
         tokens = torch.zeros(len(inputs), max(map(len, inputs)), dtype=torch.long)
         positions = torch.zeros_like(tokens)
         logits_to_keep = torch.zeros(len(inputs), count, dtype=torch.long)
         for row, input_ids in enumerate(inputs):
-            tokens[row, : len(input_ids)] = torch.tensor(input_ids)  # right padding: causal attention does not see it
+            # right padding: causal attention does not see it
+            tokens[row, : len(input_ids)] = torch.tensor(input_ids)
             positions[row, : len(input_ids)] = torch.arange(len(input_ids))
             logits_to_keep[row] = (torch.arange(count) + len(input_ids) - count).clamp(min=0)
         logits = self.session.model(
@@ -147,23 +190,37 @@ class HarnessModel(TemplateLM):
         return logits.float().log_softmax(-1)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return answers that end at one of the task's stop strings. Contexts that are too long lose their beginning."""
+        """Return answers that end at one of the task's stop strings.
+
+        Contexts that are too long lose their beginning.
+        """
         prompts = [self._request(*request.args) for request in requests]
-        answers = self.session.generate(prompts, self.batch_size, "answers", quiet=disable_tqdm or None)
+        answers = self.session.generate(
+            prompts, self.batch_size, "answers", quiet=disable_tqdm or None
+        )
         return [answer.text for answer in answers]
 
     def _request(self, context: str, settings: dict[str, Any]) -> Request:
         kwargs = normalize_gen_kwargs(settings, DEFAULT_MAX_TOKENS)
-        kwargs["temperature"] = kwargs.get("temperature", 1.0) if kwargs["do_sample"] else 0.0  # the harness's own defaults
+        if kwargs["do_sample"]:
+            kwargs["temperature"] = kwargs.get("temperature", 1.0)
+        else:
+            kwargs["temperature"] = 0.0
         max_prompt_length = self.max_length - kwargs["max_gen_toks"]
         if max_prompt_length < 1:
             raise ValueError(
-                f"a task asks for {kwargs['max_gen_toks']} tokens: the model's context length is {self.max_length}"
+                f"a task asks for {kwargs['max_gen_toks']} tokens: the model's context length is "
+                f"{self.max_length}"
             )
         until = kwargs.get("until") or []
-        stop = [text for text in ([until] if isinstance(until, str) else until) if text]
+        stop = []
+        for text in [until] if isinstance(until, str) else until:
+            if text:
+                stop.append(text)
         names = {item.name for item in fields(Sampling)}
-        sampling = Sampling(**{name: value for name, value in kwargs.items() if name in names and value is not None})
+        sampling = Sampling(
+            **{name: value for name, value in kwargs.items() if name in names and value is not None}
+        )
         try:
             problems = sampling.problems()
         except TypeError as error:
@@ -171,12 +228,19 @@ class HarnessModel(TemplateLM):
         if problems:
             raise ValueError(f"a task's generation_kwargs: {'; '.join(problems).replace('--', '')}")
         return Request(
-            self.tok_encode(context)[-max_prompt_length:], kwargs["max_gen_toks"], sampling, self._tokenizer.stop_ids, stop
+            self.tok_encode(context)[-max_prompt_length:],
+            kwargs["max_gen_toks"],
+            sampling,
+            self._tokenizer.stop_ids,
+            stop,
         )
 
 
 def find_tasks(tasks: list[str], folder: str | None) -> TaskManager:
-    """Return the harness's task manager, which takes seconds to build. Raise ValueError for unknown tasks. Reads no data."""
+    """Return the harness's task manager, which takes seconds to build.
+
+    Raise ValueError for unknown tasks. Reads no data.
+    """
     for task in tasks:
         if task.endswith((".yaml", ".yml")) and not Path(task).is_file():
             raise ValueError(f"--tasks {task}: no such file")
@@ -184,15 +248,23 @@ def find_tasks(tasks: list[str], folder: str | None) -> TaskManager:
     for task in tasks:
         if not Path(task).is_file() and not manager.match_tasks([task]):
             matches = difflib.get_close_matches(task, manager.all_tasks, n=1)
-            hint = f"did you mean {matches[0]}?" if matches else "name a task of the harness, or the path of a YAML file"
+            if matches:
+                hint = f"did you mean {matches[0]}?"
+            else:
+                hint = "name a task of the harness, or the path of a YAML file"
             raise ValueError(f"--tasks {task} does not exist; {hint}")
     return manager
 
 
 def run_tasks(
-    session: Session, tasks: list[str], manager: TaskManager, batch_size: int, settings: dict[str, Any]
+    session: Session,
+    tasks: list[str],
+    manager: TaskManager,
+    batch_size: int,
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Run tasks, given by name or as YAML files, and return the harness's results. settings: of `simple_evaluate`."""
+    """Run tasks, given by name or as YAML files, and return the harness's results. settings: of
+    `simple_evaluate`."""
     model = HarnessModel(session, batch_size)
     try:
         return simple_evaluate(model, tasks=tasks, task_manager=manager, **settings)
@@ -202,4 +274,6 @@ def run_tasks(
             raise  # an error of this module
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (at {where})"
-        raise ValueError(f"--tasks: the harness failed with {reason}; look at the task's YAML file and its data") from None
+        raise ValueError(
+            f"--tasks: the harness failed with {reason}; look at the task's YAML file and its data"
+        ) from None

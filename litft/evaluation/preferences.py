@@ -1,4 +1,5 @@
-"""Scores on preferences: how probable a model finds the chosen and the rejected, or desirable and undesirable, answers."""
+"""Scores on preferences: how probable a model finds the chosen and the rejected, or desirable and
+undesirable, answers."""
 
 from dataclasses import dataclass
 
@@ -6,8 +7,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from litft.data.encoder import Sample
 from litft.data.packing import Layout
+from litft.data.sample import Sample
 from litft.model.transformer import GPT
 from litft.training.objectives.objective import document_log_probs
 from litft.training.objectives.pairs import wins
@@ -15,7 +16,8 @@ from litft.training.objectives.pairs import wins
 
 @dataclass(frozen=True)
 class PreferenceScores:
-    """A model's log-probabilities of the answers of N examples: pairs, or single answers with labels."""
+    """A model's log-probabilities of the answers of N examples: pairs, or single answers with
+    labels."""
 
     log_probs: Tensor  # summed over tokens: (N, 2), chosen and rejected, or (N, 1)
     lengths: Tensor  # number of tokens, like log_probs
@@ -23,27 +25,43 @@ class PreferenceScores:
 
     @classmethod
     def of(cls, model: GPT, samples: list[Sample], rows: int, name: str) -> "PreferenceScores":
-        """Compute them. rows: examples per forward pass; name: the model's, for the progress bar."""
-        labels = None if samples[0].documents else torch.tensor([sample.desirable for sample in samples])
+        """Compute them. rows: examples per forward pass; name: the model's, for the progress
+        bar."""
+        if samples[0].documents:
+            labels = None
+        else:
+            labels = torch.tensor([sample.desirable for sample in samples])
         with tqdm(total=-(-len(samples) // rows), desc=f"{name}: preferences", disable=None) as bar:
-            values = document_log_probs(model, samples, Layout(rows), model.device, before_batch=bar.update)
+            values = document_log_probs(
+                model, samples, Layout(rows), model.device, before_batch=bar.update
+            )
         return cls(*(value.cpu() for value in values), labels)
 
     def scores(self) -> dict[str, float]:
-        """Return the number of examples, and the scores of summed and of mean log-probabilities (`per token`)."""
-        means = {f"{key} per token": value for key, value in self._compare(self.log_probs / self.lengths).items()}
+        """Return the number of examples, and the scores of summed and of mean log-probabilities
+        (`per token`)."""
+        means = {
+            f"{key} per token": value
+            for key, value in self._compare(self.log_probs / self.lengths).items()
+        }
         counted = "pairs" if self.desirable is None else "labelled answers"
         return {counted: len(self.log_probs)} | self._compare(self.log_probs) | means
 
     def over(self, base: "PreferenceScores") -> dict[str, float]:
-        """Return the scores relative to the base's: those that DPO and KTO optimize, with a beta of 1."""
+        """Return the scores relative to the base's: those that DPO and KTO optimize, with a beta of
+        1."""
         relative = self._compare(self.log_probs - base.log_probs)
         return {f"{key} over the base": value for key, value in relative.items()}
 
     def _compare(self, values: Tensor) -> dict[str, float]:
-        """Return how often, and by how much, chosen answers have higher values than rejected ones, or the labels' means."""
+        """Return how often, and by how much, chosen answers have higher values than rejected ones,
+        or the labels' means."""
         if self.desirable is None:
             margins = values[:, 0] - values[:, 1]
             return {"accuracy": float(wins(margins).mean()), "margin": float(margins.mean())}
         labels = {"desirable": self.desirable, "undesirable": ~self.desirable}
-        return {f"{name}: log-probability": float(values[mask].mean()) for name, mask in labels.items() if mask.any()}
+        return {
+            f"{name}: log-probability": float(values[mask].mean())
+            for name, mask in labels.items()
+            if mask.any()
+        }

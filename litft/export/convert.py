@@ -1,4 +1,5 @@
-"""Write model folders: convert, merge and export, one tensor at a time, so that memory stays at one shard."""
+"""Write model folders: convert, merge and export, one tensor at a time, so that memory stays at one
+shard."""
 
 import os
 import sys
@@ -28,12 +29,19 @@ from litft.training.setup import Setup
 
 
 def convert(args: ConvertArgs) -> Path:
-    """Rewrite a base model's folder as safetensors in one dtype, and compare the written tensors with the source."""
+    """Rewrite a base model's folder as safetensors in one dtype, and compare the written tensors
+    with the source."""
     source = resolve(args.checkpoint_dir, family=args.family)
     if source.adapter:
-        raise ValueError(f"{source.folder} is an adapter, not a model; merge it into its base with merge_lora")
+        raise ValueError(
+            f"{source.folder} is an adapter, not a model; merge it into its base with merge_lora"
+        )
     if args.family and (fields := unread_fields(source.hf)):
-        print(f"litft reads no field of these names, which may mean another network: {', '.join(fields)}", file=sys.stderr)
+        print(
+            "litft reads no field of these names, which may mean another network: "
+            f"{', '.join(fields)}",
+            file=sys.stderr,
+        )
     dtype = _dtype(source, args.precision)
 
     def fill(folder: Path) -> None:
@@ -43,33 +51,54 @@ def convert(args: ConvertArgs) -> Path:
 
     out = write_folder(args.out_dir, fill)
     count = len(Checkpoint(out).names)
-    print(f"converted {source.folder} to {out} ({count} tensors in {dtype}, each compared)", file=sys.stderr)
+    print(
+        f"converted {source.folder} to {out} ({count} tensors in {dtype}, each compared)",
+        file=sys.stderr,
+    )
     return out
 
 
 def merge(args: MergeArgs) -> Path:
-    """Write an adapter merged into its base; raise ValueError if the source is not an adapter or --out_dir is not empty."""
+    """Write an adapter merged into its base; raise ValueError if the source is not an adapter or
+    --out_dir is not empty."""
     source = resolve(args.checkpoint_dir or run_dir.newest_finished(), args.base_dir)
     run = source.folder.resolve().parent
     if source.adapter is None and run_dir.is_run(run) and run_dir.method(run) == "full":
-        raise ValueError(f"{source.folder} is a whole model already (full fine-tuning): there is nothing to merge")
+        raise ValueError(
+            f"{source.folder} is a whole model already (full fine-tuning): there is nothing to "
+            "merge"
+        )
     if source.adapter is None:
-        raise ValueError(f"{source.folder} is not an adapter (it has no adapter_config.json); pass an adapter or a LoRA run")
-    return _export(args, source.folder, source, _result(source, source.read_adapter(), source.record, args.dequantized_base))
+        raise ValueError(
+            f"{source.folder} is not an adapter (it has no adapter_config.json); pass an adapter "
+            "or a LoRA run"
+        )
+    return _export(
+        args,
+        source.folder,
+        source,
+        _result(source, source.read_adapter(), source.record, args.dequantized_base),
+    )
 
 
 def export(args: ExportArgs) -> Path:
-    """Write a run, finished or not, or one of its checkpoints as a loadable folder: merged, or the adapter alone."""
+    """Write a run, finished or not, or one of its checkpoints as a loadable folder: merged, or the
+    adapter alone."""
     trained = read_trained(args)
-    source, tokenizer = trained.source, trained.tokenizer
+    source = trained.source
+    tokenizer = trained.tokenizer
     if args.merge:
         return _export(args, trained.path, source, trained.result(args.dequantized_base), tokenizer)
     method, values = trained.adapter()
     source = replace(source, text_names=args.text_names)
 
     def fill(partial: Path) -> None:
-        record, settings = base_record(source, Path(args.out_dir)), trained.settings
-        litft_settings = {name: settings[name] for name in ("quantize", "precision") if name in settings}
+        record = base_record(source, Path(args.out_dir))
+        settings = trained.settings
+        litft_settings = {}
+        for name in ("quantize", "precision"):
+            if name in settings:
+                litft_settings[name] = settings[name]
         method.write(partial, source, values, record | {"litft": record["litft"] | litft_settings})
         if tokenizer:
             copy_tokenizer(tokenizer, partial)
@@ -85,63 +114,104 @@ class TrainedModel(NamedTuple):
 
     path: Path  # of the run or checkpoint, for messages
     source: PretrainedFolder
-    update: tuple[Method, Values] | None  # the method and its trained values; None: a folder with a full model
-    settings: dict[str, Any]  # recorded in the adapter or the checkpoint, such as quantize and precision
+    # the method and its trained values; None: a folder with a full model
+    update: tuple[Method, Values] | None
+    # recorded in the adapter or the checkpoint, such as quantize and precision
+    settings: dict[str, Any]
     tokenizer: Tokenizer | None
 
     def result(self, dequantized: bool) -> Result | None:
         """Return what to merge into the base; None: the folder already has a full model."""
         if self.update is None and dequantized:
-            raise ValueError(f"--dequantized_base: {self.path} is a full model, not an adapter; remove the flag")
-        return _result(self.source, self.update, self.settings, dequantized) if self.update else None
+            raise ValueError(
+                f"--dequantized_base: {self.path} is a full model, not an adapter; remove the flag"
+            )
+        if self.update:
+            return _result(self.source, self.update, self.settings, dequantized)
+        return None
 
     def adapter(self) -> tuple[Method, Values]:
         """Return the method and its values; raise ValueError if this is a full model."""
         if self.update is None or self.update[0].saves_full_model:
-            raise ValueError(f"{self.path} is a full model, so there is no adapter to write; remove --merge false")
+            raise ValueError(
+                f"{self.path} is a full model, so there is no adapter to write; remove --merge "
+                "false"
+            )
         return self.update
 
 
 def read_trained(args: MergeArgs | GgufExportArgs) -> TrainedModel:
     """Read the folder --checkpoint_dir, or the newest finished run."""
     folder = Path(args.checkpoint_dir or run_dir.newest_finished())
-    step = folder if folder.name.startswith("step-") and folder.parent.name == "checkpoints" else None
+    if folder.name.startswith("step-") and folder.parent.name == "checkpoints":
+        step = folder
+    else:
+        step = None
     if step is None and run_dir.is_run(folder) and not run_dir.finished(folder):
         step = run_checkpoints.newest(folder)
     if step is not None:
         return TrainedModel(step, *_read_step(step, args.base_dir))
     source = resolve(folder, args.base_dir)
-    return TrainedModel(source.folder, source, source.read_adapter(), source.record, source.tokenizer())
+    return TrainedModel(
+        source.folder, source, source.read_adapter(), source.record, source.tokenizer()
+    )
 
 
-def _result(source: PretrainedFolder, update: tuple[Method, Values], settings: dict[str, Any], dequantized: bool) -> Result:
-    """Return the merge of an update into the original base or the dequantized base, and print which of the two.
+def _result(
+    source: PretrainedFolder,
+    update: tuple[Method, Values],
+    settings: dict[str, Any],
+    dequantized: bool,
+) -> Result:
+    """Return the merge of an update into the original base or the dequantized base, and print which
+    of the two.
 
-    settings: recorded in the adapter or the checkpoint. Raise ValueError for `dequantized` if the base was not quantized.
+    settings: recorded in the adapter or the checkpoint. Raise ValueError for `dequantized` if the
+    base was not quantized.
     """
     kind = settings.get("quantize", "none")
     if source.checkpoint.is_quantized:
-        print(f"the base is quantized as {kind}; the updates are added to the dequantized weights", file=sys.stderr)
+        print(
+            f"the base is quantized as {kind}; the updates are added to the dequantized weights",
+            file=sys.stderr,
+        )
         return Result(*update)
     if kind not in KINDS:
         if dequantized:
-            raise ValueError("--dequantized_base: the adapter was not trained on a quantized base; remove the flag")
+            raise ValueError(
+                "--dequantized_base: the adapter was not trained on a quantized base; remove the "
+                "flag"
+            )
         return Result(*update)
     if not dequantized:
         target = "the original weights; --dequantized_base adds them to the dequantized weights"
-        print(f"the base was quantized as {kind} in training; the updates are added to {target}", file=sys.stderr)
+        print(
+            f"the base was quantized as {kind} in training; the updates are added to {target}",
+            file=sys.stderr,
+        )
         return Result(*update)
     precision = settings.get("precision", "fp32")
     if not isinstance(precision, str) or precision not in DTYPES:
-        raise ValueError(f"--dequantized_base: the recorded precision {precision!r} is not supported; remove the flag")
-    print(f"the updates are added to the dequantized weights of the base, quantized as {kind}", file=sys.stderr)
+        raise ValueError(
+            f"--dequantized_base: the recorded precision {precision!r} is not supported; remove "
+            "the flag"
+        )
+    print(
+        f"the updates are added to the dequantized weights of the base, quantized as {kind}",
+        file=sys.stderr,
+    )
     return Result(*update, kind, DTYPES[precision])
 
 
 def _export(
-    args: MergeArgs, path: Path, source: PretrainedFolder, result: Result | None, tokenizer: Tokenizer | None = None
+    args: MergeArgs,
+    path: Path,
+    source: PretrainedFolder,
+    result: Result | None,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
-    dtype, tokenizer = _dtype(source, args.precision), tokenizer or source.tokenizer()
+    dtype = _dtype(source, args.precision)
+    tokenizer = tokenizer or source.tokenizer()
     whole = _whole_model(source, args.base_dir) if args.multimodal else None
 
     def fill(folder: Path) -> None:
@@ -152,22 +222,36 @@ def _export(
 
     out = write_folder(args.out_dir, fill)
     name = str(dtype).removeprefix("torch.")
-    print(f"exported {path} to {out} ({'merged with' if result else 'as'} {source.base}, in {name})", file=sys.stderr)
+    print(
+        f"exported {path} to {out} ({'merged with' if result else 'as'} {source.base}, in {name})",
+        file=sys.stderr,
+    )
     return out
 
 
 def _whole_model(source: PretrainedFolder, base_dir: str | None) -> PretrainedFolder:
-    """Return the multimodal model around the exported language model; raise ValueError if it is not known."""
-    whole = source if source.multimodal or base_dir is None else resolve(base_dir)
+    """Return the multimodal model around the exported language model; raise ValueError if it is not
+    known."""
+    if source.multimodal or base_dir is None:
+        whole = source
+    else:
+        whole = resolve(base_dir)
     if whole.multimodal is None:
         raise ValueError(
-            f"--multimodal: {whole.base} has a language model only; pass the multimodal folder it comes from as --base_dir"
+            f"--multimodal: {whole.base} has a language model only; pass the multimodal folder it "
+            "comes from as --base_dir"
         )
-    own, others = source.config, whole.config
-    names = [field.name for field in fields(own) if getattr(own, field.name) != getattr(others, field.name)]
-    if names := [name for name in names if name not in ("vocab_size", "tied")]:
+    own = source.config
+    others = whole.config
+    names = []
+    for field in fields(own):
+        if getattr(own, field.name) != getattr(others, field.name):
+            names.append(field.name)
+    names = [name for name in names if name not in ("vocab_size", "tied")]
+    if names:
         raise ValueError(
-            f"--multimodal: the language model of {whole.base} is another one than {source.base} ({', '.join(names)} differ)"
+            f"--multimodal: the language model of {whole.base} is another one than {source.base} "
+            f"({', '.join(names)} differ)"
         )
     return whole
 
@@ -175,42 +259,60 @@ def _whole_model(source: PretrainedFolder, base_dir: str | None) -> PretrainedFo
 def _read_step(
     step: Path, base_dir: str | None
 ) -> tuple[PretrainedFolder, tuple[Method, Values], dict[str, Any], Tokenizer | None]:
-    """Return the base, the method and its values, the recorded settings and the tokenizer of a checkpoint of a run."""
+    """Return the base, the method and its values, the recorded settings and the tokenizer of a
+    checkpoint of a run."""
     run = step.resolve().parent.parent
     if not step.is_dir():
         available = ", ".join(sorted(path.name for path in step.parent.glob("step-*"))) or "none"
         raise ValueError(f"{step} does not exist; available checkpoints: {available}")
     if not run_dir.is_run(run):
-        raise ValueError(f"{step} is not inside a run of litft: {run_dir.CONFIG} is missing two folders up")
+        raise ValueError(
+            f"{step} is not inside a run of litft: {run_dir.CONFIG} is missing two folders up"
+        )
     args = finetune_args(run)
     is_available = Path(args.checkpoint_dir).exists() or hub_id(args.checkpoint_dir)
     if not (is_available or base_dir):
         raise ValueError(
-            f"{run} was trained on {args.checkpoint_dir}, which does not exist; pass its current location as --base_dir"
+            f"{run} was trained on {args.checkpoint_dir}, which does not exist; pass its current "
+            "location as --base_dir"
         )
-    source = resolve(args.checkpoint_dir, base_dir or args.base_dir) if is_available else resolve(base_dir)
+    if is_available:
+        source = resolve(args.checkpoint_dir, base_dir or args.base_dir)
+    else:
+        source = resolve(base_dir)
     setup = Setup(args, source)
     progress = run_checkpoints.read_progress(step)
-    if changed := run_checkpoints.identity_changes(progress, setup.identity()):
-        raise ValueError(f"{step} was saved with {'; '.join(changed)}; restore what it was trained with")
+    changed = run_checkpoints.identity_changes(progress, setup.identity())
+    if changed:
+        raise ValueError(
+            f"{step} was saved with {'; '.join(changed)}; restore what it was trained with"
+        )
     values = run_checkpoints.read_parameters(step)
     if {name: tuple(value.shape) for name, value in values.items()} != setup.shapes():
-        raise ValueError(f"the parameters in {step} do not match {run / run_dir.CONFIG}; restore the run's own config")
+        raise ValueError(
+            f"the parameters in {step} do not match {run / run_dir.CONFIG}; restore the run's own "
+            "config"
+        )
     try:
         setup.tokenizer.restore_choices(progress.get("tokenizer"))
     except ValueError as error:
-        raise ValueError(f"{step}: {error}; its progress.json is damaged, use another checkpoint") from None
+        raise ValueError(
+            f"{step}: {error}; its progress.json is damaged, use another checkpoint"
+        ) from None
     return source, (setup.method, values), progress.get("identity", {}), setup.tokenizer
 
 
 def _dtype(source: PretrainedFolder, precision: str) -> torch.dtype:
-    return source.dtype(None) if precision == "auto" else DTYPES[precision]
+    if precision == "auto":
+        return source.dtype(None)
+    return DTYPES[precision]
 
 
 def compare(folder: Path, entries: list[LazyTensor]) -> None:
     """Read all tensors back and compare them.
 
-    Raises OSError on a difference, which only a faulty disk or a bug can cause, and ValueError for NaN or infinity.
+    Raises OSError on a difference, which only a faulty disk or a bug can cause, and ValueError for
+    NaN or infinity.
     """
     written = Checkpoint(folder)
     assert written.names == sorted(entry.name for entry in entries)
@@ -218,23 +320,35 @@ def compare(folder: Path, entries: list[LazyTensor]) -> None:
         expected = entry.make()
         if not expected.isfinite().all():
             dtype = str(expected.dtype).removeprefix("torch.")
-            reason = "the weights that it is made from are damaged, or too large for this dtype; use others"
+            reason = (
+                "the weights that it is made from are damaged, or too large for this dtype; use "
+                "others"
+            )
             raise ValueError(f"{entry.name} contains NaN or infinity in {dtype}: {reason}")
         if not torch.equal(written.read(entry.name), expected):
-            raise OSError(0, f"{entry.name} read back from the disk differs from what was written", str(folder))
+            raise OSError(
+                0,
+                f"{entry.name} read back from the disk differs from what was written",
+                str(folder),
+            )
 
 
 def write_folder(out_dir: str, fill: Callable[[Path], None]) -> Path:
-    """Create `out_dir` with `fill`, under a temporary name first: it becomes visible only when complete."""
+    """Create `out_dir` with `fill`, under a temporary name first: it becomes visible only when
+    complete."""
     out = Path(os.path.realpath(out_dir))
     _check_is_free(out, out_dir)
-    partial = out.with_name(f"{out.name}.litft.partial")  # a folder of the user has hardly this name
+    # a folder of the user has hardly this name
+    partial = out.with_name(f"{out.name}.litft.partial")
     with sigterm_exits(), atomic_folder(out, partial):
-        _check_is_free(out, out_dir)  # another process may have filled it before this one had the lock
+        # another process may have filled it before this one had the lock
+        _check_is_free(out, out_dir)
         fill(partial)
     return Path(out_dir)
 
 
 def _check_is_free(out: Path, out_dir: str) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out_dir {out_dir} already exists and is not an empty folder; choose another folder")
+        raise ValueError(
+            f"--out_dir {out_dir} already exists and is not an empty folder; choose another folder"
+        )

@@ -1,4 +1,5 @@
-"""Model cards: what a run was trained on and how, its results, and how to load it. https://hf.co/docs/hub/model-cards"""
+"""Model cards: what a run was trained on and how, its results, and how to load it.
+https://hf.co/docs/hub/model-cards"""
 
 import csv
 import math
@@ -17,7 +18,8 @@ from litft.data.sources import hub_dataset
 from litft.pretrained import PretrainedFolder, resolve
 from litft.training.objectives import OBJECTIVES
 
-# the settings table lists these flags always, and those of LISTED_GROUPS if they differ from their defaults
+# the settings table lists these flags always, and those of LISTED_GROUPS if they differ from their
+# defaults
 ALWAYS_LISTED = (
     "precision",
     "quantize",
@@ -28,9 +30,15 @@ ALWAYS_LISTED = (
     "train.optimizer",
 )
 LISTED_GROUPS = ("train", "data", "preference", "lora", "adapter")
-UNLISTED = ("path", "val_path", "template", "log_interval", "micro_batch_size")  # specific to the machine
+# specific to the machine
+UNLISTED = ("path", "val_path", "template", "log_interval", "micro_batch_size")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
-TITLES = {"lora": "LoRA", "adapter": "LLaMA-Adapter", "adapter_v2": "LLaMA-Adapter v2", "full": "full fine-tuning"}
+TITLES = {
+    "lora": "LoRA",
+    "adapter": "LLaMA-Adapter",
+    "adapter_v2": "LLaMA-Adapter v2",
+    "full": "full fine-tuning",
+}
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported values of vLLM's --max-lora-rank
@@ -50,52 +58,80 @@ class CardInfo(NamedTuple):
     @property
     def base_folder(self) -> Path:
         """The folder of the base model, as recorded by the run or the adapter."""
-        path = Path(self.args.checkpoint_dir) if self.args and not self.source.adapter else self.source.base
-        return fetch(repo)[0] if (repo := hub_id(path)) and repo.is_pinned else path
+        if self.args and not self.source.adapter:
+            path = Path(self.args.checkpoint_dir)
+        else:
+            path = self.source.base
+        repo = hub_id(path)
+        if repo and repo.is_pinned:
+            return fetch(repo)[0]
+        return path
 
     @property
     def base_name(self) -> str:
         """The base's name on the hub, or else the name of its folder."""
-        return self.base.name if self.base else self.base_folder.resolve().name
+        if self.base:
+            return self.base.name
+        return self.base_folder.resolve().name
 
     @property
     def method(self) -> str | None:
         """The fine-tuning method of the run, or None if the run is unknown."""
-        return run_dir.method(self.run) if self.run else None
+        if self.run:
+            return run_dir.method(self.run)
+        return None
 
 
 def model_card(info: CardInfo) -> str:
     """Return the card: Markdown with a YAML header."""
     is_adapter = info.source.adapter is not None
-    paths = [item.path for item in info.args.data.paths] if info.args else []
+    if info.args:
+        paths = [item.path for item in info.args.data.paths]
+    else:
+        paths = []
     header = {
         "base_model": info.base and info.base.name,
         "base_model_relation": ("adapter" if is_adapter else "finetune") if info.base else None,
-        "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(_peft_type(info), "litft"),
+        "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(
+            _peft_type(info), "litft"
+        ),
         "pipeline_tag": "text-generation",
         **info.licence,
         "datasets": [dataset.name for path in paths if (dataset := hub_dataset(path))] or None,
         "tags": ["litft", *filter(None, [info.method])],
     }
     values = {name: value for name, value in header.items() if value is not None}
-    title = f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n\n# {info.repo_id.rpartition('/')[2]}\n"
-    return "\n".join([title, *_about(info), *_results(info), *_settings(info), *_loading(info)]) + "\n"
+    title = (
+        "---\n"
+        f"{yaml.safe_dump(values, sort_keys=False)}---\n"
+        "\n"
+        f"# {info.repo_id.rpartition('/')[2]}\n"
+    )
+    return (
+        "\n".join([title, *_about(info), *_results(info), *_settings(info), *_loading(info)]) + "\n"
+    )
 
 
 def _peft_type(info: CardInfo) -> str | None:
     """Return the adapter's peft_type, or None for a full model."""
-    return str(info.adapter_config.get("peft_type")) if info.source.adapter else None
+    if info.source.adapter:
+        return str(info.adapter_config.get("peft_type"))
+    return None
 
 
 def licence_of(base_folder: Path, base: HubId | None) -> dict[str, str]:
-    """Return what the base's own model card states of its licence; empty if the card is missing or does not state one.
+    """Return what the base's own model card states of its licence; empty if the card is missing or
+    does not state one.
 
     A licence named `other` has a name and a link, which may be a file of the base's repository.
     """
     try:
         _, header, _ = (base_folder / "README.md").read_text("utf-8").split("---", 2)
         fields = yaml.safe_load(header)
-        found = {name: fields[name] for name in LICENCE_FIELDS if isinstance(fields.get(name), str)}
+        found = {}
+        for name in LICENCE_FIELDS:
+            if isinstance(fields.get(name), str):
+                found[name] = fields[name]
     except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
         return {}
     if "license" not in found:
@@ -110,20 +146,34 @@ def _licence_text(licence: dict[str, str]) -> str:
     """Return a licence for people to read."""
     name = licence.get("license_name") or licence.get("license") or "see the base model"
     link = licence.get("license_link")
-    return f"[{name}]({link})" if link else name
+    if link:
+        return f"[{name}]({link})"
+    return name
 
 
 def _about(info: CardInfo) -> Iterator[str]:
     """Yield base, method, licence and data."""
     base = info.base
-    link = f"[{base.name}](https://huggingface.co/{base.name})" if base else info.base_name
-    commit = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
+    if base:
+        link = f"[{base.name}](https://huggingface.co/{base.name})"
+    else:
+        link = info.base_name
+    if base and base.revision:
+        commit = f" (commit `{base.revision[:12]}`)"
+    else:
+        commit = ""
     method = f" by {TITLES[info.method]}" if info.method else ""
     if info.args and info.args.objective != "sft":
         objective = OBJECTIVES[info.args.objective]
-        method += f" from preferences with {objective.title} ([{objective.paper}](https://arxiv.org/abs/{objective.paper}))"
+        method += (
+            f" from preferences with {objective.title} "
+            f"([{objective.paper}](https://arxiv.org/abs/{objective.paper}))"
+        )
     if info.args or info.source.adapter:
-        what = "An adapter for" if info.source.adapter else "A model derived from"
+        if info.source.adapter:
+            what = "An adapter for"
+        else:
+            what = "A model derived from"
         yield f"{what} {link}{commit}, trained{method} with litft {__version__}.\n"
     elif base:
         yield f"A model derived from {link}{commit}.\n"
@@ -131,7 +181,10 @@ def _about(info: CardInfo) -> Iterator[str]:
         yield f"Licence: {_licence_text(info.licence)}.\n"
     if info.args:
         paths = [item.path for item in info.args.data.paths]
-        names = [f"{hub_dataset(path)}" if hub_dataset(path) else f"`{Path(path).name}` (a file)" for path in paths]
+        names = [
+            f"{hub_dataset(path)}" if hub_dataset(path) else f"`{Path(path).name}` (a file)"
+            for path in paths
+        ]
         yield f"Data: {', '.join(names)}.\n"
 
 
@@ -143,26 +196,51 @@ def _results(info: CardInfo) -> Iterator[str]:
     except (OSError, TypeError):
         return
     if info.source.folder.name == "best":  # its weights are those of an earlier step
-        losses = {int(row["step"]): float(row["val_loss"]) for row in rows if row.get("val_loss") and row["step"] != "0"}
-        rows = [row for row in rows if int(row["step"]) <= min(losses, key=losses.__getitem__, default=math.inf)]
+        losses = {
+            int(row["step"]): float(row["val_loss"])
+            for row in rows
+            if row.get("val_loss") and row["step"] != "0"
+        }
+        rows = [
+            row
+            for row in rows
+            if int(row["step"]) <= min(losses, key=losses.__getitem__, default=math.inf)
+        ]
     steps = [row for row in rows if row.get("loss")]
     validations = [row for row in rows if row.get("val_loss")]
     if not steps:
         return
     last = steps[-1]
     yield "## Results\n\n| | |\n|---|---|"
-    yield f"| steps, samples, tokens | {int(last['step']):,}, {int(last['samples']):,}, {int(last['tokens']):,} |"
-    yield f"| training loss, first and last step | {float(steps[0]['loss']):.4f}, {float(last['loss']):.4f} |"
+    yield (
+        f"| steps, samples, tokens | {int(last['step']):,}, {int(last['samples']):,}, "
+        f"{int(last['tokens']):,} |"
+    )
+    yield (
+        f"| training loss, first and last step | {float(steps[0]['loss']):.4f}, "
+        f"{float(last['loss']):.4f} |"
+    )
     if validations:
-        first, best = validations[0], min(validations, key=lambda row: float(row["val_loss"]))
-        when = "before training" if first["step"] == "0" else f"after step {first['step']}"
+        first = validations[0]
+        best = min(validations, key=lambda row: float(row["val_loss"]))
+        if first["step"] == "0":
+            when = "before training"
+        else:
+            when = f"after step {first['step']}"
         yield f"| validation loss, {when} | {float(first['val_loss']):.4f} |"
         yield f"| validation loss, at the end | {float(validations[-1]['val_loss']):.4f} |"
         yield f"| validation loss, lowest | {float(best['val_loss']):.4f} (step {best['step']}) |"
-        if last_accuracy := validations[-1].get("val_accuracy"):
+        last_accuracy = validations[-1].get("val_accuracy")
+        if last_accuracy:
             yield f"| validation accuracy, at the end | {float(last_accuracy):.1%} |"
-            yield f"| margin between the rewards, at the end | {float(validations[-1]['val_margin']):.3g} |"
-        if scored := [row for row in validations if row.get("exact_match") and row["step"] == last["step"]]:
+            yield (
+                "| margin between the rewards, at the end | "
+                f"{float(validations[-1]['val_margin']):.3g} |"
+            )
+        scored = [
+            row for row in validations if row.get("exact_match") and row["step"] == last["step"]
+        ]
+        if scored:
             yield f"| exact match, at the end | {float(scored[-1]['exact_match']):.1%} |"
     yield ""
 
@@ -172,19 +250,25 @@ def _settings(info: CardInfo) -> Iterator[str]:
     if info.args is None:
         return
     continued = _continues_adapter(info.args)
-    values, defaults = _flatten(asdict(info.args)), _flatten(asdict(type(info.args)()))
+    values = _flatten(asdict(info.args))
+    defaults = _flatten(asdict(type(info.args)()))
     yield "## Settings\n\n| flag | value |\n|---|---|"
     for name, value in values.items():
         group, _, leaf = name.rpartition(".")
         is_changed = group in LISTED_GROUPS and value != defaults.get(name) and leaf not in UNLISTED
-        is_listed = name in ALWAYS_LISTED or is_changed or (group == "lora" and leaf in ("r", "alpha", "targets"))
+        is_listed = (
+            name in ALWAYS_LISTED
+            or is_changed
+            or (group == "lora" and leaf in ("r", "alpha", "targets"))
+        )
         if is_listed and value is not None and not (continued and group == "lora"):
             yield f"| `--{name}` | {_table_text(value)} |"
     yield ""
 
 
 def _continues_adapter(args: FinetuneArgs) -> bool:
-    """Whether a run continued from an adapter, whose ranks and targets replace those of the flags."""
+    """Whether a run continued from an adapter, whose ranks and targets replace those of the
+    flags."""
     if hub_id(args.checkpoint_dir):
         return False
     try:
@@ -196,18 +280,27 @@ def _continues_adapter(args: FinetuneArgs) -> bool:
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= (
+            _flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
     return flat
 
 
 def _table_text(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        text = ", ".join(map(str, value))
+    else:
+        text = str(value)
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _loading(info: CardInfo) -> Iterator[str]:
     """Yield instructions for each program that can load the model."""
-    repo_id, base, kind = info.repo_id, info.base_name, _peft_type(info)
+    repo_id = info.repo_id
+    base = info.base_name
+    kind = _peft_type(info)
     yield "## Loading\n"
     yield f"litft:\n\n```bash\nlitft chat --checkpoint_dir {repo_id}\n```\n"
     auto_class = _auto_class(info)
@@ -228,22 +321,39 @@ def _loading(info: CardInfo) -> Iterator[str]:
             *_resizing(info),
             f'model = PeftModel.from_pretrained(base, "{repo_id}")',
         )
-    obstacles = vllm_obstacles(info.adapter_config) if kind == "LORA" else []
+    if kind == "LORA":
+        obstacles = vllm_obstacles(info.adapter_config)
+    else:
+        obstacles = []
     if obstacles:
         merge = f"litft merge_lora --checkpoint_dir {repo_id} --out_dir merged\nvllm serve merged"
-        yield f"vLLM does not load {', '.join(obstacles)} as an adapter; merge it first:\n\n```bash\n{merge}\n```\n"
+        yield (
+            f"vLLM does not load {', '.join(obstacles)} as an adapter; merge it first:\n"
+            "\n"
+            "```bash\n"
+            f"{merge}\n"
+            "```\n"
+        )
     elif kind == "LORA":
-        name, rank = repo_id.rpartition("/")[2], _vllm_rank(info)
+        name = repo_id.rpartition("/")[2]
+        rank = _vllm_rank(info)
         flags = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={repo_id}"
         # the chat template and the end tokens of the adapter, not of its base
         files = f"--tokenizer {repo_id} --generation-config {repo_id}"
         yield _vllm(f"vllm serve {base} {flags} {files}", info)
     if kind in (None, "LORA"):
-        yield f"llama.cpp and Ollama:\n\n```bash\nlitft convert_to_gguf --checkpoint_dir {repo_id} --out_dir gguf\n```"
+        yield (
+            "llama.cpp and Ollama:\n"
+            "\n"
+            "```bash\n"
+            f"litft convert_to_gguf --checkpoint_dir {repo_id} --out_dir gguf\n"
+            "```"
+        )
 
 
 def _vllm(command: str, info: CardInfo) -> str:
-    """Return the command that serves the model in vLLM, and the flags for tools if its template has them."""
+    """Return the command that serves the model in vLLM, and the flags for tools if its template has
+    them."""
     text = f"vLLM:\n\n```bash\n{command}\n```\n"
     parser = _vllm_tool_parser(info)
     if parser:
@@ -266,7 +376,8 @@ VLLM_TOOL_PARSERS = {
 
 
 def _vllm_tool_parser(info: CardInfo) -> str | None:
-    """Return the name of vLLM's parser for the calls that the chat template writes; None if it is not known."""
+    """Return the name of vLLM's parser for the calls that the chat template writes; None if it is
+    not known."""
     tokenizer = info.source.tokenizer()
     if tokenizer is None or not tokenizer.has_template:
         return None
@@ -279,7 +390,9 @@ def _vllm_tool_parser(info: CardInfo) -> str | None:
     if answer_format.calls.opening == "<tool_call>":  # which several families fill differently
         if "<function=" in template:
             return "qwen3_coder"
-        return "glm45" if "<arg_key>" in template else "hermes"
+        if "<arg_key>" in template:
+            return "glm45"
+        return "hermes"
     return VLLM_TOOL_PARSERS.get(answer_format.calls.opening)
 
 
@@ -289,25 +402,35 @@ def _python(title: str, *lines: str) -> str:
 
 
 def _revision(info: CardInfo) -> str:
-    return f', revision="{info.base.revision}"' if info.base and info.base.revision else ""
+    if info.base and info.base.revision:
+        return f', revision="{info.base.revision}"'
+    return ""
 
 
 def _auto_class(info: CardInfo) -> str:
-    """Return the class of transformers that opens the model, or an adapter's base with the names that the adapter has."""
+    """Return the class of transformers that opens the model, or an adapter's base with the names
+    that the adapter has."""
     if info.source.adapter is None:
         is_wrapper = info.source.multimodal is not None
     else:
         is_wrapper = any("language_model." in key for key in tensor_names(info.source.adapter))
-    return "AutoModelForImageTextToText" if is_wrapper else "AutoModelForCausalLM"
+    if is_wrapper:
+        return "AutoModelForImageTextToText"
+    return "AutoModelForCausalLM"
 
 
 def _resizing(info: CardInfo) -> list[str]:
-    """Return the command that gives the base as many rows as the adapter has tokens, if it has more."""
+    """Return the command that gives the base as many rows as the adapter has tokens, if it has
+    more."""
     size = info.adapter_config.get("litft", {}).get("vocab_size")
-    return [f"base.resize_token_embeddings({size})"] if size else []
+    if size:
+        return [f"base.resize_token_embeddings({size})"]
+    return []
 
 
 def _vllm_rank(info: CardInfo) -> int:
     """Return the adapter's largest rank, rounded up to a value that vLLM supports."""
-    rank = max([info.adapter_config.get("r", 8), *(info.adapter_config.get("rank_pattern") or {}).values()])
+    rank = max(
+        [info.adapter_config.get("r", 8), *(info.adapter_config.get("rank_pattern") or {}).values()]
+    )
     return next((supported for supported in VLLM_RANKS if supported >= rank), rank)

@@ -1,4 +1,5 @@
-"""Trinity (Arcee, AFMoE, 2025): gated attention, RoPE in layers with a window, sigmoid routing with a correction bias."""
+"""Trinity (Arcee, AFMoE, 2025): gated attention, RoPE in layers with a window, sigmoid routing with
+a correction bias."""
 
 import math
 from dataclasses import replace
@@ -32,13 +33,34 @@ NORMS = {
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' AfmoeConfig."""
-    defaults = dict(head_dim=128, num_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, num_shared_experts=2)
-    hf = {**defaults, "sliding_window": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 16384, **hf}
-    base, every = llama.config(hf), hf.get("global_attn_every_n_layers", 4)
+    defaults = dict(
+        head_dim=128,
+        num_experts=64,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        num_shared_experts=2,
+    )
+    hf = {
+        **defaults,
+        "sliding_window": 1024,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 16384,
+        **hf,
+    }
+    base = llama.config(hf)
+    every = hf.get("global_attn_every_n_layers", 4)
     windows = llama.layer_windows(hf, lambda index: (index + 1) % every != 0)
-    layers = [replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None) for window in windows]
+    layers = [
+        replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None)
+        for window in windows
+    ]
     experts = deepseek.routed_experts(
-        {**hf, "norm_topk_prob": True, "routed_scaling_factor": hf.get("route_scale", 1.0), "n_group": None}
+        {
+            **hf,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": hf.get("route_scale", 1.0),
+            "n_group": None,
+        }
     )
     num_dense = hf.get("num_dense_layers", 1)
     return replace(
@@ -80,10 +102,14 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts, and which layers have windows; raise ValueError for a pattern unlike Trinity's."""
-    if any((layer.window is None) != ((n + 1) % STEP == 0) for n, layer in enumerate(config.layers)):
+    """Return the sizes of the experts, and which layers have windows; raise ValueError for a
+    pattern unlike Trinity's."""
+    if any(
+        (layer.window is None) != ((n + 1) % STEP == 0) for n, layer in enumerate(config.layers)
+    ):
         raise ValueError(
-            f"llama.cpp reads afmoe with full attention in each {STEP}th layer only; keep the Hugging Face folder"
+            f"llama.cpp reads afmoe with full attention in each {STEP}th layer only; keep the "
+            "Hugging Face folder"
         )
     return deepseek.gguf_experts(config, GGUF_EXPERTS) | llama.gguf_windows(config)
 

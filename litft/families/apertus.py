@@ -1,4 +1,5 @@
-"""Apertus 8B and 70B (arXiv 2509.14233): an ungated MLP with xIELU, norms of queries and keys, Llama 3's RoPE."""
+"""Apertus 8B and 70B (arXiv 2509.14233): an ungated MLP with xIELU, norms of queries and keys,
+Llama 3's RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,5 +28,8 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with other norms and the activation's scalars."""
     scalars = ("alpha_p", "alpha_n", "beta", "eps")
-    activation = [Rename(f"model.layers.{{}}.mlp.act_fn.{n}", f"blocks.{{}}.mlp.activation.{n}") for n in scalars]
+    activation = [
+        Rename(f"model.layers.{{}}.mlp.act_fn.{n}", f"blocks.{{}}.mlp.activation.{n}")
+        for n in scalars
+    ]
     return [*llama.rules(config, norms=NORMS), *activation]

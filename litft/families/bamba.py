@@ -1,4 +1,5 @@
-"""Bamba, Falcon-H1 (arXiv 2507.22448) and Mamba-2 (arXiv 2405.21060); other hybrids use `mamba_config` and `mamba_rules`."""
+"""Bamba, Falcon-H1 (arXiv 2507.22448) and Mamba-2 (arXiv 2405.21060); other hybrids use
+`mamba_config` and `mamba_rules`."""
 
 import math
 from dataclasses import replace
@@ -25,24 +26,37 @@ MLP = {f"mlp.{n}_proj": f"feed_forward.{n}_proj" for n in ("gate", "up", "down")
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' BambaConfig, FalconH1Config and Mamba2Config."""
+    """Read config.json; missing fields have the defaults of transformers' BambaConfig,
+    FalconH1Config and Mamba2Config."""
     if hf["model_type"] == "mamba2":
         return _pure_config(hf)
     is_falcon = hf["model_type"] == "falcon_h1"
     hf = {"mamba_d_ssm": 1024, **hf} if is_falcon else hf
-    hf = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192 if is_falcon else 262144, **hf}
-    base = llama.config(hf if is_falcon else {**hf, "partial_rotary_factor": 0.5}, rope_fraction=None if is_falcon else 0.5)
+    hf = {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192 if is_falcon else 262144,
+        **hf,
+    }
+    base = llama.config(
+        hf if is_falcon else {**hf, "partial_rotary_factor": 0.5},
+        rope_fraction=None if is_falcon else 0.5,
+    )
     mamba = mamba_config(hf, base.norm.eps)
     if is_falcon:
         return _falcon_config(hf, base, mamba)
     attention = hf.get("attn_layer_indices") or ()
-    layers = tuple(layer if index in attention else layer.with_mixer(mamba) for index, layer in enumerate(base.layers))
+    layers = tuple(
+        layer if index in attention else layer.with_mixer(mamba)
+        for index, layer in enumerate(base.layers)
+    )
     return replace(base, layers=layers)
 
 
 def mamba_config(hf: dict[str, Any], eps: float) -> Mamba2Config:
     """Return the Mamba-2 mixer of a hybrid model, whose fields begin with mamba_."""
-    heads, head_dim = hf.get("mamba_n_heads", 128), hf.get("mamba_d_head", "auto")
+    heads = hf.get("mamba_n_heads", 128)
+    head_dim = hf.get("mamba_d_head", "auto")
     width = hf.get("mamba_d_ssm") or hf.get("mamba_expand", 2) * hf["hidden_size"]
     bias = hf.get("mamba_proj_bias", False)
     return Mamba2Config(
@@ -60,16 +74,25 @@ def mamba_config(hf: dict[str, Any], eps: float) -> Mamba2Config:
 
 
 def step_limits(hf: dict[str, Any]) -> tuple[float, float]:
-    """Return the limits of step sizes; JSON has no infinity, for which transformers writes an object."""
-    low, high = (x.get("__float__") if isinstance(x, dict) else x for x in hf.get("time_step_limit") or (0.0, math.inf))
+    """Return the limits of step sizes; JSON has no infinity, for which transformers writes an
+    object."""
+    low, high = (
+        x.get("__float__") if isinstance(x, dict) else x
+        for x in hf.get("time_step_limit") or (0.0, math.inf)
+    )
     return float(low), float(high)
 
 
 def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Config:
-    """Return Falcon-H1's config: attention and Mamba-2 side by side in each layer, with muP scales."""
-    key, into, out = (hf.get(f"{n}_multiplier", 1.0) for n in ("key", "attention_in", "attention_out"))
+    """Return Falcon-H1's config: attention and Mamba-2 side by side in each layer, with muP
+    scales."""
+    key, into, out = (
+        hf.get(f"{n}_multiplier", 1.0) for n in ("key", "attention_in", "attention_out")
+    )
     if into != 1 and base.qkv_bias:
-        raise ValueError(f"config.json: attention_in_multiplier {into!r} is not supported with attention_bias")
+        raise ValueError(
+            f"config.json: attention_in_multiplier {into!r} is not supported with attention_bias"
+        )
     mamba = replace(
         mamba,
         out_bias=hf.get("projectors_bias", False),
@@ -79,7 +102,8 @@ def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Con
         output_scale=hf.get("ssm_out_multiplier", 1.0),
         scales=tuple(hf.get("ssm_multipliers") or (1.0,) * 5),
     )
-    scale = base.head_dim**-0.5 * key * into * into  # queries and keys are linear in the attention's input
+    # queries and keys are linear in the attention's input
+    scale = base.head_dim**-0.5 * key * into * into
     gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
     return replace(
         base,
@@ -94,7 +118,15 @@ def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Con
 
 def _pure_config(hf: dict[str, Any]) -> Config:
     """Return the config of a Mamba-2 without attention and MLPs."""
-    defaults = dict(expand=2, num_heads=128, head_dim=64, n_groups=8, state_size=128, conv_kernel=4, layer_norm_epsilon=1e-5)
+    defaults = dict(
+        expand=2,
+        num_heads=128,
+        head_dim=64,
+        n_groups=8,
+        state_size=128,
+        conv_kernel=4,
+        layer_norm_epsilon=1e-5,
+    )
     hf = {**defaults, "num_hidden_layers": 64, **hf}
     eps = hf["layer_norm_epsilon"]
     bias = hf.get("use_bias", False)
@@ -110,15 +142,22 @@ def _pure_config(hf: dict[str, Any]) -> Config:
         conv_bias=hf.get("use_conv_bias", True),
         step_limits=step_limits(hf),
     )
-    unused = dict(num_attention_heads=1, num_key_value_heads=1, intermediate_size=1, max_position_embeddings=1 << 20)
+    unused = dict(
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        intermediate_size=1,
+        max_position_embeddings=1 << 20,
+    )
     base = llama.config({**hf, **unused, "head_dim": 2, "rms_norm_eps": eps})
     layer = replace(base.layers[0].with_mixer(mamba), mlp=False)
     return replace(base, layers=(layer,) * len(base.layers), norm=NormConfig("rms", eps))
 
 
 def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
-    """Return the rules of Mamba-2 mixers, none without mixers; hf_prefix: the prefix of their names in the files."""
-    mamba, prefix = mixer_of(config), "blocks.{}.mixer."
+    """Return the rules of Mamba-2 mixers, none without mixers; hf_prefix: the prefix of their names
+    in the files."""
+    mamba = mixer_of(config)
+    prefix = "blocks.{}.mixer."
     if mamba is None:
         return []
     return [
@@ -133,10 +172,15 @@ def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
 
 
 def _fused_projection(mamba: Mamba2Config, stored: str, leaf: str) -> Split:
-    """Return the rule for the projection to gate, convolution and step sizes, which files store as one."""
+    """Return the rule for the projection to gate, convolution and step sizes, which files store as
+    one."""
     width = mamba.n_heads * mamba.head_dim
     sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
-    return Split(f"{stored}.{leaf}", tuple(f"blocks.{{}}.mixer.{n}_proj.{leaf}" for n in ("gate", "conv", "step")), sizes)
+    return Split(
+        f"{stored}.{leaf}",
+        tuple(f"blocks.{{}}.mixer.{n}_proj.{leaf}" for n in ("gate", "conv", "step")),
+        sizes,
+    )
 
 
 def rules(config: Config) -> list[Rule]:
@@ -144,18 +188,30 @@ def rules(config: Config) -> list[Rule]:
     if config.model_type == "mamba2":
         outer = llama.embedding_and_head(config, "backbone.", "embeddings", "norm_f")
         layers = "backbone.layers.{}."
-        return [*outer, *mamba_rules(config, f"{layers}mixer."), *llama.rename_modules({"attention_norm": "norm"}, layers)]
+        return [
+            *outer,
+            *mamba_rules(config, f"{layers}mixer."),
+            *llama.rename_modules({"attention_norm": "norm"}, layers),
+        ]
     outer = llama.embedding_and_head(config, norm="final_layernorm")
-    return [*outer, *mamba_rules(config, "model.layers.{}.mamba."), *llama.rename_modules(llama.ATTENTION | MLP | NORMS)]
+    return [
+        *outer,
+        *mamba_rules(config, "model.layers.{}.mamba."),
+        *llama.rename_modules(llama.ATTENTION | MLP | NORMS),
+    ]
 
 
 def gguf_mamba_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names of Mamba-2 mixers, none without mixers."""
-    mamba, prefix = mixer_of(config), "blocks.{}.mixer."
+    mamba = mixer_of(config)
+    prefix = "blocks.{}.mixer."
     if mamba is None:
         return []
     if mamba.bias or mamba.out_bias:
-        raise ValueError("llama.cpp reads Mamba-2 layers without biases of their projections; keep the Hugging Face folder")
+        raise ValueError(
+            "llama.cpp reads Mamba-2 layers without biases of their projections; keep the Hugging "
+            "Face folder"
+        )
     return [
         _fused_projection(mamba, "blk.{}.ssm_in", "weight"),
         *llama.rename_modules({"conv": "ssm_conv1d", "out_proj": "ssm_out"}, "blk.{}.", prefix),
@@ -177,7 +233,8 @@ def gguf_mamba(config: Config) -> dict[str, Any]:
     width = mamba.n_heads * mamba.head_dim
     if width != 2 * config.dim:
         raise ValueError(
-            f"llama.cpp reads Mamba-2 layers only if they are {2 * config.dim} wide; keep the Hugging Face folder"
+            f"llama.cpp reads Mamba-2 layers only if they are {2 * config.dim} wide; keep the "
+            "Hugging Face folder"
         )
     heads = [config.n_kv_heads if layer.attention else 0 for layer in config.layers]
     has_rope = any(layer.rope for layer in config.layers)
@@ -186,5 +243,6 @@ def gguf_mamba(config: Config) -> dict[str, Any]:
 
 
 def mixer_of(config: Config) -> Mamba2Config | None:
-    """Return the Mamba-2 mixer that all such layers share, or None; Granite 4 Micro has attention only."""
+    """Return the Mamba-2 mixer that all such layers share, or None; Granite 4 Micro has attention
+    only."""
     return next((layer.mixer for layer in config.layers if layer.mixer), None)

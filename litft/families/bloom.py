@@ -29,21 +29,50 @@ NAMES = {
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' BloomConfig and MptConfig."""
+    """Read config.json; missing fields have the defaults of transformers' BloomConfig and
+    MptConfig."""
     is_bloom = hf["model_type"] == "bloom"
     if hf.get("apply_residual_connection_post_layernorm"):
-        raise ValueError("config.json: apply_residual_connection_post_layernorm true is not supported")
-    names = {"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-    names |= {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+        raise ValueError(
+            "config.json: apply_residual_connection_post_layernorm true is not supported"
+        )
+    names = {
+        "n_embed": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+    }
+    names |= {
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+    }
     hf = {**hf, **{names[name]: hf[name] for name in names if name in hf}}
     attention = hf.get("attn_config") or {}
-    unsupported = {"alibi": True, "qk_ln": False, "prefix_lm": False, "attn_type": "multihead_attention"}
+    unsupported = {
+        "alibi": True,
+        "qk_ln": False,
+        "prefix_lm": False,
+        "attn_type": "multihead_attention",
+    }
     for name, value in unsupported.items():
         if attention.get(name, value) != value:
-            raise ValueError(f"config.json: attn_config.{name} {attention[name]!r} is not supported; it must be {value!r}")
-    sizes = dict(intermediate_size=4 * hf["hidden_size"], max_position_embeddings=hf.get("max_seq_len", 2048))
+            raise ValueError(
+                f"config.json: attn_config.{name} {attention[name]!r} is not supported; it must be "
+                f"{value!r}"
+            )
+    sizes = dict(
+        intermediate_size=4 * hf["hidden_size"], max_position_embeddings=hf.get("max_seq_len", 2048)
+    )
     activation = "gelu_pytorch_tanh" if is_bloom else "gelu"
-    base = llama.config({"tie_word_embeddings": True, **hf, **sizes, "hidden_act": activation, "num_key_value_heads": None})
+    base = llama.config(
+        {
+            "tie_word_embeddings": True,
+            **hf,
+            **sizes,
+            "hidden_act": activation,
+            "num_key_value_heads": None,
+        }
+    )
     norm = NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=is_bloom)
     scale = attention.get("softmax_scale")
     return replace(
@@ -65,8 +94,14 @@ def rules(config: Config) -> list[Rule]:
     is_bloom = config.model_type == "bloom"
     layers = "transformer.h.{}." if is_bloom else "transformer.blocks.{}."
     size, groups = (config.head_dim, config.n_heads) if is_bloom else (config.dim, 1)
-    fused_name = f"{layers}self_attention.query_key_value" if is_bloom else f"{layers}attn.Wqkv"
-    fused = [Split(f"{fused_name}.{leaf}", qkv_names(leaf), (size,) * 3, groups) for leaf in ("weight", "bias")]
+    if is_bloom:
+        fused_name = f"{layers}self_attention.query_key_value"
+    else:
+        fused_name = f"{layers}attn.Wqkv"
+    fused = [
+        Split(f"{fused_name}.{leaf}", qkv_names(leaf), (size,) * 3, groups)
+        for leaf in ("weight", "bias")
+    ]
     embed, norm = ("word_embeddings", "ln_f") if is_bloom else ("wte", "norm_f")
     return [
         *llama.embedding_and_head(config, "transformer.", embed, norm),

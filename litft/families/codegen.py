@@ -9,7 +9,9 @@ from litft.model.config import Config
 
 MODEL_TYPES = ("codegen",)
 
-GROUPS = 4  # the rows of q, v and k alternate in four parts, one for each of the TPU cores that it was trained on
+# the rows of q, v and k alternate in four parts, one for each of the TPU cores that it was trained
+# on
+GROUPS = 4
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -20,5 +22,7 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules for GPT-J's names, with q, v and k fused."""
     q, k, v = qkv_names("weight")
-    fused = Split("transformer.h.{}.attn.qkv_proj.weight", (q, v, k), (config.dim // GROUPS,) * 3, GROUPS)
+    fused = Split(
+        "transformer.h.{}.attn.qkv_proj.weight", (q, v, k), (config.dim // GROUPS,) * 3, GROUPS
+    )
     return [fused, *gptj.rules(config), Drop("transformer.h.{}.attn.causal_mask")]

@@ -1,4 +1,5 @@
-"""Cohere's Command-R, R+, R7B and A, Aya: parallel blocks with one bias-free LayerNorm, interleaved RoPE."""
+"""Cohere's Command-R, R+, R7B and A, Aya: parallel blocks with one bias-free LayerNorm, interleaved
+RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,12 +30,18 @@ GGUF_FIELDS |= GGUF_EXPERTS | llama.GGUF_WINDOWS
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' CohereConfig and Cohere2Config.
+    """Read config.json; missing fields have the defaults of transformers' CohereConfig and
+    Cohere2Config.
 
     Cohere2 applies RoPE only in layers with a sliding window.
     """
     is_cohere2 = hf["model_type"] != "cohere"
-    hf = {"tie_word_embeddings": True, "max_position_embeddings": 8192, "sliding_window": 4096, **hf}
+    hf = {
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        **hf,
+    }
     is_mixture = hf["model_type"] == "cohere2_moe"
     head_dim = hf.get("head_dim", 128) if is_mixture else None
     base = llama.config({**hf, "head_dim": head_dim}, rope_theta=1e4 if is_cohere2 else 5e5)
@@ -44,14 +51,19 @@ def config(hf: dict[str, Any]) -> Config:
     layers = base.layers
     if is_cohere2:
         pattern = hf.get("sliding_window_pattern", 4)
-        start, first = hf.get("first_k_dense_replace", 0), hf.get("prefix_dense_sliding_window_pattern", 1)
+        start = hf.get("first_k_dense_replace", 0)
+        first = hf.get("prefix_dense_sliding_window_pattern", 1)
 
-        def slides(index: int) -> bool:  # the dense layers at the start of a mixture have a pattern of their own
-            return (index + 1) % first != 0 if index < start else (index - start + 1) % pattern != 0
+        # the dense layers at the start of a mixture have a pattern of their own
+        def slides(index: int) -> bool:
+            if index < start:
+                return (index + 1) % first != 0
+            return (index - start + 1) % pattern != 0
 
         windows = llama.layer_windows(hf, slides)
         layers = tuple(
-            replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None) for window in windows
+            replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None)
+            for window in windows
         )
     return replace(
         base,
@@ -67,8 +79,11 @@ def config(hf: dict[str, Any]) -> Config:
     )
 
 
-def _with_experts(hf: dict[str, Any], base: Config, layers: list[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Return the layers of Cohere2 MoE; those of the dense prefix have RoPE in any case, and another width."""
+def _with_experts(
+    hf: dict[str, Any], base: Config, layers: list[LayerConfig]
+) -> tuple[LayerConfig, ...]:
+    """Return the layers of Cohere2 MoE; those of the dense prefix have RoPE in any case, and
+    another width."""
     num_shared = hf.get("num_shared_experts") or 0
     scoring = hf.get("expert_selection_fn", "softmax")
     is_average = num_shared and hf.get("shared_expert_combination_strategy", "average") == "average"
@@ -86,14 +101,19 @@ def _with_experts(hf: dict[str, Any], base: Config, layers: list[LayerConfig]) -
         if not layer.experts:
             forced = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
             rope = base.layers[0].rope if forced else layer.rope
-            layers[number] = replace(layer, rope=rope, hidden_dim=hf.get("prefix_dense_intermediate_size"))
+            layers[number] = replace(
+                layer, rope=rope, hidden_dim=hf.get("prefix_dense_intermediate_size")
+            )
     return tuple(layers)
 
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with a single norm per layer."""
     names = llama.ATTENTION | llama.QK_NORMS | llama.MLP | {"attention_norm": "input_layernorm"}
-    mixture = deepseek.mixture_rules(config) if config.model_type == "cohere2_moe" else []
+    if config.model_type == "cohere2_moe":
+        mixture = deepseek.mixture_rules(config)
+    else:
+        mixture = []
     return [*mixture, *llama.embedding_and_head(config), *llama.rename_modules(names)]
 
 
@@ -103,22 +123,35 @@ def peft_rules(config: Config) -> list[Rule]:
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names; raise ValueError for norms that it decides by the number of layers."""
+    """Return the rules for llama.cpp's names; raise ValueError for norms that it decides by the
+    number of layers."""
     depth = len(config.layers)
     if config.model_type == "cohere" and bool(config.qk_norm) != (depth >= LARGE):
-        reason = f"llama.cpp norms queries and keys of Cohere models from {LARGE} layers on, and this model has {depth}"
+        reason = (
+            f"llama.cpp norms queries and keys of Cohere models from {LARGE} layers on, and this "
+            f"model has {depth}"
+        )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
-    names = llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | {"attention_norm": "attn_norm"}
+    names = (
+        llama.GGUF_ATTENTION
+        | llama.GGUF_QK_NORMS
+        | llama.GGUF_MLP
+        | {"attention_norm": "attn_norm"}
+    )
     return [*deepseek.gguf_mixture_rules(), *llama.gguf_names(config, names)]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the scale of the logits, the sizes of a mixture's experts, and which layers have windows."""
+    """Return the scale of the logits, the sizes of a mixture's experts, and which layers have
+    windows."""
     scale = {"logit_scale": float(config.logit_scale)}
     if config.model_type != "cohere2_moe":
         return scale
     dense = next((layer for layer in config.layers if not layer.experts), None)
-    width = {"feed_forward_length": dense.hidden_dim} if dense and dense.hidden_dim else {}
+    if dense and dense.hidden_dim:
+        width = {"feed_forward_length": dense.hidden_dim}
+    else:
+        width = {}
     return scale | deepseek.gguf_experts(config, GGUF_EXPERTS) | llama.gguf_windows(config) | width
 
 
@@ -126,6 +159,16 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a mixture with the kinds of its layers, and the widths of its MLPs."""
     if hf["model_type"] != "cohere2_moe":
         return hf
-    scoring = "softmax" if hf.get("expert_selection_fn") == deepseek.SOFTMAX else "sigmoid"
-    widths = {"prefix_dense_intermediate_size": hf["intermediate_size"], "intermediate_size": hf.pop("expert_dim")}
-    return llama.gguf_layer_types(hf) | {"expert_selection_fn": scoring, "rms_norm_eps": hf.get("rms_norm_eps")} | widths
+    if hf.get("expert_selection_fn") == deepseek.SOFTMAX:
+        scoring = "softmax"
+    else:
+        scoring = "sigmoid"
+    widths = {
+        "prefix_dense_intermediate_size": hf["intermediate_size"],
+        "intermediate_size": hf.pop("expert_dim"),
+    }
+    return (
+        llama.gguf_layer_types(hf)
+        | {"expert_selection_fn": scoring, "rms_norm_eps": hf.get("rms_norm_eps")}
+        | widths
+    )

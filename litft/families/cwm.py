@@ -1,4 +1,5 @@
-"""Code World Model 32B (Meta, arXiv 2510.02387): Llama 3 with a sliding window in three of four layers."""
+"""Code World Model 32B (Meta, arXiv 2510.02387): Llama 3 with a sliding window in three of four
+layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,17 @@ __all__ = ["MODEL_TYPES", "config", "rules"]
 
 MODEL_TYPES = ("cwm",)
 
-ROPE = dict(rope_type="llama3", factor=16.0, original_max_position_embeddings=8192, low_freq_factor=1.0)
+ROPE = dict(
+    rope_type="llama3", factor=16.0, original_max_position_embeddings=8192, low_freq_factor=1.0
+)
 ROPE |= dict(high_freq_factor=4.0)
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' CwmConfig."""
-    defaults = dict(num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5)
+    defaults = dict(
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5
+    )
     hf = {**defaults, "sliding_window": 8192, **hf}
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf["rope_parameters"] = {**ROPE, "rope_theta": hf.get("rope_theta") or 1e6}

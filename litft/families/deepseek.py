@@ -1,6 +1,8 @@
-"""DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437), Moonlight, GLM-4.7-Flash, MiniCPM3, Youtu: latent attention.
+"""DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437), Moonlight, GLM-4.7-Flash, MiniCPM3, Youtu:
+latent attention.
 
-Their mixtures select experts by sigmoid scores within groups, with a correction bias; other families use `routed_experts`.
+Their mixtures select experts by sigmoid scores within groups, with a correction bias; other
+families use `routed_experts`.
 """
 
 import math
@@ -18,7 +20,8 @@ GGUF = {
     "deepseek_v3": ("deepseek2", "DeepseekV3ForCausalLM"),
     "glm4_moe_lite": ("deepseek2", "Glm4MoeLiteForCausalLM"),
 }
-SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the functions that score experts
+SOFTMAX = 1
+SIGMOID = 2  # llama.cpp's numbers of the functions that score experts
 GGUF_EXPERTS = {  # metadata of mixtures with the fields of `routed_experts`
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -45,7 +48,9 @@ GGUF_LATENT = {
 GGUF_FIELDS = GGUF_EXPERTS | GGUF_LATENT
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": dict(first_k_dense_replace=0, n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407),
+    "deepseek_v2": dict(
+        first_k_dense_replace=0, n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407
+    ),
     "deepseek_v3": dict(
         first_k_dense_replace=3,
         n_routed_experts=256,
@@ -82,43 +87,67 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' classes for these model types."""
+    """Read config.json; missing fields have the defaults of transformers' classes for these model
+    types."""
     model_type = hf["model_type"]
     hf = {"kv_lora_rank": 512, "q_lora_rank": 1536, **DEFAULTS[model_type], **hf}
     latent = latent_config(hf)
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
-    layer = replace(base.layers[0], latent=latent, attention_scale=latent.head_dim**-0.5 * yarn_scale(hf))
+    layer = replace(
+        base.layers[0], latent=latent, attention_scale=latent.head_dim**-0.5 * yarn_scale(hf)
+    )
     base = replace(base, rope_interleaved=hf.get("rope_interleave", model_type != "minicpm3"))
     if model_type in ("minicpm3", "youtu"):
         base = replace(base, layers=(layer,) * len(base.layers))
-        return _with_mup_scales(base, hf) if model_type == "minicpm3" else base
-    default = {"scoring": "softmax", "correction_bias": False, "renormalize": False} if model_type == "deepseek_v2" else {}
+        if model_type == "minicpm3":
+            return _with_mup_scales(base, hf)
+        return base
+    if model_type == "deepseek_v2":
+        default = {"scoring": "softmax", "correction_bias": False, "renormalize": False}
+    else:
+        default = {}
     if model_type == "deepseek_v2" and hf.get("topk_method", "greedy") == "greedy":
         hf["n_group"] = None
     experts = replace(routed_experts(hf), **default, group_score="max" if default else "top2")
-    return replace(base, mlp_bias=False, layers=sparse_layers(hf, [layer] * len(base.layers), experts))
+    return replace(
+        base, mlp_bias=False, layers=sparse_layers(hf, [layer] * len(base.layers), experts)
+    )
 
 
 def latent_config(hf: dict[str, Any]) -> LatentConfig:
     """Return the sizes of latent attention; the norms' epsilon is fixed in transformers."""
     value_dim = hf.get("v_head_dim", 128) or hf["hidden_size"] // hf["num_attention_heads"]
-    nope, rope = hf.get("qk_nope_head_dim", 128), hf.get("qk_rope_head_dim", 64)
-    return LatentConfig(hf["kv_lora_rank"], hf["q_lora_rank"], nope, rope, value_dim, NormConfig("rms", 1e-6))
+    nope = hf.get("qk_nope_head_dim", 128)
+    rope = hf.get("qk_rope_head_dim", 64)
+    return LatentConfig(
+        hf["kv_lora_rank"], hf["q_lora_rank"], nope, rope, value_dim, NormConfig("rms", 1e-6)
+    )
 
 
 def yarn_scale(hf: dict[str, Any]) -> float:
     """Return the factor of attention scores for scaled RoPE with `mscale_all_dim`."""
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    is_scaled = scaling.get("rope_type", scaling.get("type", "default")) != "default" and scaling.get("factor", 1) > 1
+    is_scaled = (
+        scaling.get("rope_type", scaling.get("type", "default")) != "default"
+        and scaling.get("factor", 1) > 1
+    )
     mscale = scaling.get("mscale_all_dim") or 0
-    return (0.1 * mscale * math.log(scaling["factor"]) + 1) ** 2 if mscale and is_scaled else 1.0
+    if mscale and is_scaled:
+        return (0.1 * mscale * math.log(scaling["factor"]) + 1) ** 2
+    return 1.0
 
 
 def _with_mup_scales(base: Config, hf: dict[str, Any]) -> Config:
     """Return MiniCPM3's config, with the scales of arXiv 2404.06395."""
-    num_layers, base_dim = len(base.layers), hf.get("dim_model_base", 256)
-    depth = math.sqrt(num_layers) if hf.get("scale_depth", 1.4) is None else hf.get("scale_depth", 1.4)
-    scales = dict(embed_scale=float(hf.get("scale_emb", 12)), residual_scale=depth / math.sqrt(num_layers))
+    num_layers = len(base.layers)
+    base_dim = hf.get("dim_model_base", 256)
+    if hf.get("scale_depth", 1.4) is None:
+        depth = math.sqrt(num_layers)
+    else:
+        depth = hf.get("scale_depth", 1.4)
+    scales = dict(
+        embed_scale=float(hf.get("scale_emb", 12)), residual_scale=depth / math.sqrt(num_layers)
+    )
     return replace(base, **scales, logit_scale=1.0 if base_dim is None else base_dim / base.dim)
 
 
@@ -140,14 +169,23 @@ def routed_experts(hf: dict[str, Any]) -> ExpertsConfig:
     )
 
 
-def sparse_layers(hf: dict[str, Any], layers: list[LayerConfig], experts: ExpertsConfig) -> tuple[LayerConfig, ...]:
-    """Return the layers, those after the first `first_k_dense_replace` (or by `mlp_layer_types`) with experts."""
+def sparse_layers(
+    hf: dict[str, Any], layers: list[LayerConfig], experts: ExpertsConfig
+) -> tuple[LayerConfig, ...]:
+    """Return the layers, those after the first `first_k_dense_replace` (or by `mlp_layer_types`)
+    with experts."""
     num_dense = hf.get("first_k_dense_replace", 1)
-    kinds = hf.get("mlp_layer_types") or ["dense" if n < num_dense else "sparse" for n in range(len(layers))]
+    kinds = hf.get("mlp_layer_types") or [
+        "dense" if n < num_dense else "sparse" for n in range(len(layers))
+    ]
     if len(kinds) != len(layers) or not {"dense", "sparse"}.issuperset(kinds):
-        raise ValueError(f"config.json: mlp_layer_types must list {len(layers)} of dense and sparse, found {kinds!r:.200}")
+        raise ValueError(
+            f"config.json: mlp_layer_types must list {len(layers)} of dense and sparse, found "
+            f"{kinds!r:.200}"
+        )
     return tuple(
-        replace(layer, experts=experts if kind == "sparse" else None) for layer, kind in zip(layers, kinds, strict=True)
+        replace(layer, experts=experts if kind == "sparse" else None)
+        for layer, kind in zip(layers, kinds, strict=True)
     )
 
 
@@ -162,8 +200,14 @@ BIAS = Rename("model.layers.{}.mlp.gate.e_score_correction_bias", "blocks.{}.mlp
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules for Llama's names, those of latent attention, and separately stored experts."""
-    return [*mixture_rules(config), *llama.rename_modules(LATENT), *llama.rules(config), *llama.drop_mtp(config)]
+    """Return the rules for Llama's names, those of latent attention, and separately stored
+    experts."""
+    return [
+        *mixture_rules(config),
+        *llama.rename_modules(LATENT),
+        *llama.rules(config),
+        *llama.drop_mtp(config),
+    ]
 
 
 def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = BIAS) -> list[Rule]:
@@ -178,10 +222,15 @@ def peft_rules(config: Config) -> list[Rule]:
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names, with keys and values of latent attention in separate tensors."""
+    """Return the rules for llama.cpp's names, with keys and values of latent attention in separate
+    tensors."""
     latent = next(layer.latent for layer in config.layers if layer.latent)
-    names = {f"attention.{n}_proj": f"attn_{n}" for n in ("q", "q_a", "q_b")} | {"attention.kv_a_proj": "attn_kv_a_mqa"}
-    names |= {f"attention.{n}_norm": f"attn_{n}_norm" for n in ("q_a", "kv_a")} | {"attention.o_proj": "attn_output"}
+    names = {f"attention.{n}_proj": f"attn_{n}" for n in ("q", "q_a", "q_b")} | {
+        "attention.kv_a_proj": "attn_kv_a_mqa"
+    }
+    names |= {f"attention.{n}_norm": f"attn_{n}_norm" for n in ("q_a", "kv_a")} | {
+        "attention.o_proj": "attn_output"
+    }
     kv_b = "blocks.{}.attention.kv_b_proj.weight"
     return [
         KeysAndValues("blk.{}.attn_{k_b|v_b}.weight", kv_b, config.n_heads, latent.nope_dim),
@@ -191,17 +240,28 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_mixture_rules() -> list[Rule]:
-    """Return the rules for llama.cpp's names of the router, its correction, the experts and the shared expert."""
+    """Return the rules for llama.cpp's names of the router, its correction, the experts and the
+    shared expert."""
     bias = Rename("blk.{}.exp_probs_b.bias", "blocks.{}.mlp.correction_bias")
     return [bias, *mixtral.gguf_expert_rules()]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of latent attention and of the experts; llama.cpp's cache has one head, as litft's has."""
-    layer, depth = config.layers[0], len(config.layers)
-    latent, rope = layer.latent, layer.rope
-    if latent.query_dim is None and depth not in (26, 27) and (depth, config.vocab_size) != (48, 128256):
-        reason = f"llama.cpp reads DeepSeek models with q_lora_rank null only if they have 26 or 27 layers, found {depth}"
+    """Return the sizes of latent attention and of the experts; llama.cpp's cache has one head, as
+    litft's has."""
+    layer = config.layers[0]
+    depth = len(config.layers)
+    latent = layer.latent
+    rope = layer.rope
+    if (
+        latent.query_dim is None
+        and depth not in (26, 27)
+        and (depth, config.vocab_size) != (48, 128256)
+    ):
+        reason = (
+            "llama.cpp reads DeepSeek models with q_lora_rank null only if they have 26 or 27 "
+            f"layers, found {depth}"
+        )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     metadata = gguf_latent(latent)
     if rope.rope_type == "yarn":  # the scale of scores is squared: see `yarn_scale`
@@ -212,7 +272,8 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 def gguf_latent(latent: LatentConfig) -> dict[str, Any]:
     """Return the sizes of latent attention."""
-    width, expanded = latent.dim + latent.rope_dim, (latent.head_dim, latent.value_dim)
+    width = latent.dim + latent.rope_dim
+    expanded = (latent.head_dim, latent.value_dim)
     sizes = 1, width, latent.dim, *expanded, latent.dim, latent.query_dim, latent.rope_dim, None
     return {key: value for key, value in zip(GGUF_LATENT, sizes, strict=True) if value is not None}
 
@@ -234,14 +295,25 @@ def gguf_experts(config: Config, keys: Collection[str] = GGUF_EXPERTS) -> dict[s
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSeek's config.json: V3 and its relatives score experts by sigmoid, V2 by softmax."""
+    """Return DeepSeek's config.json: V3 and its relatives score experts by sigmoid, V2 by
+    softmax."""
     hf = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **hf}
     if hf.get("scoring_func") == SIGMOID:
         hf |= {"model_type": "deepseek_v3", "architectures": [GGUF["deepseek_v3"][1]]}
     elif hf["n_group"] > 1:
         hf |= {"topk_method": "group_limited_greedy"}
-    hf |= {"qk_nope_head_dim": hf["qk_head_dim"] - hf["qk_rope_head_dim"], "num_key_value_heads": hf["num_attention_heads"]}
+    hf |= {
+        "qk_nope_head_dim": hf["qk_head_dim"] - hf["qk_rope_head_dim"],
+        "num_key_value_heads": hf["num_attention_heads"],
+    }
     if "rope_scaling" in hf and (multiplier := hf.get("mscale_all_dim")):
         hf["rope_scaling"] |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * multiplier)
-    unused = ("head_dim", "value_length", "qk_head_dim", "scoring_func", "mscale_all_dim", "partial_rotary_factor")
+    unused = (
+        "head_dim",
+        "value_length",
+        "qk_head_dim",
+        "scoring_func",
+        "mscale_all_dim",
+        "partial_rotary_factor",
+    )
     return {name: value for name, value in hf.items() if name not in unused}

@@ -1,4 +1,5 @@
-"""ERNIE 4.5 mixtures (Baidu, 2025): softmax scores with a correction bias, shared experts, interleaved RoPE."""
+"""ERNIE 4.5 mixtures (Baidu, 2025): softmax scores with a correction bias, shared experts,
+interleaved RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,8 +32,12 @@ def config(hf: dict[str, Any]) -> Config:
         "n_routed_experts": hf.get("moe_num_experts", 64),
         "n_shared_experts": hf.get("moe_num_shared_experts", 2),
     }
-    if hf.get("moe_norm_min", 0) > 1e-6:  # the smallest sum of the chosen experts' weights that they are divided by
-        raise ValueError(f"config.json: moe_norm_min {hf['moe_norm_min']} is not supported; published models have 1e-12")
+    # the smallest sum of the chosen experts' weights that they are divided by
+    if hf.get("moe_norm_min", 0) > 1e-6:
+        raise ValueError(
+            f"config.json: moe_norm_min {hf['moe_norm_min']} is not supported; published models "
+            "have 1e-12"
+        )
     experts = replace(deepseek.routed_experts(fields), scoring="softmax")
     interval = hf.get("moe_layer_interval", 1)
     start = hf.get("moe_layer_start_index", 1)
@@ -44,12 +49,19 @@ def config(hf: dict[str, Any]) -> Config:
         is_sparse = (number + 1) % interval == 0 and start <= number <= end
         kinds.append("sparse" if is_sparse else "dense")
     base = replace(base, head_bias=base.mlp_bias)
-    return replace(base, layers=deepseek.sparse_layers({"mlp_layer_types": kinds}, list(base.layers), experts))
+    return replace(
+        base, layers=deepseek.sparse_layers({"mlp_layer_types": kinds}, list(base.layers), experts)
+    )
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules for Llama's names; the correction bias is stored as a matrix with one row."""
-    bias = Squeeze("model.layers.{}.mlp.moe_statics.e_score_correction_bias", "blocks.{}.mlp.correction_bias", (0,))
+    """Return the rules for Llama's names; the correction bias is stored as a matrix with one
+    row."""
+    bias = Squeeze(
+        "model.layers.{}.mlp.moe_statics.e_score_correction_bias",
+        "blocks.{}.mlp.correction_bias",
+        (0,),
+    )
     return [*deepseek.mixture_rules(config, bias=bias), *llama.rules(config)]
 
 
@@ -59,10 +71,14 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts; raise ValueError for dense layers after the first mixture."""
-    metadata = deepseek.gguf_experts(config, GGUF_FIELDS) | mixtral.gguf_sizes(config, ["expert_shared_feed_forward_length"])
+    """Return the sizes of the experts; raise ValueError for dense layers after the first
+    mixture."""
+    metadata = deepseek.gguf_experts(config, GGUF_FIELDS) | mixtral.gguf_sizes(
+        config, ["expert_shared_feed_forward_length"]
+    )
     if not all(layer.experts for layer in config.layers[metadata["leading_dense_block_count"] :]):
         raise ValueError(
-            "llama.cpp reads no dense layers of ernie4_5_moe after the first mixture; keep the Hugging Face folder"
+            "llama.cpp reads no dense layers of ernie4_5_moe after the first mixture; keep the "
+            "Hugging Face folder"
         )
     return metadata | {"interleave_moe_layer_step": 1}

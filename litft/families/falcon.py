@@ -14,15 +14,21 @@ MODEL_TYPES = ("falcon",)
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' FalconConfig."""
     if hf.get("alibi", False):
-        raise ValueError("config.json: alibi true is not supported; use a Falcon model with rotary embeddings")
-    is_new_architecture, heads = hf.get("new_decoder_architecture", False), hf["num_attention_heads"]
+        raise ValueError(
+            "config.json: alibi true is not supported; use a Falcon model with rotary embeddings"
+        )
+    is_new_architecture = hf.get("new_decoder_architecture", False)
+    heads = hf["num_attention_heads"]
     kv_heads = hf.get("num_kv_heads") or heads
     if not is_new_architecture:
         kv_heads = 1 if hf.get("multi_query", True) else heads
     hidden_dim = hf.get("ffn_hidden_size") or 4 * hf["hidden_size"]
     overrides = dict(num_key_value_heads=kv_heads, intermediate_size=hidden_dim, head_dim=None)
-    base = llama.config({"hidden_act": hf.get("activation", "gelu"), "tie_word_embeddings": True, **hf, **overrides})
-    parallel, bias = hf.get("parallel_attn", True), hf.get("bias", False)
+    base = llama.config(
+        {"hidden_act": hf.get("activation", "gelu"), "tie_word_embeddings": True, **hf, **overrides}
+    )
+    parallel = hf.get("parallel_attn", True)
+    bias = hf.get("bias", False)
     num_norms = hf.get("num_ln_in_parallel_attn") or (2 if is_new_architecture else 1)
     return replace(
         base,
@@ -37,18 +43,27 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules; in the fused q/k/v, each key/value head follows the query heads that share it."""
-    layers, per_group = "transformer.h.{}.", config.n_heads // config.n_kv_heads
+    """Return the rules; in the fused q/k/v, each key/value head follows the query heads that share
+    it."""
+    layers = "transformer.h.{}."
+    per_group = config.n_heads // config.n_kv_heads
     names = {
         "attention.o_proj": "self_attention.dense",
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",
-        "attention_norm": "ln_attn" if config.parallel and not config.shared_norm else "input_layernorm",
+        "attention_norm": "ln_attn"
+        if config.parallel and not config.shared_norm
+        else "input_layernorm",
         "mlp_norm": "ln_mlp" if config.parallel else "post_attention_layernorm",
     }
     sizes = (per_group * config.head_dim, config.head_dim, config.head_dim)
     fused = [
-        Split(f"{layers}self_attention.query_key_value.{leaf}", qkv_names(leaf), sizes, config.n_kv_heads)
+        Split(
+            f"{layers}self_attention.query_key_value.{leaf}",
+            qkv_names(leaf),
+            sizes,
+            config.n_kv_heads,
+        )
         for leaf in ("weight", "bias")
     ]
     drop = Drop(f"{layers}self_attention.rotary_emb.inv_freq")

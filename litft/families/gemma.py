@@ -1,4 +1,5 @@
-"""Gemma 1, 2 and 3 (arXiv 2403.08295, 2408.00118, 2503.19786), CodeGemma; Gemma 3 also from a multimodal folder."""
+"""Gemma 1, 2 and 3 (arXiv 2403.08295, 2408.00118, 2503.19786), CodeGemma; Gemma 3 also from a
+multimodal folder."""
 
 import math
 from dataclasses import replace
@@ -16,9 +17,14 @@ GGUF = {
     "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
 }
 
-DEFAULTS = dict(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192, num_key_value_heads=16)
+DEFAULTS = dict(
+    head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192, num_key_value_heads=16
+)
 DEFAULTS2 = dict(
-    num_key_value_heads=4, query_pre_attn_scalar=256, sliding_window=4096, hidden_activation="gelu_pytorch_tanh"
+    num_key_value_heads=4,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    hidden_activation="gelu_pytorch_tanh",
 )
 DEFAULTS3 = dict(
     vocab_size=262_208,
@@ -39,18 +45,28 @@ POST_NORMS = {
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
-    return llama.text_model_config(hf, "gemma3_text", "Gemma3ForCausalLM") if hf["model_type"] == "gemma3" else hf
+    if hf["model_type"] == "gemma3":
+        return llama.text_model_config(hf, "gemma3_text", "Gemma3ForCausalLM")
+    return hf
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' GemmaConfig, Gemma2Config and Gemma3TextConfig."""
-    is_gemma1, is_gemma3 = hf["model_type"] == "gemma", hf["model_type"] == "gemma3_text"
+    """Read config.json; missing fields have the defaults of transformers' GemmaConfig, Gemma2Config
+    and Gemma3TextConfig."""
+    is_gemma1 = hf["model_type"] == "gemma"
+    is_gemma3 = hf["model_type"] == "gemma3_text"
     hf = {**DEFAULTS, **({} if is_gemma1 else DEFAULTS2), **(DEFAULTS3 if is_gemma3 else {}), **hf}
     if hf.get("use_bidirectional_attention"):
-        raise ValueError("config.json: use_bidirectional_attention true is not supported; use a causal model")
-    hf["hidden_act"] = hf.get("hidden_act", "gelu_pytorch_tanh") if is_gemma1 else hf["hidden_activation"]
+        raise ValueError(
+            "config.json: use_bidirectional_attention true is not supported; use a causal model"
+        )
+    if is_gemma1:
+        hf["hidden_act"] = hf.get("hidden_act", "gelu_pytorch_tanh")
+    else:
+        hf["hidden_act"] = hf["hidden_activation"]
     if is_gemma1 and hf["hidden_act"] == "gelu":
-        hf["hidden_act"] = "gelu_pytorch_tanh"  # Gemma 1 files say gelu but mean its tanh approximation
+        # Gemma 1 files say gelu but mean its tanh approximation
+        hf["hidden_act"] = "gelu_pytorch_tanh"
     base = llama.config({**hf, "rope_parameters": None, "rope_scaling": None} if is_gemma3 else hf)
     norm = NormConfig("rms", base.norm.eps, offset=1.0)
     base = replace(base, norm=norm, embed_scale=math.sqrt(base.dim), mlp_bias=False)
@@ -60,9 +76,17 @@ def config(hf: dict[str, Any]) -> Config:
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % pattern != 0)
     scale = hf["query_pre_attn_scalar"] ** -0.5
     window = hf["sliding_window"] or None
-    ropes = ropes_of_types(hf, base.head_dim) if is_gemma3 else (base.layers[0].rope,) * 2
+    if is_gemma3:
+        ropes = ropes_of_types(hf, base.head_dim)
+    else:
+        ropes = (base.layers[0].rope,) * 2
     layers = tuple(
-        replace(base.layers[0], window=window if slides else None, rope=ropes[slides], attention_scale=scale)
+        replace(
+            base.layers[0],
+            window=window if slides else None,
+            rope=ropes[slides],
+            attention_scale=scale,
+        )
         for slides in sliding
     )
     return replace(
@@ -76,16 +100,24 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def ropes_of_types(hf: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Return Gemma 3's RoPE of layers with full attention, and that of layers with a window; only the first is scaled."""
+    """Return Gemma 3's RoPE of layers with full attention, and that of layers with a window; only
+    the first is scaled."""
     nested = llama.ropes_by_type(hf)
     full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
     full.setdefault("rope_theta", hf.get("rope_theta", 1e6))
-    local = {"rope_theta": hf.get("rope_local_base_freq", 1e4), **(nested.get("sliding_attention") or {})}
-    return tuple(RopeConfig.from_hf({**hf, "rope_parameters": parameters}, head_dim) for parameters in (full, local))
+    local = {
+        "rope_theta": hf.get("rope_local_base_freq", 1e4),
+        **(nested.get("sliding_attention") or {}),
+    }
+    return tuple(
+        RopeConfig.from_hf({**hf, "rope_parameters": parameters}, head_dim)
+        for parameters in (full, local)
+    )
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules for Llama's names; Gemma 2 and 3 have norms before and after attention and MLP."""
+    """Return the rules for Llama's names; Gemma 2 and 3 have norms before and after attention and
+    MLP."""
     if config.model_type == "gemma":
         return llama.rules(config)
     if config.model_type == "vaultgemma":
@@ -97,19 +129,31 @@ def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp, which stores norm weights plus 1."""
     post_norms = {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
     rules = llama.gguf_names(
-        config, llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | post_norms
+        config,
+        llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | post_norms,
     )
-    norms = [rule for rule in rules if isinstance(rule, Rename) and rule.name.endswith("norm.weight")]
+    norms = []
+    for rule in rules:
+        if isinstance(rule, Rename) and rule.name.endswith("norm.weight"):
+            norms.append(rule)
     return [*(Shift(rule.hf_name, rule.name, 1.0) for rule in norms), *rules]
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Add the fields that llama.cpp infers from the architecture; the largest models have another attention scale."""
-    is_gemma1, is_gemma3 = hf["model_type"] == "gemma", hf["model_type"] == "gemma3_text"
+    """Add the fields that llama.cpp infers from the architecture; the largest models have another
+    attention scale."""
+    is_gemma1 = hf["model_type"] == "gemma"
+    is_gemma3 = hf["model_type"] == "gemma3_text"
     activation = {"hidden_activation": "gelu_pytorch_tanh"}
     if is_gemma1:
         return {**hf, **activation, "hidden_act": "gelu_pytorch_tanh"}
     is_largest = hf["num_hidden_layers"] == (62 if is_gemma3 else 46)  # Gemma 3 27B, Gemma 2 27B
-    scalar = hf["hidden_size"] // hf["num_attention_heads"] if is_largest else hf["head_dim"]
-    local = {"rope_local_base_freq": 1e4, "sliding_window_pattern": 6} if is_gemma3 else {}
+    if is_largest:
+        scalar = hf["hidden_size"] // hf["num_attention_heads"]
+    else:
+        scalar = hf["head_dim"]
+    if is_gemma3:
+        local = {"rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+    else:
+        local = {}
     return {**local, **hf, **activation, "query_pre_attn_scalar": scalar}

@@ -1,4 +1,5 @@
-"""Gemma 3n (Google, 2025), the language model: four residual streams, per-layer embeddings, shared keys, sparse MLPs."""
+"""Gemma 3n (Google, 2025), the language model: four residual streams, per-layer embeddings, shared
+keys, sparse MLPs."""
 
 import math
 from dataclasses import replace
@@ -36,23 +37,33 @@ NAMES = {
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
-    return llama.text_model_config(hf, "gemma3n_text", "Gemma3nForCausalLM") if hf["model_type"] == "gemma3n" else hf
+    if hf["model_type"] == "gemma3n":
+        return llama.text_model_config(hf, "gemma3n_text", "Gemma3nForCausalLM")
+    return hf
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Gemma3nTextConfig."""
     hf = {**DEFAULTS, **hf}
-    count, widths, sparsity = hf["num_hidden_layers"], hf["intermediate_size"], hf.get("activation_sparsity_pattern")
+    count = hf["num_hidden_layers"]
+    widths = hf["intermediate_size"]
+    sparsity = hf.get("activation_sparsity_pattern")
     widths = widths if isinstance(widths, list) else [widths] * count
     sparse = 10 if count > 10 else 0
-    sparsity = [0.95] * sparse + [0.0] * (count - sparse) if sparsity is None else sparsity
+    if sparsity is None:
+        sparsity = [0.95] * sparse + [0.0] * (count - sparse)
     if len(widths) != count or len(sparsity) != count:
-        raise ValueError(f"config.json: intermediate_size and activation_sparsity_pattern must list {count} values each")
+        raise ValueError(
+            f"config.json: intermediate_size and activation_sparsity_pattern must list {count} "
+            "values each"
+        )
     plain = {"rope_parameters": None, "rope_scaling": None, "hidden_act": hf["hidden_activation"]}
     base = llama.config({**hf, **plain, "intermediate_size": widths[0]})
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 5 != 0)
-    ropes, first_shared = gemma.ropes_of_types(hf, base.head_dim), count - hf["num_kv_shared_layers"]
-    sharing, window = gemma4.kv_sharing(sliding, first_shared), gemma4.window_size(hf)
+    ropes = gemma.ropes_of_types(hf, base.head_dim)
+    first_shared = count - hf["num_kv_shared_layers"]
+    sharing = gemma4.kv_sharing(sliding, first_shared)
+    window = gemma4.window_size(hf)
     layers = tuple(
         replace(
             layer,
@@ -66,12 +77,20 @@ def config(hf: dict[str, Any]) -> Config:
         for n, layer in enumerate(base.layers)
     )
     if not hf.get("altup_correct_scale", True):
-        raise ValueError("config.json: altup_correct_scale false is not supported; no published model has it")
-    streams, active = hf.get("altup_num_inputs", 4), hf.get("altup_active_idx", 0)
+        raise ValueError(
+            "config.json: altup_correct_scale false is not supported; no published model has it"
+        )
+    streams = hf.get("altup_num_inputs", 4)
+    active = hf.get("altup_active_idx", 0)
     if not hf.get("hidden_size_per_layer_input", 256):
-        raise ValueError("config.json: hidden_size_per_layer_input must be a whole number of at least 1 for this model_type")
+        raise ValueError(
+            "config.json: hidden_size_per_layer_input must be a whole number of at least 1 for "
+            "this model_type"
+        )
     if active >= streams:
-        raise ValueError(f"config.json: altup_active_idx {active} must be below altup_num_inputs {streams}")
+        raise ValueError(
+            f"config.json: altup_active_idx {active} must be below altup_num_inputs {streams}"
+        )
     return replace(
         base,
         layers=layers,
@@ -89,10 +108,14 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return Gemma 4's rules, with those of the residual streams."""
-    model, layers = gemma4.MODEL, gemma4.LAYERS
+    model = gemma4.MODEL
+    layers = gemma4.LAYERS
     streams = {"expansions": "altup_projections", "reductions": "altup_unembed_projections"}
     return [
-        *(Rename(f"{model}{hf_name}.{{}}.weight", f"streams.{name}.{{}}.weight") for name, hf_name in streams.items()),
+        *(
+            Rename(f"{model}{hf_name}.{{}}.weight", f"streams.{name}.{{}}.weight")
+            for name, hf_name in streams.items()
+        ),
         *llama.rename_modules(NAMES, layers),
         Rename(f"{layers}altup.correct_output_scale", "blocks.{}.altup.output_scale"),
         *gemma4.rules(config),

@@ -1,4 +1,5 @@
-"""Gemma 4 (Google, 2026): per-layer embeddings, layers that share keys and values, experts beside the dense MLP."""
+"""Gemma 4 (Google, 2026): per-layer embeddings, layers that share keys and values, experts beside
+the dense MLP."""
 
 import math
 from dataclasses import replace
@@ -40,7 +41,11 @@ DEFAULTS = dict(
 )
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
 }
 MODEL = "{model.|model.language_model.}"
 LAYERS = f"{MODEL}layers.{{}}."
@@ -60,15 +65,21 @@ MIXTURE = {f"mlp.dense.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down"
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
-    return llama.text_model_config(hf, "gemma4_text", "Gemma4ForCausalLM") if hf["model_type"] == "gemma4" else hf
+    if hf["model_type"] == "gemma4":
+        return llama.text_model_config(hf, "gemma4_text", "Gemma4ForCausalLM")
+    return hf
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Gemma4TextConfig."""
     hf = {**DEFAULTS, **hf}
     if hf.get("use_bidirectional_attention") == "all":
-        raise ValueError("config.json: use_bidirectional_attention 'all' is not supported; use a causal model")
-    base = llama.config({**hf, "hidden_act": hf["hidden_activation"], "rope_parameters": None, "rope_scaling": None})
+        raise ValueError(
+            "config.json: use_bidirectional_attention 'all' is not supported; use a causal model"
+        )
+    base = llama.config(
+        {**hf, "hidden_act": hf["hidden_activation"], "rope_parameters": None, "rope_scaling": None}
+    )
     per_layer_dim = hf["hidden_size_per_layer_input"] or 0
     return replace(
         base,
@@ -86,14 +97,23 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
-    """Return the layers; those of full attention have wider heads, and the last ones share the others' keys and values."""
-    num_layers, nested = len(base.layers), {**ROPES, **llama.ropes_by_type(hf)}
+    """Return the layers; those of full attention have wider heads, and the last ones share the
+    others' keys and values."""
+    num_layers = len(base.layers)
+    nested = {**ROPES, **llama.ropes_by_type(hf)}
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 6 != 0)
-    sliding[-1], window = False, window_size(hf)
-    key_is_value, experts, wide = hf.get("attention_k_eq_v", False), None, hf.get("global_head_dim", 512)
-    if (overrides := hf.get("per_layer_config")) and False in sliding:  # as transformers writes it
+    sliding[-1] = False
+    window = window_size(hf)
+    key_is_value = hf.get("attention_k_eq_v", False)
+    experts = None
+    wide = hf.get("global_head_dim", 512)
+    overrides = hf.get("per_layer_config")
+    if overrides and False in sliding:  # as transformers writes it
         wide = next(iter(overrides.values())).get("head_dim", base.head_dim)
-    global_kv_heads = hf.get("num_global_key_value_heads") if key_is_value else None
+    if key_is_value:
+        global_kv_heads = hf.get("num_global_key_value_heads")
+    else:
+        global_kv_heads = None
     if overrides and key_is_value:
         global_kv_heads = next(iter(overrides.values())).get("num_key_value_heads")
     if hf.get("enable_moe_block"):
@@ -109,7 +129,8 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     for index, slides in enumerate(sliding):
         head_dim = base.head_dim if slides else wide
         rope = RopeConfig.from_hf(
-            {**hf, "rope_parameters": nested["sliding_attention" if slides else "full_attention"]}, head_dim
+            {**hf, "rope_parameters": nested["sliding_attention" if slides else "full_attention"]},
+            head_dim,
         )
         layers.append(
             LayerConfig(
@@ -117,7 +138,9 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
                 window=window if slides else None,
                 experts=experts,
                 attention_scale=1.0,
-                hidden_dim=2 * base.hidden_dim if sharing[index] == "reuse" and hf.get("use_double_wide_mlp") else None,
+                hidden_dim=2 * base.hidden_dim
+                if sharing[index] == "reuse" and hf.get("use_double_wide_mlp")
+                else None,
                 head_dim=None if slides else head_dim,
                 n_kv_heads=None if slides else global_kv_heads,
                 key_is_value=key_is_value and not slides,
@@ -130,26 +153,45 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
 def window_size(hf: dict[str, Any]) -> int:
     """Return the size of the sliding window; raise ValueError for 0 or null."""
     if not hf["sliding_window"]:
-        raise ValueError(f"config.json: sliding_window must be a whole number of at least 1, found {hf['sliding_window']!r}")
+        raise ValueError(
+            "config.json: sliding_window must be a whole number of at least 1, found "
+            f"{hf['sliding_window']!r}"
+        )
     return hf["sliding_window"]
 
 
 def kv_sharing(sliding: list[bool], first_shared: int) -> list[str]:
-    """Return each layer's `kv_sharing`: from `first_shared` on, layers reuse what the last one of their kind stores."""
-    if not (0 < first_shared <= len(sliding) and set(sliding[first_shared:]) <= set(sliding[:first_shared])):
+    """Return each layer's `kv_sharing`: from `first_shared` on, layers reuse what the last one of
+    their kind stores."""
+    if not (
+        0 < first_shared <= len(sliding)
+        and set(sliding[first_shared:]) <= set(sliding[:first_shared])
+    ):
         shared = len(sliding) - first_shared
-        raise ValueError(f"config.json: num_kv_shared_layers {shared}: each kind of layer must first occur in another layer")
+        raise ValueError(
+            f"config.json: num_kv_shared_layers {shared}: each kind of layer must first occur in "
+            "another layer"
+        )
     if first_shared == len(sliding):
         return ["none"] * len(sliding)
-    is_source = (slides not in sliding[index + 1 : first_shared] for index, slides in enumerate(sliding[:first_shared]))
-    return ["store" if stores else "none" for stores in is_source] + ["reuse"] * (len(sliding) - first_shared)
+    is_source = (
+        slides not in sliding[index + 1 : first_shared]
+        for index, slides in enumerate(sliding[:first_shared])
+    )
+    return ["store" if stores else "none" for stores in is_source] + ["reuse"] * (
+        len(sliding) - first_shared
+    )
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules, which also match a multimodal checkpoint, without the tensors of its other towers."""
+    """Return the rules, which also match a multimodal checkpoint, without the tensors of its other
+    towers."""
     moe = "blocks.{}.mlp.moe."
     experts = mixtral.fused_experts(config, f"{LAYERS}experts.", prefix=f"{moe}experts.")
-    per_layer = {"per_layer.embed": "embed_tokens_per_layer", "per_layer.projection": "per_layer_model_projection"}
+    per_layer = {
+        "per_layer.embed": "embed_tokens_per_layer",
+        "per_layer.projection": "per_layer_model_projection",
+    }
     per_layer |= {"per_layer.norm": "per_layer_projection_norm"}
     shared = llama.layers_with(config, lambda layer: layer.kv_sharing == "reuse", f"{MODEL}layers.")
     drops = [Drop(f"{shared}self_attn.{name}.weight") for name in ("k_proj", "v_proj", "k_norm")]
@@ -157,7 +199,9 @@ def rules(config: Config) -> list[Rule]:
         *(drops if any(layer.kv_sharing == "reuse" for layer in config.layers) else []),
         *(llama.rename_modules(MIXTURE, LAYERS) if experts else []),
         *llama.rename_modules(NAMES, LAYERS),
-        *llama.rename_modules({name: f"{MODEL}{hf_name}" for name, hf_name in per_layer.items()}, "", ""),
+        *llama.rename_modules(
+            {name: f"{MODEL}{hf_name}" for name, hf_name in per_layer.items()}, "", ""
+        ),
         Rename(f"{LAYERS}layer_scalar", "blocks.{}.layer_scale"),
         Rename(f"{LAYERS}router.scale", f"{moe}router_scale"),
         Rename(f"{LAYERS}router.per_expert_scale", f"{moe}expert_scale"),
@@ -169,11 +213,23 @@ def rules(config: Config) -> list[Rule]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names; layers that reuse keys and values have none."""
-    moe, mixture = "blocks.{}.mlp.moe.", []
-    names = {"token_input.input_gate": "inp_gate", "token_input.projection": "proj", "token_input.norm": "post_norm"}
-    names |= {"attention_norm": "attn_norm", "attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
-    if experts := config.layers[0].experts:
-        names |= {f"mlp.dense.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")} | {"mlp.dense_norm": "ffn_norm"}
+    moe = "blocks.{}.mlp.moe."
+    mixture = []
+    names = {
+        "token_input.input_gate": "inp_gate",
+        "token_input.projection": "proj",
+        "token_input.norm": "post_norm",
+    }
+    names |= {
+        "attention_norm": "attn_norm",
+        "attention_post_norm": "post_attention_norm",
+        "mlp_post_norm": "post_ffw_norm",
+    }
+    experts = config.layers[0].experts
+    if experts:
+        names |= {f"mlp.dense.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")} | {
+            "mlp.dense_norm": "ffn_norm"
+        }
         names |= {"mlp.dense_post_norm": "post_ffw_norm_1", "mlp.moe.norm": "pre_ffw_norm_2"}
         names |= {"mlp.moe_post_norm": "post_ffw_norm_2", "mlp.moe.router": "ffn_gate_inp"}
         gate_up = tuple(f"{moe}experts.{n}_proj.weight" for n in ("gate", "up"))
@@ -188,9 +244,15 @@ def gguf_rules(config: Config) -> list[Rule]:
     outer = {"embed": "token_embd", "projection": "model_proj", "norm": "proj_norm"}
     shared = llama.layers_with(config, lambda layer: layer.kv_sharing == "reuse", "blk.")
     return [
-        *([Drop(f"{shared}attn_{{k|v|k_norm}}.weight")] if config.layers[-1].kv_sharing == "reuse" else []),
+        *(
+            [Drop(f"{shared}attn_{{k|v|k_norm}}.weight")]
+            if config.layers[-1].kv_sharing == "reuse"
+            else []
+        ),
         *mixture,
-        *llama.rename_modules({f"per_layer.{name}": f"per_layer_{other}" for name, other in outer.items()}, "", ""),
+        *llama.rename_modules(
+            {f"per_layer.{name}": f"per_layer_{other}" for name, other in outer.items()}, "", ""
+        ),
         Rename("blk.{}.layer_output_scale.weight", "blocks.{}.layer_scale"),
         *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | names),
     ]
@@ -201,7 +263,10 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     layers, full = config.layers, config.layers[-1]
     sliding = next((layer for layer in layers if layer.window is not None), None)
     if sliding is None:
-        raise ValueError("llama.cpp's architecture gemma4 needs layers with sliding windows; keep the Hugging Face folder")
+        raise ValueError(
+            "llama.cpp's architecture gemma4 needs layers with sliding windows; keep the Hugging "
+            "Face folder"
+        )
     heads: Any = config.n_kv_heads
     if full.key_is_value:  # which only a list shows
         heads = [layer.n_kv_heads or config.n_kv_heads for layer in layers]
@@ -219,14 +284,23 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         hidden if len(set(hidden)) > 1 else config.hidden_dim,
         *(experts or (None,) * 3),
     )
-    metadata = {key: value for key, value in zip(GGUF_FIELDS, values, strict=True) if value is not None}
+    metadata = {}
+    for key, value in zip(GGUF_FIELDS, values, strict=True):
+        if value is not None:
+            metadata[key] = value
     return metadata | {"final_logit_softcapping": float(config.logit_softcap or 0)}
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the kinds of layers, and the values of each kind."""
-    sliding, heads, hidden = hf["layer_types"], hf["num_key_value_heads"], hf["intermediate_size"]
-    full = {"rope_theta": hf["rope_theta"], "partial_rotary_factor": 1.0, "rope_type": "proportional"}
+    sliding = hf["layer_types"]
+    heads = hf["num_key_value_heads"]
+    hidden = hf["intermediate_size"]
+    full = {
+        "rope_theta": hf["rope_theta"],
+        "partial_rotary_factor": 1.0,
+        "rope_type": "proportional",
+    }
     full |= hf.get("rope_scaling", {})
     local = {"rope_type": "default", "rope_theta": hf.get("rope_local_base_freq", 1e4)}
     hf |= {
@@ -238,9 +312,16 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": hidden[0] if isinstance(hidden, list) else hidden,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_k_eq_v": isinstance(heads, list),
-        "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0) or None,  # llama.cpp's default; 0: none
+        # llama.cpp's default; 0: none
+        "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0) or None,
     }
     if isinstance(heads, list):
-        hf |= {"num_key_value_heads": heads[sliding.index(True)], "num_global_key_value_heads": heads[-1]}
-    unused = "global_value_dim value_dim rope_dim rope_local_base_freq rope_theta rope_scaling partial_rotary_factor"
+        hf |= {
+            "num_key_value_heads": heads[sliding.index(True)],
+            "num_global_key_value_heads": heads[-1],
+        }
+    unused = (
+        "global_value_dim value_dim rope_dim rope_local_base_freq rope_theta rope_scaling "
+        "partial_rotary_factor"
+    )
     return {name: value for name, value in hf.items() if name not in unused.split()}

@@ -1,4 +1,5 @@
-"""GLM-4.5 to 4.7 (arXiv 2508.06471), dots.llm1, Solar Open and K-EXAONE: DeepSeek V3's experts with grouped attention."""
+"""GLM-4.5 to 4.7 (arXiv 2508.06471), dots.llm1, Solar Open and K-EXAONE: DeepSeek V3's experts with
+grouped attention."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,8 @@ DEFAULTS["solar_open"] = DEFAULTS["glm4_moe"] | dict(
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' classes for these model types."""
+    """Read config.json; missing fields have the defaults of transformers' classes for these model
+    types."""
     model_type = hf["model_type"]
     hf = {**DEFAULTS[model_type], **hf}
     is_glm = model_type in ("glm4_moe", "solar_open")
@@ -66,7 +68,9 @@ def config(hf: dict[str, Any]) -> Config:
     elif model_type == "dots1":
         first_window = hf.get("max_window_layers", 62)
         windows = llama.layer_windows(hf, lambda index: index >= first_window)
-        layers = [replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)]
+        layers = [
+            replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)
+        ]
     return replace(base, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf)))
 
 
@@ -75,7 +79,11 @@ def rules(config: Config) -> list[Rule]:
     bias = deepseek.BIAS
     if config.model_type == "exaone_moe":
         bias = Rename("model.layers.{}.mlp.e_score_correction_bias", bias.name)
-    return [*deepseek.mixture_rules(config, bias=bias), *llama.rules(config), *llama.drop_mtp(config)]
+    return [
+        *deepseek.mixture_rules(config, bias=bias),
+        *llama.rules(config),
+        *llama.drop_mtp(config),
+    ]
 
 
 def gguf_rules(config: Config) -> list[Rule]:
@@ -87,22 +95,35 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts, and K-EXAONE's windows; raise ValueError for what llama.cpp's code does not have."""
-    metadata, keep = deepseek.gguf_experts(config), "keep the Hugging Face folder"
+    """Return the sizes of the experts, and K-EXAONE's windows; raise ValueError for what
+    llama.cpp's code does not have."""
+    metadata = deepseek.gguf_experts(config)
+    keep = "keep the Hugging Face folder"
     if config.model_type == "dots1" and config.n_kv_heads != config.n_heads:
         raise ValueError(f"llama.cpp's architecture dots1 has no shared key heads; {keep}")
     if config.model_type == "dots1" and config.qkv_bias:
         raise ValueError(f"llama.cpp's architecture dots1 has no biases of attention; {keep}")
     if config.model_type != "glm4_moe" and not metadata["expert_shared_count"]:
-        raise ValueError(f"llama.cpp's architecture for {config.model_type} needs a shared expert; {keep}")
+        raise ValueError(
+            f"llama.cpp's architecture for {config.model_type} needs a shared expert; {keep}"
+        )
     if config.model_type != "exaone_moe":
         return metadata
-    return metadata | mixtral.gguf_sizes(config, ["expert_shared_feed_forward_length"]) | llama.gguf_windows(config)
+    return (
+        metadata
+        | mixtral.gguf_sizes(config, ["expert_shared_feed_forward_length"])
+        | llama.gguf_windows(config)
+    )
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json, in which K-EXAONE has other names for two fields."""
-    hf = {name: value for name, value in llama.gguf_layer_types(hf).items() if name != "scoring_func"}
+    hf = {
+        name: value for name, value in llama.gguf_layer_types(hf).items() if name != "scoring_func"
+    }
     if hf["model_type"] == "exaone_moe":
-        hf |= {"num_experts": hf.pop("n_routed_experts"), "num_shared_experts": hf.pop("n_shared_experts")}
+        hf |= {
+            "num_experts": hf.pop("n_routed_experts"),
+            "num_shared_experts": hf.pop("n_shared_experts"),
+        }
     return hf

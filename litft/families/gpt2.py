@@ -15,9 +15,16 @@ GGUF = {"gpt2": ("gpt2", "GPT2LMHeadModel")}
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GPT2Config."""
     if hf.get("add_cross_attention"):
-        raise ValueError("config.json: add_cross_attention true is not supported; use a decoder-only model")
-    base = llama.config(standard_names({"n_positions": 1024, "activation_function": "gelu_new", **hf}))
-    scale = base.head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
+        raise ValueError(
+            "config.json: add_cross_attention true is not supported; use a decoder-only model"
+        )
+    base = llama.config(
+        standard_names({"n_positions": 1024, "activation_function": "gelu_new", **hf})
+    )
+    if hf.get("scale_attn_weights", True):
+        scale = base.head_dim**-0.5
+    else:
+        scale = 1.0
     by_depth = hf.get("scale_attn_by_inverse_layer_idx", False)
     layers = tuple(
         replace(layer, rope=None, attention_scale=scale / (depth + 1) if by_depth else scale)
@@ -52,7 +59,11 @@ def standard_names(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 LAYERS = "{transformer.|}h.{}."  # files saved from transformers' GPT2Model lack the prefix
-LINEARS = {"attention.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+LINEARS = {
+    "attention.o_proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
 NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
 
 
@@ -74,21 +85,47 @@ def rules(config: Config) -> list[Rule]:
         Split(f"{LAYERS}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True),
         Split(f"{LAYERS}attn.c_attn.bias", qkv_names("bias"), sizes),
     ]
-    return [*embedding_and_head(config), *weights, *llama.rename_modules(LINEARS | NORMS, LAYERS), *fused]
+    return [
+        *embedding_and_head(config),
+        *weights,
+        *llama.rename_modules(LINEARS | NORMS, LAYERS),
+        *fused,
+    ]
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp, which fuses q, k and v and stores all Linears as (out, in)."""
-    names = {"attention.o_proj": "attn_output", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | llama.GGUF_NORMS
-    fused = [Split(f"blk.{{}}.attn_qkv.{leaf}", qkv_names(leaf), (config.dim,) * 3) for leaf in ("weight", "bias")]
-    return [*llama.rename_modules({"embed_positions": "position_embd"}, "", ""), *llama.gguf_names(config, names), *fused]
+    """Return the rules for llama.cpp, which fuses q, k and v and stores all Linears as (out,
+    in)."""
+    names = {
+        "attention.o_proj": "attn_output",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    } | llama.GGUF_NORMS
+    fused = [
+        Split(f"blk.{{}}.attn_qkv.{leaf}", qkv_names(leaf), (config.dim,) * 3)
+        for leaf in ("weight", "bias")
+    ]
+    return [
+        *llama.rename_modules({"embed_positions": "position_embd"}, "", ""),
+        *llama.gguf_names(config, names),
+        *fused,
+    ]
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with GPT-2's field names."""
-    fields = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-    fields |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
-    others = {
-        name: value for name, value in hf.items() if name not in (*fields.values(), "num_key_value_heads", "rope_theta")
+    fields = {
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
     }
-    return {**others, **{gpt2_name: hf[name] for gpt2_name, name in fields.items()}, "activation_function": "gelu_new"}
+    fields |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+    others = {}
+    for name, value in hf.items():
+        if name not in (*fields.values(), "num_key_value_heads", "rope_theta"):
+            others[name] = value
+    return {
+        **others,
+        **{gpt2_name: hf[name] for gpt2_name, name in fields.items()},
+        "activation_function": "gelu_new",
+    }

@@ -1,4 +1,5 @@
-"""GPT-BigCode (arXiv 2301.03988), StarCoder: GPT-2 with one key/value head and untransposed Linears."""
+"""GPT-BigCode (arXiv 2301.03988), StarCoder: GPT-2 with one key/value head and untransposed
+Linears."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,19 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules; the fused q/k/v has all queries, one key and one value, or is interleaved by head without MQA."""
-    sizes = (config.n_heads // config.n_kv_heads * config.head_dim, config.head_dim, config.head_dim)
-    fused = [Split(f"{gpt2.LAYERS}attn.c_attn.{n}", qkv_names(n), sizes, config.n_kv_heads) for n in ("weight", "bias")]
-    return [*gpt2.embedding_and_head(config), *llama.rename_modules(gpt2.LINEARS | gpt2.NORMS, gpt2.LAYERS), *fused]
+    """Return the rules; the fused q/k/v has all queries, one key and one value, or is interleaved
+    by head without MQA."""
+    sizes = (
+        config.n_heads // config.n_kv_heads * config.head_dim,
+        config.head_dim,
+        config.head_dim,
+    )
+    fused = [
+        Split(f"{gpt2.LAYERS}attn.c_attn.{n}", qkv_names(n), sizes, config.n_kv_heads)
+        for n in ("weight", "bias")
+    ]
+    return [
+        *gpt2.embedding_and_head(config),
+        *llama.rename_modules(gpt2.LINEARS | gpt2.NORMS, gpt2.LAYERS),
+        *fused,
+    ]

@@ -1,4 +1,5 @@
-"""GPT-Neo (Black et al., 2021): GPT-2 with unscaled attention and a window of 256 tokens in every second layer."""
+"""GPT-Neo (Black et al., 2021): GPT-2 with unscaled attention and a window of 256 tokens in every
+second layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,25 +11,43 @@ from litft.model.config import Config, NormConfig
 MODEL_TYPES = ("gpt_neo",)
 
 LAYERS = "transformer.h.{}."
-NAMES = {f"attention.{n}_proj": f"attn.attention.{n}_proj" for n in "qkv"} | {"attention.o_proj": "attn.attention.out_proj"}
+NAMES = {f"attention.{n}_proj": f"attn.attention.{n}_proj" for n in "qkv"} | {
+    "attention.o_proj": "attn.attention.out_proj"
+}
 NAMES |= {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"} | gpt2.NORMS
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GPTNeoConfig."""
-    names = {"hidden_size": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "intermediate_size": "n_inner"}
+    names = {
+        "hidden_size": "n_embd",
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "intermediate_size": "n_inner",
+    }
     hf = {"max_position_embeddings": 2048, "activation_function": "gelu_new", **hf}
-    gpt2_fields = {gpt2_name: hf[name] for name, gpt2_name in names.items() if name in hf}
-    base = llama.config(gpt2.standard_names({**hf, **gpt2_fields, "n_positions": hf["max_position_embeddings"]}))
+    gpt2_fields = {}
+    for name, gpt2_name in names.items():
+        if name in hf:
+            gpt2_fields[gpt2_name] = hf[name]
+    base = llama.config(
+        gpt2.standard_names({**hf, **gpt2_fields, "n_positions": hf["max_position_embeddings"]})
+    )
     kinds: list[str] = []
     for repeated, repeats in hf.get("attention_types") or [[["global", "local"], 12]]:
         kinds += repeated * repeats
     if len(kinds) != len(base.layers) or not {"global", "local"}.issuperset(kinds):
-        raise ValueError(f"config.json: attention_types must describe {len(base.layers)} layers, found {kinds!r:.200}")
+        raise ValueError(
+            f"config.json: attention_types must describe {len(base.layers)} layers, found "
+            f"{kinds!r:.200}"
+        )
     windows = [hf.get("window_size", 256) if kind == "local" else None for kind in kinds]
     return replace(
         base,
-        layers=tuple(replace(base.layers[0], rope=None, window=window, attention_scale=1.0) for window in windows),
+        layers=tuple(
+            replace(base.layers[0], rope=None, window=window, attention_scale=1.0)
+            for window in windows
+        ),
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
         learned_positions=True,

@@ -13,8 +13,10 @@ MODEL_TYPES = ("gpt_neox",)
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GPTNeoXConfig."""
-    theta, fraction = hf.get("rotary_emb_base", 10000.0), hf.get("rotary_pct", 0.25)
-    overrides = dict(num_key_value_heads=None, partial_rotary_factor=None)  # the family uses rotary_pct instead
+    theta = hf.get("rotary_emb_base", 10000.0)
+    fraction = hf.get("rotary_pct", 0.25)
+    # the family uses rotary_pct instead
+    overrides = dict(num_key_value_heads=None, partial_rotary_factor=None)
     base = llama.config({"hidden_act": "gelu", **hf, **overrides}, theta, fraction)
     return replace(
         base,
@@ -28,15 +30,31 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules; q, k and v are interleaved by head. The output head is embed_out in the files, lm_head in PEFT."""
+    """Return the rules; q, k and v are interleaved by head.
+
+    The output head is embed_out in the files, lm_head in PEFT.
+    """
     layers = "gpt_neox.layers.{}."
-    names = {"attention.o_proj": "attention.dense", "mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+    names = {
+        "attention.o_proj": "attention.dense",
+        "mlp.up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    }
     fused = [
-        Split(f"{layers}attention.query_key_value.{leaf}", qkv_names(leaf), (config.head_dim,) * 3, config.n_heads)
+        Split(
+            f"{layers}attention.query_key_value.{leaf}",
+            qkv_names(leaf),
+            (config.head_dim,) * 3,
+            config.n_heads,
+        )
         for leaf in ("weight", "bias")
     ]
-    buffers = [Drop(f"{layers}attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
-    outer = llama.embedding_and_head(config, "gpt_neox.", "embed_in", "final_layer_norm", "{embed_out|lm_head}")
+    buffers = [
+        Drop(f"{layers}attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    ]
+    outer = llama.embedding_and_head(
+        config, "gpt_neox.", "embed_in", "final_layer_norm", "{embed_out|lm_head}"
+    )
     return [*outer, *llama.rename_modules(names | llama.NORMS, layers), *fused, *buffers]
 
 

@@ -1,4 +1,5 @@
-"""gpt-oss 20B and 120B (arXiv 2508.10925): attention sinks, alternating windows, clamped experts, MXFP4 files."""
+"""gpt-oss 20B and 120B (arXiv 2508.10925): attention sinks, alternating windows, clamped experts,
+MXFP4 files."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,18 +17,31 @@ GGUF_FIELDS = {
 }
 
 YARN = dict(
-    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
+    rope_type="yarn",
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
 )
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GptOssConfig."""
-    defaults = dict(num_key_value_heads=8, head_dim=64, sliding_window=128, rms_norm_eps=1e-5, attention_bias=True)
+    defaults = dict(
+        num_key_value_heads=8,
+        head_dim=64,
+        sliding_window=128,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+    )
     hf = {**defaults, "max_position_embeddings": 131072, **hf}
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf["rope_parameters"] = {**YARN, "rope_theta": hf.get("rope_theta", 150000.0)}
     if hf.get("swiglu_alpha", 1.702) != 1.702:
-        raise ValueError(f"config.json: swiglu_alpha {hf['swiglu_alpha']!r} is not supported; it must be 1.702")
+        raise ValueError(
+            f"config.json: swiglu_alpha {hf['swiglu_alpha']!r} is not supported; it must be 1.702"
+        )
     base = llama.config({**hf, "hidden_act": "quick_gelu"}, rope_theta=150000.0)
     experts = ExpertsConfig(
         hf.get("num_local_experts", 128),
@@ -39,13 +53,23 @@ def config(hf: dict[str, Any]) -> Config:
     )
     windows = llama.layer_windows(hf, lambda index: index % 2 == 0)
     layers = tuple(
-        replace(layer, window=window, experts=experts) for layer, window in zip(base.layers, windows, strict=True)
+        replace(layer, window=window, experts=experts)
+        for layer, window in zip(base.layers, windows, strict=True)
     )
-    return replace(base, layers=layers, sinks=True, mlp_bias=False, activation_limit=hf.get("swiglu_limit", 7.0))
+    return replace(
+        base,
+        layers=layers,
+        sinks=True,
+        mlp_bias=False,
+        activation_limit=hf.get("swiglu_limit", 7.0),
+    )
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules; stacked experts are (in, out), or (out, in) if quantized. Rows of gate and up alternate."""
+    """Return the rules; stacked experts are (in, out), or (out, in) if quantized.
+
+    Rows of gate and up alternate.
+    """
     expert_rules = peft_rules(config)
     return [
         *llama.rules(config),
@@ -57,14 +81,22 @@ def rules(config: Config) -> list[Rule]:
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """Return the rules for PEFT's names of the experts, which are those of the unquantized files."""
-    hf_prefix, prefix = "model.layers.{}.mlp.experts.", "blocks.{}.mlp.experts."
+    """Return the rules for PEFT's names of the experts, which are those of the unquantized
+    files."""
+    hf_prefix = "model.layers.{}.mlp.experts."
+    prefix = "blocks.{}.mlp.experts."
 
     def gate_up_names(leaf: str) -> tuple[str, str]:
         return (f"{prefix}gate_proj.{leaf}", f"{prefix}up_proj.{leaf}")
 
     return [
-        Split(f"{hf_prefix}gate_up_proj", gate_up_names("weight"), (1, 1), config.hidden_dim, transposed=True),
+        Split(
+            f"{hf_prefix}gate_up_proj",
+            gate_up_names("weight"),
+            (1, 1),
+            config.hidden_dim,
+            transposed=True,
+        ),
         Split(f"{hf_prefix}gate_up_proj_bias", gate_up_names("bias"), (1, 1), config.hidden_dim),
         Rename(f"{hf_prefix}down_proj", f"{prefix}down_proj.weight", transposed=True),
         Rename(f"{hf_prefix}down_proj_bias", f"{prefix}down_proj.bias"),
@@ -73,7 +105,10 @@ def peft_rules(config: Config) -> list[Rule]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
-    names = llama.GGUF_ATTENTION | {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"}
+    names = llama.GGUF_ATTENTION | {
+        "attention_norm": "attn_norm",
+        "mlp_norm": "post_attention_norm",
+    }
     sinks = Rename("blk.{}.attn_sinks.weight", "blocks.{}.attention.sinks")
     return [sinks, *mixtral.gguf_expert_rules(), *llama.gguf_names(config, names)]
 
@@ -84,7 +119,8 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json; gpt-oss does not round the bounds of YaRN's ramp, which no metadata says."""
+    """Return config.json; gpt-oss does not round the bounds of YaRN's ramp, which no metadata
+    says."""
     scaling = hf.get("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
         scaling |= {"truncate": False}

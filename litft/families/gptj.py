@@ -1,4 +1,5 @@
-"""GPT-J 6B (Wang and Komatsuzaki, 2021): parallel attention and MLP, interleaved RoPE on part of each head."""
+"""GPT-J 6B (Wang and Komatsuzaki, 2021): parallel attention and MLP, interleaved RoPE on part of
+each head."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,12 @@ MODEL_TYPES = ("gptj",)
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GPTJConfig."""
-    hf = {"n_positions": 2048, "activation_function": "gelu_new", "tie_word_embeddings": False, **hf}
+    hf = {
+        "n_positions": 2048,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": False,
+        **hf,
+    }
     head_dim = hf["n_embd"] / hf["n_head"]
     rotary_dim = hf.get("rotary_dim", 64) or head_dim
     base = llama.config(gpt2.standard_names(hf), rope_fraction=rotary_dim / head_dim)
@@ -37,4 +43,8 @@ def rules(config: Config) -> list[Rule]:
     }
     names |= {"mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out", "attention_norm": "ln_1"}
     buffers = [Drop(f"{layers}attn.{name}") for name in ("bias", "masked_bias", "embed_positions")]
-    return [*llama.embedding_and_head(config, "transformer.", "wte", "ln_f"), *llama.rename_modules(names, layers), *buffers]
+    return [
+        *llama.embedding_and_head(config, "transformer.", "wte", "ln_f"),
+        *llama.rename_modules(names, layers),
+        *buffers,
+    ]

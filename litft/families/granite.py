@@ -1,4 +1,5 @@
-"""Granite 3 (IBM, 2024), dense and MoE, HyperCLOVA X: Llama with muP scales of activations and logits (arXiv 2203.03466)."""
+"""Granite 3 (IBM, 2024), dense and MoE, HyperCLOVA X: Llama with muP scales of activations and
+logits (arXiv 2203.03466)."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,8 +26,10 @@ GGUF_FIELDS = {
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' classes for these model types."""
-    base, is_hyperclova = llama.config(hf), hf["model_type"] == "hyperclovax"
+    """Read config.json; missing fields have the defaults of transformers' classes for these model
+    types."""
+    base = llama.config(hf)
+    is_hyperclova = hf["model_type"] == "hyperclovax"
     experts = None
     if hf["model_type"].startswith("granitemoe") and hf.get("num_local_experts", 8):
         experts = ExpertsConfig(
@@ -40,7 +43,9 @@ def config(hf: dict[str, Any]) -> Config:
     logit_scale = hf.get("logits_scaling", 1.0)
     return replace(
         base,
-        layers=tuple(replace(layer, experts=experts, attention_scale=scale) for layer in base.layers),
+        layers=tuple(
+            replace(layer, experts=experts, attention_scale=scale) for layer in base.layers
+        ),
         embed_scale=float(hf.get("embedding_multiplier", 1.0)),
         residual_scale=float(hf.get("residual_multiplier", 1.0)),
         logit_scale=logit_scale if is_hyperclova else 1.0 / logit_scale,
@@ -55,7 +60,8 @@ def rules(config: Config) -> list[Rule]:
         return [*llama.rules(config), *llama.rename_modules(post_norms)]
     moe_prefix = "model.layers.{}.block_sparse_moe."
     router = Rename(moe_prefix + "router.layer.weight", "blocks.{}.mlp.router.weight")
-    shared_prefix, shared_dim = "model.layers.{}.shared_mlp.", config.layers[0].experts.shared_dim
+    shared_prefix = "model.layers.{}.shared_mlp."
+    shared_dim = config.layers[0].experts.shared_dim
     shared = tuple(f"blocks.{{}}.mlp.shared.{name}_proj.weight" for name in ("gate", "up"))
     return [
         *llama.rules(config),
@@ -73,15 +79,26 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the scales, and the sizes of the experts."""
-    scales = config.layers[0].attention_scale, config.embed_scale, config.residual_scale, 1 / config.logit_scale
-    sizes = mixtral.gguf_sizes(config, GGUF_FIELDS) if config.layers[0].experts else {}
+    scales = (
+        config.layers[0].attention_scale,
+        config.embed_scale,
+        config.residual_scale,
+        1 / config.logit_scale,
+    )
+    if config.layers[0].experts:
+        sizes = mixtral.gguf_sizes(config, GGUF_FIELDS)
+    else:
+        sizes = {}
     return dict(zip(GGUF_FIELDS, scales, strict=False)) | sizes
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json; a mixture with a shared expert has a class of its own."""
     if hf["model_type"] == "granitemoe" and "shared_intermediate_size" in hf:
-        return hf | {"model_type": "granitemoeshared", "architectures": [GGUF["granitemoeshared"][1]]}
+        return hf | {
+            "model_type": "granitemoeshared",
+            "architectures": [GGUF["granitemoeshared"][1]],
+        }
     return hf
 
 

@@ -1,4 +1,5 @@
-"""Granite 4 (IBM, 2025): Mamba-2 in most layers, attention without RoPE in the others, with or without experts."""
+"""Granite 4 (IBM, 2025): Mamba-2 in most layers, attention without RoPE in the others, with or
+without experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,18 @@ GGUF_FIELDS = granite.GGUF_FIELDS | bamba.GGUF_MAMBA
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' GraniteMoeHybridConfig."""
+    """Read config.json; missing fields have the defaults of transformers'
+    GraniteMoeHybridConfig."""
     hf = {"shared_intermediate_size": 1024, **hf}
     base = granite.config(hf)
     if not base.layers[0].experts:
         base = replace(base, hidden_dim=hf["shared_intermediate_size"])
-    mamba, has_rope = bamba.mamba_config(hf, base.norm.eps), hf.get("position_embedding_type") == "rope"
-    attention = base.layers[0] if has_rope else replace(base.layers[0], rope=None)
+    mamba = bamba.mamba_config(hf, base.norm.eps)
+    has_rope = hf.get("position_embedding_type") == "rope"
+    if has_rope:
+        attention = base.layers[0]
+    else:
+        attention = replace(base.layers[0], rope=None)
     kinds = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
     is_mamba = llama.layer_kinds(hf, kinds, lambda index: True)
     layers = tuple(attention.with_mixer(mamba) if kind else attention for kind in is_mamba)
@@ -31,7 +37,8 @@ def rules(config: Config) -> list[Rule]:
     mamba = bamba.mamba_rules(config, "model.layers.{}.mamba.")
     if config.layers[0].experts:
         return [*mamba, *granite.rules(config)]
-    shared, parts = "model.layers.{}.shared_mlp.", tuple(f"blocks.{{}}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    shared = "model.layers.{}.shared_mlp."
+    parts = tuple(f"blocks.{{}}.mlp.{name}_proj.weight" for name in ("gate", "up"))
     fused = Split(f"{shared}input_linear.weight", parts, (config.hidden_dim,) * 2)
     down = Rename(f"{shared}output_linear.weight", "blocks.{}.mlp.down_proj.weight")
     return [*mamba, fused, down, *granite.rules(config)]
@@ -43,7 +50,8 @@ def peft_rules(config: Config) -> list[Rule]:
 
 
 def gguf_architecture(config: Config) -> str:
-    """Return llama.cpp's architecture, which is that of Granite 3 for models without Mamba-2 layers."""
+    """Return llama.cpp's architecture, which is that of Granite 3 for models without Mamba-2
+    layers."""
     if bamba.mixer_of(config):
         return GGUF["granitemoehybrid"][0]
     return granite.GGUF["granitemoeshared" if config.layers[0].experts else "granite"][0]
@@ -60,8 +68,10 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the kinds of layers; without experts, the MLP is the shared expert."""
-    heads, width = hf["num_key_value_heads"], hf["mamba_width"]
+    """Return config.json with the kinds of layers; without experts, the MLP is the shared
+    expert."""
+    heads = hf["num_key_value_heads"]
+    width = hf["mamba_width"]
     hf |= {
         "layer_types": ["attention" if count else "mamba" for count in heads],
         "num_key_value_heads": max(heads),

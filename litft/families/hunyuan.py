@@ -1,4 +1,5 @@
-"""Hunyuan dense and A13B (Tencent, arXiv 2505.15431): norms of rotated queries and keys; a mixture with a shared expert."""
+"""Hunyuan dense and A13B (Tencent, arXiv 2505.15431): norms of rotated queries and keys; a mixture
+with a shared expert."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,11 +20,15 @@ GGUF_FIELDS = {
     "expert_shared_feed_forward_length": "intermediate_size",
 }
 
-NORMS = {"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"}
+NORMS = {
+    "attention.q_norm": "self_attn.query_layernorm",
+    "attention.k_norm": "self_attn.key_layernorm",
+}
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of HunYuanDenseV1Config and HunYuanMoEV1Config."""
+    """Read config.json; missing fields have the defaults of HunYuanDenseV1Config and
+    HunYuanMoEV1Config."""
     hf = {"rms_norm_eps": 1e-5, **hf}
     base = llama.config(_without_alpha(hf))
     base = replace(base, mlp_bias=False, qk_norm=base.norm, qk_norm_after_rope=True)
@@ -36,31 +41,47 @@ def config(hf: dict[str, Any]) -> Config:
         if isinstance(value, list) and len(set(value)) == 1:  # one number a layer
             counts[name] = value[0]
         elif isinstance(value, list):
-            raise ValueError(f"config.json: {name} must be the same in all layers, found {value!r:.200}")
+            raise ValueError(
+                f"config.json: {name} must be the same in all layers, found {value!r:.200}"
+            )
     experts = ExpertsConfig(
-        counts["num_experts"], counts["moe_topk"], base.hidden_dim, renormalize=True, shared_dim=base.hidden_dim
+        counts["num_experts"],
+        counts["moe_topk"],
+        base.hidden_dim,
+        renormalize=True,
+        shared_dim=base.hidden_dim,
     )
     return replace(base, layers=tuple(replace(layer, experts=experts) for layer in base.layers))
 
 
 def _without_alpha(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with RoPE's base multiplied by the NTK-aware `alpha`, which stands in place of a factor."""
+    """Return config.json with RoPE's base multiplied by the NTK-aware `alpha`, which stands in
+    place of a factor."""
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     scaling = hf.get(key) or {}
     if not scaling.get("alpha") or scaling.get("rope_type", scaling.get("type")) != "dynamic":
         return hf
     dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    theta = scaling.get("rope_theta", hf.get("rope_theta") or 10000.0) * scaling["alpha"] ** (dim / (dim - 2))
+    theta = scaling.get("rope_theta", hf.get("rope_theta") or 10000.0) * scaling["alpha"] ** (
+        dim / (dim - 2)
+    )
     return {**hf, key: {"rope_type": "default", "rope_theta": theta}}
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules for Llama's names, with other names of the norms and of the shared expert."""
-    names = NORMS | {f"mlp.shared.{n}_proj": f"mlp.shared_mlp.{n}_proj" for n in ("gate", "up", "down")}
+    """Return the rules for Llama's names, with other names of the norms and of the shared
+    expert."""
+    names = NORMS | {
+        f"mlp.shared.{n}_proj": f"mlp.shared_mlp.{n}_proj" for n in ("gate", "up", "down")
+    }
     common = [*llama.rename_modules(names), *llama.rules(config)]
     projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     router = Rename("model.layers.{}.mlp.gate.wg.weight", "blocks.{}.mlp.router.weight")
-    return [router, *common, *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections)]
+    return [
+        router,
+        *common,
+        *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections),
+    ]
 
 
 def peft_rules(config: Config) -> list[Rule]:
@@ -75,4 +96,6 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts of the mixture."""
-    return {} if config.model_type == "hunyuan_v1_dense" else mixtral.gguf_sizes(config, GGUF_FIELDS)
+    if config.model_type == "hunyuan_v1_dense":
+        return {}
+    return mixtral.gguf_sizes(config, GGUF_FIELDS)

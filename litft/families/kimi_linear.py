@@ -1,4 +1,5 @@
-"""Kimi Linear 48B-A3B (arXiv 2510.26692): Kimi Delta Attention, every fourth layer latent attention without RoPE."""
+"""Kimi Linear 48B-A3B (arXiv 2510.26692): Kimi Delta Attention, every fourth layer latent attention
+without RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,11 +53,23 @@ FIELDS = {
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' KimiLinearConfig."""
-    published = {name: hf[old] for name, old in FIELDS.items() if old in hf}
-    defaults = dict(kv_lora_rank=512, q_lora_rank=None, num_experts_per_tok=8, n_routed_experts=256, rms_norm_eps=1e-5)
-    defaults |= dict(moe_intermediate_size=1024, routed_scaling_factor=2.446, max_position_embeddings=1048576)
+    published = {}
+    for name, old in FIELDS.items():
+        if old in hf:
+            published[name] = hf[old]
+    defaults = dict(
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        num_experts_per_tok=8,
+        n_routed_experts=256,
+        rms_norm_eps=1e-5,
+    )
+    defaults |= dict(
+        moe_intermediate_size=1024, routed_scaling_factor=2.446, max_position_embeddings=1048576
+    )
     hf = {**defaults, **published, **hf}
-    linear, num_layers = hf.get("linear_attn_config") or {}, hf["num_hidden_layers"]
+    linear = hf.get("linear_attn_config") or {}
+    num_layers = hf["num_hidden_layers"]
     latent = deepseek.latent_config(hf)
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
     delta = DeltaNetConfig(
@@ -72,20 +85,29 @@ def config(hf: dict[str, Any]) -> Config:
     is_linear = llama.linear_layers(hf, lambda n: n not in full)
     attention = replace(base.layers[0], latent=latent, rope=None)
     layers = [attention.with_mixer(delta) if kind else attention for kind in is_linear]
-    return replace(base, mlp_bias=False, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf)))
+    return replace(
+        base, mlp_bias=False, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf))
+    )
 
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules; the files call every MLP block_sparse_moe."""
     mlp = {f"mlp.{n}_proj": f"block_sparse_moe.{n}_proj" for n in ("gate", "up", "down")}
-    mlp |= {f"mlp.shared.{n}_proj": f"block_sparse_moe.shared_experts.{n}_proj" for n in ("gate", "up", "down")}
-    linear, mixer = llama.layers_with(config, lambda layer: layer.mixer), "blocks.{}.mixer."
+    mlp |= {
+        f"mlp.shared.{n}_proj": f"block_sparse_moe.shared_experts.{n}_proj"
+        for n in ("gate", "up", "down")
+    }
+    linear = llama.layers_with(config, lambda layer: layer.mixer)
+    mixer = "blocks.{}.mixer."
     layers = f"{linear}self_attn."
     projections = {"gate": "w1", "up": "w3", "down": "w2"}
     return [
         *llama.rename_modules(NAMES, linear),
         *llama.rename_modules(mlp | {"mlp.router": "block_sparse_moe.gate"} | deepseek.LATENT),
-        *(Squeeze(f"{layers}{n}_conv1d.weight", f"{mixer}{name}_conv.weight", (1,)) for name, n in CONVS.items()),
+        *(
+            Squeeze(f"{layers}{n}_conv1d.weight", f"{mixer}{name}_conv.weight", (1,))
+            for name, n in CONVS.items()
+        ),
         Squeeze(f"{layers}A_log", f"{mixer}log_rate", (0, 1, 3)),
         Rename(f"{layers}dt_bias", f"{mixer}decay_bias"),
         Rename(f"{MOE}gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
@@ -97,19 +119,29 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names: transformers has names of its own in memory."""
     linear = llama.layers_with(config, lambda layer: layer.mixer)
-    forget = {f"mixer.{n}": f"self_attn.forget_gate.{hf_name}" for n, hf_name in FORGET_GATE.items()}
+    forget = {
+        f"mixer.{n}": f"self_attn.forget_gate.{hf_name}" for n, hf_name in FORGET_GATE.items()
+    }
     mlp = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
     names = [*llama.rename_modules(forget, linear), *llama.rename_modules(mlp | deepseek.SHARED)]
     return [*deepseek.peft_rules(config), *names]
 
 
 def _gguf_layers(config: Config) -> tuple[LayerConfig, LayerConfig]:
-    """Return a layer of each kind, attention first; raise ValueError for what llama.cpp does not have."""
-    attention, delta = (next((x for x in config.layers if bool(x.mixer) == kind), None) for kind in (False, True))
+    """Return a layer of each kind, attention first; raise ValueError for what llama.cpp does not
+    have."""
+    attention, delta = (
+        next((x for x in config.layers if bool(x.mixer) == kind), None) for kind in (False, True)
+    )
     shared = next((layer.experts.shared_dim for layer in config.layers if layer.experts), 0)
-    if not (attention and delta and shared) or attention.latent.query_dim or delta.mixer.n_heads != config.n_heads:
+    if (
+        not (attention and delta and shared)
+        or attention.latent.query_dim
+        or delta.mixer.n_heads != config.n_heads
+    ):
         reason = (
-            "llama.cpp reads Kimi Linear with both kinds of layers, a shared expert, as many heads in both, no q_lora_rank"
+            "llama.cpp reads Kimi Linear with both kinds of layers, a shared expert, as many heads "
+            "in both, no q_lora_rank"
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     return attention, delta
@@ -117,12 +149,18 @@ def _gguf_layers(config: Config) -> tuple[LayerConfig, LayerConfig]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
-    linear, mixer = llama.layers_with(config, lambda layer: layer.mixer, "blk."), "blocks.{}.mixer."
+    linear = llama.layers_with(config, lambda layer: layer.mixer, "blk.")
+    mixer = "blocks.{}.mixer."
     width = _gguf_layers(config)[1].mixer.conv_width
     return [
         *llama.rename_modules(GGUF_NAMES, linear),
         *(
-            Reshape(f"{linear}ssm_conv1d_{n}.weight", f"{mixer}{name}_conv.weight", (1, -1, 1, width), (-1, width))
+            Reshape(
+                f"{linear}ssm_conv1d_{n}.weight",
+                f"{mixer}{name}_conv.weight",
+                (1, -1, 1, width),
+                (-1, width),
+            )
             for name, n in CONVS.items()
         ),
         Reshape(f"{linear}ssm_a", f"{mixer}log_rate", (-1, 1), (-1,), decay=True),
@@ -136,14 +174,17 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     attention, delta = _gguf_layers(config)
     kinds = [0 if layer.mixer else 1 for layer in config.layers]
     sizes = dict(zip(GGUF_DELTA, (delta.mixer.conv_width, delta.mixer.key_dim), strict=True))
-    keys = deepseek.GGUF_EXPERTS.keys() - {"expert_weights_norm"}  # llama.cpp always divides by the sum
+    # llama.cpp always divides by the sum
+    keys = deepseek.GGUF_EXPERTS.keys() - {"expert_weights_norm"}
     latent = deepseek.gguf_latent(attention.latent) | {"attention.head_count_kv": kinds}
     return latent | sizes | deepseek.gguf_experts(config, keys)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the kinds of layers and MLPs."""
-    kinds, depth, num_dense = hf["num_key_value_heads"], hf["num_hidden_layers"], hf.pop("first_k_dense_replace", 0)
+    kinds = hf["num_key_value_heads"]
+    depth = hf["num_hidden_layers"]
+    num_dense = hf.pop("first_k_dense_replace", 0)
     hf |= {
         "layer_types": ["full_attention" if kind else "linear_attention" for kind in kinds],
         "mlp_layer_types": ["dense" if n < num_dense else "sparse" for n in range(depth)],

@@ -1,4 +1,5 @@
-"""LFM2 and LFM2 MoE (Liquid AI, arXiv 2511.23404): gated short convolutions and some layers of attention."""
+"""LFM2 and LFM2 MoE (Liquid AI, arXiv 2511.23404): gated short convolutions and some layers of
+attention."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,10 @@ from litft.model.config import Config, NormConfig, ShortConvConfig
 
 MODEL_TYPES = ("lfm2", "lfm2_moe")
 GGUF = {"lfm2": ("lfm2", "Lfm2ForCausalLM"), "lfm2_moe": ("lfm2moe", "Lfm2MoeForCausalLM")}
-GGUF_LAYERS = {"attention.head_count_kv": "num_key_value_heads", "shortconv.l_cache": "conv_L_cache"}
+GGUF_LAYERS = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "shortconv.l_cache": "conv_L_cache",
+}
 GGUF_EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -33,28 +37,44 @@ PROJECTIONS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' Lfm2Config and Lfm2MoeConfig."""
-    hf = {"num_key_value_heads": 8, "tie_word_embeddings": True, "max_position_embeddings": 128000, **hf}
-    hf = {"moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, **hf}  # of mixtures
-    hf["tie_word_embeddings"] = hf.get("tie_embedding", hf["tie_word_embeddings"])  # published files have other names
+    """Read config.json; missing fields have the defaults of transformers' Lfm2Config and
+    Lfm2MoeConfig."""
+    hf = {
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 128000,
+        **hf,
+    }
+    # of mixtures
+    hf = {"moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, **hf}
+    # published files have other names
+    hf["tie_word_embeddings"] = hf.get("tie_embedding", hf["tie_word_embeddings"])
     is_mixture = hf["model_type"] == "lfm2_moe"
     hidden_dim = hf.get("block_ff_dim") or llama.one_size(hf, "intermediate_size")
     if not is_mixture and hf.get("block_auto_adjust_ff_dim", True):
-        multiple, hidden_dim = hf.get("block_multiple_of", 256), int(2 * hidden_dim / 3)
+        multiple = hf.get("block_multiple_of", 256)
+        hidden_dim = int(2 * hidden_dim / 3)
         hidden_dim = int((hf.get("block_ffn_dim_multiplier") or 1.0) * hidden_dim)
         hidden_dim = multiple * -(-hidden_dim // multiple)
     eps = hf.get("norm_eps", 1e-5)
-    base = llama.config({**hf, "intermediate_size": hidden_dim, "rms_norm_eps": eps, "hidden_act": "silu"}, rope_theta=1e6)
+    base = llama.config(
+        {**hf, "intermediate_size": hidden_dim, "rms_norm_eps": eps, "hidden_act": "silu"},
+        rope_theta=1e6,
+    )
     conv = ShortConvConfig(base.dim, hf.get("conv_L_cache", 3), hf.get("conv_bias", False))
     attention = hf.get("full_attn_idxs")
     is_conv = llama.layer_kinds(
-        hf, {"full_attention": False, "conv": True}, lambda index: attention is not None and index not in attention
+        hf,
+        {"full_attention": False, "conv": True},
+        lambda index: attention is not None and index not in attention,
     )
     layers = [base.layers[0].with_mixer(conv) if c else base.layers[0] for c in is_conv]
     if is_mixture:
         experts = deepseek.routed_experts({**hf, "n_shared_experts": 0})
         experts = replace(experts, correction_bias=hf.get("use_expert_bias", True))
-        layers = deepseek.sparse_layers({"first_k_dense_replace": hf.get("num_dense_layers", 2)}, layers, experts)
+        layers = deepseek.sparse_layers(
+            {"first_k_dense_replace": hf.get("num_dense_layers", 2)}, layers, experts
+        )
     return replace(
         base,
         layers=tuple(layers),
@@ -68,7 +88,9 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which rename."""
-    names = NAMES | {f"mlp.{n}_proj": f"feed_forward.{hf_name}" for n, hf_name in PROJECTIONS.items()}
+    names = NAMES | {
+        f"mlp.{n}_proj": f"feed_forward.{hf_name}" for n, hf_name in PROJECTIONS.items()
+    }
     layers = "model.layers.{}."
     stacks = mixtral.stacked_experts(config, f"{layers}feed_forward.experts.{{}}.", PROJECTIONS)
     return [
@@ -90,7 +112,8 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the number of key heads of each layer, 0 for convolutions, their width, and the sizes of the experts."""
+    """Return the number of key heads of each layer, 0 for convolutions, their width, and the sizes
+    of the experts."""
     width = next((layer.mixer.width for layer in config.layers if layer.mixer), 3)
     heads = [0 if layer.mixer else config.n_kv_heads for layer in config.layers]
     metadata = dict(zip(GGUF_LAYERS, (heads, width), strict=True))
@@ -102,9 +125,16 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Add the kinds of layers, and other names of fields."""
     heads = hf["num_key_value_heads"]
-    heads = heads if isinstance(heads, list) else [heads] * hf["num_hidden_layers"]
+    if isinstance(heads, list):
+        heads = heads
+    else:
+        heads = [heads] * hf["num_hidden_layers"]
     kinds = ["full_attention" if count else "conv" for count in heads]
-    adjusted = dict(block_auto_adjust_ff_dim=False, norm_eps=hf["rms_norm_eps"], tie_embedding=hf["tie_word_embeddings"])
+    adjusted = dict(
+        block_auto_adjust_ff_dim=False,
+        norm_eps=hf["rms_norm_eps"],
+        tie_embedding=hf["tie_word_embeddings"],
+    )
     hf = {name: value for name, value in hf.items() if name != "scoring_func"}
     return hf | adjusted | {"layer_types": kinds, "num_key_value_heads": max(heads)}
 

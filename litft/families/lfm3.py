@@ -1,4 +1,5 @@
-"""LFM3 (Liquid AI, 2026): LFM2's short convolutions, sliding windows, a gate for each head, norms before and after."""
+"""LFM3 (Liquid AI, 2026): LFM2's short convolutions, sliding windows, a gate for each head, norms
+before and after."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,22 @@ from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("lfm3",)
 
-DEFAULTS = dict(num_key_value_heads=4, head_dim=128, max_position_embeddings=128000, tie_word_embeddings=True)
+DEFAULTS = dict(
+    num_key_value_heads=4, head_dim=128, max_position_embeddings=128000, tie_word_embeddings=True
+)
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    },
 }
 KINDS = {kind: kind for kind in (*ROPES, "conv")}
-NAMES = llama.QK_NORMS | {"attention.o_proj": "self_attn.o_proj", "attention.gate_proj": "self_attn.gate_proj"}
+NAMES = llama.QK_NORMS | {
+    "attention.o_proj": "self_attn.o_proj",
+    "attention.gate_proj": "self_attn.gate_proj",
+}
 NAMES |= {"attention_post_norm": "post_operator_norm", "mlp_post_norm": "post_ffn_norm"}
 
 
@@ -26,15 +36,21 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config({**hf, "rope_parameters": None})
     conv = ShortConvConfig(base.dim, hf.get("conv_L_cache", 7), hf.get("conv_bias", False))
     default = ("conv", "conv", "full_attention", "conv")
-    kinds = llama.layer_kinds(hf, KINDS, lambda n: default[n % 4] if n % 4 or not n else "sliding_attention")
-    ropes, layers = {**ROPES, **llama.ropes_by_type(hf)}, []
+    kinds = llama.layer_kinds(
+        hf, KINDS, lambda n: default[n % 4] if n % 4 or not n else "sliding_attention"
+    )
+    ropes = {**ROPES, **llama.ropes_by_type(hf)}
+    layers = []
     for kind in kinds:
         layer = base.layers[0]
         if kind == "conv":
             layers.append(layer.with_mixer(conv))
             continue
         rope = RopeConfig.from_hf({**hf, "rope_parameters": ropes[kind]}, base.head_dim)
-        window = hf.get("sliding_window", 256) if kind == "sliding_attention" else None
+        if kind == "sliding_attention":
+            window = hf.get("sliding_window", 256)
+        else:
+            window = None
         layers.append(replace(layer, rope=rope, window=window))
     return replace(
         base,

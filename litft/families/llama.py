@@ -1,4 +1,5 @@
-"""Llama 1 to 3.3 and models with the same architecture (arXiv 2302.13971, 2407.21783); other families build on this file."""
+"""Llama 1 to 3.3 and models with the same architecture (arXiv 2302.13971, 2407.21783); other
+families build on this file."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +13,22 @@ GGUF = {"llama": ("llama", "LlamaForCausalLM")}
 GGUF_TENSORS = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_up.bias"}
 
 
-def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float | None = None) -> Config:
+def config(
+    hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float | None = None
+) -> Config:
     """Read config.json; missing fields have the defaults of transformers' LlamaConfig.
 
-    A family with other defaults puts them into `hf`; one with another architecture replaces fields of the result.
-    rope_theta, rope_fraction: default base of RoPE, and default share of a head that is rotated (None: all of it).
+    A family with other defaults puts them into `hf`; one with another architecture replaces fields
+    of the result.
+    rope_theta, rope_fraction: default base of RoPE, and default share of a head that is rotated
+    (None: all of it).
     """
     num_heads = hf["num_attention_heads"]
     if not hf.get("head_dim") and hf["hidden_size"] % num_heads:
-        raise ValueError(f"config.json: hidden_size {hf['hidden_size']} is not divisible by num_attention_heads {num_heads}")
+        raise ValueError(
+            f"config.json: hidden_size {hf['hidden_size']} is not divisible by num_attention_heads "
+            f"{num_heads}"
+        )
     head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
     layer = LayerConfig(rope=RopeConfig.from_hf(hf, head_dim, rope_theta, rope_fraction))
     return Config(
@@ -51,47 +59,72 @@ def one_size(hf: dict[str, Any], name: str) -> int:
     if size is None:
         raise KeyError(name)
     if isinstance(size, list):
-        raise ValueError(f"config.json: {name} must be one number for all layers of this model_type, found a list")
+        raise ValueError(
+            f"config.json: {name} must be one number for all layers of this model_type, found a "
+            "list"
+        )
     return size
 
 
 def sliding_layers(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[bool]:
-    """Return which layers have a sliding window: from `layer_types`, or without it from the family's rule `is_sliding`."""
+    """Return which layers have a sliding window: from `layer_types`, or without it from the
+    family's rule `is_sliding`."""
     return layer_kinds(hf, {"full_attention": False, "sliding_attention": True}, is_sliding)
 
 
 def linear_layers(hf: dict[str, Any], is_linear: Callable[[int], bool]) -> list[bool]:
-    """Return which layers have a recurrent mixer: from `layer_types`, or without it from the family's rule `is_linear`."""
+    """Return which layers have a recurrent mixer: from `layer_types`, or without it from the
+    family's rule `is_linear`."""
     return layer_kinds(hf, {"full_attention": False, "linear_attention": True}, is_linear)
 
 
-def layer_kinds(hf: dict[str, Any], supported: dict[str, bool], default: Callable[[int], bool]) -> list[bool]:
-    """Return which layers are of a kind: from `layer_types` by the values in `supported`, or without it from `default`."""
-    types, num_layers = hf.get("layer_types") or hf.get("layers_block_type"), hf["num_hidden_layers"]
+def layer_kinds(
+    hf: dict[str, Any], supported: dict[str, bool], default: Callable[[int], bool]
+) -> list[bool]:
+    """Return which layers are of a kind: from `layer_types` by the values in `supported`, or
+    without it from `default`."""
+    types = hf.get("layer_types") or hf.get("layers_block_type")
+    num_layers = hf["num_hidden_layers"]
     if types is None:
         return [default(index) for index in range(num_layers)]
     if len(types) != num_layers or any(layer_type not in tuple(supported) for layer_type in types):
         raise ValueError(
-            f"config.json: layer_types must list {num_layers} values from {', '.join(supported)}, found {types!r:.300}"
+            f"config.json: layer_types must list {num_layers} values from {', '.join(supported)}, "
+            f"found {types!r:.300}"
         )
     return [supported[layer_type] for layer_type in types]
 
 
-def layers_with(config: Config, has: Callable[[LayerConfig], Any], prefix: str = "model.layers.") -> str:
-    """Return the prefix of names in the layers for which `has` is true, as a pattern of `litft.checkpoints.conversion`."""
-    numbers = [str(index) for index, layer in enumerate(config.layers) if has(layer)]
+def layers_with(
+    config: Config, has: Callable[[LayerConfig], Any], prefix: str = "model.layers."
+) -> str:
+    """Return the prefix of names in the layers for which `has` is true, as a pattern of
+    `litft.checkpoints.conversion`."""
+    numbers = []
+    for index, layer in enumerate(config.layers):
+        if has(layer):
+            numbers.append(str(index))
     return f"{prefix}{{{','.join(numbers or ['none'])}}}."
 
 
 def layer_windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int | None]:
-    """Return the sliding window of each layer, None for full attention. is_sliding: as in `sliding_layers`."""
-    return [(hf.get("sliding_window") or None) if slides else None for slides in sliding_layers(hf, is_sliding)]
+    """Return the sliding window of each layer, None for full attention. is_sliding: as in
+    `sliding_layers`."""
+    return [
+        (hf.get("sliding_window") or None) if slides else None
+        for slides in sliding_layers(hf, is_sliding)
+    ]
 
 
 def ropes_by_type(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return transformers 5's `rope_parameters` by layer type; empty if the file has one set for all layers."""
+    """Return transformers 5's `rope_parameters` by layer type; empty if the file has one set for
+    all layers."""
     parameters = hf.get("rope_parameters") or {}
-    return {kind: parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters}
+    return {
+        kind: parameters[kind]
+        for kind in ("full_attention", "sliding_attention")
+        if kind in parameters
+    }
 
 
 # litft's module names -> the checkpoint's, within a layer
@@ -101,8 +134,13 @@ MLP = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def rename_modules(names: dict[str, str], hf_prefix: str = "model.layers.{}.", prefix: str = "blocks.{}.") -> list[Rule]:
-    """Return rules for modules that differ only in name; names maps litft's to the checkpoint's. Biases may be missing."""
+def rename_modules(
+    names: dict[str, str], hf_prefix: str = "model.layers.{}.", prefix: str = "blocks.{}."
+) -> list[Rule]:
+    """Return rules for modules that differ only in name; names maps litft's to the checkpoint's.
+
+    Biases may be missing.
+    """
     return [
         Rename(f"{hf_prefix}{hf_name}.{leaf}", f"{prefix}{name}.{leaf}")
         for name, hf_name in names.items()
@@ -111,9 +149,16 @@ def rename_modules(names: dict[str, str], hf_prefix: str = "model.layers.{}.", p
 
 
 def embedding_and_head(
-    config: Config, model: str = "model.", embed: str = "embed_tokens", norm: str = "norm", head: str = "lm_head"
+    config: Config,
+    model: str = "model.",
+    embed: str = "embed_tokens",
+    norm: str = "norm",
+    head: str = "lm_head",
 ) -> list[Rule]:
-    """Return the rules outside of layers: embedding, final norm and head. A tied checkpoint may store the weight twice."""
+    """Return the rules outside of layers: embedding, final norm and head.
+
+    A tied checkpoint may store the weight twice.
+    """
     tied = [Drop(f"{head}.weight")] if config.tied else []
     return [
         *rename_modules({"embed": model + embed, "norm": model + norm}, "", ""),
@@ -122,22 +167,34 @@ def embedding_and_head(
     ]
 
 
-def rules(config: Config, model: str = "model.", head: str = "lm_head", norms: dict[str, str] = NORMS) -> list[Rule]:
-    """Return the rules for Llama's names. model: prefix of all names except the head's; norms: as in NORMS."""
+def rules(
+    config: Config, model: str = "model.", head: str = "lm_head", norms: dict[str, str] = NORMS
+) -> list[Rule]:
+    """Return the rules for Llama's names. model: prefix of all names except the head's; norms: as
+    in NORMS."""
     layers = f"{model}layers.{{}}."
     drop = Drop(f"{layers}self_attn.rotary_emb.inv_freq")
-    return [*embedding_and_head(config, model, head=head), *rename_modules(ATTENTION | QK_NORMS | MLP | norms, layers), drop]
+    return [
+        *embedding_and_head(config, model, head=head),
+        *rename_modules(ATTENTION | QK_NORMS | MLP | norms, layers),
+        drop,
+    ]
 
 
 # litft's module names -> llama.cpp's, within a layer
-GGUF_ATTENTION = {f"attention.{n}_proj": f"attn_{n}" for n in "qkv"} | {"attention.o_proj": "attn_output"}
+GGUF_ATTENTION = {f"attention.{n}_proj": f"attn_{n}" for n in "qkv"} | {
+    "attention.o_proj": "attn_output"
+}
 GGUF_QK_NORMS = {f"attention.{n}_norm": f"attn_{n}_norm" for n in "qk"}
 GGUF_MLP = {f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}
 GGUF_NORMS = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 
 
-def gguf_names(config: Config, layer: dict[str, str] = GGUF_ATTENTION | GGUF_QK_NORMS | GGUF_MLP | GGUF_NORMS) -> list[Rule]:
-    """Return the rules for llama.cpp's names; its rope tensors are dropped, because the metadata is read instead."""
+def gguf_names(
+    config: Config, layer: dict[str, str] = GGUF_ATTENTION | GGUF_QK_NORMS | GGUF_MLP | GGUF_NORMS
+) -> list[Rule]:
+    """Return the rules for llama.cpp's names; its rope tensors are dropped, because the metadata is
+    read instead."""
     return [
         *embedding_and_head(config, "", "token_embd", "output_norm", "output"),
         *rename_modules(layer, "blk.{}."),
@@ -149,36 +206,58 @@ GGUF_WINDOWS = {"attention.sliding_window_pattern": "layer_types"}
 
 
 def gguf_windows(config: Config) -> dict[str, Any]:
-    """Return the metadata that lists the layers with a sliding window; raise ValueError if there are none."""
+    """Return the metadata that lists the layers with a sliding window; raise ValueError if there
+    are none."""
     pattern = [layer.window is not None for layer in config.layers]
     if not any(pattern):
-        raise ValueError(f"llama.cpp's architecture for {config.model_type} needs windows; keep the Hugging Face folder")
+        raise ValueError(
+            f"llama.cpp's architecture for {config.model_type} needs windows; keep the Hugging "
+            "Face folder"
+        )
     return {"attention.sliding_window_pattern": pattern}
 
 
 def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the names of the kinds of layers, if the metadata lists which have a window."""
-    if (pattern := hf.get("layer_types")) is None:
+    """Return config.json with the names of the kinds of layers, if the metadata lists which have a
+    window."""
+    pattern = hf.get("layer_types")
+    if pattern is None:
         return hf
     if isinstance(pattern, int):  # every so many layers, one has full attention
-        pattern = [pattern == 0 or n % pattern < pattern - 1 for n in range(hf["num_hidden_layers"])]
-    return hf | {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+        pattern = [
+            pattern == 0 or n % pattern < pattern - 1 for n in range(hf["num_hidden_layers"])
+        ]
+    return hf | {
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    }
 
 
 def gguf_ropes(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` of config.json for both kinds of layers; only that of full attention is scaled."""
+    """Return `rope_parameters` of config.json for both kinds of layers; only that of full attention
+    is scaled."""
     local = {"rope_type": "default", "rope_theta": hf["rope_theta"]}
-    return {"rope_parameters": {"full_attention": local | hf.pop("rope_scaling", {}), "sliding_attention": local}}
+    return {
+        "rope_parameters": {
+            "full_attention": local | hf.pop("rope_scaling", {}),
+            "sliding_attention": local,
+        }
+    }
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names. It rotates neighbouring entries, so rows of q and k are in another order."""
+    """Return the rules for llama.cpp's names.
+
+    It rotates neighbouring entries, so rows of q and k are in another order.
+    """
     heads = {"q": config.n_heads, "k": config.n_kv_heads}
-    interleaved = [
-        Interleave(f"blk.{{}}.attn_{n}.{leaf}", f"blocks.{{}}.attention.{n}_proj.{leaf}", count)
-        for n, count in heads.items()
-        for leaf in ("weight", "bias")
-    ]
+    interleaved = []
+    for n, count in heads.items():
+        for leaf in ("weight", "bias"):
+            interleaved.append(
+                Interleave(
+                    f"blk.{{}}.attn_{n}.{leaf}", f"blocks.{{}}.attention.{n}_proj.{leaf}", count
+                )
+            )
     return [*interleaved, *gguf_names(config)]
 
 
@@ -190,7 +269,8 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_mtp(config: Config, prefix: str = "model.layers.", count: int = 3) -> list[Rule]:
-    """Return rules that ignore the layers for multi-token prediction, which follow the last layer in published files.
+    """Return rules that ignore the layers for multi-token prediction, which follow the last layer
+    in published files.
 
     count: the most that a file has.
     """
@@ -198,13 +278,24 @@ def drop_mtp(config: Config, prefix: str = "model.layers.", count: int = 3) -> l
 
 
 def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:
-    """Return the config.json of the language model, given that of the multimodal model around it."""
-    shared = "eos_token_id bos_token_id pad_token_id torch_dtype dtype quantization_config tie_word_embeddings".split()
-    outer = {name: hf[name] for name in shared if name in hf}
+    """Return the config.json of the language model, given that of the multimodal model around
+    it."""
+    shared = (
+        "eos_token_id bos_token_id pad_token_id torch_dtype dtype quantization_config "
+        "tie_word_embeddings".split()
+    )
+    outer = {}
+    for name in shared:
+        if name in hf:
+            outer[name] = hf[name]
     return {"model_type": model_type, **hf["text_config"], **outer, "architectures": [architecture]}
 
 
 def multimodal_rules(config: Config, norms: dict[str, str] = NORMS) -> list[Rule]:
     """Return `rules` that also match a multimodal checkpoint, without its vision tensors."""
-    model, head = "{model.|language_model.model.|model.language_model.}", "{|language_model.}lm_head"
-    return [*rules(config, model, head, norms), Drop("{model.|}{vision_tower|multi_modal_projector}.{*}")]
+    model = "{model.|language_model.model.|model.language_model.}"
+    head = "{|language_model.}lm_head"
+    return [
+        *rules(config, model, head, norms),
+        Drop("{model.|}{vision_tower|multi_modal_projector}.{*}"),
+    ]

@@ -1,4 +1,5 @@
-"""Llama 4 (Meta, 2025), the language model: chunked attention, scaled NoPE layers, experts with weighted inputs."""
+"""Llama 4 (Meta, 2025), the language model: chunked attention, scaled NoPE layers, experts with
+weighted inputs."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,12 +21,16 @@ GGUF_FIELDS = {
 }
 MODEL = "{model.|language_model.model.}"
 WRAPPER = ModuleNames("language_model.model.", "language_model.lm_head")
-DEFAULTS = dict(num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5)
+DEFAULTS = dict(
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5
+)
 
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
-    return llama.text_model_config(hf, "llama4_text", "Llama4ForCausalLM") if hf["model_type"] == "llama4" else hf
+    if hf["model_type"] == "llama4":
+        return llama.text_model_config(hf, "llama4_text", "Llama4ForCausalLM")
+    return hf
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -33,19 +38,33 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {**DEFAULTS, **hf}
     base = llama.config(hf, rope_theta=500000.0)
     width = base.hidden_dim
-    experts = ExpertsConfig(hf.get("num_local_experts", 16), hf.get("num_experts_per_tok", 1), width, renormalize=False)
+    experts = ExpertsConfig(
+        hf.get("num_local_experts", 16), hf.get("num_experts_per_tok", 1), width, renormalize=False
+    )
     experts = replace(experts, scoring="sigmoid", weighted_input=True, shared_dim=width)
     uses_rope = smollm3.layers_with_rope(hf)
     kinds = {"full_attention": False, "chunked_attention": True}
     is_chunked = llama.layer_kinds(hf, kinds, lambda n: bool(uses_rope[n]))
-    chunk = Chunk(size) if (size := hf.get("attention_chunk_size", 8192)) else None
-    scale = hf.get("attn_scale", 0.1) if hf.get("attn_temperature_tuning", True) else 0.0
-    nope = RopeConfig(1.0, 0, original_max_positions=hf.get("floor_scale", 8192), query_beta=scale, query_offset=1)
+    size = hf.get("attention_chunk_size", 8192)
+    if size:
+        chunk = Chunk(size)
+    else:
+        chunk = None
+    if hf.get("attn_temperature_tuning", True):
+        scale = hf.get("attn_scale", 0.1)
+    else:
+        scale = 0.0
+    nope = RopeConfig(
+        1.0, 0, original_max_positions=hf.get("floor_scale", 8192), query_beta=scale, query_offset=1
+    )
     step = hf.get("interleave_moe_layer_step", 1)
     sparse = hf.get("moe_layers")
-    sparse = range(step - 1, len(base.layers), step) if sparse is None else sparse
+    if sparse is None:
+        sparse = range(step - 1, len(base.layers), step)
     if any(n >= len(base.layers) for n in sparse):
-        raise ValueError(f"config.json: moe_layers must list numbers of layers, found {sparse!r:.200}")
+        raise ValueError(
+            f"config.json: moe_layers must list numbers of layers, found {sparse!r:.200}"
+        )
     layers = tuple(
         replace(
             layer,
@@ -56,23 +75,45 @@ def config(hf: dict[str, Any]) -> Config:
         )
         for n, layer in enumerate(base.layers)
     )
-    qk_norm = NormConfig("rms", base.norm.eps, weight=False) if hf.get("use_qk_norm") is not False else None
-    dense = dict(hidden_dim=hf.get("intermediate_size_mlp", 16384), rope_interleaved=True, mlp_bias=False)
+    if hf.get("use_qk_norm") is not False:
+        qk_norm = NormConfig("rms", base.norm.eps, weight=False)
+    else:
+        qk_norm = None
+    dense = dict(
+        hidden_dim=hf.get("intermediate_size_mlp", 16384), rope_interleaved=True, mlp_bias=False
+    )
     return replace(base, layers=layers, qk_norm=qk_norm, qk_norm_after_rope=True, **dense)
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules, also for the multimodal checkpoint. Fused experts are stored as (E, C, 2 I) and (E, I, C)."""
-    prefix, hf_prefix = "blocks.{}.mlp.", f"{MODEL}layers.{{}}.feed_forward."
+    """Return the rules, also for the multimodal checkpoint.
+
+    Fused experts are stored as (E, C, 2 I) and (E, I, C).
+    """
+    prefix = "blocks.{}.mlp."
+    hf_prefix = f"{MODEL}layers.{{}}.feed_forward."
     gate_up = (f"{prefix}experts.gate_proj.weight", f"{prefix}experts.up_proj.weight")
     width = next((layer.experts.hidden_dim for layer in config.layers if layer.experts), 0)
-    shared = {f"shared.{name}_proj": f"shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    shared = {
+        f"shared.{name}_proj": f"shared_expert.{name}_proj" for name in ("gate", "up", "down")
+    }
     dense = {f"{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")}
     return [
         *llama.rename_modules({**dense, "router": "router", **shared}, hf_prefix, prefix),
         *llama.rules(config, MODEL, "{|language_model.}lm_head"),
-        Split(f"{hf_prefix}experts.gate_up_proj", gate_up, (width, width), transposed=True, known_to_peft=False),
-        Rename(f"{hf_prefix}experts.down_proj", f"{prefix}experts.down_proj.weight", transposed=True, known_to_peft=False),
+        Split(
+            f"{hf_prefix}experts.gate_up_proj",
+            gate_up,
+            (width, width),
+            transposed=True,
+            known_to_peft=False,
+        ),
+        Rename(
+            f"{hf_prefix}experts.down_proj",
+            f"{prefix}experts.down_proj.weight",
+            transposed=True,
+            known_to_peft=False,
+        ),
         Drop("{vision_model|multi_modal_projector}.{*}"),
     ]
 
@@ -85,9 +126,14 @@ def gguf_rules(config: Config) -> list[Rule]:
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts, and how many layers apart they are."""
     sizes = mixtral.gguf_sizes(config, GGUF_FIELDS)
-    return sizes | {"interleave_moe_layer_step": next(n for n, layer in enumerate(config.layers, 1) if layer.experts)}
+    return sizes | {
+        "interleave_moe_layer_step": next(
+            n for n, layer in enumerate(config.layers, 1) if layer.experts
+        )
+    }
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json; llama.cpp has the chunks of the published models, and knows Maverick by its 128 experts."""
+    """Return config.json; llama.cpp has the chunks of the published models, and knows Maverick by
+    its 128 experts."""
     return hf | {"use_qk_norm": hf.get("num_local_experts") != 128}

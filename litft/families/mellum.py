@@ -1,4 +1,5 @@
-"""Mellum 2 (JetBrains, 2026): Qwen3's mixtures with sliding windows, whose layers have a rotation of their own."""
+"""Mellum 2 (JetBrains, 2026): Qwen3's mixtures with sliding windows, whose layers have a rotation
+of their own."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,14 +21,17 @@ GGUF_EXPERTS = {
 }
 GGUF_FIELDS = GGUF_EXPERTS | llama.GGUF_WINDOWS
 
-DEFAULTS = dict(num_key_value_heads=4, head_dim=128, sliding_window=1024, max_position_embeddings=131072)
+DEFAULTS = dict(
+    num_key_value_heads=4, head_dim=128, sliding_window=1024, max_position_embeddings=131072
+)
 ROPES = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' MellumConfig."""
     hf = {**DEFAULTS, **hf}
-    base, ropes = llama.config({**hf, "rope_parameters": None}), {**ROPES, **llama.ropes_by_type(hf)}
+    base = llama.config({**hf, "rope_parameters": None})
+    ropes = {**ROPES, **llama.ropes_by_type(hf)}
     count = hf.get("num_local_experts", hf.get("num_experts", 64))  # the name in transformers 5
     experts = ExpertsConfig(
         count,
@@ -41,7 +45,9 @@ def config(hf: dict[str, Any]) -> Config:
         for kind, slides in (("full_attention", False), ("sliding_attention", True))
     }
     layers = [
-        replace(base.layers[0], rope=rotations[slides], window=hf["sliding_window"] if slides else None)
+        replace(
+            base.layers[0], rope=rotations[slides], window=hf["sliding_window"] if slides else None
+        )
         for slides in sliding
     ]
     layers = deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts)
@@ -54,13 +60,18 @@ def rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts, and which layers have windows; raise ValueError for dense layers."""
+    """Return the sizes of the experts, and which layers have windows; raise ValueError for dense
+    layers."""
     if not all(layer.experts for layer in config.layers):
-        raise ValueError("llama.cpp's architecture mellum has experts in every layer; keep the Hugging Face folder")
+        raise ValueError(
+            "llama.cpp's architecture mellum has experts in every layer; keep the Hugging Face "
+            "folder"
+        )
     return mixtral.gguf_sizes(config, GGUF_EXPERTS) | llama.gguf_windows(config)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the rotation of each kind of layer: of one theta, scaled in full attention only."""
+    """Return config.json with the rotation of each kind of layer: of one theta, scaled in full
+    attention only."""
     ropes = llama.gguf_ropes(hf)
     return llama.gguf_layer_types(hf) | ropes | {"norm_topk_prob": True}

@@ -1,4 +1,5 @@
-"""MiniMax M2 (2025): experts by sigmoid scores with a correction bias; norms over all heads; partial RoPE."""
+"""MiniMax M2 (2025): experts by sigmoid scores with a correction bias; norms over all heads;
+partial RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,22 +21,39 @@ GGUF_FIELDS = {
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' MiniMaxM2Config."""
-    defaults = dict(num_key_value_heads=8, head_dim=128, num_experts_per_tok=8, num_local_experts=256)
+    defaults = dict(
+        num_key_value_heads=8, head_dim=128, num_experts_per_tok=8, num_local_experts=256
+    )
     hf = {**defaults, "max_position_embeddings": 196608, **hf}
     fraction = 1.0
     if hf.get("rotary_dim"):
         fraction = hf["rotary_dim"] / llama.one_size(hf, "head_dim")
     base = llama.config(hf, 5e6, fraction)
     experts = deepseek.routed_experts(
-        {**hf, "moe_intermediate_size": base.hidden_dim, "n_shared_experts": 0, "norm_topk_prob": True}
+        {
+            **hf,
+            "moe_intermediate_size": base.hidden_dim,
+            "n_shared_experts": 0,
+            "norm_topk_prob": True,
+        }
     )
     layers = tuple(replace(layer, experts=experts) for layer in base.layers)
-    return replace(base, layers=layers, qk_norm=base.norm, qk_norm_over="all", qkv_bias=False, o_bias=False, mlp_bias=False)
+    return replace(
+        base,
+        layers=layers,
+        qk_norm=base.norm,
+        qk_norm_over="all",
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+    )
 
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Mixtral's names."""
-    bias = Rename("model.layers.{}.block_sparse_moe.e_score_correction_bias", "blocks.{}.mlp.correction_bias")
+    bias = Rename(
+        "model.layers.{}.block_sparse_moe.e_score_correction_bias", "blocks.{}.mlp.correction_bias"
+    )
     return [bias, *mixtral.rules(config)]
 
 
@@ -56,4 +74,6 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the function of its router."""
-    return {name: value for name, value in hf.items() if name != "partial_rotary_factor"} | {"scoring_func": "sigmoid"}
+    return {name: value for name, value in hf.items() if name != "partial_rotary_factor"} | {
+        "scoring_func": "sigmoid"
+    }

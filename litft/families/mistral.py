@@ -1,6 +1,8 @@
-"""Mistral 7B to Small 3.2, Ministral, Mathstral: Llama with a sliding window and without biases (arXiv 2310.06825).
+"""Mistral 7B to Small 3.2, Ministral, Mathstral: Llama with a sliding window and without biases
+(arXiv 2310.06825).
 
-Ministral 3 scales queries by position. It and Mistral Small 3.1 are published as multimodal models (mistral3).
+Ministral 3 scales queries by position. It and Mistral Small 3.1 are published as multimodal models
+(mistral3).
 """
 
 from dataclasses import replace
@@ -14,7 +16,10 @@ from litft.model.config import Config
 __all__ = ["MODEL_TYPES", "config", "gguf_rules", "rules", "text_config"]
 
 MODEL_TYPES = ("mistral", "ministral", "ministral3", "mistral3")
-GGUF = {"mistral": ("llama", "MistralForCausalLM"), "ministral3": ("mistral3", "Ministral3ForCausalLM")}
+GGUF = {
+    "mistral": ("llama", "MistralForCausalLM"),
+    "ministral3": ("mistral3", "Ministral3ForCausalLM"),
+}
 GGUF_FIELDS = {
     "attention.temperature_scale": "llama_4_scaling_beta",
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
@@ -42,23 +47,35 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     model_type = hf["text_config"].get("model_type", "mistral")
     if model_type not in ARCHITECTURES:
         raise ValueError(
-            f"config.json: model_type {model_type!r} in text_config is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"config.json: model_type {model_type!r} in text_config is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}"
         )
     return llama.text_model_config(hf, model_type, ARCHITECTURES[model_type])
 
 
 def config(hf: dict[str, Any], rope_theta: float = 10000.0) -> Config:
-    """Read config.json; missing fields have the defaults of MistralConfig, MinistralConfig or Ministral3Config."""
+    """Read config.json; missing fields have the defaults of MistralConfig, MinistralConfig or
+    Ministral3Config."""
     is_ministral3 = hf["model_type"] == "ministral3"
     window = None if is_ministral3 else 4096
     max_positions = 262144 if is_ministral3 else 131072
-    hf = {"num_key_value_heads": 8, "max_position_embeddings": max_positions, "sliding_window": window, **hf}
+    hf = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": max_positions,
+        "sliding_window": window,
+        **hf,
+    }
     if is_ministral3 and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf["rope_parameters"] = YARN
     if hf["model_type"] != "ministral":
         hf["layer_types"] = None  # only Ministral has different kinds of layers
-    base = llama.config({"head_dim": 128, "rms_norm_eps": 1e-5, **hf} if is_ministral3 else hf, rope_theta)
-    layers = tuple(replace(base.layers[0], window=window) for window in llama.layer_windows(hf, lambda index: True))
+    base = llama.config(
+        {"head_dim": 128, "rms_norm_eps": 1e-5, **hf} if is_ministral3 else hf, rope_theta
+    )
+    layers = tuple(
+        replace(base.layers[0], window=window)
+        for window in llama.layer_windows(hf, lambda index: True)
+    )
     return replace(base, layers=layers, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 
@@ -69,19 +86,34 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     rope = config.layers[0].rope
     if rope.rope_type != "yarn":
         raise ValueError(
-            "llama.cpp's architecture mistral3 needs YaRN, and this model has none; keep the Hugging Face folder"
+            "llama.cpp's architecture mistral3 needs YaRN, and this model has none; keep the "
+            "Hugging Face folder"
         )
-    return dict(zip(GGUF_FIELDS, (rope.query_beta, 1.0, float(rope.beta_fast), float(rope.beta_slow)), strict=True))
+    return dict(
+        zip(
+            GGUF_FIELDS,
+            (rope.query_beta, 1.0, float(rope.beta_fast), float(rope.beta_slow)),
+            strict=True,
+        )
+    )
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json; without a scale of queries, the file is one of Mistral Small 3.1."""
     if hf["model_type"] != "ministral3":
         return hf
-    scaling = {name: hf.pop(name) for name in GGUF_FIELDS.values() if name in hf}
+    scaling = {}
+    for name in GGUF_FIELDS.values():
+        if name in hf:
+            scaling[name] = hf.pop(name)
     if not scaling.get("llama_4_scaling_beta"):
-        return hf | {"model_type": "mistral", "architectures": [ARCHITECTURES["mistral"]], "sliding_window": None}
-    if mscale := scaling.pop("mscale_all_dim", None):
+        return hf | {
+            "model_type": "mistral",
+            "architectures": [ARCHITECTURES["mistral"]],
+            "sliding_window": None,
+        }
+    mscale = scaling.pop("mscale_all_dim", None)
+    if mscale:
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
     kind = hf.pop("rope_scaling", {"rope_type": "default"})
     return hf | {"rope_parameters": {"rope_theta": hf["rope_theta"], **kind, **scaling}}

@@ -15,17 +15,28 @@ GGUF_FIELDS = {"expert_count": "num_local_experts", "expert_used_count": "num_ex
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' MixtralConfig."""
-    hf = {"sliding_window": None, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, **hf}
+    hf = {
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        **hf,
+    }
     base = mistral.config({**hf, "model_type": "mistral"}, rope_theta=1e6)
-    experts = ExpertsConfig(hf["num_local_experts"], hf["num_experts_per_tok"], base.hidden_dim, renormalize=True)
+    experts = ExpertsConfig(
+        hf["num_local_experts"], hf["num_experts_per_tok"], base.hidden_dim, renormalize=True
+    )
     layers = tuple(replace(layer, experts=experts) for layer in base.layers)
     return replace(base, model_type=hf["model_type"], layers=layers)
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules; the tensors of each expert are stored separately, as w1 (gate), w3 (up) and w2 (down)."""
+    """Return the rules; the tensors of each expert are stored separately, as w1 (gate), w3 (up) and
+    w2 (down)."""
     stacks = stacked_experts(
-        config, "model.layers.{}.block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}
+        config,
+        "model.layers.{}.block_sparse_moe.experts.{}.",
+        {"gate": "w1", "up": "w3", "down": "w2"},
     )
     router = Rename("model.layers.{}.block_sparse_moe.gate.weight", "blocks.{}.mlp.router.weight")
     return [*llama.rules(config), router, *stacks]
@@ -52,7 +63,8 @@ def fused_experts(
     gate_up: str = "gate_up_proj",
     prefix: str = "blocks.{}.mlp.experts.",
 ) -> list[Rule]:
-    """Return rules for stacked experts with fused gate and up, as in transformers 5: (E, 2 I, C) and (E, C, I).
+    """Return rules for stacked experts with fused gate and up, as in transformers 5: (E, 2 I, C)
+    and (E, C, I).
 
     A dense model has none.
     """
@@ -86,30 +98,43 @@ SIZES = {
 
 
 def gguf_sizes(config: Config, keys: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of the experts among these keys of metadata; no shared expert has no size."""
+    """Return the sizes of the experts among these keys of metadata; no shared expert has no
+    size."""
     experts = mixture_of(config)
-    sizes = {key: getattr(experts, SIZES[key]) for key in keys if key in SIZES}
+    sizes = {}
+    for key in keys:
+        if key in SIZES:
+            sizes[key] = getattr(experts, SIZES[key])
     return {key: size for key, size in sizes.items() if size}
 
 
 def mixture_of(config: Config) -> ExpertsConfig:
-    """Return the experts that all sparse layers share; raise ValueError without them, which llama.cpp requires."""
+    """Return the experts that all sparse layers share; raise ValueError without them, which
+    llama.cpp requires."""
     experts = next((layer.experts for layer in config.layers if layer.experts), None)
     if experts is None:
-        reason = f"llama.cpp's architecture for {config.model_type} needs experts, but this model has none"
+        reason = (
+            f"llama.cpp's architecture for {config.model_type} needs experts, but this model has "
+            "none"
+        )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     return experts
 
 
 def gguf_expert_rules() -> list[Rule]:
-    """Return the rules for llama.cpp's names of the router, the stacked experts and the shared expert."""
+    """Return the rules for llama.cpp's names of the router, the stacked experts and the shared
+    expert."""
     names = {"mlp.router": "ffn_gate_inp"}
     for part in ("gate", "up", "down"):
-        names |= {f"mlp.experts.{part}_proj": f"ffn_{part}_exps", f"mlp.shared.{part}_proj": f"ffn_{part}_shexp"}
+        names |= {
+            f"mlp.experts.{part}_proj": f"ffn_{part}_exps",
+            f"mlp.shared.{part}_proj": f"ffn_{part}_shexp",
+        }
     return llama.rename_modules(names, "blk.{}.")
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """Return the rules for PEFT's names of experts and router, which are transformers' names in memory."""
+    """Return the rules for PEFT's names of experts and router, which are transformers' names in
+    memory."""
     router = Rename("model.layers.{}.mlp.gate.weight", "blocks.{}.mlp.router.weight")
     return [router, *fused_experts(config, "model.layers.{}.mlp.experts.")]

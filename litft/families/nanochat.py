@@ -1,4 +1,5 @@
-"""nanochat (Karpathy, 2025): weightless norms, also of the embedding and of rotated queries and keys; squared ReLU."""
+"""nanochat (Karpathy, 2025): weightless norms, also of the embedding and of rotated queries and
+keys; squared ReLU."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,4 +31,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's attention and CLIP's MLP."""
-    return [*llama.rename_modules({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}), *llama.rules(config)]
+    return [
+        *llama.rename_modules({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}),
+        *llama.rules(config),
+    ]

@@ -1,4 +1,5 @@
-"""Nemotron 3 and 4, Minitron (arXiv 2402.16819), Arcee AFM and Jais 2: Llama with an ungated MLP and squared ReLU."""
+"""Nemotron 3 and 4, Minitron (arXiv 2402.16819), Arcee AFM and Jais 2: Llama with an ungated MLP
+and squared ReLU."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,12 +27,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of NemotronConfig, ArceeConfig or Jais2Config."""
+    """Read config.json; missing fields have the defaults of NemotronConfig, ArceeConfig or
+    Jais2Config."""
     model_type = hf["model_type"]
     hf = {"hidden_act": "relu2", **DEFAULTS[model_type], **hf}
     base = llama.config(hf, rope_fraction=0.5 if model_type == "nemotron" else None)
     norms = {
-        "nemotron": NormConfig("layer", hf.get("norm_eps", 1e-5), offset=1.0, bias=True),  # stores weight - 1
+        # stores weight - 1
+        "nemotron": NormConfig("layer", hf.get("norm_eps", 1e-5), offset=1.0, bias=True),
         "arcee": base.norm,
         "jais2": NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True),
     }
@@ -45,11 +48,14 @@ def gguf_rules(config: Config) -> list[Rule]:
     if config.model_type == "jais2":
         return llama.gguf_names(config)
     norms = [
-        Shift(f"blk.{{}}.{stored}.weight", f"blocks.{{}}.{name}.weight", 1.0) for name, stored in llama.GGUF_NORMS.items()
+        Shift(f"blk.{{}}.{stored}.weight", f"blocks.{{}}.{name}.weight", 1.0)
+        for name, stored in llama.GGUF_NORMS.items()
     ]
     return [*norms, Shift("output_norm.weight", "norm.weight", 1.0), *llama.gguf_names(config)]
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json, in which Jais 2 has another name for a field."""
-    return hf | {"layer_norm_eps": hf.pop("norm_eps")} if hf["model_type"] == "jais2" else hf
+    if hf["model_type"] == "jais2":
+        return hf | {"layer_norm_eps": hf.pop("norm_eps")}
+    return hf

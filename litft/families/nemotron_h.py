@@ -1,4 +1,5 @@
-"""Nemotron-H and Nemotron 3 (arXiv 2504.03624): a block is Mamba-2, attention without RoPE, an ungated MLP, or experts."""
+"""Nemotron-H and Nemotron 3 (arXiv 2504.03624): a block is Mamba-2, attention without RoPE, an
+ungated MLP, or experts."""
 
 import math
 from dataclasses import replace
@@ -12,18 +13,29 @@ MODEL_TYPES = ("nemotron_h",)
 
 KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 NAMES = {"mamba": "linear_attention", "attention": "full_attention"}  # in older files
-FIELDS = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+FIELDS = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+}
 FIELDS |= {"mamba_dt_min": "time_step_min"}
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' NemotronHConfig."""
-    hf = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "mlp_hidden_act": "relu2", **hf}
+    hf = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "mlp_hidden_act": "relu2",
+        **hf,
+    }
     hf |= {name: hf[old] for old, name in FIELDS.items() if old in hf}
     if hf.get("moe_latent_size") is not None:
         raise ValueError(f"config.json: moe_latent_size {hf['moe_latent_size']!r} is not supported")
     kinds = _kinds(hf)
-    eps, bias = hf.get("layer_norm_epsilon", 1e-5), hf.get("use_bias", False)
+    eps = hf.get("layer_norm_epsilon", 1e-5)
+    bias = hf.get("use_bias", False)
     hf |= dict(num_hidden_layers=len(kinds), hidden_act=hf["mlp_hidden_act"], rms_norm_eps=eps)
     base = llama.config({"intermediate_size": 21504, **hf})
     mamba = Mamba2Config(
@@ -36,7 +48,8 @@ def config(hf: dict[str, Any]) -> Config:
         bias=bias,
         out_bias=bias,
         conv_bias=hf.get("use_conv_bias", True),
-        step_limits=(hf.get("time_step_min", 0.001), math.inf),  # as in transformers, whatever time_step_limit says
+        # as in transformers, whatever time_step_limit says
+        step_limits=(hf.get("time_step_min", 0.001), math.inf),
     )
     layer = replace(base.layers[0], rope=None)
     layers = {
@@ -56,25 +69,41 @@ def _kinds(hf: dict[str, Any]) -> list[str]:
     """Return the kind of each block."""
     types = hf.get("layer_types") or hf.get("layers_block_type")
     pattern = hf.get("hybrid_override_pattern") or "ME*-"
-    kinds = (
-        [NAMES.get(kind, kind) for kind in types] if types else [KINDS.get(character, character) for character in pattern]
-    )
-    if unknown := [kind for kind in kinds if kind not in KINDS.values()]:
-        raise ValueError(f"config.json: block type {unknown[0]!r} is not supported; known: {', '.join(KINDS.values())}")
+    if types:
+        kinds = [NAMES.get(kind, kind) for kind in types]
+    else:
+        kinds = [KINDS.get(character, character) for character in pattern]
+    unknown = []
+    for kind in kinds:
+        if kind not in KINDS.values():
+            unknown.append(kind)
+    if unknown:
+        raise ValueError(
+            f"config.json: block type {unknown[0]!r} is not supported; known: "
+            f"{', '.join(KINDS.values())}"
+        )
     return kinds
 
 
 def rules(config: Config, model: str = "backbone.") -> list[Rule]:
-    """Return the rules; the files call every part of a block its mixer. model: the prefix of all names but the head's."""
+    """Return the rules; the files call every part of a block its mixer. model: the prefix of all
+    names but the head's."""
     layers = f"{model}layers."
-    mixers, attention = (llama.layers_with(config, has, layers) for has in (lambda x: x.mixer, lambda x: x.attention))
+    mixers, attention = (
+        llama.layers_with(config, has, layers) for has in (lambda x: x.mixer, lambda x: x.attention)
+    )
     dense = llama.layers_with(config, lambda x: x.mlp and not x.experts, layers)
     sparse = llama.layers_with(config, lambda x: x.experts, layers)
     by_kind: list[Rule] = []
     if any(layer.mixer for layer in config.layers):
-        by_kind += [*bamba.mamba_rules(config, f"{mixers}mixer."), *llama.rename_modules({"attention_norm": "norm"}, mixers)]
+        by_kind += [
+            *bamba.mamba_rules(config, f"{mixers}mixer."),
+            *llama.rename_modules({"attention_norm": "norm"}, mixers),
+        ]
     if any(layer.attention for layer in config.layers):
-        names = {f"attention.{n}_proj": f"mixer.{n}_proj" for n in "qkvo"} | {"attention_norm": "norm"}
+        names = {f"attention.{n}_proj": f"mixer.{n}_proj" for n in "qkvo"} | {
+            "attention_norm": "norm"
+        }
         by_kind += llama.rename_modules(names, attention)
     if any(layer.mlp and not layer.experts for layer in config.layers):
         names = {f"mlp.{n}_proj": f"mixer.{n}_proj" for n in ("up", "down")} | {"mlp_norm": "norm"}
@@ -88,12 +117,21 @@ def rules(config: Config, model: str = "backbone.") -> list[Rule]:
             Rename(f"{sparse}mixer.gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
             *mixtral.stacked_experts(config, f"{sparse}mixer.experts.{{}}.", projections),
         ]
-    return [*by_kind, *llama.embedding_and_head(config, model, "embeddings", "norm_f"), Drop("mtp.{*}")]
+    return [
+        *by_kind,
+        *llama.embedding_and_head(config, model, "embeddings", "norm_f"),
+        Drop("mtp.{*}"),
+    ]
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """Return the rules for PEFT's names: transformers has another prefix in memory, and stacks the experts."""
-    sparse, moe = llama.layers_with(config, lambda x: x.experts, "model.layers."), "blocks.{}.mlp."
-    stacks = [Rename(f"{sparse}mixer.experts.{n}_proj", f"{moe}experts.{n}_proj.weight") for n in ("up", "down")]
+    """Return the rules for PEFT's names: transformers has another prefix in memory, and stacks the
+    experts."""
+    sparse = llama.layers_with(config, lambda x: x.experts, "model.layers.")
+    moe = "blocks.{}.mlp."
+    stacks = [
+        Rename(f"{sparse}mixer.experts.{n}_proj", f"{moe}experts.{n}_proj.weight")
+        for n in ("up", "down")
+    ]
     has_experts = any(layer.experts for layer in config.layers)
     return [*(stacks if has_experts else []), *rules(config, "model.")]

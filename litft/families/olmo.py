@@ -23,10 +23,18 @@ GGUF_FIELDS = {"attention.clamp_kqv": "clip_qkv"} | GGUF_EXPERTS | llama.GGUF_WI
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of OlmoConfig, Olmo2Config, Olmo3Config or OlmoeConfig."""
-    model_type, nested = hf["model_type"], llama.ropes_by_type(hf)
-    is_flex, max_positions = model_type == "flex_olmo", 4096 if model_type in ("olmoe", "flex_olmo") else 2048
-    hf = {"rms_norm_eps": 1e-6 if is_flex else 1e-5, "sliding_window": 4096, "max_position_embeddings": max_positions, **hf}
+    """Read config.json; missing fields have the defaults of OlmoConfig, Olmo2Config, Olmo3Config or
+    OlmoeConfig."""
+    model_type = hf["model_type"]
+    nested = llama.ropes_by_type(hf)
+    is_flex = model_type == "flex_olmo"
+    max_positions = 4096 if model_type in ("olmoe", "flex_olmo") else 2048
+    hf = {
+        "rms_norm_eps": 1e-6 if is_flex else 1e-5,
+        "sliding_window": 4096,
+        "max_position_embeddings": max_positions,
+        **hf,
+    }
     theta = 5e5 if is_flex or model_type == "olmo3" else 1e4
     base = llama.config({**hf, "rope_parameters": None} if nested else hf, theta)
     base = replace(base, mlp_bias=False, qkv_clip=hf.get("clip_qkv"))
@@ -34,7 +42,8 @@ def config(hf: dict[str, Any]) -> Config:
         return replace(base, norm=NormConfig("layer", 1e-5, weight=False))
     base = replace(base, qk_norm=base.norm, qk_norm_over="all")
     if model_type in ("olmoe", "flex_olmo"):
-        base = replace(base, norm_position="after", qkv_clip=None) if is_flex else base
+        if is_flex:
+            base = replace(base, norm_position="after", qkv_clip=None)
         experts = ExpertsConfig(
             hf.get("num_experts", 7 if is_flex else 64),
             hf.get("num_experts_per_tok", 5 if is_flex else 8),
@@ -49,22 +58,31 @@ def config(hf: dict[str, Any]) -> Config:
     return replace(base, layers=tuple(_olmo3_layer(base, hf, nested, window) for window in windows))
 
 
-def _olmo3_layer(base: Config, hf: dict[str, Any], nested: dict[str, Any], window: int | None) -> Any:
+def _olmo3_layer(
+    base: Config, hf: dict[str, Any], nested: dict[str, Any], window: int | None
+) -> Any:
     """Return a layer of OLMo 3, which scales RoPE only in layers with full attention."""
     layer = base.layers[0]
     if nested:
         parameters = nested.get("full_attention" if window is None else "sliding_attention")
         rope = RopeConfig.from_hf({**hf, "rope_parameters": parameters}, base.head_dim, 5e5)
     else:
-        rope = layer.rope if window is None else RopeConfig.from_hf({**hf, "rope_scaling": None}, base.head_dim, 5e5)
+        if window is None:
+            rope = layer.rope
+        else:
+            rope = RopeConfig.from_hf({**hf, "rope_scaling": None}, base.head_dim, 5e5)
     return replace(layer, window=window, rope=rope)
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules for Llama's names; OLMo 2 and 3 have norms after attention and MLP, OLMoE separate experts."""
+    """Return the rules for Llama's names; OLMo 2 and 3 have norms after attention and MLP, OLMoE
+    separate experts."""
     norms = llama.NORMS
     if config.norm_position == "after":
-        norms = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+        norms = {
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
     dense_rules = [
         *llama.embedding_and_head(config),
         *llama.rename_modules(llama.ATTENTION | llama.QK_NORMS | llama.MLP | norms),
@@ -73,7 +91,11 @@ def rules(config: Config) -> list[Rule]:
         return dense_rules
     projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     router = Rename("model.layers.{}.mlp.gate.weight", "blocks.{}.mlp.router.weight")
-    return [*dense_rules, router, *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections)]
+    return [
+        *dense_rules,
+        router,
+        *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections),
+    ]
 
 
 def peft_rules(config: Config) -> list[Rule]:
@@ -82,29 +104,39 @@ def peft_rules(config: Config) -> list[Rule]:
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names; rows of OLMo 1's queries and keys are in another order, as Llama's."""
+    """Return the rules for llama.cpp's names; rows of OLMo 1's queries and keys are in another
+    order, as Llama's."""
     if config.model_type == "olmo":
         return llama.gguf_rules(config)
-    names = llama.GGUF_NORMS | {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
+    names = llama.GGUF_NORMS | {
+        "attention_post_norm": "post_attention_norm",
+        "mlp_post_norm": "post_ffw_norm",
+    }
     names |= llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP
     return [*mixtral.gguf_expert_rules(), *llama.gguf_names(config, names)]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the number of experts of OLMoE, OLMo 3's windows, and OLMo 1's limit of queries, keys and values."""
+    """Return the number of experts of OLMoE, OLMo 3's windows, and OLMo 1's limit of queries, keys
+    and values."""
     if config.model_type == "olmo":
-        return {"attention.clamp_kqv": float(config.qkv_clip)} if config.qkv_clip else {}
+        if config.qkv_clip:
+            return {"attention.clamp_kqv": float(config.qkv_clip)}
+        return {}
     if config.model_type == "olmo3":
         return llama.gguf_windows(config)
     if config.model_type == "olmo2":
         return {}
     if config.n_kv_heads != config.n_heads:
-        raise ValueError("llama.cpp's architecture olmoe has no shared key heads; keep the Hugging Face folder")
+        raise ValueError(
+            "llama.cpp's architecture olmoe has no shared key heads; keep the Hugging Face folder"
+        )
     return mixtral.gguf_sizes(config, GGUF_EXPERTS)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json; llama.cpp's architecture is the same for OLMo 2 and OLMo 3, which has windows."""
+    """Return config.json; llama.cpp's architecture is the same for OLMo 2 and OLMo 3, which has
+    windows."""
     if hf["model_type"] == "olmo2" and hf.get("sliding_window"):
         hf |= {"model_type": "olmo3", "architectures": [GGUF["olmo3"][1]]} | llama.gguf_ropes(hf)
     return llama.gguf_layer_types(hf)

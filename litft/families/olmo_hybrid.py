@@ -1,4 +1,5 @@
-"""OLMo Hybrid (Ai2, 2026): three of four layers are Gated DeltaNets with norms before, the others OLMo 3's layers."""
+"""OLMo Hybrid (Ai2, 2026): three of four layers are Gated DeltaNets with norms before, the others
+OLMo 3's layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,8 @@ MIXER = {
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' OlmoHybridConfig."""
     base = llama.config({"max_position_embeddings": 65536, **hf, "head_dim": None})
-    has_rope = "rope_parameters" not in hf or bool((hf["rope_parameters"] or {}).get("rope_theta"))  # null: no RoPE
+    # null: no RoPE
+    has_rope = "rope_parameters" not in hf or bool((hf["rope_parameters"] or {}).get("rope_theta"))
     heads = hf.get("linear_num_value_heads") or base.n_heads
     key_heads = hf.get("linear_num_key_heads") or base.n_heads
     key_dim = hf.get("linear_key_head_dim") or int(0.75 * base.dim / key_heads)
@@ -37,7 +39,10 @@ def config(hf: dict[str, Any]) -> Config:
         1e-5,
         negative_eigenvalues=hf.get("linear_allow_neg_eigval", True),
     )
-    attention = base.layers[0] if has_rope else replace(base.layers[0], rope=None)
+    if has_rope:
+        attention = base.layers[0]
+    else:
+        attention = replace(base.layers[0], rope=None)
     linear = replace(attention.with_mixer(delta), norm_position="before")
     last = len(base.layers) - 1
     is_linear = llama.linear_layers(hf, lambda n: n % 4 != 3 and (n != last or last >= 3))
@@ -49,15 +54,20 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names; the norms' names depend on the kind of layer."""
     linear = llama.layers_with(config, lambda layer: layer.mixer)
-    mixer, names = f"{linear}linear_attn.", {f"mixer.{name}": hf_name for name, hf_name in MIXER.items()}
+    mixer = f"{linear}linear_attn."
+    names = {f"mixer.{name}": hf_name for name, hf_name in MIXER.items()}
     norms = {"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
-    # transformers writes the norm after attention under the name that it has before the MLP in other layers
+    # transformers writes the norm after attention under the name that it has before the MLP in
+    # other layers
     post_norm = "{feedforward_layer_norm|post_attention_layernorm}"
     post_norms = {"attention_post_norm": post_norm, "mlp_post_norm": "post_feedforward_layernorm"}
     convs = {"query": "q", "key": "k", "value": "v"}
     return [
         *llama.rename_modules(names, mixer),
-        *(Squeeze(f"{mixer}{n}_conv1d.weight", f"blocks.{{}}.mixer.{name}_conv.weight", (1,)) for name, n in convs.items()),
+        *(
+            Squeeze(f"{mixer}{n}_conv1d.weight", f"blocks.{{}}.mixer.{name}_conv.weight", (1,))
+            for name, n in convs.items()
+        ),
         Rename(f"{mixer}A_log", "blocks.{}.mixer.log_rate"),
         Rename(f"{mixer}dt_bias", "blocks.{}.mixer.decay_bias"),
         *llama.rename_modules(norms, linear),

@@ -40,8 +40,12 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules; Linears are Conv1D with weights (in, out)."""
-    names, sizes = gpt2.LINEARS, (config.dim,) * 3
-    weights = [Rename(f"{LAYERS}{n}.weight", f"blocks.{{}}.{name}.weight", transposed=True) for name, n in names.items()]
+    names = gpt2.LINEARS
+    sizes = (config.dim,) * 3
+    weights = [
+        Rename(f"{LAYERS}{n}.weight", f"blocks.{{}}.{name}.weight", transposed=True)
+        for name, n in names.items()
+    ]
     return [
         *llama.embedding_and_head(config, "transformer.", "tokens_embed"),
         *llama.rename_modules({"embed_positions": "transformer.positions_embed"}, "", ""),

@@ -1,4 +1,5 @@
-"""OPT (arXiv 2205.01068), BioGPT and XGLM (arXiv 2112.10668): learned or sinusoidal positions, counted from 2."""
+"""OPT (arXiv 2205.01068), BioGPT and XGLM (arXiv 2112.10668): learned or sinusoidal positions,
+counted from 2."""
 
 import math
 from dataclasses import replace
@@ -15,19 +16,39 @@ POST_NORMS = {"attention_post_norm": "self_attn_layer_norm", "mlp_post_norm": "f
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' OPTConfig, BioGptConfig and XGLMConfig."""
+    """Read config.json; missing fields have the defaults of transformers' OPTConfig, BioGptConfig
+    and XGLMConfig."""
     model_type = hf["model_type"]
     if hf.get("add_cross_attention"):
-        raise ValueError("config.json: add_cross_attention true is not supported; use a decoder-only model")
-    names = {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "attention_heads": "num_attention_heads"}
+        raise ValueError(
+            "config.json: add_cross_attention true is not supported; use a decoder-only model"
+        )
+    names = {
+        "d_model": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "attention_heads": "num_attention_heads",
+    }
     names |= {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"}
     defaults = dict(hidden_act="relu" if model_type == "opt" else "gelu", tie_word_embeddings=True)
     defaults |= dict(max_position_embeddings=1024 if model_type == "biogpt" else 2048)
-    base = llama.config({**defaults, **hf, **{names[n]: hf[n] for n in names if n in hf}, "num_key_value_heads": None})
-    if (embed_dim := hf.get("word_embed_proj_dim")) not in (None, base.dim):
-        raise ValueError(f"config.json: word_embed_proj_dim {embed_dim!r} is not supported; it must equal hidden_size")
-    bias, scales = hf.get("enable_bias", True), model_type != "opt" and hf.get("scale_embedding", True)
-    is_pre_norm, weight = hf.get("do_layer_norm_before", True), hf.get("layer_norm_elementwise_affine", True)
+    base = llama.config(
+        {
+            **defaults,
+            **hf,
+            **{names[n]: hf[n] for n in names if n in hf},
+            "num_key_value_heads": None,
+        }
+    )
+    embed_dim = hf.get("word_embed_proj_dim")
+    if embed_dim not in (None, base.dim):
+        raise ValueError(
+            f"config.json: word_embed_proj_dim {embed_dim!r} is not supported; it must equal "
+            "hidden_size"
+        )
+    bias = hf.get("enable_bias", True)
+    scales = model_type != "opt" and hf.get("scale_embedding", True)
+    is_pre_norm = hf.get("do_layer_norm_before", True)
+    weight = hf.get("layer_norm_elementwise_affine", True)
     return replace(
         base,
         layers=tuple(replace(layer, rope=None) for layer in base.layers),
@@ -48,9 +69,19 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename."""
     model = {"opt": "model.decoder.", "biogpt": "biogpt.", "xglm": "model."}[config.model_type]
-    final_norm = "final_layer_norm" if config.model_type == "opt" else "layer_norm"
-    head = "output_projection" if config.model_type == "biogpt" else "lm_head"
-    layers = {"attention.o_proj": "self_attn.out_proj", "mlp.up_proj": "fc1", "mlp.down_proj": "fc2"}
+    if config.model_type == "opt":
+        final_norm = "final_layer_norm"
+    else:
+        final_norm = "layer_norm"
+    if config.model_type == "biogpt":
+        head = "output_projection"
+    else:
+        head = "lm_head"
+    layers = {
+        "attention.o_proj": "self_attn.out_proj",
+        "mlp.up_proj": "fc1",
+        "mlp.down_proj": "fc2",
+    }
     layers |= NORMS if config.norm_position == "before" else POST_NORMS
     return [
         *llama.embedding_and_head(config, model, norm=final_norm, head=head),

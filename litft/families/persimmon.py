@@ -1,4 +1,5 @@
-"""Persimmon 8B (Adept, 2023): GPT-NeoX's fused projections, squared ReLU and norms of queries and keys."""
+"""Persimmon 8B (Adept, 2023): GPT-NeoX's fused projections, squared ReLU and norms of queries and
+keys."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,25 +11,47 @@ from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("persimmon",)
 
-NAMES = {"attention.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+NAMES = {
+    "attention.o_proj": "self_attn.dense",
+    "mlp.up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
 NAMES |= {f"attention.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"} | llama.NORMS
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' PersimmonConfig."""
-    hf = {"hidden_act": "relu2", "max_position_embeddings": 16384, **hf, "num_key_value_heads": None, "head_dim": None}
+    hf = {
+        "hidden_act": "relu2",
+        "max_position_embeddings": 16384,
+        **hf,
+        "num_key_value_heads": None,
+        "head_dim": None,
+    }
     base = llama.config(hf, rope_fraction=0.5)
     norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True)
     qk_norm = norm if hf.get("qk_layernorm", True) else None
-    return replace(base, norm=norm, qk_norm=qk_norm, gated=False, qkv_bias=True, o_bias=True, mlp_bias=True)
+    return replace(
+        base, norm=norm, qk_norm=qk_norm, gated=False, qkv_bias=True, o_bias=True, mlp_bias=True
+    )
 
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules; q, k and v are interleaved by head."""
     layers = "model.layers.{}."
     fused = [
-        Split(f"{layers}self_attn.query_key_value.{leaf}", qkv_names(leaf), (config.head_dim,) * 3, config.n_heads)
+        Split(
+            f"{layers}self_attn.query_key_value.{leaf}",
+            qkv_names(leaf),
+            (config.head_dim,) * 3,
+            config.n_heads,
+        )
         for leaf in ("weight", "bias")
     ]
     outer = llama.embedding_and_head(config, norm="final_layernorm")
-    return [*outer, *llama.rename_modules(NAMES, layers), *fused, Drop(f"{layers}self_attn.rotary_emb.inv_freq")]
+    return [
+        *outer,
+        *llama.rename_modules(NAMES, layers),
+        *fused,
+        Drop(f"{layers}self_attn.rotary_emb.inv_freq"),
+    ]

@@ -1,4 +1,5 @@
-"""Phi-1, 1.5 and 2 (arXiv 2309.05463): parallel attention and MLP with one LayerNorm, partial RoPE, biases."""
+"""Phi-1, 1.5 and 2 (arXiv 2309.05463): parallel attention and MLP with one LayerNorm, partial RoPE,
+biases."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,11 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename."""
     names = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in "qkv"}
-    names |= {"attention.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
+    names |= {
+        "attention.o_proj": "self_attn.dense",
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+    }
     names |= {"attention_norm": "input_layernorm"}
     names |= {f"attention.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"}
     return [*llama.embedding_and_head(config, norm="final_layernorm"), *llama.rename_modules(names)]
@@ -41,4 +46,6 @@ def rules(config: Config) -> list[Rule]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
-    return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP | {"attention_norm": "attn_norm"})
+    return llama.gguf_names(
+        config, llama.GGUF_ATTENTION | llama.GGUF_MLP | {"attention_norm": "attn_norm"}
+    )

@@ -1,4 +1,5 @@
-"""Phi-3, 3.5, 4 and 4-mini (arXiv 2404.14219, 2412.08905): Llama with fused q/k/v and gate/up, 4-mini with partial RoPE."""
+"""Phi-3, 3.5, 4 and 4-mini (arXiv 2404.14219, 2412.08905): Llama with fused q/k/v and gate/up,
+4-mini with partial RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,12 @@ GGUF = {"phi3": ("phi3", "Phi3ForCausalLM")}
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Phi3Config."""
-    hf = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **hf}
+    hf = {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        **hf,
+    }
     for field in ("rope_scaling", "rope_parameters"):
         scaling = hf.get(field) or {}
         rope_type = scaling.get("rope_type", scaling.get("type"))
@@ -26,7 +32,8 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with fused q/k/v and gate/up."""
-    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    q = config.n_heads * config.head_dim
+    kv = config.n_kv_heads * config.head_dim
     names = {"attention.o_proj": "self_attn.o_proj", "mlp.down_proj": "mlp.down_proj"}
     return [
         *llama.embedding_and_head(config),
@@ -38,7 +45,8 @@ def rules(config: Config) -> list[Rule]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp, which fuses q/k/v and gate/up too."""
-    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    q = config.n_heads * config.head_dim
+    kv = config.n_kv_heads * config.head_dim
     names = {"attention.o_proj": "attn_output", "mlp.down_proj": "ffn_down"}
     return [
         *llama.gguf_names(config, names | llama.GGUF_NORMS),
@@ -52,7 +60,9 @@ def qkv_names(leaf: str) -> tuple[str, str, str]:
     return tuple(f"blocks.{{}}.attention.{n}_proj.{leaf}" for n in "qkv")
 
 
-def gate_up_rules(config: Config, hf_name: str = "model.layers.{}.mlp.gate_up_proj.weight") -> list[Rule]:
+def gate_up_rules(
+    config: Config, hf_name: str = "model.layers.{}.mlp.gate_up_proj.weight"
+) -> list[Rule]:
     """Return the rule for an MLP Linear in which up follows gate."""
     names = tuple(f"blocks.{{}}.mlp.{n}_proj.weight" for n in ("gate", "up"))
     return [Split(hf_name, names, (config.hidden_dim,) * 2)]

@@ -15,13 +15,20 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **hf}
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     scaling = dict(hf.get(key) or {})
-    short, long = scaling.pop("short_mscale", None), scaling.pop("long_mscale", None)
+    short = scaling.pop("short_mscale", None)
+    long = scaling.pop("long_mscale", None)
     if short != long:
-        raise ValueError(f"config.json: short_mscale {short!r} and long_mscale {long!r} must be equal")
-    hf = {**hf, key: {**scaling, "attention_factor": short}} if short else hf
+        raise ValueError(
+            f"config.json: short_mscale {short!r} and long_mscale {long!r} must be equal"
+        )
+    if short:
+        hf = {**hf, key: {**scaling, "attention_factor": short}}
     base = llama.config(hf, rope_theta=1e6)
-    if (top_k := hf.get("num_experts_per_tok", 2)) != 2:
-        raise ValueError(f"config.json: num_experts_per_tok {top_k} is not supported; SparseMixer selects 2")
+    top_k = hf.get("num_experts_per_tok", 2)
+    if top_k != 2:
+        raise ValueError(
+            f"config.json: num_experts_per_tok {top_k} is not supported; SparseMixer selects 2"
+        )
     experts = ExpertsConfig(
         hf.get("num_local_experts", 16),
         top_k,

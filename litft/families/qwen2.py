@@ -1,4 +1,5 @@
-"""Qwen 1.5, 2 and 2.5, QwQ (arXiv 2407.10671), Qwen 3 (2505.09388): Llama with q/k/v biases or q/k norms, and its names."""
+"""Qwen 1.5, 2 and 2.5, QwQ (arXiv 2407.10671), Qwen 3 (2505.09388): Llama with q/k/v biases or q/k
+norms, and its names."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,8 @@ GGUF = {"qwen2": ("qwen2", "Qwen2ForCausalLM"), "qwen3": ("qwen3", "Qwen3ForCaus
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' Qwen2Config and Qwen3Config."""
+    """Read config.json; missing fields have the defaults of transformers' Qwen2Config and
+    Qwen3Config."""
     hf = {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096, **hf}
     if hf["model_type"] == "qwen3":
         hf = {"head_dim": 128, **hf}

@@ -1,4 +1,5 @@
-"""Qwen 1.5 and 2 MoE (arXiv 2407.10671), with a gated shared expert, and Qwen 3 MoE (arXiv 2505.09388), without one."""
+"""Qwen 1.5 and 2 MoE (arXiv 2407.10671), with a gated shared expert, and Qwen 3 MoE (arXiv
+2505.09388), without one."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,10 @@ from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
-GGUF = {"qwen2_moe": ("qwen2moe", "Qwen2MoeForCausalLM"), "qwen3_moe": ("qwen3moe", "Qwen3MoeForCausalLM")}
+GGUF = {
+    "qwen2_moe": ("qwen2moe", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ("qwen3moe", "Qwen3MoeForCausalLM"),
+}
 GGUF_FIELDS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -26,25 +30,36 @@ DEFAULTS = {
         num_experts=60,
         qkv_bias=True,
     ),
-    "qwen3_moe": dict(num_key_value_heads=4, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128),
+    "qwen3_moe": dict(
+        num_key_value_heads=4, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128
+    ),
 }
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' Qwen2MoeConfig and Qwen3MoeConfig."""
+    """Read config.json; missing fields have the defaults of transformers' Qwen2MoeConfig and
+    Qwen3MoeConfig."""
     has_shared_expert = hf["model_type"] == "qwen2_moe"
-    hf = {"max_position_embeddings": 32768, "sliding_window": 4096, **DEFAULTS[hf["model_type"]], **hf}
+    hf = {
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        **DEFAULTS[hf["model_type"]],
+        **hf,
+    }
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
     if not has_shared_expert:
         hf["layer_types"] = None  # Qwen 3 MoE has the same attention in all layers
     base = llama.config(hf)
     windows = llama.layer_windows(
-        hf, lambda index: not has_shared_expert or (index % 2 == 0 and index < hf["max_window_layers"])
+        hf,
+        lambda index: not has_shared_expert or (index % 2 == 0 and index < hf["max_window_layers"]),
     )
     layers = tuple(
         replace(layer, window=window, experts=experts)
-        for layer, window, experts in zip(base.layers, windows, layer_experts(hf, has_shared_expert), strict=True)
+        for layer, window, experts in zip(
+            base.layers, windows, layer_experts(hf, has_shared_expert), strict=True
+        )
     )
     if has_shared_expert:
         return replace(base, layers=layers, qkv_bias=hf["qkv_bias"], o_bias=False)
@@ -62,12 +77,17 @@ def layer_experts(hf: dict[str, Any], has_shared_expert: bool) -> list[ExpertsCo
         shared_dim=hf["shared_expert_intermediate_size"] if has_shared_expert else 0,
         shared_gate=has_shared_expert,
     )
-    dense_layers, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-    return [experts if n not in dense_layers and (n + 1) % step == 0 and experts.count else None for n in range(num_layers)]
+    dense_layers = hf.get("mlp_only_layers") or []
+    step = hf.get("decoder_sparse_step", 1)
+    return [
+        experts if n not in dense_layers and (n + 1) % step == 0 and experts.count else None
+        for n in range(num_layers)
+    ]
 
 
 def rules(config: Config, model: str = "model.") -> list[Rule]:
-    """Return the rules for Llama's names, with separately stored experts. model: the prefix of all names but the head's."""
+    """Return the rules for Llama's names, with separately stored experts. model: the prefix of all
+    names but the head's."""
     layers = f"{model}layers.{{}}."
     names = {"mlp.router": "mlp.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
     names |= {f"mlp.shared.{n}_proj": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
@@ -82,8 +102,11 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_mixture_rules() -> list[Rule]:
-    """Return the rules for llama.cpp's names of the router, the experts, and the shared expert with its gate."""
-    gate = Reshape("blk.{}.ffn_gate_inp_shexp.weight", "blocks.{}.mlp.shared_gate.weight", (-1,), (1, -1))
+    """Return the rules for llama.cpp's names of the router, the experts, and the shared expert with
+    its gate."""
+    gate = Reshape(
+        "blk.{}.ffn_gate_inp_shexp.weight", "blocks.{}.mlp.shared_gate.weight", (-1,), (1, -1)
+    )
     return [gate, *mixtral.gguf_expert_rules()]
 
 

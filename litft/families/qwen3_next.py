@@ -1,4 +1,5 @@
-"""Qwen3-Next and Qwen3.5 (2025): three of four layers are Gated DeltaNets, attention is gated, norms store weight - 1."""
+"""Qwen3-Next and Qwen3.5 (2025): three of four layers are Gated DeltaNets, attention is gated,
+norms store weight - 1."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,16 @@ from litft.families import llama, qwen2_moe
 from litft.families.qwen2_moe import peft_rules
 from litft.model.config import Config, DeltaNetConfig
 
-__all__ = ["MODEL_TYPES", "config", "gguf_config", "gguf_metadata", "gguf_rules", "peft_rules", "rules", "text_config"]
+__all__ = [
+    "MODEL_TYPES",
+    "config",
+    "gguf_config",
+    "gguf_metadata",
+    "gguf_rules",
+    "peft_rules",
+    "rules",
+    "text_config",
+]
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 
@@ -31,7 +41,9 @@ TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCau
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(num_key_value_heads=2, num_experts=512, num_experts_per_tok=10),
     "qwen3_5_text": dict(num_key_value_heads=4, num_experts=0),
-    "qwen3_5_moe_text": dict(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8, intermediate_size=1),
+    "qwen3_5_moe_text": dict(
+        num_key_value_heads=2, num_experts=256, num_experts_per_tok=8, intermediate_size=1
+    ),
 }
 MODEL = "{model.|model.language_model.}"
 
@@ -40,16 +52,24 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
     model_type = hf["model_type"]
     architecture = TEXT_MODELS.get(model_type)
-    return llama.text_model_config(hf, f"{model_type}_text", architecture) if architecture else hf
+    if architecture:
+        return llama.text_model_config(hf, f"{model_type}_text", architecture)
+    return hf
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' classes for these model types."""
+    """Read config.json; missing fields have the defaults of transformers' classes for these model
+    types."""
     model_type = hf["model_type"]
     hf = {"head_dim": 256, "max_position_embeddings": 32768, **DEFAULTS[model_type], **hf}
-    shared = dict(moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True)
+    shared = dict(
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True
+    )
     hf, base = {**shared, **hf}, llama.config(hf, rope_fraction=0.25)
-    experts = qwen2_moe.layer_experts(hf, True) if hf["num_experts"] else [None] * len(base.layers)
+    if hf["num_experts"]:
+        experts = qwen2_moe.layer_experts(hf, True)
+    else:
+        experts = [None] * len(base.layers)
     delta = DeltaNetConfig(
         hf.get("linear_num_value_heads", 32),
         hf.get("linear_num_key_heads", 16),
@@ -58,23 +78,30 @@ def config(hf: dict[str, Any]) -> Config:
         hf.get("linear_conv_kernel_dim", 4),
         base.norm.eps,
     )
-    interval, norm = hf.get("full_attention_interval", 4), replace(base.norm, offset=1.0)
+    interval = hf.get("full_attention_interval", 4)
+    norm = replace(base.norm, offset=1.0)
     is_linear = llama.linear_layers(hf, lambda n: (n + 1) % interval != 0)
     layers = tuple(
         replace(layer.with_mixer(delta) if linear else layer, experts=mixture)
         for layer, linear, mixture in zip(base.layers, is_linear, experts, strict=True)
     )
-    return replace(base, layers=layers, norm=norm, qk_norm=norm, attention_gate=True, mlp_bias=False)
+    return replace(
+        base, layers=layers, norm=norm, qk_norm=norm, attention_gate=True, mlp_bias=False
+    )
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules; queries and gates alternate by head, Qwen3-Next fuses the projections by key head."""
+    """Return the rules; queries and gates alternate by head, Qwen3-Next fuses the projections by
+    key head."""
     delta = _delta(config)
-    prefix, values = "blocks.{}.mixer.", delta.n_heads // delta.n_key_heads
+    prefix = "blocks.{}.mixer."
+    values = delta.n_heads // delta.n_key_heads
     q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
     parts = [f"{prefix}{name}_proj.weight" for name in ("query", "key", "value", "gate")]
-    key_width, value_width = delta.n_key_heads * delta.key_dim, delta.n_heads * delta.value_dim
-    widths, convs = (key_width, key_width, value_width), tuple(f"{prefix}{n}_conv.weight" for n in ("query", "key", "value"))
+    key_width = delta.n_key_heads * delta.key_dim
+    value_width = delta.n_heads * delta.value_dim
+    widths = (key_width, key_width, value_width)
+    convs = tuple(f"{prefix}{n}_conv.weight" for n in ("query", "key", "value"))
     layers = f"{MODEL}layers.{{}}."
     linear = f"{layers}linear_attn."
     if config.model_type == "qwen3_next":
@@ -85,8 +112,15 @@ def rules(config: Config) -> list[Rule]:
             Split(f"{linear}in_proj_ba.weight", decays, (values, values), delta.n_key_heads),
         ]
     else:
-        names = {"mixer.gate_proj": "in_proj_z", "mixer.beta_proj": "in_proj_b", "mixer.decay_proj": "in_proj_a"}
-        fused = [Split(f"{linear}in_proj_qkv.weight", tuple(parts[:3]), widths), *llama.rename_modules(names, linear)]
+        names = {
+            "mixer.gate_proj": "in_proj_z",
+            "mixer.beta_proj": "in_proj_b",
+            "mixer.decay_proj": "in_proj_a",
+        }
+        fused = [
+            Split(f"{linear}in_proj_qkv.weight", tuple(parts[:3]), widths),
+            *llama.rename_modules(names, linear),
+        ]
     return [
         Split(f"{layers}self_attn.q_proj.weight", q_gate, (config.head_dim,) * 2, config.n_heads),
         *fused,
@@ -100,19 +134,32 @@ def rules(config: Config) -> list[Rule]:
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names; it stores norm weights plus 1, and Qwen3.5's value heads in another order."""
-    delta, prefix = _delta(config), "blocks.{}.mixer."
-    key_heads = delta.n_heads if config.model_type == "qwen3_next" else delta.n_key_heads
-    key_width, heads, values = delta.n_key_heads * delta.key_dim, delta.n_heads, delta.n_heads * delta.value_dim
+    """Return the rules for llama.cpp's names; it stores norm weights plus 1, and Qwen3.5's value
+    heads in another order."""
+    delta = _delta(config)
+    prefix = "blocks.{}.mixer."
+    if config.model_type == "qwen3_next":
+        key_heads = delta.n_heads
+    else:
+        key_heads = delta.n_key_heads
+    key_width = delta.n_key_heads * delta.key_dim
+    heads = delta.n_heads
+    values = delta.n_heads * delta.value_dim
     q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
-    fused = {leaf: tuple(f"{prefix}{n}_{leaf}.weight" for n in ("query", "key", "value")) for leaf in ("proj", "conv")}
+    fused = {
+        leaf: tuple(f"{prefix}{n}_{leaf}.weight" for n in ("query", "key", "value"))
+        for leaf in ("proj", "conv")
+    }
 
     def tile(gguf_name: str, name: str | tuple[str, ...], *sizes: int, **settings: bool) -> Tile:
         head_dim = 1 if sizes == (heads,) else delta.value_dim
         return Tile(f"blk.{{}}.{gguf_name}", name, sizes, key_heads, head_dim, **settings)
 
     beta, decay = (f"{prefix}{name}_proj.weight" for name in ("beta", "decay"))
-    steps: list[Rule] = [tile("ssm_beta.weight", beta, heads), tile("ssm_alpha.weight", decay, heads)]
+    steps: list[Rule] = [
+        tile("ssm_beta.weight", beta, heads),
+        tile("ssm_alpha.weight", decay, heads),
+    ]
     if config.model_type == "qwen3_next":
         sizes = (heads // delta.n_key_heads,) * 2
         steps = [Split("blk.{}.ssm_ba.weight", (beta, decay), sizes, delta.n_key_heads)]
@@ -127,7 +174,10 @@ def gguf_rules(config: Config) -> list[Rule]:
         tile("ssm_a", f"{prefix}log_rate", heads, decay=True),
         tile("ssm_out.weight", f"{prefix}out_proj.weight", values, columns=True),
         Rename("blk.{}.ssm_norm.weight", f"{prefix}norm.weight"),
-        *(Shift(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight", 1.0) for name, gguf_name in norms.items()),
+        *(
+            Shift(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight", 1.0)
+            for name, gguf_name in norms.items()
+        ),
         Shift("output_norm.weight", "norm.weight", 1.0),
         *qwen2_moe.gguf_mixture_rules(),
         *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP),
@@ -135,16 +185,29 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the delta nets and which layers have them; raise ValueError where llama.cpp has one size."""
+    """Return the sizes of the delta nets and which layers have them; raise ValueError where
+    llama.cpp has one size."""
     delta = _delta(config)
     if delta.key_dim != delta.value_dim:
-        reason = f"llama.cpp's architecture for {config.model_type} needs keys and values of one size"
+        reason = (
+            f"llama.cpp's architecture for {config.model_type} needs keys and values of one size"
+        )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     pairs = next(layer.rope.dim // 2 for layer in config.layers if layer.rope)
-    sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]  # of time, height and width, which are one in a text
+    # of time, height and width, which are one in a text
+    sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
     recurrent = [bool(layer.mixer) for layer in config.layers]
-    sizes = delta.conv_width, delta.key_dim, delta.n_key_heads, delta.n_heads, delta.n_heads * delta.value_dim
-    experts = {} if config.model_type == "qwen3_5_text" else qwen2_moe.gguf_metadata(config)
+    sizes = (
+        delta.conv_width,
+        delta.key_dim,
+        delta.n_key_heads,
+        delta.n_heads,
+        delta.n_heads * delta.value_dim,
+    )
+    if config.model_type == "qwen3_5_text":
+        experts = {}
+    else:
+        experts = qwen2_moe.gguf_metadata(config)
     return dict(zip(GGUF_MIXERS, (*sizes, recurrent, sections), strict=True)) | experts
 
 
@@ -152,12 +215,19 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Add the kinds of layers; keys and values have one size."""
     recurrent = hf.get("layer_types") or [(n + 1) % 4 != 0 for n in range(hf["num_hidden_layers"])]
     kinds = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent]
-    hf = {name: value for name, value in hf.items() if name not in ("linear_value_width", "mrope_section")}
+    hf = {
+        name: value
+        for name, value in hf.items()
+        if name not in ("linear_value_width", "mrope_section")
+    }
     return hf | {"layer_types": kinds, "linear_value_head_dim": hf["linear_key_head_dim"]}
 
 
 def _delta(config: Config) -> DeltaNetConfig:
     """Return the config of the delta nets; raise ValueError if there are none."""
-    if delta := next((layer.mixer for layer in config.layers if layer.mixer), None):
+    delta = next((layer.mixer for layer in config.layers if layer.mixer), None)
+    if delta:
         return delta
-    raise ValueError("config.json: layer_types has no linear_attention; for attention alone, use a Qwen3 model")
+    raise ValueError(
+        "config.json: layer_types has no linear_attention; for attention alone, use a Qwen3 model"
+    )

@@ -1,4 +1,5 @@
-"""Seed-OSS 36B (ByteDance, 2025), InternLM 3 and Helium 1: Llama with other biases or RoPE layouts."""
+"""Seed-OSS 36B (ByteDance, 2025), InternLM 3 and Helium 1: Llama with other biases or RoPE
+layouts."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,14 +16,21 @@ GGUF = {"seed_oss": ("seed_oss", "SeedOssForCausalLM")}
 GGUF_TENSORS = {"attention_bias": "attn_q.bias"}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "seed_oss": dict(num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, attention_bias=True),
-    "internlm3": dict(num_key_value_heads=2, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5),
-    "helium": dict(num_key_value_heads=20, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-8),
+    "seed_oss": dict(
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, attention_bias=True
+    ),
+    "internlm3": dict(
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5
+    ),
+    "helium": dict(
+        num_key_value_heads=20, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-8
+    ),
 }
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of SeedOssConfig, InternLM3Config or HeliumConfig."""
+    """Read config.json; missing fields have the defaults of SeedOssConfig, InternLM3Config or
+    HeliumConfig."""
     model_type = hf["model_type"]
     hf = {**DEFAULTS.get(model_type, {}), **hf}
     if model_type == "internlm3":  # published files have other names for the two flags
@@ -30,7 +38,9 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(hf, rope_theta=1e5 if model_type == "helium" else 1e4)
     if model_type == "seed_oss":
         return replace(base, o_bias=hf.get("attention_out_bias", False))
-    return replace(base, rope_interleaved=True, o_bias=False) if model_type == "helium" else base
+    if model_type == "helium":
+        return replace(base, rope_interleaved=True, o_bias=False)
+    return base
 
 
 def gguf_rules(config: Config) -> list[Rule]:

@@ -1,4 +1,5 @@
-"""SmolLM3 (Hugging Face, 2025): Llama without RoPE in every fourth layer (NoPE, arXiv 2501.18795)."""
+"""SmolLM3 (Hugging Face, 2025): Llama without RoPE in every fourth layer (NoPE, arXiv
+2501.18795)."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,12 @@ GGUF = {"smollm3": ("smollm3", "SmolLM3ForCausalLM")}  # llama.cpp skips RoPE in
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' SmolLM3Config."""
-    hf = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True, **hf}
+    hf = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        **hf,
+    }
     base = llama.config(hf, rope_theta=2e6)
     uses_rope = layers_with_rope(hf)
     if not hf.get("use_sliding_window", False):
@@ -29,9 +35,16 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def layers_with_rope(hf: dict[str, Any]) -> list[int]:
-    """Return 1 for each layer with RoPE and 0 for the others; `no_rope_layers` has these values, despite its name."""
-    interval, num_layers = hf.get("no_rope_layer_interval", 4), hf["num_hidden_layers"]
-    uses_rope = hf.get("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(num_layers)]
+    """Return 1 for each layer with RoPE and 0 for the others; `no_rope_layers` has these values,
+    despite its name."""
+    interval = hf.get("no_rope_layer_interval", 4)
+    num_layers = hf["num_hidden_layers"]
+    uses_rope = hf.get("no_rope_layers") or [
+        int((n + 1) % interval != 0) for n in range(num_layers)
+    ]
     if len(uses_rope) != num_layers or any(value not in (0, 1) for value in uses_rope):
-        raise ValueError(f"config.json: no_rope_layers must list {num_layers} values of 0 or 1, found {uses_rope!r:.300}")
+        raise ValueError(
+            f"config.json: no_rope_layers must list {num_layers} values of 0 or 1, found "
+            f"{uses_rope!r:.300}"
+        )
     return uses_rope

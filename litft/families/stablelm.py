@@ -1,4 +1,5 @@
-"""StableLM 3B-4e1t, StableLM Zephyr, StableLM 2, Stable Code (arXiv 2402.17834); StableLM-alpha uses gpt_neox.py."""
+"""StableLM 3B-4e1t, StableLM Zephyr, StableLM 2, Stable Code (arXiv 2402.17834); StableLM-alpha
+uses gpt_neox.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,17 @@ from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("stablelm",)
 GGUF = {"stablelm": ("stablelm", "StableLmForCausalLM")}
-GGUF_FIELDS = {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"}
+GGUF_FIELDS = {
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "use_parallel_residual": "use_parallel_residual",
+}
 GGUF_TENSORS = {"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"}
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' StableLmConfig."""
-    eps, parallel = hf.get("layer_norm_eps", 1e-5), hf.get("use_parallel_residual", False)
+    eps = hf.get("layer_norm_eps", 1e-5)
+    parallel = hf.get("use_parallel_residual", False)
     base = llama.config({"max_position_embeddings": 4096, **hf}, rope_fraction=0.25)
     return replace(
         base,
@@ -31,12 +36,23 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules, which only rename, except that the q/k norms of each head are stored separately."""
-    norms = {"attention_norm": "input_layernorm"} if config.shared_norm else llama.NORMS
+    """Return the rules, which only rename, except that the q/k norms of each head are stored
+    separately."""
+    if config.shared_norm:
+        norms = {"attention_norm": "input_layernorm"}
+    else:
+        norms = llama.NORMS
     num_heads = {"q": config.n_heads, "k": config.n_kv_heads}
     hf_name = "model.layers.{{}}.self_attn.{}_layernorm.norms.{{}}.weight"
-    qk_norms = [Stack(hf_name.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count) for n, count in num_heads.items()]
-    return [*llama.embedding_and_head(config), *llama.rename_modules(llama.ATTENTION | llama.MLP | norms), *qk_norms]
+    qk_norms = [
+        Stack(hf_name.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count)
+        for n, count in num_heads.items()
+    ]
+    return [
+        *llama.embedding_and_head(config),
+        *llama.rename_modules(llama.ATTENTION | llama.MLP | norms),
+        *qk_norms,
+    ]
 
 
 def gguf_rules(config: Config) -> list[Rule]:

@@ -1,4 +1,5 @@
-"""StarCoder2 (arXiv 2402.19173): grouped-query attention, LayerNorm, an ungated MLP, biases, a sliding window."""
+"""StarCoder2 (arXiv 2402.19173): grouped-query attention, LayerNorm, an ungated MLP, biases, a
+sliding window."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,9 @@ def config(hf: dict[str, Any]) -> Config:
     bias = hf.get("use_bias", True)
     return replace(
         base,
-        layers=tuple(replace(layer, window=hf.get("sliding_window") or None) for layer in base.layers),
+        layers=tuple(
+            replace(layer, window=hf.get("sliding_window") or None) for layer in base.layers
+        ),
         norm=NormConfig("layer", hf.get("norm_epsilon", 1e-5), bias=True),
         gated=False,
         qkv_bias=bias,
@@ -30,7 +33,9 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename."""
-    names = llama.ATTENTION | {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"} | llama.NORMS
+    names = (
+        llama.ATTENTION | {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"} | llama.NORMS
+    )
     return [*llama.embedding_and_head(config), *llama.rename_modules(names)]
 
 

@@ -1,1 +1,2 @@
-"""Inference: sampling, speculative and tensor-parallel decoding, streaming, and the commands `generate` and `chat`."""
+"""Inference: sampling, speculative and tensor-parallel decoding, streaming, and the commands
+`generate` and `chat`."""

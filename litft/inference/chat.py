@@ -1,4 +1,5 @@
-"""The command `chat`: a conversation whose history stays in the KV cache, and its slash commands."""
+"""The command `chat`: a conversation whose history stays in the KV cache, and its slash
+commands."""
 
 import json
 import signal
@@ -37,11 +38,16 @@ class AnswerStep:
 class Conversation:
     """The messages of a chat, and the decoder whose KV cache holds them."""
 
-    def __init__(self, session: Session, drafter: Drafter | None = None, system: str | None = None) -> None:
-        self.session, self.drafter, self.tokenizer = session, drafter, session.tokenizer
+    def __init__(
+        self, session: Session, drafter: Drafter | None = None, system: str | None = None
+    ) -> None:
+        self.session = session
+        self.drafter = drafter
+        self.tokenizer = session.tokenizer
         self.decoder = session.decoder(1, INITIAL_CAPACITY)
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        self.history: tuple[str, list[int]] = ("", [])  # text and token ids up to the end of the last answer
+        # text and token ids up to the end of the last answer
+        self.history: tuple[str, list[int]] = ("", [])
         self.num_questions = 0
         self.last_chunk: GenerationChunk | None = None  # the end of the last answer
         self.prompt_text = self.output_text = ""  # the last prompt and output, with special tokens
@@ -49,12 +55,17 @@ class Conversation:
     @property
     def system(self) -> str | None:
         """The system message."""
-        return self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+        if self.messages and self.messages[0]["role"] == "system":
+            return self.messages[0]["content"]
+        return None
 
     @system.setter
     def system(self, text: str | None) -> None:
         turns = self.messages[self.system is not None :]
-        self.messages = [{"role": "system", "content": text}, *turns] if text else turns
+        if text:
+            self.messages = [{"role": "system", "content": text}, *turns]
+        else:
+            self.messages = turns
 
     @property
     def context_length(self) -> int:
@@ -64,7 +75,10 @@ class Conversation:
     @property
     def num_tokens(self) -> int:
         """The number of tokens of all messages."""
-        text = self.tokenizer.apply_chat_template(self.messages) if self.messages else ""
+        if self.messages:
+            text = self.tokenizer.apply_chat_template(self.messages)
+        else:
+            text = ""
         return len(self.tokenizer.encode(text, bos=False))
 
     def reset(self) -> None:
@@ -73,7 +87,8 @@ class Conversation:
         self.messages = self.messages[: self.system is not None]
 
     def undo(self) -> str | None:
-        """Remove the last question and its answer; return the question, or None if there is none."""
+        """Remove the last question and its answer; return the question, or None if there is
+        none."""
         for index in range(len(self.messages) - 1, -1, -1):
             if self.messages[index]["role"] == "user":
                 question = self.messages[index]["content"]
@@ -83,10 +98,12 @@ class Conversation:
         return None
 
     def answer(self, question: str, notice: Callable[[str], None]) -> Iterator[AnswerStep]:
-        """Stream the answer to a question. Afterwards, or if the caller stops early, both are added to the messages.
+        """Stream the answer to a question.
 
-        notice: called with a text if old turns are dropped. Raises ValueError if the question is too long; the messages
-        are then unchanged.
+        Afterwards, or if the caller stops early, both are added to the messages.
+
+        notice: called with a text if old turns are dropped. Raises ValueError if the question is
+        too long; the messages are then unchanged.
         """
         original_messages = list(self.messages)
         self.messages.append({"role": "user", "content": question})
@@ -96,7 +113,8 @@ class Conversation:
             self.messages = original_messages
             raise
         self.decoder.reserve(len(request.ids) + request.max_new_tokens)
-        request = replace(request, max_length=self.decoder.capacity)  # as in earlier turns: their cached keys stay valid
+        # as in earlier turns: their cached keys stay valid
+        request = replace(request, max_length=self.decoder.capacity)
         self.num_questions += 1
         tokens: list[int] = []
         parser = answer_parser(self.tokenizer, self.prompt_text)
@@ -120,31 +138,52 @@ class Conversation:
                 self.messages.append(answer_message(parsed))
             self.output_text = self.tokenizer.decode(tokens, skip_special=False)
             complete = bool(tokens) and tokens[-1] in self.tokenizer.special_ids
-            self.history = (self.prompt_text + self.output_text, [*request.ids, *tokens]) if complete else ("", [])
+            if complete:
+                self.history = (self.prompt_text + self.output_text, [*request.ids, *tokens])
+            else:
+                self.history = ("", [])
 
     def _prompt_ids(self, notice: Callable[[str], None]) -> list[int]:
-        """Return the prompt's token ids; drop the oldest turns if the context has no room for it and an answer."""
-        max_tokens, dropped = self.context_length - min(self.session.max_new_tokens, self.context_length // 4), 0
+        """Return the prompt's token ids; drop the oldest turns if the context has no room for it
+        and an answer."""
+        max_tokens = self.context_length - min(
+            self.session.max_new_tokens, self.context_length // 4
+        )
+        dropped = 0
         while len(ids := self._encode()) > max_tokens and (turn := self._oldest_turn()):
             start, end = turn
             del self.messages[start:end]
             dropped += 1
         if len(ids) >= self.context_length:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens and the model's context is {self.context_length}; shorten it"
+                f"the prompt has {len(ids)} tokens and the model's context is "
+                f"{self.context_length}; shorten it"
             )
         if dropped:
-            notice(f"the context of {self.context_length:,} tokens is full: the oldest {dropped} turns are dropped")
+            notice(
+                f"the context of {self.context_length:,} tokens is full: the oldest {dropped} "
+                "turns are dropped"
+            )
         return ids
 
     def _oldest_turn(self) -> tuple[int, int] | None:
         """Return the indices of the two oldest questions, or None if there is only one."""
-        question_indices = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
-        return (question_indices[0], question_indices[1]) if len(question_indices) > 1 else None
+        question_indices = []
+        for index, message in enumerate(self.messages):
+            if message["role"] == "user":
+                question_indices.append(index)
+        if len(question_indices) > 1:
+            return (question_indices[0], question_indices[1])
+        return None
 
     def _encode(self) -> list[int]:
-        """Tokenize the messages. Unchanged history keeps its generated token ids, which a new tokenization may not give."""
-        self.prompt_text = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
+        """Tokenize the messages.
+
+        Unchanged history keeps its generated token ids, which a new tokenization may not give.
+        """
+        self.prompt_text = self.tokenizer.apply_chat_template(
+            self.messages, add_generation_prompt=True
+        )
         text, ids = self.history
         if text and self.prompt_text.startswith(text):
             return [*ids, *self.tokenizer.encode(self.prompt_text[len(text) :], bos=False)]
@@ -168,15 +207,21 @@ class Chat:
     """The interactive loop: answers messages and runs commands, which start with /."""
 
     def __init__(self, conversation: Conversation, screen: Screen, debug: bool = False) -> None:
-        self.conversation, self.screen, self.debug = conversation, screen, debug
+        self.conversation = conversation
+        self.screen = screen
+        self.debug = debug
         self.commands: dict[str, Callable[[str], None]] = {
-            name.removeprefix("do_"): getattr(self, name) for name in dir(self) if name.startswith("do_")
+            name.removeprefix("do_"): getattr(self, name)
+            for name in dir(self)
+            if name.startswith("do_")
         }
         self.commands["exit"] = self.do_quit
 
     def run(self) -> None:
         """Run until the user quits or the input ends."""
-        self.screen.notice("Type a message; /help lists the commands, /quit or Ctrl-D quits.", terminal_only=True)
+        self.screen.notice(
+            "Type a message; /help lists the commands, /quit or Ctrl-D quits.", terminal_only=True
+        )
         while (line := self.screen.read()) is not None:
             try:
                 self._handle(line)
@@ -197,7 +242,8 @@ class Chat:
                 self.screen.notice(f"error: {error}")
             except OSError as error:
                 self.screen.notice(f"error: {error.filename}: {error.strerror}")
-        elif line.startswith("/") and name.isalpha():  # a path such as /etc/hosts is a part of a question
+        elif line.startswith("/") and name.isalpha():
+            # a path such as /etc/hosts is a part of a question
             self.screen.notice(f"/{name} is not a command; /help lists them")
         elif line.strip().lower() in ("quit", "exit") and self.screen.is_terminal:
             self.screen.notice("/quit ends the chat")
@@ -210,7 +256,10 @@ class Chat:
         try:
             self._show(conversation.answer(question, self.screen.notice))
         except ValueError as error:
-            remedy = "/system none removes the system message" if conversation.system else "/reset starts over"
+            if conversation.system:
+                remedy = "/system none removes the system message"
+            else:
+                remedy = "/reset starts over"
             self.screen.notice(f"error: {error}; this message is dropped, {remedy}")
             return
         if self.debug:
@@ -228,13 +277,18 @@ class Chat:
                         show(part)
                     if signals.caught:
                         break
-        self.screen.notice(f"{'stopped: ' if signals.caught else ''}{step.chunk.stats}", terminal_only=True)
+        self.screen.notice(
+            f"{'stopped: ' if signals.caught else ''}{step.chunk.stats}", terminal_only=True
+        )
 
     # commands: /help prints the docstrings
 
     def do_help(self, rest: str) -> None:
         """list the commands"""
-        lines = [f"/{name:<8} {command.__doc__}" for name, command in self.commands.items() if name != "exit"]
+        lines = []
+        for name, command in self.commands.items():
+            if name != "exit":
+                lines.append(f"/{name:<8} {command.__doc__}")
         keys = "Enter sends, Alt-Enter inserts a new line, Ctrl-C stops an answer, Ctrl-D quits."
         self.screen.notice("\n".join([*lines, keys]))
 
@@ -249,7 +303,8 @@ class Chat:
 
     def do_retry(self, rest: str) -> None:
         """answer the last question again"""
-        if (question := self.conversation.undo()) is None:
+        question = self.conversation.undo()
+        if question is None:
             raise ValueError("there is no question to answer again")
         self.say(question)
 
@@ -264,7 +319,9 @@ class Chat:
         """FILE: save the conversation as JSON, in a format that --data.path reads"""
         if not rest:
             raise ValueError("name a file: /save talk.json")
-        content = json.dumps([{"messages": self.conversation.messages}], indent=2, ensure_ascii=False)
+        content = json.dumps(
+            [{"messages": self.conversation.messages}], indent=2, ensure_ascii=False
+        )
         atomic_write(Path(rest), check_text(content) + "\n")
         self.screen.notice(f"saved to {rest}")
 
@@ -276,50 +333,63 @@ class Chat:
             content = json.loads(Path(rest).read_text("utf-8"))
             messages = (content[0] if isinstance(content, list) else content)["messages"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise ValueError(f"{rest} is not a conversation; expected JSON with 'messages'") from None
+            raise ValueError(
+                f"{rest} is not a conversation; expected JSON with 'messages'"
+            ) from None
         check_text(json.dumps(messages, ensure_ascii=False))
         self.conversation.messages = check_messages(messages, rest)
         self.screen.notice(f"{len(messages)} messages")
 
     def do_set(self, rest: str) -> None:
-        """NAME=VALUE: temperature, top_k, top_p, min_p, seed, max_new_tokens, {repetition,presence,frequency}_penalty"""
+        """NAME=VALUE: temperature, top_k, top_p, min_p, seed, max_new_tokens,
+        {repetition,presence,frequency}_penalty"""
         session = self.conversation.session
         name, _, value = (part.strip() for part in rest.partition("="))
         names = sorted((*NUMBERS, "max_new_tokens"))
         if name not in names:
             raise ValueError(
-                f"unknown setting {name or '(no name)'}; use one of {', '.join(names)}, as in /set temperature=0.7"
+                f"unknown setting {name or '(no name)'}; use one of {', '.join(names)}, as in /set "
+                "temperature=0.7"
             )
-        number = None if value.lower() == "none" and name in ("top_k", "seed") else _number(name, value)
+        if value.lower() == "none" and name in ("top_k", "seed"):
+            number = None
+        else:
+            number = _number(name, value)
         if name == "max_new_tokens":
             if number < 1:
                 raise ValueError(f"max_new_tokens {number}: must be at least 1")
             self.conversation.session = session._replace(max_new_tokens=number)
             return
         sampling = replace(session.sampling, **{name: number})
-        if problems := sampling.problems():
+        problems = sampling.problems()
+        if problems:
             raise ValueError("; ".join(problems).replace("--", ""))
         self.conversation.session = session._replace(sampling=sampling)
 
     def do_stats(self, rest: str) -> None:
         """show context usage and sampling settings"""
         conversation = self.conversation
-        last, usage = (
-            conversation.last_chunk,
-            f"{conversation.num_tokens:,} of {conversation.context_length:,} tokens of context",
-        )
+        last = conversation.last_chunk
+        usage = f"{conversation.num_tokens:,} of {conversation.context_length:,} tokens of context"
         lines = [f"{len(conversation.messages)} messages, {usage}"]
         lines += [f"{conversation.decoder.processed:,} tokens went through the model"]
         lines += [f"the last answer: {last.stats}"] if last is not None else []
         session = conversation.session
-        settings = {name: getattr(session.sampling, name) for name in NUMBERS} | {"max_new_tokens": session.max_new_tokens}
-        self.screen.notice("\n".join([*lines, ", ".join(f"{name}={value}" for name, value in settings.items())]))
+        settings = {name: getattr(session.sampling, name) for name in NUMBERS} | {
+            "max_new_tokens": session.max_new_tokens
+        }
+        self.screen.notice(
+            "\n".join([*lines, ", ".join(f"{name}={value}" for name, value in settings.items())])
+        )
 
     def do_base(self, rest: str) -> None:
         """[TEXT]: answer TEXT, or the last question, without the adapter; the answer is not kept"""
         conversation = self.conversation
         if not mixins(conversation.session.model):
-            raise ValueError("there is no adapter: this is a whole model; serve --with_base compares a run with its base")
+            raise ValueError(
+                "there is no adapter: this is a whole model; serve --with_base compares a run with "
+                "its base"
+            )
         original_messages = list(conversation.messages)
         try:
             question = rest or conversation.undo()
@@ -337,16 +407,22 @@ class Chat:
 def _number(name: str, value: str) -> int | float:
     is_integer = name in ("top_k", "seed", "max_new_tokens")
     try:
-        return int(value) if is_integer else float(value)
+        if is_integer:
+            return int(value)
+        return float(value)
     except ValueError:
-        raise ValueError(f"{name} {value!r}: expected {'a whole number' if is_integer else 'a number'}") from None
+        raise ValueError(
+            f"{name} {value!r}: expected {'a whole number' if is_integer else 'a number'}"
+        ) from None
 
 
 def chat(args: ChatArgs) -> None:
-    """Chat over several turns; without a terminal, read one message per line and print only the answers."""
+    """Chat over several turns; without a terminal, read one message per line and print only the
+    answers."""
     session = open_session(args)
     session.limit_threads(1)
-    if note := missing_template_note(session.tokenizer):
+    note = missing_template_note(session.tokenizer)
+    if note:
         print(note, file=sys.stderr)
     drafter = make_drafter(args, session, INITIAL_CAPACITY)
     loop = Chat(Conversation(session, drafter, args.system), make_screen(), args.debug)

@@ -51,10 +51,15 @@ def _message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Messa
 
 
 def call_entry(call: ToolCall) -> dict[str, Any]:
-    """Return a call in OpenAI's form, with an id of its own and the arguments as an object, as templates read it."""
+    """Return a call in OpenAI's form, with an id of its own and the arguments as an object, as
+    templates read it."""
     alphabet = string.ascii_letters + string.digits
     call_id = "".join(secrets.choice(alphabet) for _ in range(ID_LENGTH))
-    return {"type": "function", "id": call_id, "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "type": "function",
+        "id": call_id,
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def api_call_entry(call: ToolCall) -> dict[str, Any]:
@@ -64,8 +69,11 @@ def api_call_entry(call: ToolCall) -> dict[str, Any]:
     return entry
 
 
-def answer_parser(tokenizer: Tokenizer, prompt: str, tools: list | None = None, reads_calls: bool = True) -> AnswerParser:
-    """Return the parser for the answer to a rendered prompt. reads_calls: whether calls are looked for."""
+def answer_parser(
+    tokenizer: Tokenizer, prompt: str, tools: list | None = None, reads_calls: bool = True
+) -> AnswerParser:
+    """Return the parser for the answer to a rendered prompt. reads_calls: whether calls are looked
+    for."""
     answer_format = tokenizer.answer_format
     if not reads_calls:
         answer_format = replace(answer_format, calls=None)

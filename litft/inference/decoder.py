@@ -31,45 +31,80 @@ class BrokenModel(ValueError):
 
 
 class Decoder:
-    """A model with a KV cache of `rows` texts, up to `capacity` tokens each; a prefix that texts share is computed once."""
+    """A model with a KV cache of `rows` texts, up to `capacity` tokens each; a prefix that texts
+    share is computed once."""
 
-    def __init__(self, model: GPT, rows: int = 1, capacity: int | None = None, compiled: bool = False) -> None:
-        self.model, self.compiled, self.device = model, compiled, model.device
-        # weights that a sharded model gathers in inference mode cannot be used for training afterwards
+    def __init__(
+        self, model: GPT, rows: int = 1, capacity: int | None = None, compiled: bool = False
+    ) -> None:
+        self.model = model
+        self.compiled = compiled
+        self.device = model.device
+        # weights that a sharded model gathers in inference mode cannot be used for training
+        # afterwards
         trained = any(parameter.requires_grad for parameter in model.parameters())
         self._no_grad = torch.no_grad if trained else torch.inference_mode
-        self.async_steps = self.device.type == "cuda"  # launch a step before the host has the tokens of the last one
+        # launch a step before the host has the tokens of the last one
+        self.async_steps = self.device.type == "cuda"
         self._allocate(rows, capacity or model.config.max_positions)
-        self.texts: list[list[int]] = [[] for _ in range(rows)]  # the token ids of each row, as far as the host has them
-        self.lengths = [0] * rows  # tokens in the cache of each row, including those the host does not have yet
-        ropes = [layer.rope for layer in model.config.layers if layer.rope]
+        # the token ids of each row, as far as the host has them
+        self.texts: list[list[int]] = [[] for _ in range(rows)]
+        # tokens in the cache of each row, including those the host does not have yet
+        self.lengths = [0] * rows
+        ropes = []
+        for layer in model.config.layers:
+            if layer.rope:
+                ropes.append(layer.rope)
         # of recurrent mixers; empty for other networks
-        self.states = [RowStates() for _ in range(rows)] if KVCache.state_bytes(model.config) else []
+        if KVCache.state_bytes(model.config):
+            self.states = [RowStates() for _ in range(rows)]
+        else:
+            self.states = []
         self._length_rope = next((rope for rope in ropes if rope.depends_on_length), None)
-        self.max_length = [self.capacity] * rows  # final length of each text, for ropes that depend on it
+        # final length of each text, for ropes that depend on it
+        self.max_length = [self.capacity] * rows
         self.processed = 0  # tokens that went through the model
-        # of a model in training, whose loss shows NaN; ranks of a sharded one would wait for each other
+        # of a model in training, whose loss shows NaN; ranks of a sharded one would wait for each
+        # other
         self._may_hide_nan = self.device.type == "cpu" and not trained
-        self._forward_chunk, self._forward_token = compile_forward(model) if compiled else (model, model)
+        self._forward_chunk, self._forward_token = (
+            compile_forward(model) if compiled else (model, model)
+        )
 
     def _allocate(self, rows: int, capacity: int) -> None:
         self.capacity = min(capacity, self.model.config.max_positions)
         devices = self.model.block_devices
         self.cache = KVCache(self.model.config, rows, self.capacity, devices, self.model.dtype)
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
-        self._span_views = {(row, row + 1): view for row, view in enumerate(self.views)} | {(0, rows): self.cache}
-        # compiled code is bound to one address: prompts are prefilled in a separate cache and copied from there
+        self._span_views = {(row, row + 1): view for row, view in enumerate(self.views)} | {
+            (0, rows): self.cache
+        }
+        # compiled code is bound to one address: prompts are prefilled in a separate cache and
+        # copied from there
         separate = self.compiled and rows > 1
-        self.prefill_cache = KVCache(self.model.config, 1, self.capacity, devices, self.model.dtype) if separate else None
+        if separate:
+            self.prefill_cache = KVCache(
+                self.model.config, 1, self.capacity, devices, self.model.dtype
+            )
+        else:
+            self.prefill_cache = None
         self._key_ranges: dict[int, Tensor] = {}
-        for layer in [*self.cache.layers, *(self.prefill_cache.layers if separate else ())] if self.compiled else ():
-            torch._dynamo.mark_static_address(layer.keys)  # without this, writes to the cache prevent CUDA graphs
+        for layer in (
+            [*self.cache.layers, *(self.prefill_cache.layers if separate else ())]
+            if self.compiled
+            else ()
+        ):
+            # without this, writes to the cache prevent CUDA graphs
+            torch._dynamo.mark_static_address(layer.keys)
             torch._dynamo.mark_static_address(layer.values)
             for state in layer.states:
                 torch._dynamo.mark_static_address(state)
 
     def reserve(self, tokens: int) -> None:
-        """Grow the capacity to `tokens`, at least doubling it, up to the model's context length. Cached tokens are kept."""
+        """Grow the capacity to `tokens`, at least doubling it, up to the model's context length.
+
+        Cached tokens are kept.
+        """
         if tokens <= self.capacity or self.capacity == self.model.config.max_positions:
             return
         old_cache = self.cache
@@ -77,21 +112,28 @@ class Decoder:
         self.cache.copy(old_cache, old_cache.capacity)
 
     def prefill(self, row: int, ids: Sequence[int], max_length: int | None = None) -> Tensor:
-        """Replace the text of a row by `ids` and return the logits (V,) after the last token, in fp32.
+        """Replace the text of a row by `ids` and return the logits (V,) after the last token, in
+        fp32.
 
-        The longest prefix that any row has cached is copied; the other tokens, at least the last one, go through the model.
-        max_length: final length of the text, default the capacity. Raises ValueError if the text is empty, too long or
-        outside the vocabulary, and BrokenModel if the logits are NaN.
+        The longest prefix that any row has cached is copied; the other tokens, at least the last
+        one, go through the model.
+        max_length: final length of the text, default the capacity. Raises ValueError if the text is
+        empty, too long or outside the vocabulary, and BrokenModel if the logits are NaN.
         """
         check_prompt(self.model, ids)
         if len(ids) > self.capacity:
-            raise ValueError(f"the text has {len(ids)} tokens and the cache has room for {self.capacity}; shorten it")
+            raise ValueError(
+                f"the text has {len(ids)} tokens and the cache has room for {self.capacity}; "
+                "shorten it"
+            )
         max_length = min(max_length or self.capacity, self.capacity)
         source_row, num_cached, snapshot = self._longest_prefix(row, ids, max_length)
         cache = self.prefill_cache or self.views[row]
         if cache is not self.views[source_row]:
             cache.copy(self.views[source_row], num_cached)
-        self.texts[row], self.lengths[row], self.max_length[row] = list(ids[:num_cached]), num_cached, max_length
+        self.texts[row] = list(ids[:num_cached])
+        self.lengths[row] = num_cached
+        self.max_length[row] = max_length
         if self.states:
             self._restore(row, cache, num_cached, snapshot)
             if num_cached == len(ids):
@@ -111,7 +153,8 @@ class Decoder:
         return logits[-1]
 
     def _check_weights(self, longest: int) -> None:
-        """Raise BrokenModel if the model has NaN that the passes so far hide. longest: tokens of the pass that follows."""
+        """Raise BrokenModel if the model has NaN that the passes so far hide. longest: tokens of
+        the pass that follows."""
         self._may_hide_nan = False
         if longest >= SHOWS_NAN:
             return
@@ -121,22 +164,29 @@ class Decoder:
                 raise BrokenModel(NOT_A_NUMBER)
 
     def num_cached(self, row: int, ids: Sequence[int], max_length: int | None = None) -> int:
-        """Return how many tokens of a text `prefill` with the same arguments would copy rather than compute."""
+        """Return how many tokens of a text `prefill` with the same arguments would copy rather than
+        compute."""
         return self._longest_prefix(row, ids, min(max_length or self.capacity, self.capacity))[1]
 
-    def _longest_prefix(self, row: int, ids: Sequence[int], max_length: int) -> tuple[int, int, Snapshot | None]:
-        """Return the row that has the longest prefix of a text, the prefix's length, and the states after it, if any."""
+    def _longest_prefix(
+        self, row: int, ids: Sequence[int], max_length: int
+    ) -> tuple[int, int, Snapshot | None]:
+        """Return the row that has the longest prefix of a text, the prefix's length, and the states
+        after it, if any."""
         prefix_lengths = []
         for text, other_length in zip(self.texts, self.max_length, strict=True):
             can_share = self._rope_length(other_length) == self._rope_length(max_length)
             prefix_lengths.append(common_prefix_length(text, ids) if can_share else 0)
         if self.states:
             return best_start(self.states, prefix_lengths, len(ids), row)
-        source_row = max(range(len(prefix_lengths)), key=lambda other: (prefix_lengths[other], other == row))
+        source_row = max(
+            range(len(prefix_lengths)), key=lambda other: (prefix_lengths[other], other == row)
+        )
         return source_row, min(prefix_lengths[source_row], len(ids) - 1), None
 
     def _restore(self, row: int, cache: KVCache, length: int, snapshot: Snapshot | None) -> None:
-        """Set the states in `cache` to those after the first `length` tokens: of a snapshot, or those that it has."""
+        """Set the states in `cache` to those after the first `length` tokens: of a snapshot, or
+        those that it has."""
         if snapshot:
             cache.restore(snapshot.states)
         elif not length:
@@ -148,45 +198,69 @@ class Decoder:
 
     def _catch_up(self, row: int) -> None:
         """Bring the states of a row, whose text was cut, to the end of its text."""
-        states, length = self.states[row], self.lengths[row]
+        states = self.states[row]
+        length = self.lengths[row]
         if states.length == length:
             return
-        snapshot, ids = states.latest(length), self.texts[row]
+        snapshot = states.latest(length)
+        ids = self.texts[row]
         prompt = states.prompt
         start = snapshot.length if snapshot else 0
         self._restore(row, self.views[row], start, snapshot)
         self.states[row].prompt = prompt
-        self.texts[row], self.lengths[row] = ids[:start], start
+        self.texts[row] = ids[:start]
+        self.lengths[row] = start
         for first in range(start, length, PREFILL_CHUNK):
-            self._extend(row, ids[first : min(first + PREFILL_CHUNK, length)], self.views[row], None)
+            self._extend(
+                row, ids[first : min(first + PREFILL_CHUNK, length)], self.views[row], None
+            )
 
     def extend(self, row: int, ids: Sequence[int], cache: KVCache | None = None) -> Tensor:
-        """Append tokens to a row; return fp32 logits (T, V), or only the last token's (1, V) if `cache` is passed."""
+        """Append tokens to a row; return fp32 logits (T, V), or only the last token's (1, V) if
+        `cache` is passed."""
         if self.states and cache is None:
             self._catch_up(row)
             if len(ids) > 1:  # drafts, of which some may be rejected
                 self.states[row].piece = take_snapshot(self.views[row], self.lengths[row])
-        logits_to_keep = None if cache is None else torch.tensor([[len(ids) - 1]]).to(self.device)
+        if cache is None:
+            logits_to_keep = None
+        else:
+            logits_to_keep = torch.tensor([[len(ids) - 1]]).to(self.device)
         return self._extend(row, ids, cache or self.views[row], logits_to_keep)
 
-    def _extend(self, row: int, ids: Sequence[int], cache: KVCache, logits_to_keep: Tensor | None) -> Tensor:
-        tokens, length, positions = torch.tensor([ids]).to(self.device), self.lengths[row], None
-        cache.length, cache.active = length, None
+    def _extend(
+        self, row: int, ids: Sequence[int], cache: KVCache, logits_to_keep: Tensor | None
+    ) -> Tensor:
+        tokens = torch.tensor([ids]).to(self.device)
+        length = self.lengths[row]
+        positions = None
+        cache.length = length
+        cache.active = None
         if self._length_rope is not None:
             cache.max_length = self.max_length[row]
         if self.compiled:
             cache.key_positions = self._key_positions(length + len(ids))
             positions = torch.arange(length, length + len(ids))[None].to(self.device)
-        logits = self._forward(self._forward_chunk, tokens, positions=positions, cache=cache, logits_to_keep=logits_to_keep)
+        logits = self._forward(
+            self._forward_chunk,
+            tokens,
+            positions=positions,
+            cache=cache,
+            logits_to_keep=logits_to_keep,
+        )
         self.texts[row] += ids
         self.lengths[row] += len(ids)
         self.processed += len(ids)
         if self.states:
             self.states[row].length = self.lengths[row]
-        return logits[0].to(torch.float32, copy=True)  # a copy can be modified outside inference mode
+        # a copy can be modified outside inference mode
+        return logits[0].to(torch.float32, copy=True)
 
     def clear(self, row: int) -> None:
-        """Empty a row and zero its cache. Masked keys have weight 0, and 0 times NaN is NaN, so NaN must not stay."""
+        """Empty a row and zero its cache.
+
+        Masked keys have weight 0, and 0 times NaN is NaN, so NaN must not stay.
+        """
         self.truncate(row, 0)
         for cache in filter(None, (self.views[row], self.prefill_cache)):
             cache.clear()
@@ -203,8 +277,9 @@ class Decoder:
     def step(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
         """Run one decode step with tokens (B,) and return the logits (B, V) in fp32.
 
-        The caller records the tokens of active rows with `append`. Inactive rows within `span` are computed too: the slot
-        behind their text is overwritten, so a full row loses its last token. Rows outside `span` get zeros.
+        The caller records the tokens of active rows with `append`. Inactive rows within `span` are
+        computed too: the slot behind their text is overwritten, so a full row loses its last token.
+        Rows outside `span` get zeros.
         """
         rows = self.span(active)
         for row in range(rows.start, rows.stop):
@@ -214,7 +289,9 @@ class Decoder:
         for row in range(rows.start, rows.stop) if self.states else ():
             if active[row]:
                 self._catch_up(row)
-        cache, positions, lengths = self._cache_view(rows), None, self.lengths[rows]
+        cache = self._cache_view(rows)
+        positions = None
+        lengths = self.lengths[rows]
         if self.states:
             cache.active = torch.tensor(active[rows]).to(self.device, non_blocking=True)
         if len(set(lengths)) == 1 and not self.compiled:
@@ -224,8 +301,12 @@ class Decoder:
             cache.key_positions = self._key_positions(max(lengths) + 1)
         if self._length_rope is not None:
             cache.max_length = torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
-        logits = self._forward(self._forward_token, tokens[rows, None], positions=positions, cache=cache)[:, -1]
-        self.lengths = [length + is_active for length, is_active in zip(self.lengths, active, strict=True)]
+        logits = self._forward(
+            self._forward_token, tokens[rows, None], positions=positions, cache=cache
+        )[:, -1]
+        self.lengths = [
+            length + is_active for length, is_active in zip(self.lengths, active, strict=True)
+        ]
         self.processed += sum(active)
         for row, is_active in enumerate(active if self.states else ()):
             if is_active:
@@ -237,9 +318,15 @@ class Decoder:
         return all_logits
 
     def span(self, active: Sequence[bool]) -> slice:
-        """Return the rows that a step computes: from the first to the last active one, or all rows in compiled code."""
-        active_rows = [row for row, is_active in enumerate(active) if is_active]
-        return slice(0, len(active)) if self.compiled or not active_rows else slice(active_rows[0], active_rows[-1] + 1)
+        """Return the rows that a step computes: from the first to the last active one, or all rows
+        in compiled code."""
+        active_rows = []
+        for row, is_active in enumerate(active):
+            if is_active:
+                active_rows.append(row)
+        if self.compiled or not active_rows:
+            return slice(0, len(active))
+        return slice(active_rows[0], active_rows[-1] + 1)
 
     def _cache_view(self, rows: slice) -> KVCache:
         """Return a view of some rows of the cache."""
@@ -249,38 +336,48 @@ class Decoder:
         return self._span_views[key]
 
     def _forward(self, forward: Callable, tokens: Tensor, **inputs: Any) -> Tensor:
-        """Run a forward pass; if compiled code fails, warn and continue with the uncompiled model."""
+        """Run a forward pass; if compiled code fails, warn and continue with the uncompiled
+        model."""
         with self._no_grad():
             try:
                 return self._pad_vocab(forward(tokens, **inputs))
             except Exception as error:  # compilers raise many types of errors
                 if not self.compiled or is_out_of_memory(error):
                     raise
-                warnings.warn(f"decoding runs uncompiled, since torch.compile fails: {summary(error)}", stacklevel=2)
+                warnings.warn(
+                    f"decoding runs uncompiled, since torch.compile fails: {summary(error)}",
+                    stacklevel=2,
+                )
                 self._forward_chunk = self._forward_token = self.model
                 return self._pad_vocab(self.model(tokens, **inputs))
 
     def _pad_vocab(self, logits: Tensor) -> Tensor:
-        """Pad logits to the full vocabulary with -inf: without the adapter, the tokens that it added have no logits."""
+        """Pad logits to the full vocabulary with -inf: without the adapter, the tokens that it
+        added have no logits."""
         num_missing = self.model.config.vocab_size - logits.size(-1)
-        return F.pad(logits, (0, num_missing), value=-torch.inf) if num_missing else logits
+        if num_missing:
+            return F.pad(logits, (0, num_missing), value=-torch.inf)
+        return logits
 
     def append(self, row: int, token: int) -> None:
         """Record the token that a step added to a row."""
         self.texts[row].append(token)
 
     def _rope_length(self, max_length: int) -> int:
-        """Return the length that rotary frequencies depend on; texts with equal values can share cached keys."""
+        """Return the length that rotary frequencies depend on; texts with equal values can share
+        cached keys."""
         if self._length_rope is None:
             return 0
         context = self._length_rope.original_max_positions
-        return int(max_length > context) if self._length_rope.rope_type == "longrope" else max(max_length, context)
+        if self._length_rope.rope_type == "longrope":
+            return int(max_length > context)
+        return max(max_length, context)
 
     def _key_positions(self, num_keys: int) -> Tensor:
         """Return the positions of the keys to attend to, at least `num_keys`.
 
-        Compiled code rounds them up to a power of two: a CUDA graph is recorded for each number. It is compiled only once,
-        since the number is the size of a tensor.
+        Compiled code rounds them up to a power of two: a CUDA graph is recorded for each number. It
+        is compiled only once, since the number is the size of a tensor.
         """
         if not self.compiled:
             return torch.arange(num_keys, device=self.device)
@@ -295,20 +392,29 @@ class Decoder:
 
 
 def compile_forward(model: GPT) -> tuple[Callable, Callable]:
-    """Compile the model for chunks of any length, and for one token per row (on a GPU, as one CUDA graph)."""
+    """Compile the model for chunks of any length, and for one token per row (on a GPU, as one CUDA
+    graph)."""
     on_gpu = model.embed.weight.is_cuda
     forward_chunk = torch.compile(model.forward, dynamic=True)
-    forward_token = torch.compile(model.forward, dynamic=False, mode="reduce-overhead" if on_gpu else None)
+    forward_token = torch.compile(
+        model.forward, dynamic=False, mode="reduce-overhead" if on_gpu else None
+    )
     return forward_chunk, forward_token
 
 
 def check_prompt(model: GPT, ids: Sequence[int]) -> None:
-    """Raise ValueError if a prompt is empty, longer than the context, or outside the model's vocabulary."""
+    """Raise ValueError if a prompt is empty, longer than the context, or outside the model's
+    vocabulary."""
     config = model.config
     if not ids:
         raise ValueError("the prompt is empty; give at least one token")
     if len(ids) > config.max_positions:
-        raise ValueError(f"the prompt has {len(ids)} tokens and the model's context is {config.max_positions}; shorten it")
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and the model's context is {config.max_positions}; "
+            "shorten it"
+        )
     if max(ids) >= config.vocab_size:
         reason = f"token id {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
-        raise ValueError(f"{reason}; the tokenizer belongs to another model; copy the right one into the folder")
+        raise ValueError(
+            f"{reason}; the tokenizer belongs to another model; copy the right one into the folder"
+        )

@@ -1,4 +1,5 @@
-"""Faster decoding with a frozen model: fuse Linears that share an input into one matmul, and pack weights for oneDNN."""
+"""Faster decoding with a frozen model: fuse Linears that share an input into one matmul, and pack
+weights for oneDNN."""
 
 from collections.abc import Sequence
 
@@ -24,7 +25,8 @@ class FusedLinears(nn.Module):
 
 @torch.no_grad()
 def fuse_linears(model: GPT, pack: bool = False) -> None:
-    """Fuse plain Linears that share an input: one large matmul uses memory bandwidth better than several small ones.
+    """Fuse plain Linears that share an input: one large matmul uses memory bandwidth better than
+    several small ones.
 
     pack: also pack weights for oneDNN, on a CPU. Compiled code cannot read packed weights.
     """
@@ -32,7 +34,8 @@ def fuse_linears(model: GPT, pack: bool = False) -> None:
         names = next((names for cls, names in SHARED_INPUTS.items() if type(module) is cls), ())
         linears = [getattr(module, name) for name in names]
         if linears and all(type(linear) is Linear for linear in linears):
-            module.fused, module.widths = _concatenate(linears), [linear.out_features for linear in linears]
+            module.fused = _concatenate(linears)
+            module.widths = [linear.out_features for linear in linears]
             module.__class__ = mixin_class(FusedLinears, type(module))
             for name in names:
                 delattr(module, name)
@@ -42,7 +45,10 @@ def fuse_linears(model: GPT, pack: bool = False) -> None:
 
 @torch.no_grad()
 def pack_weights(models: Sequence[GPT]) -> None:
-    """Pack weights for oneDNN. A weight that models share is packed once; the plain copy is freed if nothing reads it."""
+    """Pack weights for oneDNN.
+
+    A weight that models share is packed once; the plain copy is freed if nothing reads it.
+    """
     # id of a plain weight -> (plain, packed); keeping the plain one alive keeps its id unique
     packed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for model in models:
@@ -57,7 +63,8 @@ def pack_weights(models: Sequence[GPT]) -> None:
 
 
 def _has_other_readers(linear: Linear, model: GPT) -> bool:
-    """Return whether other code reads a Linear's weight: DoRA, the rounding of trained weights, a tied embedding."""
+    """Return whether other code reads a Linear's weight: DoRA, the rounding of trained weights, a
+    tied embedding."""
     by_method = isinstance(linear, TrainedWeight) or getattr(linear, "reads_weight", False)
     return by_method or (linear is model.lm_head and model.config.tied)
 
@@ -65,7 +72,12 @@ def _has_other_readers(linear: Linear, model: GPT) -> bool:
 def _concatenate(linears: Sequence[Linear]) -> Linear:
     """Concatenate Linears along the output dimension."""
     has_bias = linears[0].bias is not None
-    fused = Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=has_bias, device="meta")
+    fused = Linear(
+        linears[0].in_features,
+        sum(linear.out_features for linear in linears),
+        bias=has_bias,
+        device="meta",
+    )
     for name in ("weight", "bias") if has_bias else ("weight",):
         tensor = torch.cat([getattr(linear, name) for linear in linears])
         setattr(fused, name, nn.Parameter(tensor, requires_grad=False))

@@ -59,9 +59,13 @@ class FinishedAnswer:
 
 
 def generate(args: GenerateArgs) -> None:
-    """Complete one prompt on stdout, with timings on stderr, or a file of prompts, all checked before the first answer."""
+    """Complete one prompt on stdout, with timings on stderr, or a file of prompts, all checked
+    before the first answer."""
     key = "completion" if args.num_samples == 1 else "completions"
-    located_records = read_prompts(Path(args.prompts), args.out, key) if args.prompts else [("", {"prompt": args.prompt})]
+    if args.prompts:
+        located_records = read_prompts(Path(args.prompts), args.out, key)
+    else:
+        located_records = [("", {"prompt": args.prompt})]
     records = [record for _, record in located_records]
     num_done = count_finished(args, records)
     if args.prompts and num_done == len(records):
@@ -70,14 +74,18 @@ def generate(args: GenerateArgs) -> None:
     session = open_session(args)
     tokenizer = session.tokenizer
     in_template = args.template == "auto" and bool(tokenizer.own_template)
-    prompts = [_encode_prompt(session, where, record, in_template) for where, record in located_records]
+    prompts = [
+        _encode_prompt(session, where, record, in_template) for where, record in located_records
+    ]
     capacity = max(len(prompt.ids) for prompt in prompts) + session.max_new_tokens
     drafter = make_drafter(args, session, capacity)
     numbers = range(num_done * args.num_samples, len(records) * args.num_samples)
     rows = 1 if drafter else max(1, min(args.batch_size, len(numbers)))
     session.limit_threads(rows)
     decoder = session.decoder(rows, capacity)
-    chunks = generate_batch(decoder, tokenizer, _requests(session, prompts, numbers, args.num_samples), drafter)
+    chunks = generate_batch(
+        decoder, tokenizer, _requests(session, prompts, numbers, args.num_samples), drafter
+    )
     if not args.prompts and args.num_samples == 1:
         _print_one(tokenizer, prompts[0], chunks)
         return
@@ -88,14 +96,18 @@ def generate(args: GenerateArgs) -> None:
         _print_all(args.num_samples, answers)
 
 
-def _requests(session: Session, prompts: list[Prompt], numbers: range, num_samples: int) -> Iterator[Request]:
+def _requests(
+    session: Session, prompts: list[Prompt], numbers: range, num_samples: int
+) -> Iterator[Request]:
     """Yield the request of each answer."""
     for number in numbers:
         prompt = prompts[number // num_samples]
         yield session.request(prompt.ids, number, is_chat=prompt.is_chat)
 
 
-def _print_one(tokenizer: Tokenizer, prompt: Prompt, chunks: Iterator[tuple[int, GenerationChunk]]) -> None:
+def _print_one(
+    tokenizer: Tokenizer, prompt: Prompt, chunks: Iterator[tuple[int, GenerationChunk]]
+) -> None:
     """Print an answer as it is generated: the content on stdout, the reasoning on stderr."""
     parser = prompt.parser(tokenizer)
     stats = None
@@ -106,7 +118,10 @@ def _print_one(tokenizer: Tokenizer, prompt: Prompt, chunks: Iterator[tuple[int,
             parts += parser.finish()
         for part in parts:
             stream = sys.stderr if part.kind == "reasoning" else sys.stdout
-            text = part.text if part.call is None else json.dumps(call_entry(part.call), ensure_ascii=False) + "\n"
+            if part.call is None:
+                text = part.text
+            else:
+                text = json.dumps(call_entry(part.call), ensure_ascii=False) + "\n"
             print(text, end="", file=stream, flush=True)
     print(flush=True)
     print(stats, file=sys.stderr)
@@ -115,15 +130,20 @@ def _print_one(tokenizer: Tokenizer, prompt: Prompt, chunks: Iterator[tuple[int,
 def _print_all(num_samples: int, answers: Iterator[FinishedAnswer]) -> None:
     """Print several answers one by one as they complete."""
     for answer in answers:
-        print(f"--- {answer.number + 1} of {num_samples}: {answer.stats}", file=sys.stderr, flush=True)
+        print(
+            f"--- {answer.number + 1} of {num_samples}: {answer.stats}", file=sys.stderr, flush=True
+        )
         if answer.parsed.reasoning:
             print(answer.parsed.reasoning, file=sys.stderr, flush=True)
         calls = [json.dumps(call_entry(call), ensure_ascii=False) for call in answer.parsed.calls]
         print("\n".join(filter(None, [answer.parsed.content, *calls])), flush=True)
 
 
-def _write_all(args: GenerateArgs, records: list[dict[str, Any]], answers: Iterator[FinishedAnswer]) -> None:
-    """Write the records with their answers, one JSON line each, in order; each line as soon as it is complete."""
+def _write_all(
+    args: GenerateArgs, records: list[dict[str, Any]], answers: Iterator[FinishedAnswer]
+) -> None:
+    """Write the records with their answers, one JSON line each, in order; each line as soon as it
+    is complete."""
     start = time.perf_counter()
     tokens = 0
     mode = "a" if args.resume else "w"
@@ -147,7 +167,10 @@ def _write_all(args: GenerateArgs, records: list[dict[str, Any]], answers: Itera
 
 
 def _answer_fields(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an output line. Those of several answers are lists; reasoning and calls only where there are."""
+    """Return the fields of an output line.
+
+    Those of several answers are lists; reasoning and calls only where there are.
+    """
     if len(answers) == 1:
         return answers[0]
     fields: dict[str, Any] = {"completions": [answer["completion"] for answer in answers]}
@@ -179,17 +202,24 @@ def _completed_in_order(
 
 
 def count_finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
-    """Return how many prompts a partial --out answers. Raise ValueError if it does not belong to these prompts."""
+    """Return how many prompts a partial --out answers.
+
+    Raise ValueError if it does not belong to these prompts.
+    """
     path = Path(args.out) if args.out else None
     if path is None or not path.exists() or args.overwrite:
         return 0
     if not args.resume:
         raise ValueError(f"--out {path} exists; --resume continues it, --overwrite replaces it")
-    complete = path.read_bytes().rpartition(b"\n")  # a line that a crash has cut short is generated again
+    # a line that a crash has cut short is generated again
+    complete = path.read_bytes().rpartition(b"\n")
     lines = complete[0].split(b"\n") if complete[1] else []
     for number, line in enumerate(lines):
         if number >= len(records) or not _is_answer(line, records[number], args.num_samples):
-            reason = f"line {number + 1} of {path} does not answer {args.prompts} with --num_samples {args.num_samples}"
+            reason = (
+                f"line {number + 1} of {path} does not answer {args.prompts} with --num_samples "
+                f"{args.num_samples}"
+            )
             raise ValueError(f"--resume: {reason}; use --overwrite to start over")
     os.truncate(path, len(complete[0] + complete[1]))
     return len(lines)
@@ -199,7 +229,10 @@ def _is_answer(line: bytes, record: dict[str, Any], num_samples: int) -> bool:
     """Return whether an output line belongs to this record and has `num_samples` answers."""
     try:
         output_record = json.loads(line)
-        texts = [output_record.pop("completion")] if num_samples == 1 else output_record.pop("completions")
+        if num_samples == 1:
+            texts = [output_record.pop("completion")]
+        else:
+            texts = output_record.pop("completions")
         for name in EXTRA_FIELDS:
             if name not in record:
                 output_record.pop(name, None)
@@ -211,7 +244,8 @@ def _is_answer(line: bytes, record: dict[str, Any], num_samples: int) -> bool:
 def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[str, Any]]]:
     """Read records with a `prompt` or `messages`; return (location, record) pairs.
 
-    key: the field that answers are written to. Raises ValueError with the location of the first invalid record.
+    key: the field that answers are written to. Raises ValueError with the location of the first
+    invalid record.
     """
     if out and Path(out).exists() and path.exists() and Path(out).samefile(path):
         raise ValueError(f"--out {out} is the prompts file; name another")
@@ -224,17 +258,26 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
         elif not isinstance(record.get("prompt"), str):
             raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
         if key in record:
-            raise ValueError(f"{where}: already has a field {key!r}, which the answer would overwrite; rename it")
+            raise ValueError(
+                f"{where}: already has a field {key!r}, which the answer would overwrite; rename it"
+            )
         try:
             json.dumps(record, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:  # a date from Parquet, a lone surrogate
-            raise ValueError(f"{where}: cannot be written as JSON ({error}); fix or remove it") from None
+            raise ValueError(
+                f"{where}: cannot be written as JSON ({error}); fix or remove it"
+            ) from None
         records.append((where, record))
     return records
 
 
-def _encode_prompt(session: Session, where: str, record: dict[str, Any], in_template: bool) -> Prompt:
-    """Tokenize the prompt of a record. Raise ValueError with its location if the model cannot read it."""
+def _encode_prompt(
+    session: Session, where: str, record: dict[str, Any], in_template: bool
+) -> Prompt:
+    """Tokenize the prompt of a record.
+
+    Raise ValueError with its location if the model cannot read it.
+    """
     messages = record.get("messages")
     if in_template and not messages:
         messages = [{"role": "user", "content": record["prompt"]}]

@@ -1,4 +1,5 @@
-"""Generation of many texts at once: text that never splits a character, with tokens, log-probabilities and speeds."""
+"""Generation of many texts at once: text that never splits a character, with tokens,
+log-probabilities and speeds."""
 
 import math
 import time
@@ -17,7 +18,8 @@ from litft.inference.speculative import Drafter, speculative_rounds
 
 REPLACEMENT = "\ufffd"  # what bytes decode to that are no complete character
 
-FinishReason = Literal["stop", "length", "context"]  # stop token or text; max_new_tokens; context full
+# stop token or text; max_new_tokens; context full
+FinishReason = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class Request:
     stop_ids: Sequence[int] = ()  # tokens that end the answer and are not part of its text
     stop: Sequence[str] = ()  # texts that end the answer and are not part of it
     top_logprobs: int = 0  # how many of the most likely tokens to report for each position
-    strip_leading: bool = False  # remove leading whitespace, which some templates leave to the answer
+    # remove leading whitespace, which some templates leave to the answer
+    strip_leading: bool = False
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that are part of the text
     constraint: Constraint | None = None  # which tokens may follow; of this answer alone
-    max_length: int | None = None  # final length of the text, for some ropes; None: prompt plus max_new_tokens
+    # final length of the text, for some ropes; None: prompt plus max_new_tokens
+    max_length: int | None = None
 
 
 @dataclass
@@ -54,13 +58,20 @@ class GenerationStats:
         return max(0, self.new_tokens - 1) / max(1e-9, self.seconds - self.time_to_first)
 
     def __str__(self) -> str:
-        text = f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} tokens/s, the first after {self.time_to_first:.2f} s"
-        drafts = f", {self.accepted} of {self.drafted} draft tokens accepted" if self.drafted else ""
+        text = (
+            f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} tokens/s, the first after "
+            f"{self.time_to_first:.2f} s"
+        )
+        if self.drafted:
+            drafts = f", {self.accepted} of {self.drafted} draft tokens accepted"
+        else:
+            drafts = ""
         return f"{text} (prompt: {self.prompt_tokens}, prefill: {self.prefill_tokens}){drafts}"
 
 
 class ChosenToken(NamedTuple):
-    """A token, its log-probability by the unmodified logits, and the `top_logprobs` most likely tokens with theirs."""
+    """A token, its log-probability by the unmodified logits, and the `top_logprobs` most likely
+    tokens with theirs."""
 
     token: int
     logprob: float
@@ -77,12 +88,19 @@ class GenerationChunk(str):
     stats: GenerationStats
 
     def __new__(
-        cls, text: str, chosen: Sequence[ChosenToken], reason: FinishReason | None, stats: GenerationStats
+        cls,
+        text: str,
+        chosen: Sequence[ChosenToken],
+        reason: FinishReason | None,
+        stats: GenerationStats,
     ) -> "GenerationChunk":
         """Create a str with five attributes."""
         chunk = super().__new__(cls, text)
-        chunk.tokens, chunk.logprobs, chunk.top = ([entry[index] for entry in chosen] for index in range(3))
-        chunk.finish_reason, chunk.stats = reason, stats
+        chunk.tokens, chunk.logprobs, chunk.top = (
+            [entry[index] for entry in chosen] for index in range(3)
+        )
+        chunk.finish_reason = reason
+        chunk.stats = stats
         return chunk
 
 
@@ -94,8 +112,9 @@ LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 class Detokenizer:
     """Convert token ids to text incrementally, holding back the bytes of incomplete characters.
 
-    A token's text depends on the tokens before it (the leading space of a word). So a window of ids is decoded with and
-    without the new ones, and the difference is returned. A character that the prompt begins belongs to the answer.
+    A token's text depends on the tokens before it (the leading space of a word). So a window of ids
+    is decoded with and without the new ones, and the difference is returned. A character that the
+    prompt begins belongs to the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
@@ -105,8 +124,8 @@ class Detokenizer:
     def _first_window(self, before: Sequence[int]) -> tuple[list[int], int]:
         """Return the end of the prompt, and how many of its tokens have whole characters.
 
-        The window must not begin within a character: some tokenizers decode a whole run of bytes to U+FFFD if any of its
-        characters is incomplete.
+        The window must not begin within a character: some tokenizers decode a whole run of bytes to
+        U+FFFD if any of its characters is incomplete.
         """
         window = list(before[-WINDOW_LENGTHS[0] :])
         if self._ends_in_replacement(before):
@@ -174,7 +193,9 @@ class Answer:
     Stop texts are searched for in the text with special tokens, as in transformers.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, max_tokens: int, start_time: float) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, max_tokens: int, start_time: float
+    ) -> None:
         self.request = request
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
@@ -188,8 +209,11 @@ class Answer:
 
     def add_token(self, chosen: ChosenToken) -> GenerationChunk | None:
         """Add a token; return a chunk if there is new text or the answer ends, else None."""
-        stats, request, token = self.stats, self.request, chosen.token
-        stats.new_tokens, stats.seconds = stats.new_tokens + 1, time.perf_counter() - self.start_time
+        stats = self.stats
+        request = self.request
+        token = chosen.token
+        stats.new_tokens = stats.new_tokens + 1
+        stats.seconds = time.perf_counter() - self.start_time
         stats.time_to_first = stats.time_to_first or stats.seconds
         self.chosen.append(chosen._replace(top=chosen.top[: request.top_logprobs]))
         if token in request.stop_ids:
@@ -228,11 +252,13 @@ class Answer:
             self.text_started = bool(text)
         if not (text or self.finish_reason):
             return None
-        chunk, self.chosen = GenerationChunk(text, self.chosen, self.finish_reason, self.stats), []
+        chunk = GenerationChunk(text, self.chosen, self.finish_reason, self.stats)
+        self.chosen = []
         return chunk
 
     def _take(self, count: int) -> str:
-        """Remove the first `count` characters of the pending text and return those that are shown."""
+        """Remove the first `count` characters of the pending text and return those that are
+        shown."""
         shown = ""
         rest = []
         for piece in self.pending:
@@ -248,17 +274,24 @@ class Answer:
 
 
 def generate_batch(
-    decoder: Decoder, tokenizer: Tokenizer, requests: Iterable[Request], drafter: Drafter | None = None
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    requests: Iterable[Request],
+    drafter: Drafter | None = None,
 ) -> Iterator[tuple[int, GenerationChunk]]:
     """Yield the chunks of all answers as they are generated, each with the index of its request.
 
-    As many requests run at once as the decoder has rows. drafter: use speculative decoding; the decoder must have one row.
+    As many requests run at once as the decoder has rows. drafter: use speculative decoding; the
+    decoder must have one row.
     """
     if drafter is not None:
         for number, request in enumerate(requests):
-            yield from ((number, chunk) for chunk in _speculate(decoder, tokenizer, request, drafter))
+            yield from (
+                (number, chunk) for chunk in _speculate(decoder, tokenizer, request, drafter)
+            )
         return
-    waiting, batch = enumerate(requests), Batch(decoder, tokenizer)
+    waiting = enumerate(requests)
+    batch = Batch(decoder, tokenizer)
     while True:
         while batch.free and (next_request := next(waiting, None)):
             batch.add(*next_request)
@@ -280,10 +313,14 @@ class Completion(NamedTuple):
 
 
 def generate_completions(
-    decoder: Decoder, tokenizer: Tokenizer, requests: Sequence[Request], done: Callable[[], None] = lambda: None
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    done: Callable[[], None] = lambda: None,
 ) -> list[Completion]:
     """Return all answers, in the order of their requests. done: called after each answer."""
-    texts, ended = [""] * len(requests), [False] * len(requests)
+    texts = [""] * len(requests)
+    ended = [False] * len(requests)
     for number, chunk in generate_batch(decoder, tokenizer, requests):
         texts[number] += chunk
         if chunk.finish_reason:
@@ -304,46 +341,61 @@ class Prefill:
 
 
 class Batch:
-    """Continuous batching: the requests that share a decoder, one per row, each identified by a number."""
+    """Continuous batching: the requests that share a decoder, one per row, each identified by a
+    number."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
         rows = len(decoder.texts)
-        self.decoder, self.tokenizer = decoder, tokenizer
+        self.decoder = decoder
+        self.tokenizer = tokenizer
         self.sampler = Sampler(rows, decoder.model.config.vocab_size, decoder.device)
         self.logits = torch.zeros(rows, self.sampler.vocab_size, device=decoder.device)
         self.prefilling: dict[int, Prefill] = {}  # by row, in order of arrival
-        self.running: dict[int, tuple[int, Answer]] = {}  # by row: number of the request, answer so far
+        # by row: number of the request, answer so far
+        self.running: dict[int, tuple[int, Answer]] = {}
         self.assigned = [0] * rows  # when the row was last assigned, as a counter
 
     @property
     def free(self) -> list[int]:
         """The rows without a request."""
-        return [row for row in range(len(self.assigned)) if row not in self.running and row not in self.prefilling]
+        return [
+            row
+            for row in range(len(self.assigned))
+            if row not in self.running and row not in self.prefilling
+        ]
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of all requests: in prefill and running."""
-        return [prompt.number for prompt in self.prefilling.values()] + [number for number, _ in self.running.values()]
+        return [prompt.number for prompt in self.prefilling.values()] + [
+            number for number, _ in self.running.values()
+        ]
 
     def add(self, number: int, request: Request) -> None:
         """Queue a request for prefill in a free row.
 
-        The row is chosen to keep the span of busy rows small, which a step computes; then the least recently assigned, since
-        a later request may reuse the cache of the others.
+        The row is chosen to keep the span of busy rows small, which a step computes; then the least
+        recently assigned, since a later request may reuse the cache of the others.
         """
         busy_rows = [*self.running, *self.prefilling]
         spans = {row: max([row, *busy_rows]) - min([row, *busy_rows]) for row in self.free}
         row = min(spans, key=lambda row: (spans[row], self.assigned[row]))
-        self.prefilling[row], self.assigned[row] = Prefill(number, request, time.perf_counter()), max(self.assigned) + 1
+        self.prefilling[row], self.assigned[row] = (
+            Prefill(number, request, time.perf_counter()),
+            max(self.assigned) + 1,
+        )
 
     def prefill(self, max_tokens: int | None = None, row: int | None = None) -> None:
-        """Prefill a queued prompt, or compute `max_tokens` more of it; after its last token the answer runs.
+        """Prefill a queued prompt, or compute `max_tokens` more of it; after its last token the
+        answer runs.
 
-        row: of the prompt, by default the oldest. Raises the ValueError of `Decoder.prefill`, and drops the request.
+        row: of the prompt, by default the oldest. Raises the ValueError of `Decoder.prefill`, and
+        drops the request.
         """
         row = next(iter(self.prefilling)) if row is None else row
         prefill = self.prefilling[row]
-        request, before = prefill.request, self.decoder.processed
+        request = prefill.request
+        before = self.decoder.processed
         size = len(request.ids)
         max_length = request.max_length or size + request.max_new_tokens
         prefill.num_cached = size
@@ -359,8 +411,11 @@ class Batch:
         prefill.num_computed += self.decoder.processed - before
         if prefill.num_cached == size:
             del self.prefilling[row]
-            answer = Answer(request, self.tokenizer, self.decoder.capacity - size, prefill.start_time)
-            answer.stats.prefill_tokens, self.logits[row] = prefill.num_computed, logits
+            answer = Answer(
+                request, self.tokenizer, self.decoder.capacity - size, prefill.start_time
+            )
+            answer.stats.prefill_tokens = prefill.num_computed
+            self.logits[row] = logits
             self.sampler.begin(row, request.ids, request.sampling, request.constraint)
             self.running[row] = prefill.number, answer
 
@@ -377,22 +432,33 @@ class Batch:
         self.decoder.truncate(row, len(self.decoder.texts[row]))
 
     def step(self) -> Iterator[tuple[int, GenerationChunk | Exception]]:
-        """Generate one token of each answer; yield the chunks by request number, or the error that ends an answer."""
+        """Generate one token of each answer; yield the chunks by request number, or the error that
+        ends an answer."""
         yield from self._broken_constraints()
         if not self.running:
             return
-        decoder, active = self.decoder, self._active()
+        decoder = self.decoder
+        active = self._active()
         rows = decoder.span(active)
         self.sampler.select_rows(rows)
         tokens = torch.zeros(len(active), dtype=torch.long, device=decoder.device)
         tokens[rows] = self.sampler.next(self.logits[rows])
-        if idle_rows := [row for row in range(rows.start, rows.stop) if not active[row]]:
+        idle_rows = [row for row in range(rows.start, rows.stop) if not active[row]]
+        if idle_rows:
             tokens[idle_rows] = 0  # computed too, with any valid token; the result is ignored
         num_top = max(answer.request.top_logprobs for _, answer in self.running.values())
         pending = PendingTokens(tokens[rows], self.logits[rows], num_top)
-        # the device runs the next step while the host handles this one; for answers that end here its result is unused
-        next_logits = decoder.step(tokens, self._active(with_room=True)) if decoder.async_steps else None
-        chosen_by_row = {row: chosen for row, chosen in enumerate(pending.rows(), rows.start) if row in self.running}
+        # the device runs the next step while the host handles this one; for answers that end here
+        # its result is unused
+        if decoder.async_steps:
+            next_logits = decoder.step(tokens, self._active(with_room=True))
+        else:
+            next_logits = None
+        chosen_by_row = {
+            row: chosen
+            for row, chosen in enumerate(pending.rows(), rows.start)
+            if row in self.running
+        }
         for row, chosen in chosen_by_row.items():
             number, answer = self.running[row]
             if math.isnan(chosen.logprob):
@@ -408,14 +474,19 @@ class Batch:
             if chunk is not None:
                 yield number, chunk
         if self.running:
-            self.logits = decoder.step(tokens, self._active()) if next_logits is None else next_logits
-        # after the step: if the caller stops at a chunk, no token is recorded that is not in the cache
+            if next_logits is None:
+                self.logits = decoder.step(tokens, self._active())
+            else:
+                self.logits = next_logits
+        # after the step: if the caller stops at a chunk, no token is recorded that is not in the
+        # cache
         for row, chosen in chosen_by_row.items():
             if row in self.running:
                 decoder.append(row, chosen.token)
 
     def _broken_constraints(self) -> Iterator[tuple[int, Exception]]:
-        """End the answers whose constraint has failed; yield the error of each, of this request alone."""
+        """End the answers whose constraint has failed; yield the error of each, of this request
+        alone."""
         for row, (number, answer) in list(self.running.items()):
             constraint = answer.request.constraint
             problem = constraint.problem() if constraint is not None else None
@@ -424,22 +495,34 @@ class Batch:
                 yield number, ValueError(problem)
 
     def _active(self, with_room: bool = False) -> list[bool]:
-        """Return which rows have a running answer; with_room: only rows whose cache has room for another token."""
-        lengths, capacity = self.decoder.lengths, self.decoder.capacity
-        return [row in self.running and not (with_room and lengths[row] == capacity) for row in range(len(lengths))]
+        """Return which rows have a running answer; with_room: only rows whose cache has room for
+        another token."""
+        lengths = self.decoder.lengths
+        capacity = self.decoder.capacity
+        return [
+            row in self.running and not (with_room and lengths[row] == capacity)
+            for row in range(len(lengths))
+        ]
 
 
 class PendingTokens:
-    """Asynchronous copy to the host of tokens (B,), their log-probabilities and the `num_top` most likely tokens."""
+    """Asynchronous copy to the host of tokens (B,), their log-probabilities and the `num_top` most
+    likely tokens."""
 
     def __init__(self, tokens: Tensor, logits: Tensor, num_top: int = 0) -> None:
         log_sums = logits.logsumexp(-1, keepdim=True)
         top = logits.topk(min(num_top, logits.size(-1))) if num_top else None
-        ids = tokens[:, None] if top is None else torch.cat((tokens[:, None], top.indices), 1)
+        if top is None:
+            ids = tokens[:, None]
+        else:
+            ids = torch.cat((tokens[:, None], top.indices), 1)
         packed = torch.stack((ids.double(), (logits.gather(1, ids) - log_sums).double()))
-        self.on_host, self.event = packed, None
+        self.on_host = packed
+        self.event = None
         if packed.is_cuda:
-            self.on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
+            self.on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(
+                packed, non_blocking=True
+            )
             self.event = torch.cuda.Event()
             self.event.record()
 
@@ -452,7 +535,9 @@ class PendingTokens:
             yield ChosenToken(token, logprob, top)
 
 
-def _speculate(decoder: Decoder, tokenizer: Tokenizer, request: Request, drafter: Drafter) -> Iterator[GenerationChunk]:
+def _speculate(
+    decoder: Decoder, tokenizer: Tokenizer, request: Request, drafter: Drafter
+) -> Iterator[GenerationChunk]:
     """Generate one answer by speculative decoding."""
     batch = Batch(decoder, tokenizer)
     batch.add(0, request)
@@ -462,7 +547,8 @@ def _speculate(decoder: Decoder, tokenizer: Tokenizer, request: Request, drafter
         answer.stats.drafted += verified.drafted
         answer.stats.accepted += len(verified.tokens) - 1 if verified.drafted else 0
         for token, logprob in zip(verified.tokens, verified.logprobs, strict=True):
-            if (chunk := answer.add_token(ChosenToken(token, logprob, []))) is not None:
+            chunk = answer.add_token(ChosenToken(token, logprob, []))
+            if chunk is not None:
                 yield chunk
             if answer.finish_reason:
                 return

@@ -1,4 +1,5 @@
-"""Answers that follow a JSON schema: llguidance decides before each token which ones keep the answer valid."""
+"""Answers that follow a JSON schema: llguidance decides before each token which ones keep the
+answer valid."""
 
 import json
 from typing import Any
@@ -12,9 +13,12 @@ from litft.data.tokenizer import Tokenizer
 try:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 except ModuleNotFoundError as error:
-    raise ValueError(f"a JSON schema needs the package {error.name}; pip install 'litft[json]'") from None
+    raise ValueError(
+        f"a JSON schema needs the package {error.name}; pip install 'litft[json]'"
+    ) from None
 
-# models write JSON with spaces in these places; without the rule the grammar would admit any white space, without end
+# models write JSON with spaces in these places; without the rule the grammar would admit any white
+# space, without end
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -29,7 +33,8 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Encode a text as within an answer: without sentencepiece's rules for white space at the ends of a text."""
+        """Encode a text as within an answer: without sentencepiece's rules for white space at the
+        ends of a text."""
         around = "\x02"  # a byte token, which joins with nothing
         ids = self._tokenizer.encode(around + text + around, bos=False)
         length = len(self._tokenizer.encode(around, bos=False))
@@ -39,10 +44,13 @@ class _Vocabulary:
 class Constraint:
     """What may follow in one answer.
 
-    trigger: the text after which the schema holds, such as the end of the reasoning; empty: from the beginning.
+    trigger: the text after which the schema holds, such as the end of the reasoning; empty: from
+    the beginning.
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, vocab_size: int, trigger: str) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: Tokenizer, vocab_size: int, trigger: str
+    ) -> None:
         self.matcher = matcher
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -63,7 +71,8 @@ class Constraint:
         """Return why the answer cannot go on; None if it can."""
         if not self.matcher.is_error():
             return None
-        reason = self.matcher.get_error().partition("<state>")[0]  # what follows is the state of the library
+        # what follows is the state of the library
+        reason = self.matcher.get_error().partition("<state>")[0]
         return f"response_format: the schema cannot be followed ({' '.join(reason.split())[:200]})"
 
     def advance(self, token: int) -> None:
@@ -90,10 +99,16 @@ class JsonGrammars:
         self.backend = LLTokenizer(source, n_vocab=vocab_size, eos_token=list(tokenizer.stop_ids))
 
     def constraint(self, schema: dict[str, Any], trigger: str = "") -> Constraint:
-        """Return the constraint of one answer. Raises ValueError for a schema that is invalid or not supported."""
+        """Return the constraint of one answer.
+
+        Raises ValueError for a schema that is invalid or not supported.
+        """
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
-        constraint = Constraint(LLMatcher(self.backend, grammar, log_level=0), self.tokenizer, self.vocab_size, trigger)
+        constraint = Constraint(
+            LLMatcher(self.backend, grammar, log_level=0), self.tokenizer, self.vocab_size, trigger
+        )
         constraint.matcher.compute_bitmask()  # shows errors of the schema
-        if problem := constraint.problem():
+        problem = constraint.problem()
+        if problem:
             raise ValueError(problem.removeprefix("response_format: "))
         return constraint

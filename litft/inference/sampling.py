@@ -1,7 +1,8 @@
-"""Sample the next token from logits: penalties, filters and the draw, all on the device without synchronization.
+"""Sample the next token from logits: penalties, filters and the draw, all on the device without
+synchronization.
 
-A draw maps one uniform number per token, made by a generator on the host, to a token. So a seed gives the same text in any
-batch, and on every device up to the rounding of the logits.
+A draw maps one uniform number per token, made by a generator on the host, to a token. So a seed
+gives the same text in any batch, and on every device up to the rounding of the logits.
 """
 
 import random
@@ -30,14 +31,17 @@ class Constraint(Protocol):
 
 
 class Sampler:
-    """Sample the next tokens of B rows, each with its own `Sampling`, and count the tokens of each row for penalties."""
+    """Sample the next tokens of B rows, each with its own `Sampling`, and count the tokens of each
+    row for penalties."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size = vocab_size
+        self.device = device
         self.settings = [Sampling(temperature=0)] * rows
         self.generators = [random.Random()] * rows
         self.rows = slice(0, rows)  # the rows to sample for
-        self.counts: Tensor | None = None  # (2, B, V): above 0 if prompt or answer has a token; its count in the answer
+        # (2, B, V): above 0 if prompt or answer has a token; its count in the answer
+        self.counts: Tensor | None = None
         self.bias: Tensor | None = None  # (B, V)
         self.constraints: list[Constraint | None] = [None] * rows
         self._collect_settings()
@@ -51,19 +55,21 @@ class Sampler:
     ) -> None:
         """Start a new answer in a row."""
         self.constraints[row] = constraint
-        self.settings[row], self.generators[row] = settings, random.Random(settings.seed)
+        self.settings[row] = settings
+        self.generators[row] = random.Random(settings.seed)
         self._collect_settings()
         shape = (len(self.settings), self.vocab_size)
         if self.has_penalties:
-            self.counts = (
-                torch.zeros(2, *shape, dtype=torch.int32, device=self.device) if self.counts is None else self.counts
-            )
+            if self.counts is None:
+                self.counts = torch.zeros(2, *shape, dtype=torch.int32, device=self.device)
             self.counts[:, row] = 0
             self.counts[0, row, torch.tensor(prompt, device=self.device)] = 1
         if settings.logit_bias or self.bias is not None:
-            self.bias = torch.zeros(shape, device=self.device) if self.bias is None else self.bias
+            if self.bias is None:
+                self.bias = torch.zeros(shape, device=self.device)
             self.bias[row] = 0
-            ids, values = list(settings.logit_bias), list(settings.logit_bias.values())
+            ids = list(settings.logit_bias)
+            values = list(settings.logit_bias.values())
             self.bias[row, torch.tensor(ids, dtype=torch.int64, device=self.device)] = torch.tensor(
                 values, dtype=torch.float32, device=self.device
             )
@@ -76,7 +82,14 @@ class Sampler:
 
     def _collect_settings(self) -> None:
         """Collect the rows' settings as columns (B, 1), and whether any row needs each filter."""
-        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        names = (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
         settings = self.settings[self.rows]
         columns = ([[getattr(row, name)] for row in settings] for name in names)
         self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
@@ -94,12 +107,16 @@ class Sampler:
         self.greedy = all(row.temperature == 0 for row in settings)
         self.has_top_p = any(row.top_p < 1 for row in settings)
         self.has_penalties = any(
-            row.repetition_penalty != 1 or row.presence_penalty or row.frequency_penalty for row in self.settings
+            row.repetition_penalty != 1 or row.presence_penalty or row.frequency_penalty
+            for row in self.settings
         )
 
     def next(self, logits: Tensor) -> Tensor:
         """Sample the next tokens (B,) from logits (B, V), and count them."""
-        tokens = self.adjusted_logits(logits).argmax(-1) if self.greedy else draw(self.distribution(logits), self.uniforms())
+        if self.greedy:
+            tokens = self.adjusted_logits(logits).argmax(-1)
+        else:
+            tokens = draw(self.distribution(logits), self.uniforms())
         self.append(tokens)
         return tokens
 
@@ -107,11 +124,15 @@ class Sampler:
         """Count a token of each row's answer, (B,)."""
         if self.has_penalties:
             index = tokens[None, :, None].expand(2, -1, -1)
-            self.counts[:, self.rows].scatter_add_(2, index, torch.ones_like(index, dtype=torch.int32))
+            self.counts[:, self.rows].scatter_add_(
+                2, index, torch.ones_like(index, dtype=torch.int32)
+            )
 
     def uniforms(self) -> Tensor:
         """Return one random number in [0, 1) per row, (B, 1)."""
-        numbers = torch.tensor([[generator.random()] for generator in self.generators[self.rows]], dtype=torch.float64)
+        numbers = torch.tensor(
+            [[generator.random()] for generator in self.generators[self.rows]], dtype=torch.float64
+        )
         return numbers.to(self.device, non_blocking=True)
 
     def adjusted_logits(self, logits: Tensor) -> Tensor:
@@ -123,12 +144,15 @@ class Sampler:
             in_text, in_answer = self.counts[:, self.rows]
             penalized = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
             logits = (
-                torch.where(in_text > 0, penalized, logits) - self.presence * (in_answer > 0) - self.frequency * in_answer
+                torch.where(in_text > 0, penalized, logits)
+                - self.presence * (in_answer > 0)
+                - self.frequency * in_answer
             )
         return self._constrained(logits)
 
     def _constrained(self, logits: Tensor) -> Tensor:
-        """Return logits (B, V) that are minus infinity for tokens that a row's constraint rules out."""
+        """Return logits (B, V) that are minus infinity for tokens that a row's constraint rules
+        out."""
         for index, constraint in enumerate(self.constraints[self.rows]):
             allowed = constraint.allowed() if constraint is not None else None
             if allowed is None:
@@ -138,26 +162,34 @@ class Sampler:
         return logits
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """Return the distribution (B, V) to sample from, given logits (B, V); one-hot for greedy rows."""
+        """Return the distribution (B, V) to sample from, given logits (B, V); one-hot for greedy
+        rows."""
         logits = self.adjusted_logits(logits)
         max_logit, argmax = logits.max(-1, keepdim=True)
-        scores = (logits - max_logit) / torch.where(self.temperature > 0, self.temperature, 1.0)  # <= 0: no overflow
+        # <= 0: no overflow
+        scores = (logits - max_logit) / torch.where(self.temperature > 0, self.temperature, 1.0)
         if self.has_top_k:
             kth_score = scores.topk(self.max_top_k).values.gather(1, self.top_k - 1)
             scores = scores.masked_fill(scores < kth_score, -torch.inf)
         probs = scores.softmax(-1)
         if self.has_top_p:
             sorted_probs, order = probs.topk(self.max_top_k)
-            excluded = sorted_probs.cumsum(-1) - sorted_probs >= self.top_p  # the token that crosses the threshold is kept
+            # the token that crosses the threshold is kept
+            excluded = sorted_probs.cumsum(-1) - sorted_probs >= self.top_p
             excluded[:, 0] = False  # a top_p near 0 is 0 in fp32
-            probs = torch.zeros_like(probs).scatter_(1, order, sorted_probs.masked_fill(excluded, 0.0))
+            probs = torch.zeros_like(probs).scatter_(
+                1, order, sorted_probs.masked_fill(excluded, 0.0)
+            )
         probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
         greedy = torch.zeros_like(probs).scatter_(1, argmax, 1.0)
         return torch.where(self.temperature > 0, probs / probs.sum(-1, keepdim=True), greedy)
 
 
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token per row, (B,), from weights (B, V), which need not sum to 1, with uniform numbers (B, 1) in [0, 1)."""
+    """Draw one token per row, (B,), from weights (B, V), which need not sum to 1, with uniform
+    numbers (B, 1) in [0, 1)."""
     sums = distribution.double().cumsum(-1)
     # the first token whose cumulative weight is above: never one of weight 0
-    return torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).clamp(max=distribution.size(-1) - 1)[:, 0]
+    return torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).clamp(
+        max=distribution.size(-1) - 1
+    )[:, 0]

@@ -1,7 +1,9 @@
-"""Speculative decoding (arXiv 2211.17192): draft tokens cheaply, and verify all of them in one forward pass.
+"""Speculative decoding (arXiv 2211.17192): draft tokens cheaply, and verify all of them in one
+forward pass.
 
-The output follows the model's own distribution p, regardless of the drafts: a draft token that was drawn from q is accepted
-with probability min(1, p / q); if it is rejected, the token is drawn from max(0, p - q) instead. Greedy output is identical.
+The output follows the model's own distribution p, regardless of the drafts: a draft token that was
+drawn from q is accepted with probability min(1, p / q); if it is rejected, the token is drawn from
+max(0, p - q) instead. Greedy output is identical.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,8 @@ from litft.inference.sampling import Sampler, Sampling, draw
 
 
 class Draft(NamedTuple):
-    """N draft tokens, and the distributions (N, V) that they were drawn from; None: chosen deterministically."""
+    """N draft tokens, and the distributions (N, V) that they were drawn from; None: chosen
+    deterministically."""
 
     tokens: list[int]
     distributions: Tensor | None
@@ -32,26 +35,36 @@ class Drafter(Protocol):
 
 
 class PromptLookup:
-    """Draft by n-gram lookup: the text continues as after the same tokens earlier, as in quotations, code and summaries."""
+    """Draft by n-gram lookup: the text continues as after the same tokens earlier, as in
+    quotations, code and summaries."""
 
     def __init__(self, num_draft_tokens: int = 8, max_ngram: int = 4) -> None:
-        self.num_draft_tokens, self.max_ngram = num_draft_tokens, max_ngram
+        self.num_draft_tokens = num_draft_tokens
+        self.max_ngram = max_ngram
 
     def draft(self, text: Sequence[int], settings: Sampling) -> Draft:
-        """Return what followed the latest earlier occurrence of the text's longest suffix, at most `max_ngram` tokens."""
+        """Return what followed the latest earlier occurrence of the text's longest suffix, at most
+        `max_ngram` tokens."""
         for size in range(min(self.max_ngram, len(text) - 1), 0, -1):
             suffix = text[-size:]
             for start in range(len(text) - size - 1, -1, -1):
                 if text[start + size - 1] == suffix[-1] and text[start : start + size] == suffix:
-                    return Draft(list(text[start + size : start + size + self.num_draft_tokens]), None)
+                    return Draft(
+                        list(text[start + size : start + size + self.num_draft_tokens]), None
+                    )
         return Draft([], None)
 
 
 class DraftModel:
-    """Draft with a smaller model that has the same tokenizer. Its logits are cut or padded to `vocab_size`."""
+    """Draft with a smaller model that has the same tokenizer.
+
+    Its logits are cut or padded to `vocab_size`.
+    """
 
     def __init__(self, decoder: Decoder, vocab_size: int, num_draft_tokens: int = 4) -> None:
-        self.decoder, self.vocab_size, self.num_draft_tokens = decoder, vocab_size, num_draft_tokens
+        self.decoder = decoder
+        self.vocab_size = vocab_size
+        self.num_draft_tokens = num_draft_tokens
 
     def draft(self, text: Sequence[int], settings: Sampling) -> Draft:
         """Sample draft tokens from the smaller model with the same settings."""
@@ -61,11 +74,17 @@ class DraftModel:
             return Draft([], None)
         sampler = Sampler(1, self.vocab_size, self.decoder.device)
         sampler.begin(0, text, settings)
-        sampler.generators[0].seed(f"{settings.seed} {len(text)}" if settings.seed is not None else None)
-        logits, tokens, distributions = self.decoder.prefill(0, text)[None], [], []
+        sampler.generators[0].seed(
+            f"{settings.seed} {len(text)}" if settings.seed is not None else None
+        )
+        logits = self.decoder.prefill(0, text)[None]
+        tokens = []
+        distributions = []
         while True:
             num_missing = self.vocab_size - logits.size(1)
-            distributions.append(sampler.distribution(F.pad(logits, (0, num_missing), value=-torch.inf)))
+            distributions.append(
+                sampler.distribution(F.pad(logits, (0, num_missing), value=-torch.inf))
+            )
             token = draw(distributions[-1], sampler.uniforms())
             sampler.append(token)
             tokens.append(int(token))
@@ -75,7 +94,8 @@ class DraftModel:
 
 
 class Verified(NamedTuple):
-    """The tokens that one forward pass has produced, and the number of draft tokens that it verified."""
+    """The tokens that one forward pass has produced, and the number of draft tokens that it
+    verified."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -83,8 +103,11 @@ class Verified(NamedTuple):
 
 
 @torch.no_grad()
-def speculative_rounds(decoder: Decoder, sampler: Sampler, drafter: Drafter, logits: Tensor) -> Iterator[Verified]:
-    """Continue the decoder's only row, whose text is followed by `logits` (V,), until the cache is full."""
+def speculative_rounds(
+    decoder: Decoder, sampler: Sampler, drafter: Drafter, logits: Tensor
+) -> Iterator[Verified]:
+    """Continue the decoder's only row, whose text is followed by `logits` (V,), until the cache is
+    full."""
     next_token = _sample(sampler, logits)
     yield Verified([next_token], _logprobs(logits[None], [next_token]), 0)
     text = list(decoder.texts[0])
@@ -95,7 +118,10 @@ def speculative_rounds(decoder: Decoder, sampler: Sampler, drafter: Drafter, log
         logits = decoder.extend(0, [next_token, *tokens])
         verified = []
         for index, token in enumerate([*tokens, None]):
-            draft_probs = None if distributions is None or token is None else distributions[index].to(logits.device)
+            if distributions is None or token is None:
+                draft_probs = None
+            else:
+                draft_probs = distributions[index].to(logits.device)
             accepted, next_token = _verify(sampler, logits[index], token, draft_probs)
             verified.append(next_token)
             if not accepted:
@@ -109,7 +135,9 @@ def _sample(sampler: Sampler, logits: Tensor) -> int:
     return int(sampler.next(logits[None]))
 
 
-def _verify(sampler: Sampler, logits: Tensor, draft: int | None, draft_probs: Tensor | None) -> tuple[bool, int]:
+def _verify(
+    sampler: Sampler, logits: Tensor, draft: int | None, draft_probs: Tensor | None
+) -> tuple[bool, int]:
     """Return whether a draft token is accepted, and the next token: the draft or a replacement."""
     if draft is None:
         return False, _sample(sampler, logits)
@@ -117,7 +145,10 @@ def _verify(sampler: Sampler, logits: Tensor, draft: int | None, draft_probs: Te
     q = torch.zeros_like(p[0]).index_fill_(0, torch.tensor(draft, device=p.device), 1.0)
     q = q if draft_probs is None else draft_probs
     accepted = bool(sampler.uniforms()[0, 0] * q[draft] < p[0, draft])
-    token = torch.tensor([draft], device=p.device) if accepted else draw((p - q).clamp(min=0), sampler.uniforms())
+    if accepted:
+        token = torch.tensor([draft], device=p.device)
+    else:
+        token = draw((p - q).clamp(min=0), sampler.uniforms())
     sampler.append(token)
     return accepted, int(token)
 

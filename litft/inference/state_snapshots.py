@@ -1,8 +1,10 @@
-"""Snapshots of the states of recurrent mixers: keys and values can be cut to any length, a state only goes forward.
+"""Snapshots of the states of recurrent mixers: keys and values can be cut to any length, a state
+only goes forward.
 
-The decoder keeps two snapshots of each row: the end of its prompt, which the next turn of a chat begins with, and the point
-before the last piece of several tokens, whose drafts may be rejected. A shorter text starts from the latest snapshot that it
-contains, and the tokens after it go through the model again.
+The decoder keeps two snapshots of each row: the end of its prompt, which the next turn of a chat
+begins with, and the point before the last piece of several tokens, whose drafts may be rejected. A
+shorter text starts from the latest snapshot that it contains, and the tokens after it go through
+the model again.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,8 @@ class RowStates:
     """How many tokens the states of a row contain, and its snapshots."""
 
     def __init__(self) -> None:
-        self.length: int | None = 0  # None: the text was cut, and the states contain tokens that it lacks
+        # None: the text was cut, and the states contain tokens that it lacks
+        self.length: int | None = 0
         self.prompt: Snapshot | None = None
         self.piece: Snapshot | None = None
 
@@ -42,34 +45,50 @@ class RowStates:
 
     def latest(self, length: int) -> Snapshot | None:
         """Return the longest snapshot of at most `length` tokens."""
-        snapshots = [snapshot for snapshot in (self.prompt, self.piece) if snapshot and snapshot.length <= length]
+        snapshots = [
+            snapshot
+            for snapshot in (self.prompt, self.piece)
+            if snapshot and snapshot.length <= length
+        ]
         return max(snapshots, key=lambda snapshot: snapshot.length, default=None)
 
 
 def take_snapshot(cache: KVCache, length: int, logits: Tensor | None = None) -> Snapshot:
     """Copy the states of a cache with one row."""
-    return Snapshot(length, [state.clone() for state in cache.states()], None if logits is None else logits.clone())
+    return Snapshot(
+        length,
+        [state.clone() for state in cache.states()],
+        None if logits is None else logits.clone(),
+    )
 
 
 class Start(NamedTuple):
-    """Where to continue a prompt: the row that has its first `length` tokens, and the snapshot to restore, if any."""
+    """Where to continue a prompt: the row that has its first `length` tokens, and the snapshot to
+    restore, if any."""
 
     row: int
     length: int
     snapshot: Snapshot | None
 
 
-def best_start(rows: Sequence[RowStates], prefix_lengths: Sequence[int], prompt_length: int, row: int) -> Start:
-    """Return the longest part of a prompt whose states a row has; at least the last token is left, or its logits known.
+def best_start(
+    rows: Sequence[RowStates], prefix_lengths: Sequence[int], prompt_length: int, row: int
+) -> Start:
+    """Return the longest part of a prompt whose states a row has; at least the last token is left,
+    or its logits known.
 
-    prefix_lengths: tokens that the prompt has in common with the text of each row. row: preferred among equal ones.
+    prefix_lengths: tokens that the prompt has in common with the text of each row. row: preferred
+    among equal ones.
     """
     starts = [Start(row, 0, None)]
     for index, (states, common) in enumerate(zip(rows, prefix_lengths, strict=True)):
         if states.length is not None and states.length <= min(common, prompt_length - 1):
             starts.append(Start(index, states.length, None))
         for snapshot in (states.prompt, states.piece):
-            limit = prompt_length if snapshot and snapshot.logits is not None else prompt_length - 1
+            if snapshot and snapshot.logits is not None:
+                limit = prompt_length
+            else:
+                limit = prompt_length - 1
             if snapshot and snapshot.length <= min(common, limit):
                 starts.append(Start(index, snapshot.length, snapshot))
     return max(starts, key=lambda start: (start.length, start.row == row))

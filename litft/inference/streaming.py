@@ -26,14 +26,18 @@ def generate(
 ) -> str:
     """Return the answer to a text or to chat messages, without white space at its ends.
 
-    A text is a user message if the model has a chat template, as with `generate/base.py --prompt`; otherwise it is
-    continued, as by `stream`, and nothing is stripped. The answer to messages is a `ChatAnswer`: its content, a str, with
-    `reasoning_content`, `tool_calls` and `message`. What cannot be parsed stays in the content, with its marks.
+    A text is a user message if the model has a chat template, as with `generate/base.py --prompt`;
+    otherwise it is continued, as by `stream`, and nothing is stripped. The answer to messages is a
+    `ChatAnswer`: its content, a str, with `reasoning_content`, `tool_calls` and `message`. What
+    cannot be parsed stays in the content, with its marks.
     tools: functions that the model may call, in OpenAI's form. settings: those of `stream`.
     """
     if isinstance(prompt, str) and not tokenizer.own_template:
         return "".join(stream(model, tokenizer, prompt, **settings))
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = prompt
     checked_tools = read_tools(tools, "tools")
     text = tokenizer.apply_chat_template(messages, checked_tools, add_generation_prompt=True)
     parser = answer_parser(tokenizer, text, checked_tools)
@@ -55,17 +59,21 @@ def stream(
     drafter: Drafter | None = None,
     **sampling: Any,
 ) -> Iterator[GenerationChunk]:
-    """Stream the continuation of a text prompt, or the answer to chat messages (rendered by the chat template).
+    """Stream the continuation of a text prompt, or the answer to chat messages (rendered by the
+    chat template).
 
     The answer to messages has the marks around reasoning and tool calls; `generate` takes it apart.
-    Each chunk is a str with `tokens`, `logprobs`, `finish_reason` (in the last: stop, length or context) and `stats`.
-    sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-    frequency_penalty, logit_bias, seed). stop: a text, or several, that end the answer, also special tokens.
-    tools: functions that the model may call, in OpenAI's form. Raises ValueError if a setting is invalid, or the prompt is
-    empty, longer than the context or outside the vocabulary.
+    Each chunk is a str with `tokens`, `logprobs`, `finish_reason` (in the last: stop, length or
+    context) and `stats`.
+    sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty,
+    presence_penalty, frequency_penalty, logit_bias, seed). stop: a text, or several, that end the
+    answer, also special tokens.
+    tools: functions that the model may call, in OpenAI's form. Raises ValueError if a setting is
+    invalid, or the prompt is empty, longer than the context or outside the vocabulary.
     """
     settings = Sampling(**USUAL | sampling)
-    if problems := settings.problems():
+    problems = settings.problems()
+    if problems:
         raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))
     stops = [stop] if isinstance(stop, str) else list(stop)
     if "" in stops:
@@ -73,13 +81,21 @@ def stream(
     ids = prompt_ids(tokenizer, prompt, read_tools(tools, "tools"))
     check_prompt(model, ids)
     decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
-    shown = frozenset() if isinstance(prompt, str) else tokenizer.structure_ids
-    request = Request(ids, max_new_tokens, settings, tokenizer.stop_ids, stops, shown_special_ids=shown)
+    if isinstance(prompt, str):
+        shown = frozenset()
+    else:
+        shown = tokenizer.structure_ids
+    request = Request(
+        ids, max_new_tokens, settings, tokenizer.stop_ids, stops, shown_special_ids=shown
+    )
     yield from (chunk for _, chunk in generate_batch(decoder, tokenizer, [request], drafter))
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str | list[Message], tools: list | None = None) -> list[int]:
-    """Tokenize a prompt: text with the tokenizer's BOS, or messages rendered with the generation prompt."""
+def prompt_ids(
+    tokenizer: Tokenizer, prompt: str | list[Message], tools: list | None = None
+) -> list[int]:
+    """Tokenize a prompt: text with the tokenizer's BOS, or messages rendered with the generation
+    prompt."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     text = tokenizer.apply_chat_template(prompt, tools, add_generation_prompt=True)

@@ -1,4 +1,5 @@
-"""Input and output of the chat: a terminal with line editing and Markdown, or plain lines without a terminal."""
+"""Input and output of the chat: a terminal with line editing and Markdown, or plain lines without a
+terminal."""
 
 import json
 import os
@@ -29,7 +30,9 @@ class Screen:
     def read(self) -> str | None:
         """Return the next message, or None at the end of the input."""
         line = sys.stdin.readline() if sys.stdin else ""
-        return line.strip() if line else None
+        if line:
+            return line.strip()
+        return None
 
     def notice(self, text: str, terminal_only: bool = False) -> None:
         """Show a text that is not part of an answer."""
@@ -92,7 +95,9 @@ class Terminal(Screen):
         """Print each Markdown block when it is complete, and redraw the last one as it grows."""
         from rich.live import Live
 
-        live = Live(console=self.console, refresh_per_second=12, transient=True, vertical_overflow="crop")
+        live = Live(
+            console=self.console, refresh_per_second=12, transient=True, vertical_overflow="crop"
+        )
         with no_echo(), live:
             blocks = Blocks()
 
@@ -111,9 +116,11 @@ class Terminal(Screen):
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Within the context, typed characters are not echoed: an echo, even of Ctrl-C, would shift the live display.
+    """Within the context, typed characters are not echoed: an echo, even of Ctrl-C, would shift the
+    live display.
 
-    Lines that are typed ahead keep their Enter: the terminal would turn it into a line break within one message.
+    Lines that are typed ahead keep their Enter: the terminal would turn it into a line break within
+    one message.
     """
     saved = termios.tcgetattr(sys.stdin)
     settings = [*saved]
@@ -168,7 +175,9 @@ def render_block(block: tuple[str, bool]) -> Any:
     from rich.text import Text
 
     text, is_thought = block
-    return Text(text.strip("\n"), style="dim italic") if is_thought else Markdown(text)
+    if is_thought:
+        return Text(text.strip("\n"), style="dim italic")
+    return Markdown(text)
 
 
 class Tail:
@@ -187,7 +196,8 @@ class Tail:
 
 
 def history_file() -> Path:
-    """Return the file of the input history, in the XDG state directory; readable only by its owner."""
+    """Return the file of the input history, in the XDG state directory; readable only by its
+    owner."""
     state_home = os.environ.get("XDG_STATE_HOME")
     folder = (Path(state_home) if state_home else Path.home() / ".local" / "state") / "litft"
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,4 +211,6 @@ def make_screen() -> Screen:
     if sys.stdin is None:  # closed
         return Screen()
     sys.stdin.reconfigure(errors="replace")
-    return Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Screen()
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return Terminal()
+    return Screen()

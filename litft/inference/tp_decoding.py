@@ -1,7 +1,8 @@
-"""Tensor-parallel decoding: rank 0 runs the command and broadcasts each call of its decoders to the other ranks.
+"""Tensor-parallel decoding: rank 0 runs the command and broadcasts each call of its decoders to the
+other ranks.
 
-Every rank holds a shard of the model, and a forward pass needs all of them. So the other ranks repeat rank 0's calls and
-discard the results.
+Every rank holds a shard of the model, and a forward pass needs all of them. So the other ranks
+repeat rank 0's calls and discard the results.
 """
 
 import atexit
@@ -49,15 +50,21 @@ class TensorParallelDecoder:
         elif LEADER_VARIABLE in os.environ:
             _exit_with(int(os.environ[LEADER_VARIABLE]))
         elif started_by() is None:  # torchrun and srun end the processes that they have started
-            reason = f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r}, and no launcher has started this process"
+            reason = (
+                f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r}, and no launcher has started this "
+                "process"
+            )
             raise RankError(f"{reason}; unset it")
         self.fabric = make_inference_fabric(accelerator, devices)
         launch(self.fabric, TIMEOUT)
-        self.rank, self.device = self.fabric.global_rank, self.fabric.device
+        self.rank = self.fabric.global_rank
+        self.device = self.fabric.device
         self.placement = TensorParallelPlacement(config, self.rank, devices)
         self._group = distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         # pending calls are sent with the next one
-        self._decoder_numbers, self._pending_calls, self._in_call = count(), [], False
+        self._decoder_numbers = count()
+        self._pending_calls = []
+        self._in_call = False
 
     def start(self, model: GPT) -> None:
         """Return in rank 0; the other ranks follow its calls and exit when it exits."""
@@ -77,7 +84,8 @@ class TensorParallelDecoder:
 
     @contextmanager
     def call(self, number: int, name: str, *inputs: Any) -> Iterator[None]:
-        """Within the context, the other ranks make the same call of decoder `number`; Ctrl-C is held back until it ends."""
+        """Within the context, the other ranks make the same call of decoder `number`; Ctrl-C is
+        held back until it ends."""
         if self._in_call:  # part of an outer call, which the other ranks repeat as a whole
             yield
             return
@@ -100,7 +108,8 @@ class TensorParallelDecoder:
         self._pending_calls.append((number, name, *inputs))
 
     def defer_outside_call(self, number: int, name: str, *inputs: Any) -> None:
-        """Defer a call, unless it is part of an outer call, which the other ranks repeat as a whole."""
+        """Defer a call, unless it is part of an outer call, which the other ranks repeat as a
+        whole."""
         if not self._in_call:
             self.defer(number, name, *inputs)
 
@@ -109,7 +118,8 @@ class TensorParallelDecoder:
         return LeadingDecoder(self, next(self._decoder_numbers), model, rows, capacity, compiled)
 
     def _send_calls(self) -> None:
-        calls, self._pending_calls = self._pending_calls, []
+        calls = self._pending_calls
+        self._pending_calls = []
         payload = torch.frombuffer(bytearray(json.dumps(calls).encode()), dtype=torch.uint8)
         distributed.broadcast(torch.tensor([len(payload)]), 0, group=self._group)
         distributed.broadcast(payload, 0, group=self._group)
@@ -134,7 +144,9 @@ class TensorParallelDecoder:
                 raise
             os._exit(0)  # rank 0 has exited
 
-    def _repeat_call(self, model: GPT, decoders: dict[int, Decoder], number: int, name: str, inputs: list[Any]) -> None:
+    def _repeat_call(
+        self, model: GPT, decoders: dict[int, Decoder], number: int, name: str, inputs: list[Any]
+    ) -> None:
         """Repeat one call of rank 0."""
         if name == "open":
             decoders[number] = Decoder(model, *inputs)
@@ -165,9 +177,16 @@ class LeadingDecoder(Decoder):
     """The Decoder of rank 0, whose calls the other ranks repeat."""
 
     def __init__(
-        self, tp_decoder: TensorParallelDecoder, number: int, model: GPT, rows: int, capacity: int, compiled: bool
+        self,
+        tp_decoder: TensorParallelDecoder,
+        number: int,
+        model: GPT,
+        rows: int,
+        capacity: int,
+        compiled: bool,
     ) -> None:
-        self.tp_decoder, self.number = tp_decoder, number
+        self.tp_decoder = tp_decoder
+        self.number = number
         with tp_decoder.call(number, "open", rows, capacity, compiled):
             super().__init__(model, rows, capacity, compiled)
         weakref.finalize(self, tp_decoder.defer, number, "close")
@@ -203,7 +222,8 @@ class LeadingDecoder(Decoder):
 
 
 def _exit_with(leader: int) -> None:
-    """Exit this process silently when the one that started it has exited, and leave Ctrl-C to that one."""
+    """Exit this process silently when the one that started it has exited, and leave Ctrl-C to that
+    one."""
 
     def watch() -> None:
         if hasattr(os, "pidfd_open"):
@@ -218,20 +238,27 @@ def _exit_with(leader: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def make_tp_decoder(devices: int, accelerator: str, source: PretrainedFolder) -> TensorParallelDecoder | None:
-    """Start or join the processes that --devices or torchrun asks for; return None for a single process.
+def make_tp_decoder(
+    devices: int, accelerator: str, source: PretrainedFolder
+) -> TensorParallelDecoder | None:
+    """Start or join the processes that --devices or torchrun asks for; return None for a single
+    process.
 
     Raises ValueError if the model cannot be sharded over this many devices.
     """
     devices, nodes = process_counts(devices, 1)
     if nodes > 1:
         raise ValueError(
-            f"tensor-parallel decoding needs a single machine, but was started on {nodes}; start it on one of them"
+            f"tensor-parallel decoding needs a single machine, but was started on {nodes}; start "
+            "it on one of them"
         )
     if devices == 1:
         return None
     check_divides(source.config, devices)
     if source.checkpoint.is_quantized:
         reason = "its weights are quantized already, but each device would quantize its own shard"
-        raise ValueError(f"--devices {devices}: {source.base}: {reason}; use one device, or the unquantized folder")
+        raise ValueError(
+            f"--devices {devices}: {source.base}: {reason}; use one device, or the unquantized "
+            "folder"
+        )
     return TensorParallelDecoder(devices, accelerator, source.config)

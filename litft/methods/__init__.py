@@ -1,14 +1,21 @@
-"""Fine-tuning methods: what each adds to the network, which parameters it trains, and how they are saved.
+"""Fine-tuning methods: what each adds to the network, which parameters it trains, and how they are
+saved.
 
-A method is a subclass of `Method` (base.py). It changes a module by mixing a class over the module's own type (mixins.py):
-the names of the base's weights never change, no `forward` is copied, and subclasses of nn.Linear work like nn.Linear.
-METHODS maps a command's flags to its method; SAVED lists the methods that save adapters. CONTRIBUTING.md lists what else a
-new method needs.
+A method is a subclass of `Method` (base.py). It changes a module by mixing a class over the
+module's own type (mixins.py): the names of the base's weights never change, no `forward` is copied,
+and subclasses of nn.Linear work like nn.Linear. METHODS maps a command's flags to its method; SAVED
+lists the methods that save adapters. CONTRIBUTING.md lists what else a new method needs.
 """
 
 from pathlib import Path
 
-from litft.args import AdapterFinetuneArgs, AdapterV2FinetuneArgs, FinetuneArgs, FullFinetuneArgs, LoRAFinetuneArgs
+from litft.args import (
+    AdapterFinetuneArgs,
+    AdapterV2FinetuneArgs,
+    FinetuneArgs,
+    FullFinetuneArgs,
+    LoRAFinetuneArgs,
+)
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
 from litft.methods.base import BaseFolder, Method, Values
 from litft.methods.full import Full
@@ -43,4 +50,7 @@ def read_method(folder: Path, source: BaseFolder) -> tuple[Method, Values]:
         if peft_type in method.peft_types:
             return method.read(folder, source)
     supported = ", ".join(name for method in SAVED for name in method.peft_types)
-    raise ValueError(f"{folder / ADAPTER_CONFIG}: peft_type {peft_type!r} is not supported; litft reads {supported}")
+    raise ValueError(
+        f"{folder / ADAPTER_CONFIG}: peft_type {peft_type!r} is not supported; litft reads "
+        f"{supported}"
+    )

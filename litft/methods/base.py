@@ -17,11 +17,13 @@ from litft.model.config import Config
 from litft.model.placement import UNSHARDED, WeightPlacement, summon_full
 from litft.model.transformer import GPT
 
-Values = dict[str, Tensor]  # the learned tensors of a method, by litft name, as stored in checkpoints and adapter files
+# the learned tensors of a method, by litft name, as stored in checkpoints and adapter files
+Values = dict[str, Tensor]
 
 
 class BaseFolder(Protocol):
-    """What a method needs from the base model's folder; implemented by `litft.pretrained.PretrainedFolder`."""
+    """What a method needs from the base model's folder; implemented by
+    `litft.pretrained.PretrainedFolder`."""
 
     @property
     def adapter_rules(self) -> list[Rule]:
@@ -45,35 +47,45 @@ class BaseFolder(Protocol):
 class Method:
     """Interface of a fine-tuning method. A subclass must implement `inject` and `parameters`.
 
-    A method that saves adapters also implements `write`, a classmethod `read(folder, source) -> (method, values)`, and sets
-    `peft_types`. `read` raises ValueError naming the file if names or shapes do not fit the base or a value is not finite,
-    and returns fp32 values; a `peft_type` that PEFT does not have begins with `LITFT_`. By default, `merged` replaces a base
-    tensor by the learned one of the same name.
+    A method that saves adapters also implements `write`, a classmethod `read(folder, source) ->
+    (method, values)`, and sets `peft_types`. `read` raises ValueError naming the file if names or
+    shapes do not fit the base or a value is not finite, and returns fp32 values; a `peft_type` that
+    PEFT does not have begins with `LITFT_`. By default, `merged` replaces a base tensor by the
+    learned one of the same name.
 
     Order of calls in a training run:
 
-    1. `choose` selects what to train, on a meta model. When training continues from an adapter, `read` and `update_args`
-       replace it. The caller then sets `tokens` and `frozen`.
-    2. The network is built in the dtype `storage(precision)`, and quantized except for `unquantized_modules`. `attach` adds
-       the method's modules, then `compute_in` sets the compute dtype.
-    3. The network is sharded and filled, and `reset_parameters` initializes what `attach` has added.
-    4. The optimizer updates the `parameters` that require gradients, at the learning rate times `lr_multiplier`.
-    5. `values` are saved: by `write` as an adapter, or tensor by tensor by `merged` as a full model.
+    1. `choose` selects what to train, on a meta model. When training continues from an adapter,
+       `read` and `update_args` replace it. The caller then sets `tokens` and `frozen`.
+    2. The network is built in the dtype `storage(precision)`, and quantized except for
+       `unquantized_modules`. `attach` adds the method's modules, then `compute_in` sets the compute
+       dtype.
+    3. The network is sharded and filled, and `reset_parameters` initializes what `attach` has
+    added.
+    4. The optimizer updates the `parameters` that require gradients, at the learning rate times
+    `lr_multiplier`.
+    5. `values` are saved: by `write` as an adapter, or tensor by tensor by `merged` as a full
+    model.
 
     A saved adapter is opened by `read`, then `load`.
     """
 
     name: ClassVar[str]  # the group of its flags, as in --lora.r
     title: ClassVar[str]  # its name in FINETUNE, in messages and in the run folder
-    peft_types: ClassVar[tuple[str, ...]] = ()  # values of peft_type in adapter_config.json that `read` accepts
-    changeable: ClassVar[tuple[str, ...]] = ()  # flags that may change when training continues from an adapter
+    # values of peft_type in adapter_config.json that `read` accepts
+    peft_types: ClassVar[tuple[str, ...]] = ()
+    # flags that may change when training continues from an adapter
+    changeable: ClassVar[tuple[str, ...]] = ()
     saves_full_model: ClassVar[bool] = False  # whether it saves a full model rather than an adapter
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.tokens: dict[int, list[int]] = {}  # id of a new token -> ids that its text was encoded as before
-        self.untied = False  # whether a tied embedding and head are two tensors with this adapter, as in some from PEFT
-        self.frozen: set[str] = set()  # names of `parameters` that are not trained (--train.freeze), but saved
+        # id of a new token -> ids that its text was encoded as before
+        self.tokens: dict[int, list[int]] = {}
+        # whether a tied embedding and head are two tensors with this adapter, as in some from PEFT
+        self.untied = False
+        # names of `parameters` that are not trained (--train.freeze), but saved
+        self.frozen: set[str] = set()
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """Select what to train from the flags; raise ValueError if they select nothing.
@@ -82,11 +94,13 @@ class Method:
         """
 
     def storage(self, precision: str) -> str:
-        """Return the dtype in which the base's weights are stored when the network computes in `precision`."""
+        """Return the dtype in which the base's weights are stored when the network computes in
+        `precision`."""
         return precision
 
     def unquantized_modules(self) -> set[str]:
-        """Return the names of modules that are not quantized with the base because their own weight is trained."""
+        """Return the names of modules that are not quantized with the base because their own weight
+        is trained."""
         return set()
 
     def attach(self, model: GPT, keep: bool = True) -> None:
@@ -99,7 +113,8 @@ class Method:
             self.reset_parameters(model)
 
     def inject(self, model: GPT, keep: bool) -> None:
-        """Add the method's parameters to `model`, uninitialized, and set which parameters require gradients.
+        """Add the method's parameters to `model`, uninitialized, and set which parameters require
+        gradients.
 
         To support new tokens, also call `attach_tokens`, and include `token_rows` in `parameters`.
         """
@@ -107,7 +122,10 @@ class Method:
 
     @torch.no_grad()
     def reset_parameters(self, model: GPT) -> None:
-        """Initialize what `attach` has added. The model has its weights; a sharded one is gathered module by module."""
+        """Initialize what `attach` has added.
+
+        The model has its weights; a sharded one is gathered module by module.
+        """
         for module in mixins(model):
             with summon_full(module, *(() if module.reads_weight else ("weight",))):
                 module.reset_parameters()
@@ -116,7 +134,8 @@ class Method:
         """Make the network compute in `precision` if its weights are stored in another dtype."""
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
-        """Return the parameters that the method saves and counts, by name; those that require gradients are trained."""
+        """Return the parameters that the method saves and counts, by name; those that require
+        gradients are trained."""
         raise NotImplementedError
 
     def lr_multiplier(self, name: str) -> float:
@@ -133,25 +152,34 @@ class Method:
         for name, parameter in self.parameters(model).items():
             placement.copy_in(name, parameter, values[name].__getitem__)
 
-    def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
-        """Write an adapter folder; `record` is added to the method's fields in adapter_config.json."""
+    def write(
+        self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]
+    ) -> None:
+        """Write an adapter folder; `record` is added to the method's fields in
+        adapter_config.json."""
         raise NotImplementedError
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """Return the merged tensor of `name`, given the base's tensor `weight`. Call `check_merge` first."""
+        """Return the merged tensor of `name`, given the base's tensor `weight`.
+
+        Call `check_merge` first.
+        """
         return self.add_token_rows(name, values.get(name, weight), values)
 
     def check_merge(self, names: list[str], values: Values) -> None:
-        """Raise ValueError if the learned values cannot be merged into base parameters with these names."""
+        """Raise ValueError if the learned values cannot be merged into base parameters with these
+        names."""
 
     def update_args(self, args: Any) -> None:
         """Take the `changeable` flags from a command that continues training an adapter."""
 
     def check_tokens(self) -> None:
-        """Raise ValueError if the method cannot train new tokens beside what it changes in embedding and head."""
+        """Raise ValueError if the method cannot train new tokens beside what it changes in
+        embedding and head."""
 
     def unties_head(self) -> bool:
-        """Return whether an embedding and a head that are tied in the base are two tensors in the merged model."""
+        """Return whether an embedding and a head that are tied in the base are two tensors in the
+        merged model."""
         return False
 
     def vocab_size(self, config: Config) -> int:
@@ -164,13 +192,15 @@ class Method:
             add_tokens(model, list(self.tokens), list(self.tokens.values()), self.untied)
 
     def token_rows(self, model: GPT) -> dict[str, nn.Parameter]:
-        """Return the rows of new tokens by name: one parameter if the head is tied, otherwise two."""
+        """Return the rows of new tokens by name: one parameter if the head is tied, otherwise
+        two."""
         is_shared = model.config.tied and not self.untied
         names = ROWS[: 1 if is_shared else 2] if self.tokens else ()
         return {name: model.get_parameter(name) for name in names}
 
     def add_token_rows(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """Insert the rows of new tokens into a merged embedding or head; return other tensors unchanged."""
+        """Insert the rows of new tokens into a merged embedding or head; return other tensors
+        unchanged."""
         if not self.tokens or name not in ("embed.weight", "lm_head.weight", "lm_head.bias"):
             return weight
         rows = values.get(f"{name.partition('.')[0]}.token_rows", values[ROWS[0]])
@@ -178,17 +208,22 @@ class Method:
 
 
 def match_patterns(patterns: Iterable[str], hf_names: dict[str, str]) -> dict[str, list[str]]:
-    """Return the litft names that each pattern matches; hf_names maps litft names to the checkpoint's names."""
+    """Return the litft names that each pattern matches; hf_names maps litft names to the
+    checkpoint's names."""
     return {
-        pattern: [name for name, hf_name in hf_names.items() if pattern_matches(pattern, name, hf_name)]
+        pattern: [
+            name for name, hf_name in hf_names.items() if pattern_matches(pattern, name, hf_name)
+        ]
         for pattern in patterns
     }
 
 
 def pattern_matches(pattern: str, name: str, hf_name: str) -> bool:
-    """Return whether a pattern from a flag matches a module, by its litft name or its name in the checkpoint.
+    """Return whether a pattern from a flag matches a module, by its litft name or its name in the
+    checkpoint.
 
-    A pattern is a full name, its last components (`q_proj`, `attention.q_proj`), or a shell pattern (`blocks.1?.mlp.*`).
+    A pattern is a full name, its last components (`q_proj`, `attention.q_proj`), or a shell pattern
+    (`blocks.1?.mlp.*`).
     """
     names = (name, hf_name)
     full_or_last = (*names, *(candidate.rpartition(".")[2] for candidate in names))
@@ -198,5 +233,10 @@ def pattern_matches(pattern: str, name: str, hf_name: str) -> bool:
 
 
 def with_fused(rules: list[Rule], names: Iterable[str]) -> list[str]:
-    """Return these parameters and all parameters that the checkpoint stores in the same tensor as one of them."""
-    return list(dict.fromkeys(source for mapping in mappings_to_hf(rules, names) for source in mapping.sources))
+    """Return these parameters and all parameters that the checkpoint stores in the same tensor as
+    one of them."""
+    return list(
+        dict.fromkeys(
+            source for mapping in mappings_to_hf(rules, names) for source in mapping.sources
+        )
+    )

@@ -13,14 +13,19 @@ from litft.model.transformer import GPT
 
 
 class Full(Method):
-    """Train every parameter, stored in fp32 even if the network computes in bf16, or in bf16 with `bf16-true`."""
+    """Train every parameter, stored in fp32 even if the network computes in bf16, or in bf16 with
+    `bf16-true`."""
 
-    name, title = "full", "full"
+    name = "full"
+    title = "full"
     saves_full_model = True
 
     def storage(self, precision: str) -> str:
-        """Return bf16 for bf16-true, where the optimizer rounds stochastically; else fp32, as bf16 loses small updates."""
-        return "bf16" if precision == "bf16-true" else "fp32"
+        """Return bf16 for bf16-true, where the optimizer rounds stochastically; else fp32, as bf16
+        loses small updates."""
+        if precision == "bf16-true":
+            return "bf16"
+        return "fp32"
 
     def inject(self, model: GPT, keep: bool) -> None:
         """Extend embedding and head by the new tokens' rows, and make all parameters trainable."""
@@ -33,15 +38,22 @@ class Full(Method):
     def reset_parameters(self, model: GPT) -> None:
         """Initialize the rows of new tokens; all other parameters keep the base's values."""
         super().reset_parameters(model)
-        ids, pieces = list(self.tokens), list(self.tokens.values())
-        for module in ([model.embed] if model.config.tied else [model.embed, model.lm_head]) if ids else ():
+        ids = list(self.tokens)
+        pieces = list(self.tokens.values())
+        for module in (
+            ([model.embed] if model.config.tied else [model.embed, model.lm_head]) if ids else ()
+        ):
             with summon_full(module):
-                module.weight[ids] = initial_rows(module.weight[: self.base_vocab_size], pieces).to(module.weight.dtype)
-                if (bias := getattr(module, "bias", None)) is not None:
+                module.weight[ids] = initial_rows(module.weight[: self.base_vocab_size], pieces).to(
+                    module.weight.dtype
+                )
+                bias = getattr(module, "bias", None)
+                if bias is not None:
                     bias[self.base_vocab_size :] = 0
 
     def compute_in(self, model: GPT, precision: str) -> None:
-        """For bf16, keep trained parameters in fp32 and round them at each use; frozen parameters are stored in bf16."""
+        """For bf16, keep trained parameters in fp32 and round them at each use; frozen parameters
+        are stored in bf16."""
         if precision == "bf16":
             names = [name for name, _ in model.named_parameters() if name not in self.frozen]
             train_parameters(model, names, torch.bfloat16, keep=False)
@@ -54,12 +66,16 @@ class Full(Method):
         return dict(model.named_parameters())
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """Return the trained tensor; a frozen one comes from the base, because training may have rounded it."""
-        return weight if name in self.frozen else values[name]
+        """Return the trained tensor; a frozen one comes from the base, because training may have
+        rounded it."""
+        if name in self.frozen:
+            return weight
+        return values[name]
 
     def _extend_vocabulary(self, model: GPT) -> None:
         """Append rows for the new tokens to embedding and head."""
-        head, self.base_vocab_size = model.lm_head, model.embed.weight.size(0)
+        head = model.lm_head
+        self.base_vocab_size = model.embed.weight.size(0)
         num_new = max(0, max(self.tokens) + 1 - self.base_vocab_size)
         for module in [model.embed] if model.config.tied else [model.embed, head]:
             module.weight = nn.Parameter(F.pad(module.weight.detach(), (0, 0, 0, num_new)))

@@ -1,4 +1,5 @@
-"""LLaMA-Adapter v1 (arXiv 2303.16199) and v2 (2304.15010): learned prefixes in attention, and scaled and shifted Linears."""
+"""LLaMA-Adapter v1 (arXiv 2303.16199) and v2 (2304.15010): learned prefixes in attention, and
+scaled and shifted Linears."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,24 +25,29 @@ from litft.model.config import Config
 from litft.model.mlp import ExpertLinear, Grouping, by_expert
 from litft.model.transformer import GPT
 
-# B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, P prefix length, E experts
+# B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, P prefix length, E
+# experts
 
 
 class PrefixAttention(Mixin):
-    """Attention whose output adds attention to a learned prefix, with a separate softmax, times a gate.
+    """Attention whose output adds attention to a learned prefix, with a separate softmax, times a
+    gate.
 
-    Keys and values of the prefix come from the layer's own projections, without rotation; the sum is the input of `o_proj`.
-    This is PEFT's AdaptionPrompt: one scalar gate per layer, without the tanh of the paper's code.
+    Keys and values of the prefix come from the layer's own projections, without rotation; the sum
+    is the input of `o_proj`. This is PEFT's AdaptionPrompt: one scalar gate per layer, without the
+    tanh of the paper's code.
     """
 
     def add_prefix(self, length: int) -> None:
         """Register the prefix (1, P, C) and the gate (1,), in fp32."""
-        weight, dim = self.o_proj.weight, self.o_proj.out_features
+        weight = self.o_proj.weight
+        dim = self.o_proj.out_features
         self.adaption_prompt = nn.Parameter(torch.empty(1, length, dim, device=weight.device))
         self.adaption_gate = nn.Parameter(torch.empty(1, device=weight.device))
 
     def reset_parameters(self) -> None:
-        """Initialize the prefix from a standard normal distribution and, as in the paper, the gate to zero."""
+        """Initialize the prefix from a standard normal distribution and, as in the paper, the gate
+        to zero."""
         super().reset_parameters()
         nn.init.normal_(self.adaption_prompt)
         nn.init.zeros_(self.adaption_gate)
@@ -52,7 +58,8 @@ class PrefixAttention(Mixin):
         if not self.enabled:
             return y
         keys, values = self.keys_values(self.adaption_prompt.to(q.dtype))  # (1, K, P, D)
-        mask = torch.ones(1, keys.size(2), dtype=torch.bool, device=q.device)  # every query sees the whole prefix
+        # every query sees the whole prefix
+        mask = torch.ones(1, keys.size(2), dtype=torch.bool, device=q.device)
         prefix_output = eager_attention(q, keys, values, mask, self.softcap, scale=self.scale)
         return y + (self.adaption_gate * prefix_output).to(y.dtype)
 
@@ -66,10 +73,14 @@ class AffineLinear(Mixin):
 
     def add_affine(self, bias: bool) -> None:
         """Register the scale and, if `bias`, the bias, in fp32; (out,), or (E, out) for experts."""
-        shape = (self.count, self.out_features) if isinstance(self, ExpertLinear) else (self.out_features,)
+        if isinstance(self, ExpertLinear):
+            shape = (self.count, self.out_features)
+        else:
+            shape = (self.out_features,)
         self.adapter_scale = nn.Parameter(torch.empty(shape, device=self.weight.device))
         self.register_parameter(
-            "adapter_bias", nn.Parameter(torch.empty(shape, device=self.weight.device)) if bias else None
+            "adapter_bias",
+            nn.Parameter(torch.empty(shape, device=self.weight.device)) if bias else None,
         )
 
     def reset_parameters(self) -> None:
@@ -83,7 +94,8 @@ class AffineLinear(Mixin):
         y = super().forward(x, *grouping)
         if not self.enabled:
             return y
-        scale, bias = self.adapter_scale, self.adapter_bias
+        scale = self.adapter_scale
+        bias = self.adapter_bias
         if grouping:  # experts: y (N, out) has its rows sorted by expert
             scale = by_expert(scale, *grouping)
             bias = bias if bias is None else by_expert(bias, *grouping)
@@ -97,7 +109,8 @@ class AffineLinear(Mixin):
 class Adapter(Method):
     """LLaMA-Adapter v1: a learned prefix in the attention of every layer from `start_layer` on."""
 
-    name, title = "adapter", "adapter"
+    name = "adapter"
+    title = "adapter"
     peft_types = ("ADAPTION_PROMPT", "LITFT_ADAPTER")
     flags: ClassVar[type] = AdapterArgs
     needs_prefix: ClassVar[bool] = True  # whether it trains nothing else
@@ -107,20 +120,32 @@ class Adapter(Method):
         self.layers: list[int] = []
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
-        """Select the layers with a prefix; raise ValueError if `start_layer` is beyond the last layer."""
-        num_layers, start = len(model.blocks), self.args.start_layer
+        """Select the layers with a prefix; raise ValueError if `start_layer` is beyond the last
+        layer."""
+        num_layers = len(model.blocks)
+        start = self.args.start_layer
         if self.args.prompt_length and start >= num_layers:
-            raise ValueError(f"--adapter.start_layer {start}: this model has {num_layers} layers; choose a smaller number")
-        self.layers = [layer for layer in attention_layers(model) if layer >= start] if self.args.prompt_length else []
+            raise ValueError(
+                f"--adapter.start_layer {start}: this model has {num_layers} layers; choose a "
+                "smaller number"
+            )
+        if self.args.prompt_length:
+            self.layers = [layer for layer in attention_layers(model) if layer >= start]
+        else:
+            self.layers = []
         if self.needs_prefix and self.args.prompt_length and not self.layers:
             reason = "no layer from there on has attention, to which a prefix could be added"
-            raise ValueError(f"--adapter.start_layer {start}: {reason}; choose a smaller number, or lora.py")
+            raise ValueError(
+                f"--adapter.start_layer {start}: {reason}; choose a smaller number, or lora.py"
+            )
 
     def inject(self, model: GPT, keep: bool) -> None:
         """Add the prefixes to `model` and freeze all other parameters."""
         model.requires_grad_(False)
         for index in self.layers:
-            PrefixAttention.mix_over(model.blocks[index].attention).add_prefix(self.args.prompt_length)
+            PrefixAttention.mix_over(model.blocks[index].attention).add_prefix(
+                self.args.prompt_length
+            )
         self.inject_extra(model, keep)
         self.attach_tokens(model)
 
@@ -129,11 +154,17 @@ class Adapter(Method):
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return prefixes, gates and rows of new tokens."""
-        names = [f"blocks.{n}.attention.{leaf}" for n in self.layers for leaf in PREFIX]
+        names = []
+        for n in self.layers:
+            for leaf in PREFIX:
+                names.append(f"blocks.{n}.attention.{leaf}")
         return {name: model.get_parameter(name) for name in names} | self.token_rows(model)
 
-    def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
-        """Write PEFT's two files, or, if PEFT would compute another output, files with a `peft_type` that PEFT rejects."""
+    def write(
+        self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]
+    ) -> None:
+        """Write PEFT's two files, or, if PEFT would compute another output, files with a
+        `peft_type` that PEFT rejects."""
         config: dict[str, Any] = {
             "peft_type": self.peft_types[-1],
             "task_type": "CAUSAL_LM",
@@ -141,7 +172,11 @@ class Adapter(Method):
             "adapter_layers": len(self.layers),
             "inference_mode": True,
         }
-        if "ADAPTION_PROMPT" in self.peft_types and is_peft_compatible(source.outline.config) and not self.tokens:
+        if (
+            "ADAPTION_PROMPT" in self.peft_types
+            and is_peft_compatible(source.outline.config)
+            and not self.tokens
+        ):
             config |= {"peft_type": "ADAPTION_PROMPT", "target_modules": "self_attn"}
             values = {_to_peft(name): value for name, value in values.items()}
         if self.tokens:
@@ -150,16 +185,26 @@ class Adapter(Method):
 
     @classmethod
     def read(cls, folder: Path, source: BaseFolder) -> tuple["Adapter", Values]:
-        """Read a folder of litft or of PEFT's AdaptionPrompt; raise ValueError if it does not fit the base model."""
-        config, values = read_adapter_config(folder), {_from_peft(n): v.float() for n, v in read_tensors(folder).items()}
+        """Read a folder of litft or of PEFT's AdaptionPrompt; raise ValueError if it does not fit
+        the base model."""
+        config = read_adapter_config(folder)
+        values = {_from_peft(n): v.float() for n, v in read_tensors(folder).items()}
         model = source.meta_model()
-        length, layers, tokens = config.get("adapter_len"), config.get("adapter_layers"), read_token_ids(config, folder)
-        if not (all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in (length, layers)) and layers <= len(model.blocks)):
+        length = config.get("adapter_len")
+        layers = config.get("adapter_layers")
+        tokens = read_token_ids(config, folder)
+        if not (
+            all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in (length, layers))
+            and layers <= len(model.blocks)
+        ):
             raise ValueError(
-                f"{folder / ADAPTER_CONFIG}: adapter_len {length!r} and adapter_layers {layers!r} do not fit the base model"
+                f"{folder / ADAPTER_CONFIG}: adapter_len {length!r} and adapter_layers {layers!r} "
+                "do not fit the base model"
             )
         with_prefix = attention_layers(model)[-layers:] if layers else []
-        method = cls(cls.flags(prompt_length=length, start_layer=min(with_prefix, default=len(model.blocks))))
+        method = cls(
+            cls.flags(prompt_length=length, start_layer=min(with_prefix, default=len(model.blocks)))
+        )
         method.layers = with_prefix
         method.tokens = {token: [] for token in tokens}
         method.select_extra(model, values)
@@ -167,27 +212,41 @@ class Adapter(Method):
         expected = {name: tuple(p.shape) for name, p in method.parameters(model).items()}
         stored = {name: tuple(value.shape) for name, value in values.items()}
         if expected != stored:
-            name = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))[0]
+            name = sorted(
+                name
+                for name in expected.keys() | stored.keys()
+                if expected.get(name) != stored.get(name)
+            )[0]
             reason = f"{name} should have shape {expected.get(name)}, found {stored.get(name)}"
-            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {reason}")
-        if non_finite := [name for name, value in values.items() if not value.isfinite().all()]:
-            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {non_finite[0]} contains NaN or infinity")
+            raise ValueError(
+                f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {reason}"
+            )
+        non_finite = [name for name, value in values.items() if not value.isfinite().all()]
+        if non_finite:
+            raise ValueError(
+                f"{folder / ADAPTER_WEIGHTS}: {non_finite[0]} contains NaN or infinity"
+            )
         return method, values
 
     def select_extra(self, model: GPT, values: Values) -> None:
-        """Infer from the names in an adapter file what a subclass trains in addition to prefixes and new tokens."""
+        """Infer from the names in an adapter file what a subclass trains in addition to prefixes
+        and new tokens."""
 
     def check_merge(self, names: list[str], values: Values) -> None:
-        """Raise ValueError if a gate is not zero: a prefix cannot be expressed as a change of weights."""
+        """Raise ValueError if a gate is not zero: a prefix cannot be expressed as a change of
+        weights."""
         if any(value.any() for key, value in values.items() if key.endswith(".adaption_gate")):
             reason = "its prefixes change attention, which no weights of the base model can express"
-            raise ValueError(f"this adapter cannot be merged: {reason}; open it with its base model instead")
+            raise ValueError(
+                f"this adapter cannot be merged: {reason}; open it with its base model instead"
+            )
 
 
 class AdapterV2(Adapter):
     """LLaMA-Adapter v2: v1 with a scale and bias on every Linear, and trained norms."""
 
-    name, title = "adapter", "adapter_v2"
+    name = "adapter"
+    title = "adapter_v2"
     peft_types = ("LITFT_ADAPTER_V2",)
     flags = AdapterV2Args
     needs_prefix = False
@@ -201,7 +260,9 @@ class AdapterV2(Adapter):
         """Select the layers with a prefix as in v1, all Linears and all norms."""
         super().choose(model, rules)
         linear_types = (nn.Linear, ExpertLinear)
-        self.linears = [name for name, module in model.named_modules() if isinstance(module, linear_types)]
+        self.linears = [
+            name for name, module in model.named_modules() if isinstance(module, linear_types)
+        ]
         self.norms = norm_names(model)
 
     def inject_extra(self, model: GPT, keep: bool) -> None:
@@ -212,7 +273,10 @@ class AdapterV2(Adapter):
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return v1's parameters, scales, biases and norms."""
-        leaves = ("adapter_scale", "adapter_bias") if self.args.bias else ("adapter_scale",)
+        if self.args.bias:
+            leaves = ("adapter_scale", "adapter_bias")
+        else:
+            leaves = ("adapter_scale",)
         names = [*(f"{name}.{leaf}" for name in self.linears for leaf in leaves), *self.norms]
         return super().parameters(model) | {name: model.get_parameter(name) for name in names}
 
@@ -227,22 +291,38 @@ class AdapterV2(Adapter):
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
         """Return scale * W or scale * (b + bias), in fp32; norms are replaced."""
         module, _, leaf = name.rpartition(".")
-        if (scale := values.get(f"{module}.adapter_scale")) is not None:
-            shift = 0 if leaf == "weight" else values.get(f"{module}.adapter_bias", 0)
-            base_weight, weight = weight, (weight.float() + shift) * (scale[..., None] if leaf == "weight" else scale)
-            if name == "lm_head.bias":  # the logit of a new token is not scaled and keeps the base's bias
-                ids = [token for token in self.tokens if token < len(base_weight)]
+        scale = values.get(f"{module}.adapter_scale")
+        if scale is not None:
+            if leaf == "weight":
+                shift = 0
+            else:
+                shift = values.get(f"{module}.adapter_bias", 0)
+            base_weight = weight
+            weight = (weight.float() + shift) * (scale[..., None] if leaf == "weight" else scale)
+            # the logit of a new token is not scaled and keeps the base's bias
+            if name == "lm_head.bias":
+                ids = []
+                for token in self.tokens:
+                    if token < len(base_weight):
+                        ids.append(token)
                 weight[ids] = base_weight.float()[ids]
         return super().merged(name, weight, values)
 
     def check_merge(self, names: list[str], values: Values) -> None:
-        """Raise ValueError as in v1, or if a Linear with a learned bias has no bias among the parameters `names`."""
+        """Raise ValueError as in v1, or if a Linear with a learned bias has no bias among the
+        parameters `names`."""
         super().check_merge(names, values)
         for key, value in values.items():
             module = key.removesuffix(".adapter_bias")
             if module != key and value.any() and f"{module}.bias" not in names:
-                reason = f"it has a bias for {module}, but Linears of this model family are stored without one"
-                raise ValueError(f"this adapter cannot be merged: {reason}; train with --adapter.bias false to merge")
+                reason = (
+                    f"it has a bias for {module}, but Linears of this model family are stored "
+                    "without one"
+                )
+                raise ValueError(
+                    f"this adapter cannot be merged: {reason}; train with --adapter.bias false to "
+                    "merge"
+                )
 
     def unties_head(self) -> bool:
         """Return True: the head is scaled, the embedding is not."""
@@ -255,25 +335,44 @@ PREFIX = ("adaption_prompt", "adaption_gate")
 def attention_layers(model: GPT) -> list[int]:
     """Return the layers with attention, whose queries can attend to a prefix too."""
     layers = zip(model.blocks, model.config.layers, strict=True)
-    return [n for n, (block, layer) in enumerate(layers) if block.attention is not None and layer.kv_sharing != "reuse"]
+    return [
+        n
+        for n, (block, layer) in enumerate(layers)
+        if block.attention is not None and layer.kv_sharing != "reuse"
+    ]
 
 
 def is_peft_compatible(config: Config) -> bool:
     """Return whether PEFT's AdaptionPrompt supports the architecture and computes the same output.
 
-    It does for Llama and Mistral without q/k norms, softcap, clipping, attention scales or an output bias.
+    It does for Llama and Mistral without q/k norms, softcap, clipping, attention scales or an
+    output bias.
     """
-    plain = config.qk_norm is None and config.attention_softcap is None and config.qkv_clip is None and not config.o_bias
-    plain_layers = all(layer.attention_scale is None and layer.rope and not layer.rope.query_beta for layer in config.layers)
+    plain = (
+        config.qk_norm is None
+        and config.attention_softcap is None
+        and config.qkv_clip is None
+        and not config.o_bias
+    )
+    plain_layers = all(
+        layer.attention_scale is None and layer.rope and not layer.rope.query_beta
+        for layer in config.layers
+    )
     square = config.n_heads * config.head_dim == config.dim
     return config.model_type in ("llama", "mistral") and plain and plain_layers and square
 
 
 def _to_peft(name: str) -> str:
-    return "base_model.model.model." + name.replace("blocks.", "layers.").replace(".attention.", ".self_attn.")
+    return "base_model.model.model." + name.replace("blocks.", "layers.").replace(
+        ".attention.", ".self_attn."
+    )
 
 
 def _from_peft(key: str) -> str:
     if not key.startswith("base_model.model."):
         return key
-    return key.removeprefix("base_model.model.model.").replace("layers.", "blocks.").replace(".self_attn.", ".attention.")
+    return (
+        key.removeprefix("base_model.model.model.")
+        .replace("layers.", "blocks.")
+        .replace(".self_attn.", ".attention.")
+    )

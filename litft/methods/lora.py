@@ -1,4 +1,5 @@
-"""LoRA (arXiv 2106.09685) and its variants rsLoRA, DoRA, LoRA+, PiSSA and OLoRA, for Linears, embeddings and experts."""
+"""LoRA (arXiv 2106.09685) and its variants rsLoRA, DoRA, LoRA+, PiSSA and OLoRA, for Linears,
+embeddings and experts."""
 
 import math
 from collections.abc import Iterable
@@ -14,7 +15,14 @@ from litft.checkpoints.peft_format import TABLES, LoraAdapter, write_adapter
 from litft.checkpoints.peft_reader import read_adapter
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, adaptable_modules, peft_targets
 from litft.checkpoints.rules import Rule
-from litft.methods.base import BaseFolder, Method, Values, match_patterns, pattern_matches, with_fused
+from litft.methods.base import (
+    BaseFolder,
+    Method,
+    Values,
+    match_patterns,
+    pattern_matches,
+    with_fused,
+)
 from litft.methods.lora_modules import LEAVES, lora_class, norm_ratios
 from litft.methods.mixins import train_parameters
 from litft.methods.new_tokens import ROWS
@@ -36,11 +44,13 @@ class LoraSpec(NamedTuple):
 class LoRA(Method):
     """LoRA: the update of selected weights is a product of two low-rank matrices.
 
-    After `choose` or `read`, `specs` maps the name of each adapted module to its rank and scale, and `trained` lists base
+    After `choose` or `read`, `specs` maps the name of each adapted module to its rank and scale,
+    and `trained` lists base
     parameters that are trained in full: those of `modules_to_save`, and biases.
     """
 
-    name, title = "lora", "lora"
+    name = "lora"
+    title = "lora"
     peft_types = ("LORA",)
     changeable = ("dropout", "lr_ratio")
 
@@ -50,65 +60,100 @@ class LoRA(Method):
         self.trained: list[str] = []
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
-        """Select the modules of `targets` and `modules_to_save`; raise ValueError if a pattern matches nothing."""
+        """Select the modules of `targets` and `modules_to_save`; raise ValueError if a pattern
+        matches nothing."""
         hf_names = {name: target.name for name, target in peft_targets(model, rules).items()}
         saved_modules = self._modules_to_save(model, rules)
         # a tied head has the weight of the embedding
-        excluded = saved_modules | ({"lm_head"} if model.config.tied and "embed" in saved_modules else set())
+        excluded = saved_modules | (
+            {"lm_head"} if model.config.tied and "embed" in saved_modules else set()
+        )
         adapted: dict[str, None] = {}
         for pattern, matches in match_patterns(self.args.targets, hf_names).items():
-            matches = [name for name in hf_names if is_inner_linear(model, name)] if pattern == "all-linear" else matches
+            if pattern == "all-linear":
+                matches = [name for name in hf_names if is_inner_linear(model, name)]
             if not matches:
                 available = ", ".join(sorted({n.rpartition(".")[2] for n in hf_names}))
-                raise ValueError(f"--lora.targets {pattern}: no Linear of this model has that name; choose from {available}")
+                raise ValueError(
+                    f"--lora.targets {pattern}: no Linear of this model has that name; choose from "
+                    f"{available}"
+                )
             adapted |= dict.fromkeys(matches)
         adapted = {name: None for name in hf_names if name in adapted and name not in excluded}
         if not adapted:
             raise ValueError(
-                f"--lora.targets {','.join(self.args.targets)}: all of them are in --lora.modules_to_save; name others"
+                f"--lora.targets {','.join(self.args.targets)}: all of them are in "
+                "--lora.modules_to_save; name others"
             )
         self._check_patterns({name: hf_names[name] for name in adapted})
         self.specs = {name: self._spec(name, hf_names[name], model) for name in adapted}
-        self.trained = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in saved_modules]
-        biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
+        self.trained = [
+            name for name, _ in model.named_parameters() if name.rpartition(".")[0] in saved_modules
+        ]
+        biases = []
+        for name, _ in model.named_parameters():
+            if name.endswith(".bias"):
+                biases.append(name)
         if self.args.bias == "lora":
-            biases = with_fused(rules, [name for name in biases if name.removesuffix(".bias") in self.specs])
+            biases = with_fused(
+                rules, [name for name in biases if name.removesuffix(".bias") in self.specs]
+            )
         if self.args.bias != "none":
             self.trained = list(dict.fromkeys([*self.trained, *biases]))
 
     def _modules_to_save(self, model: GPT, rules: list[Rule]) -> set[str]:
-        """Return the names of modules trained in full, including modules fused with one of them in the checkpoint."""
-        hf_names = _hf_module_names(model, rules) | ({"lm_head": "lm_head"} if model.config.tied else {})
+        """Return the names of modules trained in full, including modules fused with one of them in
+        the checkpoint."""
+        hf_names = _hf_module_names(model, rules) | (
+            {"lm_head": "lm_head"} if model.config.tied else {}
+        )
         by_pattern = match_patterns(self.args.modules_to_save, hf_names)
-        if unmatched := [pattern for pattern, matches in by_pattern.items() if not matches]:
+        unmatched = []
+        for pattern, matches in by_pattern.items():
+            if not matches:
+                unmatched.append(pattern)
+        if unmatched:
             available = ", ".join(sorted({module.rpartition(".")[2] for module in hf_names}))
             raise ValueError(
-                f"--lora.modules_to_save {unmatched[0]}: no module of this model has that name; choose from {available}"
+                f"--lora.modules_to_save {unmatched[0]}: no module of this model has that name; "
+                f"choose from {available}"
             )
-        modules = {
-            "embed" if name == "lm_head" and model.config.tied else name for names in by_pattern.values() for name in names
-        }
-        parameters = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in modules]
+        modules = set()
+        for names in by_pattern.values():
+            for name in names:
+                modules.add("embed" if name == "lm_head" and model.config.tied else name)
+        parameters = []
+        for name, _ in model.named_parameters():
+            if name.rpartition(".")[0] in modules:
+                parameters.append(name)
         return {name.rpartition(".")[0] for name in with_fused(rules, parameters)}
 
     def _check_patterns(self, adapted: dict[str, str]) -> None:
-        """Raise ValueError if a pattern matches no adapted module; adapted maps litft names to checkpoint names."""
+        """Raise ValueError if a pattern matches no adapted module; adapted maps litft names to
+        checkpoint names."""
         for flag in ("rank_pattern", "alpha_pattern"):
             flag_values = {text.rpartition("=")[0]: text for text in getattr(self.args, flag)}
             for pattern, matches in match_patterns(flag_values, adapted).items():
                 if not matches:
-                    reason = f"no adapted module has that name; an example of one is {next(iter(adapted))}"
+                    reason = (
+                        "no adapted module has that name; an example of one is "
+                        f"{next(iter(adapted))}"
+                    )
                     raise ValueError(f"--lora.{flag} {flag_values[pattern]}: {reason}")
 
     def _spec(self, name: str, hf_name: str, model: GPT) -> LoraSpec:
-        """Return rank and scale of one module: from the first pattern that matches it, otherwise from --lora.r and alpha."""
+        """Return rank and scale of one module: from the first pattern that matches it, otherwise
+        from --lora.r and alpha."""
         r = int(_by_pattern(self.args.rank_pattern, name, hf_name, self.args.r))
         alpha = _by_pattern(self.args.alpha_pattern, name, hf_name, self.args.alpha)
         module = model.get_submodule(name)
         if self.args.init != "default" and not isinstance(module, nn.Embedding):
             max_rank = min(module.in_features, module.out_features)
             if r > max_rank:
-                raise ValueError(f"--lora.r {r}: --lora.init {self.args.init} allows at most rank {max_rank} for {name}")
+                raise ValueError(
+                    f"--lora.r {r}: --lora.init {self.args.init} allows at most rank {max_rank} "
+                    f"for {name}"
+                )
         return LoraSpec(r, alpha / (math.sqrt(r) if self.args.rslora else r))
 
     def unquantized_modules(self) -> set[str]:
@@ -116,33 +161,55 @@ class LoRA(Method):
         return {name.removesuffix(".weight") for name in self.trained if name.endswith(".weight")}
 
     def inject(self, model: GPT, keep: bool) -> None:
-        """Add A and B to the adapted modules, make `trained` trainable, and freeze all other parameters."""
+        """Add A and B to the adapted modules, make `trained` trainable, and freeze all other
+        parameters."""
         model.requires_grad_(False)
         train_parameters(model, self.trained, keep=keep, untied=self.untied)
         for name, spec in self.specs.items():
             module = model.get_submodule(name)
             init = "default" if isinstance(module, nn.Embedding) else self.args.init
-            lora_class(module).mix_over(module).add_factors(*spec, self.args.dropout, self.args.dora, init)
+            lora_class(module).mix_over(module).add_factors(
+                *spec, self.args.dropout, self.args.dora, init
+            )
         self.attach_tokens(model)
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
-        """Return A, B and magnitudes of the adapted modules, `trained` base parameters, and rows of new tokens."""
-        leaves = ((f"{name}.{leaf}", getattr(model.get_submodule(name), leaf)) for name in self.specs for leaf in LEAVES)
-        factors = {name: parameter for name, parameter in leaves if parameter is not None}
-        return factors | {name: model.get_parameter(name) for name in self.trained} | self.token_rows(model)
+        """Return A, B and magnitudes of the adapted modules, `trained` base parameters, and rows of
+        new tokens."""
+        leaves = (
+            (f"{name}.{leaf}", getattr(model.get_submodule(name), leaf))
+            for name in self.specs
+            for leaf in LEAVES
+        )
+        factors = {}
+        for name, parameter in leaves:
+            if parameter is not None:
+                factors[name] = parameter
+        return (
+            factors
+            | {name: model.get_parameter(name) for name in self.trained}
+            | self.token_rows(model)
+        )
 
     def lr_multiplier(self, name: str) -> float:
-        """Return `lr_ratio` for B, otherwise 1: LoRA+ (arXiv 2402.12354) trains B at a higher learning rate than A."""
-        return self.args.lr_ratio if name.endswith(".lora_b") else 1.0
+        """Return `lr_ratio` for B, otherwise 1: LoRA+ (arXiv 2402.12354) trains B at a higher
+        learning rate than A."""
+        if name.endswith(".lora_b"):
+            return self.args.lr_ratio
+        return 1.0
 
     def factors(self, name: str, values: Values) -> LoraWeights:
-        """Return the update of one module; PiSSA and OLoRA subtract the initial product, which doubles the rank."""
+        """Return the update of one module; PiSSA and OLoRA subtract the initial product, which
+        doubles the rank."""
         a, b, m, a0, b0 = (values.get(f"{name}.{leaf}") for leaf in LEAVES)
         if a0 is not None:
-            a, b = torch.cat((a, a0), dim=-2), torch.cat((b, -b0), dim=-1)
+            a = torch.cat((a, a0), dim=-2)
+            b = torch.cat((b, -b0), dim=-1)
         return LoraWeights(a, b, self.specs[name].scale, m)
 
-    def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
+    def write(
+        self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]
+    ) -> None:
         """Write PEFT's two files, adapter_config.json and adapter_model.safetensors."""
         values = {name: value.cpu() for name, value in values.items()}
         model = source.outline
@@ -150,15 +217,30 @@ class LoRA(Method):
         if self.args.dora:
             targets = peft_targets(model, source.adapter_rules).values()
             factors |= _unadapted_linears(factors, targets, source, record.get("litft", {}))
-        rows = {name: values[name] for name in ROWS if name in values}
+        rows = {}
+        for name in ROWS:
+            if name in values:
+                rows[name] = values[name]
         trained = {name: values[name] for name in self.trained}
         adapter = LoraAdapter(factors, trained, list(self.tokens), rows, untied=self.untied)
-        settings = {"lora_dropout": self.args.dropout, "use_dora": self.args.dora, "bias": _PEFT_BIAS[self.args.bias]}
+        settings = {
+            "lora_dropout": self.args.dropout,
+            "use_dora": self.args.dora,
+            "bias": _PEFT_BIAS[self.args.bias],
+        }
         settings |= record
         size = self.vocab_size(model.config)
         if size > model.config.vocab_size:  # in PEFT, the base has to be resized first
             settings["litft"] = settings.get("litft", {}) | {"vocab_size": size}
-        write_adapter(folder, model, source.adapter_rules, adapter, settings, source.tensor, source.adapter_names)
+        write_adapter(
+            folder,
+            model,
+            source.adapter_rules,
+            adapter,
+            settings,
+            source.tensor,
+            source.adapter_names,
+        )
 
     @classmethod
     def read(cls, folder: Path, source: BaseFolder) -> tuple["LoRA", Values]:
@@ -186,24 +268,37 @@ class LoRA(Method):
         return method, factors | adapter.trained | adapter.token_rows
 
     def update_args(self, args: LoRAArgs) -> None:
-        """Take dropout and LoRA+'s ratio from `args`; ranks, scales and targets remain the adapter's."""
-        self.args.dropout, self.args.lr_ratio = args.dropout, args.lr_ratio
+        """Take dropout and LoRA+'s ratio from `args`; ranks, scales and targets remain the
+        adapter's."""
+        self.args.dropout = args.dropout
+        self.args.lr_ratio = args.lr_ratio
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """Return W + scale * B A for the weight of an adapted module, with DoRA's row norms, in fp32."""
+        """Return W + scale * B A for the weight of an adapted module, with DoRA's row norms, in
+        fp32."""
         module_name, _, leaf = name.rpartition(".")
         weight = values.get(name, weight)
         if module_name in self.specs and leaf == "weight":
-            transposed = module_name in ("embed", "embed_positions")  # LoRA sees an embedding as a Linear (C, V)
-            weight = merged_weight(weight.mT if transposed else weight, self.factors(module_name, values))
+            # LoRA sees an embedding as a Linear (C, V)
+            transposed = module_name in ("embed", "embed_positions")
+            weight = merged_weight(
+                weight.mT if transposed else weight, self.factors(module_name, values)
+            )
             weight = weight.mT if transposed else weight
         return self.add_token_rows(name, weight, values)
 
     def check_tokens(self) -> None:
-        """Raise ValueError for DoRA of a table: its magnitudes are norms over the rows of new tokens, too."""
-        tables = [name for name in TABLES if name in self.specs]
+        """Raise ValueError for DoRA of a table: its magnitudes are norms over the rows of new
+        tokens, too."""
+        tables = []
+        for name in TABLES:
+            if name in self.specs:
+                tables.append(name)
         if self.args.dora and self.tokens and tables:
-            reason = f"--data.new_tokens with --lora.dora: no other program opens DoRA of {' and '.join(tables)} with them"
+            reason = (
+                "--data.new_tokens with --lora.dora: no other program opens DoRA of "
+                f"{' and '.join(tables)} with them"
+            )
             raise ValueError(f"{reason}; leave embed_tokens and lm_head out of --lora.targets")
 
     def unties_head(self) -> bool:
@@ -216,7 +311,10 @@ _PEFT_BIAS = {"none": "none", "lora": "lora_only", "all": "all"}
 
 
 def merged_weight(weight: Tensor, factors: LoraWeights) -> Tensor:
-    """Return W + scale * B A in fp32, for W (out, in) or (E, out, in). With magnitudes, rows are scaled to these norms."""
+    """Return W + scale * B A in fp32, for W (out, in) or (E, out, in).
+
+    With magnitudes, rows are scaled to these norms.
+    """
     weight = weight.float() + (factors.b.float() @ factors.a.float()) * factors.scale
     if factors.m is None:
         return weight
@@ -224,31 +322,53 @@ def merged_weight(weight: Tensor, factors: LoraWeights) -> Tensor:
 
 
 def is_inner_linear(model: nn.Module, name: str) -> bool:
-    """Return whether `all-linear` selects a module: all Linears, also of experts, except the head and routers.
+    """Return whether `all-linear` selects a module: all Linears, also of experts, except the head
+    and routers.
 
-    Output projections of Mamba mixers are left out, too: their CUDA kernels read the weight, so PEFT refuses to adapt them.
+    Output projections of Mamba mixers are left out, too: their CUDA kernels read the weight, so
+    PEFT refuses to adapt them.
     """
-    if isinstance(model.get_submodule(name), nn.Embedding) or name == "lm_head" or name.endswith(ROUTERS):
+    if (
+        isinstance(model.get_submodule(name), nn.Embedding)
+        or name == "lm_head"
+        or name.endswith(ROUTERS)
+    ):
         return False
-    return not (name.endswith(".mixer.out_proj") and isinstance(model.get_submodule(name.removesuffix(".out_proj")), Mamba2))
+    return not (
+        name.endswith(".mixer.out_proj")
+        and isinstance(model.get_submodule(name.removesuffix(".out_proj")), Mamba2)
+    )
 
 
 def _by_pattern(patterns: list[str], name: str, hf_name: str, default: float) -> float:
     """Return the number of the first NAME=NUMBER whose NAME matches a module."""
     pairs = (pattern.rpartition("=") for pattern in patterns)
-    return next((float(number) for pattern, _, number in pairs if pattern_matches(pattern, name, hf_name)), default)
+    return next(
+        (float(number) for pattern, _, number in pairs if pattern_matches(pattern, name, hf_name)),
+        default,
+    )
 
 
 def _unadapted_linears(
-    factors: dict[str, LoraWeights], targets: Iterable[PeftTarget], source: BaseFolder, run_record: dict[str, Any]
+    factors: dict[str, LoraWeights],
+    targets: Iterable[PeftTarget],
+    source: BaseFolder,
+    run_record: dict[str, Any],
 ) -> dict[str, LoraWeights]:
-    """Return rank-0 updates, with magnitudes, for Linears without LoRA that are fused with an adapted one in the checkpoint.
+    """Return rank-0 updates, with magnitudes, for Linears without LoRA that are fused with an
+    adapted one in the checkpoint.
 
-    In a DoRA file, a fused tensor needs the magnitudes of all its rows. run_record: entries of the run in
-    adapter_config.json; the magnitudes are the row norms of the base as it was quantized in that run.
+    In a DoRA file, a fused tensor needs the magnitudes of all its rows. run_record: entries of the
+    run in adapter_config.json; the magnitudes are the row norms of the base as it was quantized in
+    that run.
     """
-    unadapted, model = {}, source.outline
-    kind, dtype = run_record.get("quantize"), torch.bfloat16 if run_record.get("precision") == "bf16" else torch.float32
+    unadapted = {}
+    model = source.outline
+    kind = run_record.get("quantize")
+    if run_record.get("precision") == "bf16":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     for target in targets:
         adapted = [factors[name] for name in target.linears if name in factors]
         for name in target.linears if adapted else ():
@@ -258,7 +378,8 @@ def _unadapted_linears(
             if kind in KINDS and is_quantizable(f"{name}.weight", model):
                 weight = quantize_dequantize(weight, kind, dtype)
             *stack, out_dim, in_dim = weight.shape
-            a, b = weight.new_zeros((*stack, 0, in_dim)), weight.new_zeros((*stack, out_dim, 0))
+            a = weight.new_zeros((*stack, 0, in_dim))
+            b = weight.new_zeros((*stack, out_dim, 0))
             unadapted[name] = LoraWeights(a, b, adapted[0].scale, weight.norm(dim=-1))
     return unadapted
 

@@ -1,4 +1,5 @@
-"""The modules that LoRA and DoRA adapt: a Linear, stacked experts and an embedding with a low-rank update."""
+"""The modules that LoRA and DoRA adapt: a Linear, stacked experts and an embedding with a low-rank
+update."""
 
 import math
 from collections.abc import Callable
@@ -18,25 +19,38 @@ LEAVES = ("lora_a", "lora_b", "lora_m", "lora_a0", "lora_b0")
 class LoRALinear(Mixin):
     """A Linear y = W x with a low-rank update: y + scale * B A x (arXiv 2106.09685, section 4.1).
 
-    DoRA (2402.09353) rescales each row of W + scale * B A to the norm `lora_m`. PiSSA (2404.02948) and OLoRA (2406.01775)
-    initialize A and B from W. The initial product, of `lora_a0` and `lora_b0`, is subtracted, so that W is unchanged.
+    DoRA (2402.09353) rescales each row of W + scale * B A to the norm `lora_m`. PiSSA (2404.02948)
+    and OLoRA (2406.01775) initialize A and B from W. The initial product, of `lora_a0` and
+    `lora_b0`, is subtracted, so that W is unchanged.
     """
 
-    def add_factors(self, r: int, scale: float, dropout: float, dora: bool = False, init: str = "default") -> None:
+    def add_factors(
+        self, r: int, scale: float, dropout: float, dora: bool = False, init: str = "default"
+    ) -> None:
         """Register A (R, in) and B (out, R) in fp32 on the weight's device.
 
         dora: also register magnitudes (out,). init: default, pissa or olora.
         """
         *stack, out_dim, in_dim = self.weight_shape()
-        self.lora_scale, self.lora_dropout, self.init, self.base_row_squares = scale, dropout, init, None
+        self.lora_scale = scale
+        self.lora_dropout = dropout
+        self.init = init
+        self.base_row_squares = None
 
         def empty_parameter(*shape: int, trained: bool = True) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*stack, *shape, device=self.weight.device), requires_grad=trained)
+            return nn.Parameter(
+                torch.empty(*stack, *shape, device=self.weight.device), requires_grad=trained
+            )
 
-        self.lora_a, self.lora_b = empty_parameter(r, in_dim), empty_parameter(out_dim, r)
+        self.lora_a = empty_parameter(r, in_dim)
+        self.lora_b = empty_parameter(out_dim, r)
         from_weight = init != "default"  # then the initial product is not zero, and is subtracted
-        self.register_parameter("lora_a0", empty_parameter(r, in_dim, trained=False) if from_weight else None)
-        self.register_parameter("lora_b0", empty_parameter(out_dim, r, trained=False) if from_weight else None)
+        self.register_parameter(
+            "lora_a0", empty_parameter(r, in_dim, trained=False) if from_weight else None
+        )
+        self.register_parameter(
+            "lora_b0", empty_parameter(out_dim, r, trained=False) if from_weight else None
+        )
         self.register_parameter("lora_m", empty_parameter(out_dim) if dora else None)
         self.reads_weight |= dora or from_weight
 
@@ -49,24 +63,33 @@ class LoRALinear(Mixin):
             self.lora_a0.copy_(self.lora_a)
             self.lora_b0.copy_(self.lora_b)
         if self.lora_m is not None:
-            self.base_row_squares = self.weight_matrix().float().square().sum(-1)  # (out,), of the frozen rows
+            # (out,), of the frozen rows
+            self.base_row_squares = self.weight_matrix().float().square().sum(-1)
             self.lora_m.copy_(self.row_norms())
 
     def init_factors(self) -> None:
-        """Initialize A and, for PiSSA and OLoRA, B; B is already zero. The default is PEFT's uniform A."""
+        """Initialize A and, for PiSSA and OLoRA, B; B is already zero.
+
+        The default is PEFT's uniform A.
+        """
         if not self.lora_a.numel():  # rank 0: only DoRA's magnitudes, see `_unadapted_linears`
             return
         if self.init == "default":
-            nn.init.kaiming_uniform_(self.lora_a.data.view(-1, self.lora_a.size(-1)), a=math.sqrt(5))
+            nn.init.kaiming_uniform_(
+                self.lora_a.data.view(-1, self.lora_a.size(-1)), a=math.sqrt(5)
+            )
             return
-        r, weight = self.lora_a.size(-2), self.weight_matrix().float()
+        r = self.lora_a.size(-2)
+        weight = self.weight_matrix().float()
         if self.init == "olora":
             q, upper = torch.linalg.qr(weight)
-            b, a = q[..., :r], upper[..., :r, :]
+            b = q[..., :r]
+            a = upper[..., :r, :]
         else:
             u, s, v = torch.linalg.svd(weight, full_matrices=False)
             root = (s[..., :r] / self.lora_scale).sqrt()
-            b, a = u[..., :r] * root[..., None, :], root[..., None] * v[..., :r, :]
+            b = u[..., :r] * root[..., None, :]
+            a = root[..., None] * v[..., :r, :]
         self.lora_b.copy_(b)
         self.lora_a.copy_(a)
 
@@ -98,13 +121,19 @@ class LoRALinear(Mixin):
         y = self.add_update(y, x, *grouping)
         if self.lora_m is None:
             return y
-        # y + y * (ratio - 1): a ratio of 1 leaves y bitwise unchanged, and a ratio close to 1 is not rounded to 1
-        change = self.broadcast_rows(norm_ratios(self.lora_m, self.row_norms()) - 1, *grouping).to(y.dtype)
+        # y + y * (ratio - 1): a ratio of 1 leaves y bitwise unchanged, and a ratio close to 1 is
+        # not rounded to 1
+        change = self.broadcast_rows(norm_ratios(self.lora_m, self.row_norms()) - 1, *grouping).to(
+            y.dtype
+        )
         bias = getattr(self, "bias", None)
-        return torch.addcmul(y, y if bias is None else y - self.broadcast_rows(bias, *grouping), change)
+        return torch.addcmul(
+            y, y if bias is None else y - self.broadcast_rows(bias, *grouping), change
+        )
 
     def add_update(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return y (..., out) plus the update, rounded once: `addmm` accumulates in fp32, so that a small update is kept."""
+        """Return y (..., out) plus the update, rounded once: `addmm` accumulates in fp32, so that a
+        small update is kept."""
         a, b = self.factors(x.dtype)
         projected = F.linear(F.dropout(x, self.lora_dropout, self.training), a)  # (..., R)
         return torch.addmm(y.flatten(0, -2), projected.flatten(0, -2), b.mT).view_as(y)
@@ -112,23 +141,31 @@ class LoRALinear(Mixin):
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A and scale * B in `dtype`.
 
-        For PiSSA and OLoRA the update has twice the rank: scale * (B A - B0 A0) = scale * (B (A - A0) + (B - B0) A0). The
-        differences are computed in fp32; after rounding A and A0 little of them would be left.
+        For PiSSA and OLoRA the update has twice the rank: scale * (B A - B0 A0) = scale * (B (A -
+        A0) + (B - B0) A0). The differences are computed in fp32; after rounding A and A0 little of
+        them would be left.
         """
-        a, b = self.lora_a, self.lora_b
+        a = self.lora_a
+        b = self.lora_b
         if self.lora_a0 is not None:
-            a, b = torch.cat((a - self.lora_a0, self.lora_a0), -2), torch.cat((b, b - self.lora_b0), -1)
+            a = torch.cat((a - self.lora_a0, self.lora_a0), -2)
+            b = torch.cat((b, b - self.lora_b0), -1)
         return a.to(dtype), (b * self.lora_scale).to(dtype)
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
-        """Return the 2-norm (out,) of each row of W + scale * B A, as a constant (arXiv 2402.09353, section 4.3).
+        """Return the 2-norm (out,) of each row of W + scale * B A, as a constant (arXiv 2402.09353,
+        section 4.3).
 
-        |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b^T needs no matrix of W's size, except a dequantized W.
+        |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b^T needs no matrix of W's size,
+        except a dequantized W.
         """
-        a, b, scale = self.lora_a, self.lora_b, self.lora_scale
+        a = self.lora_a
+        b = self.lora_b
+        scale = self.lora_scale
         if self.lora_a0 is not None:
-            a, b = torch.cat((a, self.lora_a0), dim=-2), torch.cat((b, -self.lora_b0), dim=-1)
+            a = torch.cat((a, self.lora_a0), dim=-2)
+            b = torch.cat((b, -self.lora_b0), dim=-1)
         weight = self.weight_matrix()
         cross = (weight @ a.to(weight.dtype).mT).to(a.dtype)
         squares = (
@@ -139,7 +176,8 @@ class LoRALinear(Mixin):
         return self.sum_over_ranks(squares).clamp(min=0).sqrt()
 
     def sum_over_ranks(self, squares: Tensor) -> Tensor:
-        """Return the squared norms (out,) of full rows; overridden for tensor parallelism, where rows are sharded."""
+        """Return the squared norms (out,) of full rows; overridden for tensor parallelism, where
+        rows are sharded."""
         return squares
 
     def broadcast_rows(self, values: Tensor) -> Tensor:
@@ -151,10 +189,13 @@ class LoRAExpertLinear(LoRALinear):
     """LoRA for each expert of an ExpertLinear: A (E, R, in), B (E, out, R)."""
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A and scale * B, with the rank padded to a multiple of 8, which grouped_mm requires on a GPU."""
+        """Return A and scale * B, with the rank padded to a multiple of 8, which grouped_mm
+        requires on a GPU."""
         a, b = super().factors(dtype)
         padding = -a.size(-2) % 8
-        return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)
+        if padding:
+            return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding)))
+        return (a, b)
 
     def weight_shape(self) -> tuple[int, ...]:
         """Return (E, out, in)."""
@@ -165,7 +206,8 @@ class LoRAExpertLinear(LoRALinear):
         if not self.lora_a.numel():  # rank 0: only DoRA's magnitudes
             return y
         a, b = self.factors(x.dtype)
-        projected = expert_linear(F.dropout(x, self.lora_dropout, self.training), a, None, grouping)  # (N, R)
+        # (N, R)
+        projected = expert_linear(F.dropout(x, self.lora_dropout, self.training), a, None, grouping)
         return y + expert_linear(projected, b, None, grouping)
 
     def broadcast_rows(self, values: Tensor, grouping: Grouping) -> Tensor:
@@ -174,7 +216,8 @@ class LoRAExpertLinear(LoRALinear):
 
 
 class LoRAEmbedding(LoRALinear):
-    """LoRA for an embedding, seen as a Linear with one-hot inputs: A (R, V), initially zero, and B (C, R)."""
+    """LoRA for an embedding, seen as a Linear with one-hot inputs: A (R, V), initially zero, and B
+    (C, R)."""
 
     def weight_shape(self) -> tuple[int, ...]:
         """Return (C, V), the transpose of the stored weight's shape."""
@@ -190,16 +233,23 @@ class LoRAEmbedding(LoRALinear):
         nn.init.normal_(self.lora_b)
 
     def add_update(self, y: Tensor, tokens: Tensor) -> Tensor:
-        """Return y (..., C) plus the update. Dropout is not applied: on one-hot inputs it would drop whole tokens."""
+        """Return y (..., C) plus the update.
+
+        Dropout is not applied: on one-hot inputs it would drop whole tokens.
+        """
         tokens = tokens.clamp(max=self.num_embeddings - 1)
-        return (y + F.linear(F.embedding(tokens, self.lora_a.mT), self.lora_b) * self.lora_scale).to(y.dtype)
+        return (
+            y + F.linear(F.embedding(tokens, self.lora_a.mT), self.lora_b) * self.lora_scale
+        ).to(y.dtype)
 
 
 def lora_class(module: nn.Module) -> type[LoRALinear]:
     """Return the mixin that adds LoRA to a module."""
     if isinstance(module, nn.Embedding):
         return LoRAEmbedding
-    return LoRAExpertLinear if isinstance(module, ExpertLinear) else LoRALinear
+    if isinstance(module, ExpertLinear):
+        return LoRAExpertLinear
+    return LoRALinear
 
 
 def norm_ratios(target_norms: Tensor, norms: Tensor) -> Tensor:

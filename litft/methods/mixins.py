@@ -1,4 +1,5 @@
-"""How a method changes a network: classes mixed over a module's type, and base parameters that are trained."""
+"""How a method changes a network: classes mixed over a module's type, and base parameters that are
+trained."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,28 +18,33 @@ from litft.model.transformer import GPT
 
 @cache
 def mixin_class(mixin: type, base: type) -> type:
-    """Return a subclass of `mixin` and `base`, in this order; the same class for the same arguments."""
+    """Return a subclass of `mixin` and `base`, in this order; the same class for the same
+    arguments."""
     return type(f"{mixin.__name__}_{base.__name__}", (mixin, base), {})
 
 
 class Mixin(nn.Module):
     """Base of the classes that a method mixes over a module's type, as PyTorch's fully_shard does.
 
-    A subclass registers parameters on the module in a method of its own, overrides `reset_parameters` and `remove`, and
-    overrides `forward` (or `Attention.add_attended`), which calls `super()` and returns its result if not `enabled`.
+    A subclass registers parameters on the module in a method of its own, overrides
+    `reset_parameters` and `remove`, and overrides `forward` (or `Attention.add_attended`), which
+    calls `super()` and returns its result if not `enabled`.
     """
 
     enabled = True
-    reads_weight = False  # whether the mixin reads the module's weight, which is then gathered in `reset_parameters`
+    # whether the mixin reads the module's weight, which is then gathered in `reset_parameters`
+    reads_weight = False
 
     @classmethod
     def mix_over(cls, module: nn.Module) -> Any:
-        """Change the type of `module` to one that puts this class before its current type; return the module."""
+        """Change the type of `module` to one that puts this class before its current type; return
+        the module."""
         module.__class__ = mixin_class(cls, type(module))
         return module
 
     def reset_parameters(self) -> None:
-        """Initialize the parameters that the mixin has registered; the module's own weights are already loaded."""
+        """Initialize the parameters that the mixin has registered; the module's own weights are
+        already loaded."""
 
     def set_enabled(self, enabled: bool) -> None:
         """Compute with the method if `enabled`, otherwise like the base."""
@@ -79,15 +85,20 @@ def detach(model: nn.Module) -> None:
 class TrainedWeight(Mixin):
     """A module with parameters of the base that are trained, in fp32.
 
-    It computes in the dtype that it had before: the fp32 parameters are rounded at each use, and their gradients are fp32.
-    Norms, attention (its sinks) and quantized Linears (their bias) round them in their own `forward`; other modules need a
-    subclass. `inactive` has, by leaf name, the base's parameters, or the trained ones while the mixin is disabled.
+    It computes in the dtype that it had before: the fp32 parameters are rounded at each use, and
+    their gradients are fp32. Norms, attention (its sinks) and quantized Linears (their bias) round
+    them in their own `forward`; other modules need a subclass. `inactive` has, by leaf name, the
+    base's parameters, or the trained ones while the mixin is disabled.
     """
 
-    def replace_leaf(self, leaf: str, trained: nn.Parameter, dtype: torch.dtype, keep: bool) -> None:
-        """Replace the parameter `leaf` by a trained one. keep: store the base's parameter for `set_enabled` and `remove`."""
+    def replace_leaf(
+        self, leaf: str, trained: nn.Parameter, dtype: torch.dtype, keep: bool
+    ) -> None:
+        """Replace the parameter `leaf` by a trained one. keep: store the base's parameter for
+        `set_enabled` and `remove`."""
         if "inactive" not in self.__dict__:
-            self.inactive, self.dtype = {}, dtype
+            self.inactive = {}
+            self.dtype = dtype
         if keep:
             self.inactive[leaf] = getattr(self, leaf)
         setattr(self, leaf, trained)
@@ -113,7 +124,9 @@ class TrainedLinear(TrainedWeight):
     is_plain = True  # see model/linear.py
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))
+        return F.linear(
+            x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype)
+        )
 
 
 class TrainedExpertLinear(TrainedWeight):
@@ -135,17 +148,28 @@ def trained_class(module: nn.Module) -> type[TrainedWeight]:
     """Return the mixin that trains a module's parameters."""
     if isinstance(module, QuantizedModule):
         return TrainedWeight
-    by_type = {nn.Linear: TrainedLinear, ExpertLinear: TrainedExpertLinear, nn.Embedding: TrainedEmbedding}
-    return next((mixin for base, mixin in by_type.items() if isinstance(module, base)), TrainedWeight)
+    by_type = {
+        nn.Linear: TrainedLinear,
+        ExpertLinear: TrainedExpertLinear,
+        nn.Embedding: TrainedEmbedding,
+    }
+    return next(
+        (mixin for base, mixin in by_type.items() if isinstance(module, base)), TrainedWeight
+    )
 
 
 def train_parameters(
-    model: GPT, names: Iterable[str], dtype: torch.dtype | None = None, keep: bool = True, untied: bool = False
+    model: GPT,
+    names: Iterable[str],
+    dtype: torch.dtype | None = None,
+    keep: bool = True,
+    untied: bool = False,
 ) -> None:
     """Make the base parameters with these names trainable, in fp32.
 
-    dtype: compute dtype of the network; None: the parameter's dtype. keep: keep the base's values for `disabled` and
-    `detach`. untied: a tied head keeps the base's weight when the embedding is trained.
+    dtype: compute dtype of the network; None: the parameter's dtype. keep: keep the base's values
+    for `disabled` and `detach`. untied: a tied head keeps the base's weight when the embedding is
+    trained.
     """
     for name in names:
         module_name, _, leaf = name.rpartition(".")
@@ -153,7 +177,10 @@ def train_parameters(
         frozen = getattr(module, leaf)
         data = frozen.detach().float()
         trained = nn.Parameter(data.clone() if keep and data.dtype == frozen.dtype else data)
-        heads = [model.lm_head] if name == "embed.weight" and model.config.tied and not untied else []
+        if name == "embed.weight" and model.config.tied and not untied:
+            heads = [model.lm_head]
+        else:
+            heads = []
         for owner in [module, *heads]:  # a tied head keeps sharing the embedding's parameter
             if not isinstance(owner, TrainedWeight):
                 trained_class(owner).mix_over(owner)
@@ -163,4 +190,8 @@ def train_parameters(
 def norm_names(model: nn.Module) -> list[str]:
     """Return the names of all parameters of norms."""
     norms = ((name, module) for name, module in model.named_modules() if isinstance(module, Norm))
-    return [f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters(recurse=False)]
+    return [
+        f"{name}.{leaf}"
+        for name, module in norms
+        for leaf, _ in module.named_parameters(recurse=False)
+    ]

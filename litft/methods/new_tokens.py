@@ -1,7 +1,7 @@
 """New tokens: trained rows in addition to the embedding and the head, which stay frozen.
 
-An id may be beyond the base's vocabulary or in the padding at its end; its trained row replaces the base's. PEFT calls this
-trainable tokens.
+An id may be beyond the base's vocabulary or in the padding at its end; its trained row replaces the
+base's. PEFT calls this trainable tokens.
 """
 
 from collections.abc import Iterable
@@ -34,17 +34,22 @@ class TokenEmbedding(TokenRows):
 
     def add_rows(self, ids: Tensor, pieces: list[list[int]], rows: nn.Parameter) -> None:
         """Register `rows` (N, C) for `ids` (N,); pieces: as in `add_tokens`."""
-        self.token_rows, self.pieces = rows, pieces
+        self.token_rows = rows
+        self.pieces = pieces
         row_of = torch.full((max(self.num_embeddings, int(ids.max()) + 1),), -1)
         row_of[ids] = torch.arange(len(ids))
-        self.register_buffer("row_of", row_of if rows.is_meta else row_of.to(rows.device), persistent=False)
+        self.register_buffer(
+            "row_of", row_of if rows.is_meta else row_of.to(rows.device), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         y = super().forward(tokens.clamp(max=self.num_embeddings - 1))
         if not self.enabled:
             return y
         row = self.row_of[tokens]  # (B, T), -1 for tokens that use the base's row
-        return torch.where((row >= 0)[..., None], F.embedding(row.clamp(min=0), self.token_rows).to(y.dtype), y)
+        return torch.where(
+            (row >= 0)[..., None], F.embedding(row.clamp(min=0), self.token_rows).to(y.dtype), y
+        )
 
     def remove(self) -> None:
         """Undo `add_rows`."""
@@ -52,12 +57,18 @@ class TokenEmbedding(TokenRows):
 
 
 class TokenHead(TokenRows):
-    """A head that computes the logits of new tokens from `token_rows` (N, C). Ids beyond its weight have no bias."""
+    """A head that computes the logits of new tokens from `token_rows` (N, C).
+
+    Ids beyond its weight have no bias.
+    """
 
     def add_rows(self, ids: Tensor, pieces: list[list[int]], rows: nn.Parameter) -> None:
         """Register `rows` (N, C) for `ids` (N,); pieces: as in `add_tokens`."""
-        self.token_rows, self.pieces = rows, pieces
-        self.register_buffer("token_ids", ids if rows.is_meta else ids.to(rows.device), persistent=False)
+        self.token_rows = rows
+        self.pieces = pieces
+        self.register_buffer(
+            "token_ids", ids if rows.is_meta else ids.to(rows.device), persistent=False
+        )
         self.num_beyond = max(0, int(ids.max()) + 1 - self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,8 +77,12 @@ class TokenHead(TokenRows):
             return logits
         new_logits = F.linear(x, self.token_rows.to(x.dtype))  # (..., N)
         if self.bias is not None:
-            new_logits = new_logits + F.pad(self.bias, (0, self.num_beyond))[self.token_ids].to(x.dtype)
-        return F.pad(logits, (0, self.num_beyond)).index_copy(-1, self.token_ids, new_logits.to(logits.dtype))
+            new_logits = new_logits + F.pad(self.bias, (0, self.num_beyond))[self.token_ids].to(
+                x.dtype
+            )
+        return F.pad(logits, (0, self.num_beyond)).index_copy(
+            -1, self.token_ids, new_logits.to(logits.dtype)
+        )
 
     def remove(self) -> None:
         """Undo `add_rows`."""
@@ -75,17 +90,21 @@ class TokenHead(TokenRows):
 
 
 def initial_rows(table: Tensor, pieces: list[list[int]]) -> Tensor:
-    """Return initial rows (N, C) in fp32: the mean of the rows of `table` (V, C) that `pieces` lists for each token.
+    """Return initial rows (N, C) in fp32: the mean of the rows of `table` (V, C) that `pieces`
+    lists for each token.
 
-    A token without pieces gets the mean of all rows (Hewitt 2021, "Initializing New Word Embeddings").
+    A token without pieces gets the mean of all rows (Hewitt 2021, "Initializing New Word
+    Embeddings").
     """
     mean_row = table.float().mean(0)
     return torch.stack([table[ids].float().mean(0) if ids else mean_row for ids in pieces])
 
 
 def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
-    """Return those of `ids` whose rows of `table` (V, C) look untrained: almost zero, or equal to another token's row."""
-    row_norms = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)  # (V,), without a copy of the table
+    """Return those of `ids` whose rows of `table` (V, C) look untrained: almost zero, or equal to
+    another token's row."""
+    # (V,), without a copy of the table
+    row_norms = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)
     min_norm = 0.01 * row_norms.median()
 
     def has_duplicate(token: int) -> bool:
@@ -95,7 +114,8 @@ def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
 
 
 def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]], untied: bool = False) -> None:
-    """Add trained rows for the tokens `ids`. pieces: the ids that each token's text was encoded as before.
+    """Add trained rows for the tokens `ids`. pieces: the ids that each token's text was encoded as
+    before.
 
     untied: give a head that is tied to the embedding rows of its own.
     """
@@ -111,12 +131,15 @@ def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]], untied: bool
 
 
 def extend_table(table: Tensor, ids: list[int], rows: Tensor | None) -> Tensor:
-    """Return `table` (V, ...) in fp32, extended with zero rows to contain all `ids`, and with `rows` (N, ...) written there.
+    """Return `table` (V, ...) in fp32, extended with zero rows to contain all `ids`, and with
+    `rows` (N, ...) written there.
 
     rows: None leaves the values unchanged.
     """
     num_new = max(0, max(ids) + 1 - table.size(0))
-    out = torch.cat((table.float(), table.new_zeros((num_new, *table.shape[1:]), dtype=torch.float32)))
+    out = torch.cat(
+        (table.float(), table.new_zeros((num_new, *table.shape[1:]), dtype=torch.float32))
+    )
     if rows is not None:
         out[torch.tensor(ids)] = rows.float()
     return out

@@ -1,1 +1,2 @@
-"""The network: architecture, layers, loss, quantized Linears, and the placement of weights on processes."""
+"""The network: architecture, layers, loss, quantized Linears, and the placement of weights on
+processes."""

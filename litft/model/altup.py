@@ -1,4 +1,5 @@
-"""Gemma 3n's several residual streams, by Alternating Updates (AltUp), and its learned residual layer (LAuReL)."""
+"""Gemma 3n's several residual streams, by Alternating Updates (AltUp), and its learned residual
+layer (LAuReL)."""
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +13,31 @@ from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra
 from litft.model.rope import CosSin
 
-# B batch, T tokens, S streams, C channels; between blocks, the streams of a token are one vector of S C entries
+# B batch, T tokens, S streams, C channels; between blocks, the streams of a token are one vector of
+# S C entries
 
 
 class AltUp(nn.Module):
-    """Predicts all streams before a block, and corrects them by what the block has computed (arXiv 2301.13310).
+    """Predicts all streams before a block, and corrects them by what the block has computed (arXiv
+    2301.13310).
 
-    The clamping of coefficients to 120 that transformers does in training is left out: no published weight is near it.
+    The clamping of coefficients to 120 that transformers does in training is left out: no published
+    weight is near it.
     """
 
     def __init__(self, config: Config, altup: AltUpConfig) -> None:
         super().__init__()
-        self.active, self.streams = altup.active, altup.streams
-        self.norm, self.modality = Norm(config.norm, config.dim), Linear(config.dim, altup.streams, bias=False)
+        self.active = altup.active
+        self.streams = altup.streams
+        self.norm = Norm(config.norm, config.dim)
+        self.modality = Linear(config.dim, altup.streams, bias=False)
         self.prediction = Linear(altup.streams, altup.streams**2, bias=False)
         self.correction = Linear(altup.streams, altup.streams, bias=False)
         self.output_scale = nn.Parameter(torch.ones(config.dim))
 
     def modalities(self, x: Tensor) -> Tensor:
-        """Return one value in (-1, 1) for each stream, (B, T, S); Linears compute the coefficients from them."""
+        """Return one value in (-1, 1) for each stream, (B, T, S); Linears compute the coefficients
+        from them."""
         return torch.tanh(self.modality(self.norm(x) / x.size(-1)).float()).to(x.dtype)
 
     def predict(self, streams: Tensor) -> Tensor:
@@ -39,7 +46,8 @@ class AltUp(nn.Module):
         return coefficients.unflatten(-1, (self.streams, self.streams)) @ streams + streams
 
     def correct(self, predictions: Tensor, activated: Tensor) -> Tensor:
-        """Add to each prediction (B, T, S, C) its share of the error of the active one, which is `activated` (B, T, C)."""
+        """Add to each prediction (B, T, S, C) its share of the error of the active one, which is
+        `activated` (B, T, C)."""
         coefficients = self.correction(self.modalities(activated)) + 1  # (B, T, S)
         innovation = activated - predictions[:, :, self.active]
         return predictions + coefficients[..., None] * innovation[:, :, None]
@@ -50,7 +58,8 @@ class Laurel(nn.Module):
 
     def __init__(self, config: Config, rank: int) -> None:
         super().__init__()
-        self.left, self.right = Linear(config.dim, rank, bias=False), Linear(rank, config.dim, bias=False)
+        self.left = Linear(config.dim, rank, bias=False)
+        self.right = Linear(rank, config.dim, bias=False)
         self.norm = Norm(config.norm, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,11 +85,14 @@ class AltUpBlock(Block):
         predictions = self.altup.predict(x.unflatten(-1, (self.altup.streams, -1)))  # (B, T, S, C)
         active = predictions[:, :, self.altup.active]
         normed = self.attention_norm(active)
-        attended = active + self.attention_post_norm(self.mix(normed, cos_sin, documents, cache, extra))
+        attended = active + self.attention_post_norm(
+            self.mix(normed, cos_sin, documents, cache, extra)
+        )
         y = (attended + self.laurel(normed)) * 2**-0.5
         y = y + self.mlp_post_norm(self.mlp(self.mlp_norm(y)))
         corrected = self.altup.correct(predictions, y)
-        first, others = corrected[:, :, :1], corrected[:, :, 1:]
+        first = corrected[:, :, :1]
+        others = corrected[:, :, 1:]
         gate = corrected[:, :, self.altup.active] * self.altup.output_scale
         others = others + self.token_input.contribution(gate, extra.token_input)[:, :, None]
         return torch.cat((first, others), dim=2).flatten(2)
@@ -98,12 +110,17 @@ class Streams(nn.Module):
 
     def expand(self, x: Tensor) -> Tensor:
         """Return the streams (B, T, S C) of an embedding x (B, T, C), all of the same magnitude."""
-        return torch.cat([x, *(_with_magnitude(linear(x), x) for linear in self.expansions)], dim=-1)
+        return torch.cat(
+            [x, *(_with_magnitude(linear(x), x) for linear in self.expansions)], dim=-1
+        )
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the mean (B, T, C) of the projected streams x (B, T, S C)."""
         first, *others = x.unflatten(-1, (self.streams, -1)).unbind(2)
-        projected = [_with_magnitude(linear(y), first) for linear, y in zip(self.reductions, others, strict=True)]
+        projected = [
+            _with_magnitude(linear(y), first)
+            for linear, y in zip(self.reductions, others, strict=True)
+        ]
         return torch.stack([first, *projected]).mean(0)
 
 

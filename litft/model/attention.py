@@ -18,7 +18,10 @@ from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, N documents
 
 # torch 2.11 groups heads without being asked, and its varlen_attn has no such argument
-GQA_ARGUMENTS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    GQA_ARGUMENTS = {"enable_gqa": True}
+else:
+    GQA_ARGUMENTS = {}
 MAX_VARLEN_HEAD_DIM = 256  # of FlashAttention
 
 
@@ -34,14 +37,17 @@ def attend(
     scale: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of q (B, H, T, D) over k (B, K, S, D) and v (B, K, S, V); return (B, H, T, V).
+    """Compute causal attention of q (B, H, T, D) over k (B, K, S, D) and v (B, K, S, V); return (B,
+    H, T, V).
 
-    documents: a query sees only keys of its own document. window: a query sees at most this many keys, including its own;
-    chunks are documents, as from `PackedSequences.chunked`, except in the cache.
-    softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). sinks: (H,) logits that are included
-    in each softmax and have no value vector (gpt-oss). cache: k and v are first added to it, and the queries are the tokens
-    of this call. scale: multiplies the scores; None means 1 / sqrt(D). mask: of a cache that the caller has updated.
-    Query head h uses key/value head h // (H / K).
+    documents: a query sees only keys of its own document. window: a query sees at most this many
+    keys, including its own; chunks are documents, as from `PackedSequences.chunked`, except in the
+    cache.
+    softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). sinks: (H,)
+    logits that are included in each softmax and have no value vector (gpt-oss). cache: k and v are
+    first added to it, and the queries are the tokens of this call. scale: multiplies the scores;
+    None means 1 / sqrt(D). mask: of a cache that the caller has updated. Query head h uses
+    key/value head h // (H / K).
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
     if cache is not None:
@@ -49,19 +55,31 @@ def attend(
     if mask is not None:
         return _masked_attention(q, k, v, mask, softcap, sinks, scale)
     if isinstance(window, Chunk):
-        start = (k.size(2) - 1) // window.size * window.size if q.size(2) == 1 else 0
-        k, v, window = k[:, :, start:], v[:, :, start:], None
-    if q.size(2) == 1 and window is not None:  # decode step: the newest token sees the last keys, so no mask is needed
-        k, v, window = k[:, :, -window:], v[:, :, -window:], None
-    square, on_cpu = q.size(2) == k.size(2), device_type(q) == "cpu"
+        if q.size(2) == 1:
+            start = (k.size(2) - 1) // window.size * window.size
+        else:
+            start = 0
+        k = k[:, :, start:]
+        v = v[:, :, start:]
+        window = None
+    # decode step: the newest token sees the last keys, so no mask is needed
+    if q.size(2) == 1 and window is not None:
+        k = k[:, :, -window:]
+        v = v[:, :, -window:]
+        window = None
+    square = q.size(2) == k.size(2)
+    on_cpu = device_type(q) == "cpu"
     if softcap is not None or sinks is not None:
         if documents is not None and documents.masks and square:
             return _attend_flex(q, k, v, documents.masks[window], softcap, sinks, scale)
         if documents is not None and square and on_cpu:
             return eager_attend_documents(q, k, v, documents, window, softcap, sinks, scale)
-        return _masked_attention(q, k, v, attention_mask(q, k, documents, window), softcap, sinks, scale)
+        return _masked_attention(
+            q, k, v, attention_mask(q, k, documents, window), softcap, sinks, scale
+        )
     if square and q.size(2) > 1:
-        if v.size(3) != q.size(3):  # the kernels for whole sequences take one size; zeros add nothing
+        # the kernels for whole sequences take one size; zeros add nothing
+        if v.size(3) != q.size(3):
             width = max(q.size(3), v.size(3))
             padded = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
             return attend(*padded, documents, window, scale=scale)[..., : v.size(3)]
@@ -75,7 +93,13 @@ def attend(
 
 
 def _masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Attend to the keys where `mask`, (B, 1, T, S) or (T, S), is True."""
     if softcap is not None or sinks is not None:
@@ -83,61 +107,102 @@ def _masked_attention(
     return _scaled_dot_product(q, k, v, mask, scale)
 
 
-def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
-    """Call torch's kernel. With one query, the heads sharing a key head become queries of one head, so k is not copied."""
+def _scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False
+) -> Tensor:
+    """Call torch's kernel.
+
+    With one query, the heads sharing a key head become queries of one head, so k is not copied.
+    """
     if q.size(2) == 1 and q.size(1) != k.size(1):
         grouped = q.view(q.size(0), k.size(1), -1, q.size(3))  # (B, K, H / K, D)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(*q.shape[:3], -1)
-    # with dynamic shapes a comparison of sizes is symbolic: sdpa raises a TypeError for it, and Dynamo then runs the whole
-    # function uncompiled without a warning; `bool()` leaves it symbolic, a branch does not
-    is_causal, enable_gqa = True if causal else False, True if q.size(1) != k.size(1) else False  # noqa: SIM210
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(
+            *q.shape[:3], -1
+        )
+    # with dynamic shapes a comparison of sizes is symbolic: sdpa raises a TypeError for it, and
+    # Dynamo then runs the whole function uncompiled without a warning; `bool()` leaves it symbolic,
+    # a branch does not
+    is_causal = True if causal else False  # noqa: SIM210
+    enable_gqa = True if q.size(1) != k.size(1) else False  # noqa: SIM210
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _cu_seqlens(q: Tensor, documents: PackedSequences | None) -> Tensor:
     """Return the cu_seqlens of the documents; by default each row is one document."""
-    return documents.cu_seqlens if documents is not None else row_cu_seqlens(q.size(0), q.size(2), q.device)
+    if documents is not None:
+        return documents.cu_seqlens
+    return row_cu_seqlens(q.size(0), q.size(2), q.device)
 
 
 def supports_varlen(q: Tensor) -> bool:
-    """Return whether the GPU kernel for packed sequences computes with queries of this device, dtype and head size."""
+    """Return whether the GPU kernel for packed sequences computes with queries of this device,
+    dtype and head size."""
     in_half = q.dtype in (torch.bfloat16, torch.float16)
     if not in_half or q.size(3) > MAX_VARLEN_HEAD_DIM:
         return False
     return not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, scale: float) -> Tensor:
+def _attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, scale: float
+) -> Tensor:
     """Run the GPU kernel for packed sequences, which computes no scores between documents."""
-    # the length of a row is an upper bound: the exact maximum needs a device sync and changes no result
-    batch, max_seqlen, head_dim = q.size(0), q.size(2), q.size(3)
-    padding = -head_dim % 8  # the kernel takes head sizes that are multiples of 8; zeros change no score
+    # the length of a row is an upper bound: the exact maximum needs a device sync and changes no
+    # result
+    batch = q.size(0)
+    max_seqlen = q.size(2)
+    head_dim = q.size(3)
+    # the kernel takes head sizes that are multiples of 8; zeros change no score
+    padding = -head_dim % 8
     if padding:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, D)
     window_size = (-1 if window is None else window - 1, 0)
     y = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size, **GQA_ARGUMENTS
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=scale,
+        window_size=window_size,
+        **GQA_ARGUMENTS,
     )
     y = y[..., :head_dim] if padding else y
     return y.unflatten(0, (batch, max_seqlen)).transpose(1, 2)
 
 
 def _attend_flex(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, softcap: float | None, sinks: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float,
 ) -> Tensor:
-    """Run FlexAttention (arXiv 2412.05496) with softcapped scores; the log-sum-exp then adds the sinks to each softmax."""
-    if is_planned():  # only compiled code has the kernel, which keeps what the kernel for packed sequences keeps
+    """Run FlexAttention (arXiv 2412.05496) with softcapped scores; the log-sum-exp then adds the
+    sinks to each softmax."""
+    # only compiled code has the kernel, which keeps what the kernel for packed sequences keeps
+    if is_planned():
         return _attend_varlen(q, k, v, row_cu_seqlens(q.size(0), q.size(2), q.device), None, scale)
-    cap = (
-        None if softcap is None else q.new_full((), softcap, dtype=torch.float32)
-    )  # the compiler accepts no Python number here
+    if softcap is None:
+        cap = None
+    else:
+        cap = q.new_full((), softcap, dtype=torch.float32)
 
     def apply_softcap(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    score_mod, grouped = None if softcap is None else apply_softcap, q.size(1) != k.size(1)
+    score_mod = None if softcap is None else apply_softcap
+    grouped = q.size(1) != k.size(1)
     if sinks is None:
         return flex_attention(q, k, v, score_mod, mask, scale, grouped)
-    y, aux = flex_attention(q, k, v, score_mod, mask, scale, grouped, return_aux=AuxRequest(lse=True))
+    y, aux = flex_attention(
+        q, k, v, score_mod, mask, scale, grouped, return_aux=AuxRequest(lse=True)
+    )
     return y * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(y.dtype)

@@ -7,8 +7,11 @@ from litft.model.kv_cache import causal_mask
 from litft.model.packed_sequences import PackedSequences
 
 
-def attention_mask(q: Tensor, k: Tensor, documents: PackedSequences | None, window: int | None) -> Tensor:
-    """Return which keys each query sees: booleans (T, S), or (B, 1, T, S) with documents, which differ by row."""
+def attention_mask(
+    q: Tensor, k: Tensor, documents: PackedSequences | None, window: int | None
+) -> Tensor:
+    """Return which keys each query sees: booleans (T, S), or (B, 1, T, S) with documents, which
+    differ by row."""
     key_positions = torch.arange(k.size(2), device=q.device)
     mask = causal_mask(key_positions[None, k.size(2) - q.size(2) :], key_positions, window)[0, 0]
     if documents is not None:
@@ -25,9 +28,11 @@ def eager_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention without a fused kernel, softmax in fp32: for softcaps and sinks, and as the reference in tests."""
+    """Compute attention without a fused kernel, softmax in fp32: for softcaps and sinks, and as the
+    reference in tests."""
     groups = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    k = k.repeat_interleave(groups, dim=1)
+    v = v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(-2, -1)).float() * (scale or q.size(-1) ** -0.5)  # (B, H, T, S)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

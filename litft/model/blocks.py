@@ -1,4 +1,7 @@
-"""Softmax attention as a layer, and the blocks of the network. Differences are values of `Config`, applied when built."""
+"""Softmax attention as a layer, and the blocks of the network.
+
+Differences are values of `Config`, applied when built.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +27,62 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
-        self.head_dim, self.window, self.scale = layer.head_dim or config.head_dim, layer.window, layer.attention_scale
-        self.kv_sharing, kv_heads = layer.kv_sharing, layer.n_kv_heads or config.n_kv_heads
-        self.softcap, self.clip = config.attention_softcap, config.qkv_clip
+        self.head_dim = layer.head_dim or config.head_dim
+        self.window = layer.window
+        self.scale = layer.attention_scale
+        self.kv_sharing = layer.kv_sharing
+        kv_heads = layer.n_kv_heads or config.n_kv_heads
+        self.softcap = config.attention_softcap
+        self.clip = config.qkv_clip
         self.rotate = rotate_interleaved if config.rope_interleaved else rotate
-        width, kv_width, has_kv = config.n_heads * self.head_dim, kv_heads * self.head_dim, layer.kv_sharing != "reuse"
+        width = config.n_heads * self.head_dim
+        kv_width = kv_heads * self.head_dim
+        has_kv = layer.kv_sharing != "reuse"
         self.q_proj = Linear(config.dim, width, bias=config.qkv_bias)
-        self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias) if has_kv else None
+        if has_kv:
+            self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
+        else:
+            self.k_proj = None
         has_values = has_kv and not layer.key_is_value
-        self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias) if has_values else None
+        if has_values:
+            self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
+        else:
+            self.v_proj = None
         self.o_proj = Linear(width, config.dim, bias=config.o_bias)
-        gate_width = config.n_heads if config.attention_gate == "head" else width
-        self.gate_proj = Linear(config.dim, gate_width, bias=False) if config.attention_gate else None
-        self.q_norm = make_qk_norm(config, config.n_heads, self.head_dim) if layer.qk_norm else None
-        self.k_norm = make_qk_norm(config, kv_heads, self.head_dim) if layer.qk_norm and has_kv else None
-        self.v_norm = Norm(config.value_norm, self.head_dim) if config.value_norm and has_kv else None
-        self.norm_after_rope, self.out_scale = config.qk_norm_after_rope, config.attention_out_scale
+        if config.attention_gate == "head":
+            gate_width = config.n_heads
+        else:
+            gate_width = width
+        if config.attention_gate:
+            self.gate_proj = Linear(config.dim, gate_width, bias=False)
+        else:
+            self.gate_proj = None
+        if layer.qk_norm:
+            self.q_norm = make_qk_norm(config, config.n_heads, self.head_dim)
+        else:
+            self.q_norm = None
+        if layer.qk_norm and has_kv:
+            self.k_norm = make_qk_norm(config, kv_heads, self.head_dim)
+        else:
+            self.k_norm = None
+        if config.value_norm and has_kv:
+            self.v_norm = Norm(config.value_norm, self.head_dim)
+        else:
+            self.v_norm = None
+        self.norm_after_rope = config.qk_norm_after_rope
+        self.out_scale = config.attention_out_scale
         # on the host until the weights are allocated, since nothing fills it from a file
-        slopes = torch.tensor(config.alibi, dtype=torch.float32, device="cpu") if config.alibi else None
+        if config.alibi:
+            slopes = torch.tensor(config.alibi, dtype=torch.float32, device="cpu")
+        else:
+            slopes = None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         if config.alibi and self.scale is None:
             self.scale = config.head_dim**-0.5  # of the head without ALiBi's entries
-        self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
+        if config.sinks:
+            self.sinks = nn.Parameter(torch.zeros(config.n_heads))
+        else:
+            self.sinks = None
 
     def forward(
         self,
@@ -59,13 +96,17 @@ class Attention(nn.Module):
             return self.reuse(x, cos_sin, documents, cache, extra)
         q, k, v = map(self.split, self.projections(x))
         if not self.norm_after_rope:
-            q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
-        q, k, v = self.heads(q), self.heads(k), self.heads(apply_norm(self.v_norm, v))
+            q = apply_norm(self.q_norm, q)
+            k = apply_norm(self.k_norm, k)
+        q = self.heads(q)
+        k = self.heads(k)
+        v = self.heads(apply_norm(self.v_norm, v))
         if cos_sin is not None:
             q, k = self.apply_rotary(q, k, cos_sin) if cos_sin.cos.size(-1) else (q, k)
             q = q if cos_sin.query_scale is None else q * cos_sin.query_scale
         if self.norm_after_rope:
-            q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+            q = apply_norm(self.q_norm, q)
+            k = apply_norm(self.k_norm, k)
         if self.kv_sharing == "store" and cache is None:
             extra.shared.by_window[self.window] = k, v
         y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2)
@@ -83,36 +124,56 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend to the keys and values of an earlier layer."""
         q = self.heads(apply_norm(self.q_norm, self.split(self.q_proj(x))))
-        q, mask = self.rotate(q, cos_sin.cos, cos_sin.sin), None
+        q = self.rotate(q, cos_sin.cos, cos_sin.sin)
+        mask = None
         if cache is None:
             k, v = extra.shared.by_window[self.window]
         else:
             k, v, mask = cache.read(self.window)
         # the earlier layer may be on another device
-        k, v, mask = k.to(q.device), v.to(q.device), mask if mask is None else mask.to(q.device)
+        k = k.to(q.device)
+        v = v.to(q.device)
+        mask = mask if mask is None else mask.to(q.device)
         y = attend(q, k, v, documents, self.window, self.softcap, scale=self.scale, mask=mask)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def apply_rotary(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, ...]:
-        """Rotate queries and keys; in a decode step both at once, since each operation adds latency."""
+        """Rotate queries and keys; in a decode step both at once, since each operation adds
+        latency."""
         if q.size(2) > 1:
-            return self.rotate(q, cos_sin.cos, cos_sin.sin), self.rotate(k, cos_sin.cos, cos_sin.sin)
+            return self.rotate(q, cos_sin.cos, cos_sin.sin), self.rotate(
+                k, cos_sin.cos, cos_sin.sin
+            )
         heads = (q.size(1), k.size(1))
-        return self.rotate(torch.cat((q, k), 1), cos_sin.cos, cos_sin.sin).split_with_sizes(heads, 1)
+        return self.rotate(torch.cat((q, k), 1), cos_sin.cos, cos_sin.sin).split_with_sizes(
+            heads, 1
+        )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+    ) -> Tensor:
         """Return the attention output (B, H, T, D)."""
         if self.alibi_slopes is not None:
-            positions = torch.arange(q.size(2), device=q.device)[None] if cache is None else cache.positions(q.device)
+            if cache is None:
+                positions = torch.arange(q.size(2), device=q.device)[None]
+            else:
+                positions = cache.positions(q.device)
             q, k = add_alibi(q, k, positions, self.alibi_slopes, self.scale)
         return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
 
     def add_attended(self, q: Tensor, y: Tensor) -> Tensor:
-        """Return the attention output y (B, H, T, D); overridden where queries attend to more, such as a prefix."""
+        """Return the attention output y (B, H, T, D); overridden where queries attend to more, such
+        as a prefix."""
         return y
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of x (B, T, C), (B, T, heads * D); overridden where one matrix computes all."""
+        """Return queries, keys and values of x (B, T, C), (B, T, heads * D); overridden where one
+        matrix computes all."""
         k = self.k_proj(x)
         return self.q_proj(x), k, k if self.v_proj is None else self.v_proj(x)
 
@@ -132,24 +193,43 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP or experts, each added to the residual stream, with norms before, after, or both."""
+    """Attention, then MLP or experts, each added to the residual stream, with norms before, after,
+    or both."""
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
         norm_position = layer.norm_position or config.norm_position
-        before, after = norm_position in ("before", "both"), norm_position != "before"
+        before = norm_position in ("before", "both")
+        after = norm_position != "before"
         self.scale = config.residual_scale
-        mixes, beside_dense = bool(layer.attention or layer.mixer), bool(layer.experts and layer.experts.beside_dense)
-        has_mlp_norm = before and not config.shared_norm and not beside_dense  # which has norms of its own
-        self.attention_norm = Norm(config.norm, config.dim) if before and mixes else None
+        mixes = bool(layer.attention or layer.mixer)
+        beside_dense = bool(layer.experts and layer.experts.beside_dense)
+        # which has norms of its own
+        has_mlp_norm = before and not config.shared_norm and not beside_dense
+        if before and mixes:
+            self.attention_norm = Norm(config.norm, config.dim)
+        else:
+            self.attention_norm = None
         self.attention = make_attention(config, layer)
         self.mixer = make_mixer(config, layer)
-        self.attention_post_norm = Norm(config.norm, config.dim) if after and mixes else None
-        self.mlp_norm = Norm(config.norm, config.dim) if has_mlp_norm and layer.mlp else None
+        if after and mixes:
+            self.attention_post_norm = Norm(config.norm, config.dim)
+        else:
+            self.attention_post_norm = None
+        if has_mlp_norm and layer.mlp:
+            self.mlp_norm = Norm(config.norm, config.dim)
+        else:
+            self.mlp_norm = None
         self.mlp = make_mlp(config, layer) if layer.mlp else None
-        self.mlp_post_norm = Norm(config.norm, config.dim) if after and layer.mlp else None
+        if after and layer.mlp:
+            self.mlp_post_norm = Norm(config.norm, config.dim)
+        else:
+            self.mlp_post_norm = None
         self.token_input = TokenInput(config) if config.per_layer_dim else None
-        self.layer_scale = nn.Parameter(torch.ones(1)) if config.layer_scale else None
+        if config.layer_scale:
+            self.layer_scale = nn.Parameter(torch.ones(1))
+        else:
+            self.layer_scale = None
 
     def forward(
         self,
@@ -167,7 +247,9 @@ class Block(nn.Module):
             x = x + scaled(apply_norm(self.mlp_post_norm, y), self.scale)
         if self.token_input is not None:
             x = self.token_input(x, extra.token_input)
-        return x if self.layer_scale is None else x * self.layer_scale.detach()
+        if self.layer_scale is None:
+            return x
+        return x * self.layer_scale.detach()
 
     def mix(
         self,
@@ -177,12 +259,15 @@ class Block(nn.Module):
         cache: LayerCache | None,
         extra: BlockExtra | None,
     ) -> Tensor:
-        """Return what attention, a recurrent mixer, or the sum of both computes from x (B, T, C)."""
+        """Return what attention, a recurrent mixer, or the sum of both computes from x (B, T,
+        C)."""
         extras = () if extra is None else (extra,)
         if self.mixer is None:
             return self.attention(x, cos_sin, documents, cache, *extras)
         y = self.mixer(x, documents, cache)
-        return y if self.attention is None else y + self.attention(x, cos_sin, documents, cache, *extras)
+        if self.attention is None:
+            return y
+        return y + self.attention(x, cos_sin, documents, cache, *extras)
 
 
 def make_attention(config: Config, layer: LayerConfig) -> nn.Module | None:
@@ -196,21 +281,34 @@ class PostNormBlock(Block):
     """Attention, then MLP, with a norm of each sum, as in the original transformer."""
 
     def forward(
-        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
     ) -> Tensor:
         x = self.attention_post_norm(x + self.attention(x, cos_sin, documents, cache))
         return self.mlp_post_norm(x + self.mlp(x))
 
 
 class ParallelBlock(Block):
-    """Attention and MLP in parallel on the same input, as in GPT-J; with `shared_norm` both use one norm."""
+    """Attention and MLP in parallel on the same input, as in GPT-J; with `shared_norm` both use one
+    norm."""
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__(config, layer)
         self.shared_norm = config.shared_norm
 
     def forward(
-        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
     ) -> Tensor:
         y = self.attention_norm(x)
-        return x + self.attention(y, cos_sin, documents, cache) + self.mlp(y if self.shared_norm else self.mlp_norm(x))
+        return (
+            x
+            + self.attention(y, cos_sin, documents, cache)
+            + self.mlp(y if self.shared_norm else self.mlp_norm(x))
+        )

@@ -1,4 +1,7 @@
-"""Frozen dataclasses that describe an architecture, read from a checkpoint's config.json. Does not import torch."""
+"""Frozen dataclasses that describe an architecture, read from a checkpoint's config.json.
+
+Does not import torch.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -22,10 +25,12 @@ class NormConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of feed-forward experts; each token uses the `top_k` experts with the highest scores.
+    """A mixture of feed-forward experts; each token uses the `top_k` experts with the highest
+    scores.
 
-    scoring: how router logits become scores: softmax over all experts, sigmoid, or SparseMixer (arXiv 2310.00811) for two
-    experts, where logits that are lower than the highest by more than 2 `jitter` of it take no part in the softmax.
+    scoring: how router logits become scores: softmax over all experts, sigmoid, or SparseMixer
+    (arXiv 2310.00811) for two experts, where logits that are lower than the highest by more than 2
+    `jitter` of it take no part in the softmax.
     """
 
     count: int
@@ -34,42 +39,59 @@ class ExpertsConfig:
     renormalize: bool  # scale the selected experts' probabilities to sum to 1
     router_bias: bool = False
     bias: bool = False  # of the experts' Linears
-    shared_dim: int = 0  # hidden dim of the shared expert, which every token uses; 0: no shared expert
+    # hidden dim of the shared expert, which every token uses; 0: no shared expert
+    shared_dim: int = 0
     shared_gate: bool = False  # multiply the shared expert's output by a sigmoid gate
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     jitter: float = 0.01  # sparsemixer
     correction_bias: bool = False  # added to the scores for the selection only (arXiv 2408.15664)
-    groups: int = 1  # experts are only selected from the `top_groups` groups with the highest scores (arXiv 2412.19437)
+    # experts are only selected from the `top_groups` groups with the highest scores (arXiv
+    # 2412.19437)
+    groups: int = 1
     top_groups: int = 1
-    group_score: Literal["top2", "max"] = "top2"  # of a group: the sum of its two highest scores, or the highest
+    # of a group: the sum of its two highest scores, or the highest
+    group_score: Literal["top2", "max"] = "top2"
     weight_scale: float = 1.0  # multiplies the selected experts' weights
     output_scale: float = 1.0  # multiplies the sum of routed and shared experts
-    weighted_input: bool = False  # the weights multiply the experts' inputs rather than their outputs (Llama 4)
-    beside_dense: bool = False  # experts and the dense MLP side by side, with norms of their own (Gemma 4)
+    # the weights multiply the experts' inputs rather than their outputs (Llama 4)
+    weighted_input: bool = False
+    # experts and the dense MLP side by side, with norms of their own (Gemma 4)
+    beside_dense: bool = False
 
     def __post_init__(self) -> None:
         for number in (self.count, self.top_k, self.hidden_dim):
             if not isinstance(number, int):
                 raise ValueError(
-                    "config.json: the numbers and sizes of experts must be one whole number for all layers of this "
-                    f"model_type, found {number!r:.200}"
+                    "config.json: the numbers and sizes of experts must be one whole number for "
+                    f"all layers of this model_type, found {number!r:.200}"
                 )
         if not 1 <= self.top_k <= self.count:
-            problem = f"is more than the {self.count} experts" if self.top_k > self.count else "selects no expert"
-            raise ValueError(f"config.json: num_experts_per_tok {self.top_k} {problem}; download the file again")
-        if self.count % self.groups or self.top_groups > self.groups or (self.groups > 1 and self.count < 2 * self.groups):
+            if self.top_k > self.count:
+                problem = f"is more than the {self.count} experts"
+            else:
+                problem = "selects no expert"
             raise ValueError(
-                f"config.json: n_group {self.groups} and topk_group {self.top_groups} do not divide {self.count} experts; "
-                "download the file again"
+                f"config.json: num_experts_per_tok {self.top_k} {problem}; download the file again"
+            )
+        if (
+            self.count % self.groups
+            or self.top_groups > self.groups
+            or (self.groups > 1 and self.count < 2 * self.groups)
+        ):
+            raise ValueError(
+                f"config.json: n_group {self.groups} and topk_group {self.top_groups} do not "
+                f"divide {self.count} experts; download the file again"
             )
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention (arXiv 2405.04434): sizes of the latent vectors and of a head's parts."""
+    """Multi-head latent attention (arXiv 2405.04434): sizes of the latent vectors and of a head's
+    parts."""
 
     dim: int  # of the vector from which keys and values are expanded
-    query_dim: int | None  # of the vector from which queries are expanded; None: they are projected directly
+    # of the vector from which queries are expanded; None: they are projected directly
+    query_dim: int | None
     nope_dim: int  # entries of a head that are not rotated
     rope_dim: int  # entries of a head that are rotated; the rotated key is shared by all heads
     value_dim: int
@@ -83,7 +105,8 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """Gated DeltaNet (arXiv 2412.06464); with `row_decay`, Kimi Delta Attention (arXiv 2510.26692)."""
+    """Gated DeltaNet (arXiv 2412.06464); with `row_decay`, Kimi Delta Attention (arXiv
+    2510.26692)."""
 
     n_heads: int  # of values; each has a state of key_dim x value_dim
     n_key_heads: int
@@ -96,15 +119,21 @@ class DeltaNetConfig:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of a text's state: inputs of the convolutions of queries, keys and values, and the matrices."""
+        """The shapes of a text's state: inputs of the convolutions of queries, keys and values, and
+        the matrices."""
         widths = [self.n_key_heads * self.key_dim] * 2 + [self.n_heads * self.value_dim]
-        return *((self.conv_width - 1, width) for width in widths), (self.n_heads, self.key_dim, self.value_dim)
+        return *((self.conv_width - 1, width) for width in widths), (
+            self.n_heads,
+            self.key_dim,
+            self.value_dim,
+        )
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_key_heads:
             raise ValueError(
-                f"config.json: {self.n_heads} linear value heads cannot share {self.n_key_heads} key heads evenly; "
-                "linear_num_value_heads must be a multiple of linear_num_key_heads"
+                f"config.json: {self.n_heads} linear value heads cannot share {self.n_key_heads} "
+                "key heads evenly; linear_num_value_heads must be a multiple of "
+                "linear_num_key_heads"
             )
 
 
@@ -124,7 +153,8 @@ class Mamba2Config:
     gate_first: bool = True  # the gate multiplies the output before the norm
     step_limits: tuple[float, float] = (0.0, math.inf)
     out_bias: bool = False
-    input_scale: float = 1.0  # Falcon-H1's muP scales: of the input, the output, and gate, values, keys, queries and steps
+    # Falcon-H1's muP scales: of the input, the output, and gate, values, keys, queries and steps
+    input_scale: float = 1.0
     output_scale: float = 1.0
     scales: tuple[float, ...] = ()
 
@@ -137,8 +167,8 @@ class Mamba2Config:
     def __post_init__(self) -> None:
         if self.n_heads % self.n_groups:
             raise ValueError(
-                f"config.json: {self.n_heads} Mamba heads do not divide into {self.n_groups} groups; "
-                "the number of heads must be a multiple of the number of groups"
+                f"config.json: {self.n_heads} Mamba heads do not divide into {self.n_groups} "
+                "groups; the number of heads must be a multiple of the number of groups"
             )
 
 
@@ -158,7 +188,8 @@ class ShortConvConfig:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Chunked attention (Llama 4): a document is divided into chunks, and a query sees only keys of its own chunk."""
+    """Chunked attention (Llama 4): a document is divided into chunks, and a query sees only keys of
+    its own chunk."""
 
     size: int  # in tokens
 
@@ -179,14 +210,17 @@ MixerConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
 class LayerConfig:
     """The values that may differ between layers."""
 
-    rope: RopeConfig | None = None  # None: no rotation in this layer (NoPE, arXiv 2305.19466, or learned positions)
-    # sliding window: a query sees at most this many keys, including its own; or chunks; None: all keys before it
+    # None: no rotation in this layer (NoPE, arXiv 2305.19466, or learned positions)
+    rope: RopeConfig | None = None
+    # sliding window: a query sees at most this many keys, including its own; or chunks; None: all
+    # keys before it
     window: int | Chunk | None = None
     experts: ExpertsConfig | None = None  # None: one dense MLP
     attention_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(head_dim)
     hidden_dim: int | None = None  # of the dense MLP; None: the config's
     latent: LatentConfig | None = None  # None: keys and values are projected directly
-    sparsity: float = 0.0  # of the MLP: the share of gate values that are set to zero, if they are distributed normally
+    # of the MLP: the share of gate values that are set to zero, if they are distributed normally
+    sparsity: float = 0.0
     mixer: MixerConfig | None = None  # a recurrent mixer
     attention: bool = True  # False: the layer has only the mixer, or only the MLP
     mlp: bool = True
@@ -230,15 +264,19 @@ class Config:
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
     shared_norm: bool = False  # with parallel: attention and MLP share one norm
     qk_norm: NormConfig | None = None
-    qk_norm_over: Literal["head", "heads", "all"] = "head"  # one weight for all heads, one per head, one norm over all
+    # one weight for all heads, one per head, one norm over all
+    qk_norm_over: Literal["head", "heads", "all"] = "head"
     qk_norm_after_rope: bool = False  # rather than before it
     qkv_clip: float | None = None
-    attention_out_scale: float = 1.0  # Falcon-H1's muP scales of the outputs of attention and MLP, and of the MLP's gate
+    # Falcon-H1's muP scales of the outputs of attention and MLP, and of the MLP's gate
+    attention_out_scale: float = 1.0
     mlp_out_scale: float = 1.0
     mlp_gate_scale: float = 1.0
-    # multiply the attention's output by the sigmoid of a projection of its input; "head": one number for each head
+    # multiply the attention's output by the sigmoid of a projection of its input; "head": one
+    # number for each head
     attention_gate: bool | Literal["head"] = False
-    alibi: tuple[float, ...] = ()  # slope of each query head, by which scores fall with the distance (arXiv 2108.12409)
+    # slope of each query head, by which scores fall with the distance (arXiv 2108.12409)
+    alibi: tuple[float, ...] = ()
     rope_interleaved: bool = False  # entry 2 i pairs with 2 i + 1, rather than i with i + dim / 2
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -247,8 +285,10 @@ class Config:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     learned_positions: bool = False  # a table of `max_positions` rows is added to the embedding
-    sinusoidal_positions: bool = False  # sine and cosine of the position are added to the embedding (arXiv 1706.03762)
-    position_offset: int = 0  # added to positions before they are looked up; the table has as many more rows
+    # sine and cosine of the position are added to the embedding (arXiv 1706.03762)
+    sinusoidal_positions: bool = False
+    # added to positions before they are looked up; the table has as many more rows
+    position_offset: int = 0
     value_norm: NormConfig | None = None
     per_layer_dim: int = 0  # of the per-layer embeddings; 0: none
     per_layer_vocab_size: int = 0
@@ -263,13 +303,17 @@ class Config:
         return self.dim * (self.altup.streams if self.altup else 1)
 
     def cache_shape(self, layer: LayerConfig) -> tuple[int, int, int]:
-        """Return what the cache of a layer holds for a token: the number of heads, and the sizes of a key and a value."""
+        """Return what the cache of a layer holds for a token: the number of heads, and the sizes of
+        a key and a value."""
         if not layer.attention:
             return 0, 0, 0
         if layer.latent:  # values are a part of the keys
             return 1, layer.latent.dim + layer.latent.rope_dim, 0
         head_dim = layer.head_dim or self.head_dim
-        heads = 0 if layer.kv_sharing == "reuse" else layer.n_kv_heads or self.n_kv_heads
+        if layer.kv_sharing == "reuse":
+            heads = 0
+        else:
+            heads = layer.n_kv_heads or self.n_kv_heads
         return heads, head_dim + (ALIBI_DIMS if self.alibi else 0), head_dim
 
     def kv_source(self, index: int) -> int:
@@ -277,11 +321,15 @@ class Config:
         layer = self.layers[index]
         if layer.kv_sharing != "reuse":
             return index
-        stores = [n for n in range(index) if self.layers[n].kv_sharing == "store" and self.layers[n].window == layer.window]
+        stores = []
+        for n in range(index):
+            if self.layers[n].kv_sharing == "store" and self.layers[n].window == layer.window:
+                stores.append(n)
         return stores[-1]
 
     def pair_dims(self, layer: LayerConfig) -> int:
-        """Return the multiplications for each pair of a query and a key: of the score, and of the weighted value."""
+        """Return the multiplications for each pair of a query and a key: of the score, and of the
+        weighted value."""
         if not layer.attention:
             return 0
         if layer.latent:
@@ -291,6 +339,6 @@ class Config:
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"config.json: {self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly; "
-                "num_attention_heads must be a multiple of num_key_value_heads"
+                f"config.json: {self.n_heads} query heads cannot share {self.n_kv_heads} key/value "
+                "heads evenly; num_attention_heads must be a multiple of num_key_value_heads"
             )

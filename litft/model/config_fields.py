@@ -1,7 +1,8 @@
 """The fields of config.json: their types and ranges, each declared once, for all families.
 
-A family sees only what is declared here, after it was checked: a field without a declaration has no effect, so a new one
-cannot be read without a check. Defaults differ between families and are where a family reads the field.
+A family sees only what is declared here, after it was checked: a field without a declaration has no
+effect, so a new one cannot be read without a check. Defaults differ between families and are where
+a family reads the field.
 """
 
 import math
@@ -44,7 +45,9 @@ def _whole(lowest: int, highest: int) -> FieldType:
 
 def _number(description: str, is_in_range: Callable[[float], bool]) -> FieldType:
     """Return the type of finite numbers in a range."""
-    return FieldType(description, lambda value: (value == 0 or is_positive(value)) and is_in_range(value))
+    return FieldType(
+        description, lambda value: (value == 0 or is_positive(value)) and is_in_range(value)
+    )
 
 
 def _instance(description: str, *types: type) -> FieldType:
@@ -71,8 +74,11 @@ def _either(*types: FieldType) -> FieldType:
     return FieldType(description, lambda value: any(option.is_valid(value) for option in types))
 
 
-def _object(fields: dict[str, FieldType] | None = None, entries: FieldType | None = None) -> FieldType:
-    """Return the type of objects. fields: by name; entries: the type of all values, whatever their names."""
+def _object(
+    fields: dict[str, FieldType] | None = None, entries: FieldType | None = None
+) -> FieldType:
+    """Return the type of objects. fields: by name; entries: the type of all values, whatever their
+    names."""
     return FieldType("an object", lambda value: isinstance(value, dict), fields or {}, entries)
 
 
@@ -104,18 +110,22 @@ COUNTS = _either(COUNT_OR_0, _list_of(COUNT, "a list of such numbers"))
 
 
 def _is_step_limit(value: Any) -> bool:
-    """Return whether a value is a limit of Mamba's step size; JSON has no infinity: transformers writes an object for it."""
+    """Return whether a value is a limit of Mamba's step size; JSON has no infinity: transformers
+    writes an object for it."""
     if isinstance(value, dict):
         return list(value.items()) == [("__float__", "Infinity")]
     return NOT_NEGATIVE.is_valid(value) or value == math.inf
 
 
 def _is_attention_type(value: Any) -> bool:
-    """Return whether a value is an entry of GPT-Neo's `attention_types`: the kinds of layers, and how often they repeat."""
+    """Return whether a value is an entry of GPT-Neo's `attention_types`: the kinds of layers, and
+    how often they repeat."""
     if not isinstance(value, list) or len(value) != 2:
         return False
     kinds, repeats = value
-    return TEXTS.is_valid(kinds) and COUNT.is_valid(repeats) and len(kinds) * repeats <= LONGEST_LIST
+    return (
+        TEXTS.is_valid(kinds) and COUNT.is_valid(repeats) and len(kinds) * repeats <= LONGEST_LIST
+    )
 
 
 STEP_LIMIT = FieldType("a number of at least 0", _is_step_limit)
@@ -126,8 +136,8 @@ ROPE_FIELDS = {
     **_all(TEXT.or_null(), "rope_type type"),
     **_all(
         POSITIVE.or_null(),
-        "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim "
-        "llama_4_scaling_beta alpha short_mscale long_mscale",
+        "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
+        "mscale mscale_all_dim llama_4_scaling_beta alpha short_mscale long_mscale",
     ),
     "original_max_position_embeddings": ORIGINAL_LENGTH,
     "partial_rotary_factor": SHARE.or_null(),
@@ -135,7 +145,9 @@ ROPE_FIELDS = {
     **_all(_list_of(POSITIVE, "a list of numbers above 0").or_null(), "short_factor long_factor"),
 }
 # transformers 5 writes the parameters of each kind of layer
-ROPE = _object({**ROPE_FIELDS, **_all(_object(ROPE_FIELDS).or_null(), "full_attention sliding_attention")})
+ROPE = _object(
+    {**ROPE_FIELDS, **_all(_object(ROPE_FIELDS).or_null(), "full_attention sliding_attention")}
+)
 
 MPT_ATTENTION = _object(
     {
@@ -145,22 +157,29 @@ MPT_ATTENTION = _object(
         **_all(POSITIVE.or_null(), "softmax_scale clip_qkv"),
     }
 )
-KIMI_ATTENTION = _object({**_all(COUNT, "num_heads head_dim"), "short_conv_kernel_size": WIDTH, "full_attn_layers": LAYERS})
+KIMI_ATTENTION = _object(
+    {
+        **_all(COUNT, "num_heads head_dim"),
+        "short_conv_kernel_size": WIDTH,
+        "full_attn_layers": LAYERS,
+    }
+)
 LAYER = _object({"head_dim": DIMENSION, "num_key_value_heads": COUNT})
 
 FIELDS: dict[str, FieldType] = {
     **_all(
         DIMENSION,
-        "hidden_size n_embd d_model ffn_dim shared_expert_intermediate_size query_pre_attn_scalar kv_lora_rank "
-        "qk_nope_head_dim qk_rope_head_dim intermediate_size_mlp laurel_rank global_head_dim linear_key_head_dim "
-        "linear_value_head_dim linear_head_dim mamba_d_state mamba_head_dim "
-        "mamba_expand ssm_state_size state_size block_multiple_of "
+        "hidden_size n_embd d_model ffn_dim shared_expert_intermediate_size query_pre_attn_scalar "
+        "kv_lora_rank qk_nope_head_dim qk_rope_head_dim intermediate_size_mlp laurel_rank "
+        "global_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state "
+        "mamba_head_dim mamba_expand ssm_state_size state_size block_multiple_of "
         "moe_shared_expert_intermediate_size",
     ),
     **_all(
         DIMENSION.or_null(),
-        "head_dim n_inner ffn_hidden_size rotary_dim q_lora_rank v_head_dim prefix_dense_intermediate_size block_ff_dim "
-        "mamba_d_ssm dim_model_base word_embed_proj_dim moe_latent_size",
+        "head_dim n_inner ffn_hidden_size rotary_dim q_lora_rank v_head_dim "
+        "prefix_dense_intermediate_size block_ff_dim mamba_d_ssm dim_model_base "
+        "word_embed_proj_dim moe_latent_size",
     ),
     **_all(DIMENSIONS.or_null(), "intermediate_size moe_intermediate_size"),
     **_all(_whole(0, 1_000_000).or_null(), "hidden_size_per_layer_input shared_intermediate_size"),
@@ -170,21 +189,22 @@ FIELDS: dict[str, FieldType] = {
     **_all(DEPTH, "num_hidden_layers n_layer n_layers num_layers"),
     **_all(
         COUNT,
-        "num_attention_heads n_head attention_heads n_heads num_heads "
-        "linear_num_value_heads linear_num_key_heads linear_num_heads mamba_n_heads mamba_num_heads mamba_n_groups "
-        "n_groups n_routed_experts moe_num_experts moe_k altup_num_inputs decoder_sparse_step no_rope_layer_interval "
-        "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step full_attention_interval "
-        "prefix_dense_sliding_window_pattern",
+        "num_attention_heads n_head attention_heads n_heads num_heads linear_num_value_heads "
+        "linear_num_key_heads linear_num_heads mamba_n_heads mamba_num_heads mamba_n_groups "
+        "n_groups n_routed_experts moe_num_experts moe_k altup_num_inputs decoder_sparse_step "
+        "no_rope_layer_interval global_attn_every_n_layers moe_layer_interval "
+        "interleave_moe_layer_step full_attention_interval prefix_dense_sliding_window_pattern",
     ),
     **_all(
         COUNT.or_null(),
-        "num_key_value_heads num_kv_heads num_global_key_value_heads num_ln_in_parallel_attn n_group topk_group "
-        "num_expert_group num_experts_per_token top_k_experts",
+        "num_key_value_heads num_kv_heads num_global_key_value_heads num_ln_in_parallel_attn "
+        "n_group topk_group num_expert_group num_experts_per_token top_k_experts",
     ),
     **_all(
         COUNT_OR_0,
-        "max_window_layers num_kv_shared_layers altup_active_idx num_local_experts num_experts_per_tok "
-        "first_k_dense_replace num_dense_layers moe_layer_start_index moe_num_shared_experts",
+        "max_window_layers num_kv_shared_layers altup_active_idx num_local_experts "
+        "num_experts_per_tok first_k_dense_replace num_dense_layers moe_layer_start_index "
+        "moe_num_shared_experts",
     ),
     **_all(COUNT_OR_0.or_null(), "n_shared_experts num_shared_experts"),
     "num_experts": COUNTS.or_null(),
@@ -201,15 +221,16 @@ FIELDS: dict[str, FieldType] = {
     # numbers
     **_all(
         POSITIVE,
-        "rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps rotary_emb_base rope_local_base_freq "
-        "embedding_multiplier residual_multiplier logits_scaling swiglu_alpha swiglu_limit routed_scaling_factor "
-        "route_scale attn_scale scale_emb lm_head_multiplier key_multiplier attention_in_multiplier "
-        "attention_out_multiplier ssm_in_multiplier ssm_out_multiplier",
+        "rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps rotary_emb_base "
+        "rope_local_base_freq embedding_multiplier residual_multiplier logits_scaling swiglu_alpha "
+        "swiglu_limit routed_scaling_factor route_scale attn_scale scale_emb lm_head_multiplier "
+        "key_multiplier attention_in_multiplier attention_out_multiplier ssm_in_multiplier "
+        "ssm_out_multiplier",
     ),
     **_all(
         POSITIVE.or_null(),
-        "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier logit_scale rms_norm_eps scale_depth "
-        "block_ffn_dim_multiplier",
+        "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier logit_scale "
+        "rms_norm_eps scale_depth block_ffn_dim_multiplier",
     ),
     **_all(NOT_NEGATIVE, "router_jitter_noise time_step_min moe_norm_min"),
     "rotary_pct": SHARE,
@@ -217,27 +238,32 @@ FIELDS: dict[str, FieldType] = {
     # flags
     **_all(
         FLAG,
-        "attention_bias mlp_bias tie_word_embeddings tie_embedding use_bias use_qkv_bias qkv_bias bias use_sliding_window "
-        "qk_layernorm use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx "
-        "attention_out_bias use_post_norm enable_bias do_layer_norm_before layer_norm_elementwise_affine scale_embedding "
-        "mup_enabled lm_head_bias attn_temperature_tuning altup_correct_scale attention_k_eq_v use_double_wide_mlp "
-        "enable_moe_block rope_interleave block_auto_adjust_ff_dim conv_bias use_expert_bias use_conv_bias mamba_conv_bias "
-        "mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias use_attention_gate use_sandwich_norm "
-        "linear_allow_neg_eigval moe_renormalize add_cross_attention apply_residual_connection_post_layernorm "
-        "_remove_final_layer_norm",
+        "attention_bias mlp_bias tie_word_embeddings tie_embedding use_bias use_qkv_bias qkv_bias "
+        "bias use_sliding_window qk_layernorm use_parallel_residual multi_query norm_topk_prob "
+        "scale_attn_weights scale_attn_by_inverse_layer_idx attention_out_bias use_post_norm "
+        "enable_bias do_layer_norm_before layer_norm_elementwise_affine scale_embedding "
+        "mup_enabled lm_head_bias attn_temperature_tuning altup_correct_scale attention_k_eq_v "
+        "use_double_wide_mlp enable_moe_block rope_interleave block_auto_adjust_ff_dim conv_bias "
+        "use_expert_bias use_conv_bias mamba_conv_bias mamba_proj_bias mamba_rms_norm "
+        "mamba_norm_before_gate projectors_bias use_attention_gate use_sandwich_norm "
+        "linear_allow_neg_eigval moe_renormalize add_cross_attention "
+        "apply_residual_connection_post_layernorm _remove_final_layer_norm",
     ),
     **_all(FLAG.or_null(), "use_qk_norm alibi new_decoder_architecture parallel_attn"),
     "use_bidirectional_attention": _instance("true, false, text or null", bool, str, type(None)),
     # texts
     **_all(
         TEXT,
-        "model_type hidden_act activation_function activation afn mlp_hidden_act topk_method expert_selection_fn "
-        "shared_expert_combination_strategy",
+        "model_type hidden_act activation_function activation afn mlp_hidden_act topk_method "
+        "expert_selection_fn shared_expert_combination_strategy",
     ),
     **_all(TEXT.or_null(), "hidden_activation position_embedding_type hybrid_override_pattern"),
     # lists
     **_all(TEXTS.or_null(), "layer_types layers_block_type mlp_layer_types"),
-    **_all(LAYERS.or_null(), "mlp_only_layers no_rope_layers moe_layers attn_layer_indices full_attn_idxs"),
+    **_all(
+        LAYERS.or_null(),
+        "mlp_only_layers no_rope_layers moe_layers attn_layer_indices full_attn_idxs",
+    ),
     "activation_sparsity_pattern": _list_of(SPARSITY, "a list of shares in [0, 1)").or_null(),
     "ssm_multipliers": _list_of(POSITIVE, "a list of 5 numbers above 0", 5).or_null(),
     "mlp_multipliers": _list_of(POSITIVE, "a list of 2 numbers above 0", 2).or_null(),
@@ -252,7 +278,8 @@ FIELDS: dict[str, FieldType] = {
 
 
 def declared_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the declared fields of config.json; raise ValueError listing every one with a wrong type or range."""
+    """Return the declared fields of config.json; raise ValueError listing every one with a wrong
+    type or range."""
     problems: list[str] = []
     declared = _checked(hf, FIELDS, "", problems)
     if problems:
@@ -265,15 +292,20 @@ def undeclared_fields(hf: dict[str, Any]) -> list[str]:
     return sorted(name for name in hf if name not in FIELDS)
 
 
-def _checked(values: dict[str, Any], types: dict[str, FieldType], prefix: str, problems: list[str]) -> dict[str, Any]:
-    """Return the declared fields of an object, and add a text to `problems` for each invalid one."""
+def _checked(
+    values: dict[str, Any], types: dict[str, FieldType], prefix: str, problems: list[str]
+) -> dict[str, Any]:
+    """Return the declared fields of an object, and add a text to `problems` for each invalid
+    one."""
     declared = {}
     for name, value in values.items():
         field_type = types.get(name)
         if field_type is None:
             continue
         if not field_type.is_valid(value):
-            problems.append(f"{prefix}{name} must be {field_type.description}, found {value!r:.200}")
+            problems.append(
+                f"{prefix}{name} must be {field_type.description}, found {value!r:.200}"
+            )
         elif isinstance(value, dict):
             nested = field_type.fields
             if field_type.entries:

@@ -11,9 +11,14 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({str(error)[:200]}); download or copy it again") from None
+        raise ValueError(
+            f"{path} is not valid JSON ({str(error)[:200]}); download or copy it again"
+        ) from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must contain a JSON object, found {type(content).__name__}; download or copy it again")
+        raise ValueError(
+            f"{path} must contain a JSON object, found {type(content).__name__}; download or copy "
+            "it again"
+        )
     return content
 
 

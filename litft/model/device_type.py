@@ -1,4 +1,5 @@
-"""The kind of device that decides which kernels run; a memory plan decides for a device that is not there."""
+"""The kind of device that decides which kernels run; a memory plan decides for a device that is not
+there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

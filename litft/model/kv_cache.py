@@ -1,9 +1,11 @@
-"""The KV cache: keys and values of previous tokens, so that decoding runs each token through the network once.
+"""The KV cache: keys and values of previous tokens, so that decoding runs each token through the
+network once.
 
-A cache has a fixed size and one row per text. If all rows have the same length, `length` is that length and new tokens are
-appended. Otherwise the caller passes the position of each token, which is also its index in the cache. A token does not see
-entries at later positions. So rows of different lengths need no padding, and rejected draft tokens are overwritten. The
-states of recurrent mixers are those after the last token of a call: whoever truncates a text restores an earlier copy.
+A cache has a fixed size and one row per text. If all rows have the same length, `length` is that
+length and new tokens are appended. Otherwise the caller passes the position of each token, which is
+also its index in the cache. A token does not see entries at later positions. So rows of different
+lengths need no padding, and rejected draft tokens are overwritten. The states of recurrent mixers
+are those after the last token of a call: whoever truncates a text restores an earlier copy.
 """
 
 import math
@@ -24,28 +26,38 @@ class Call(NamedTuple):
     start: int
     end: int  # the keys before it are attended to
     positions: Tensor | None  # (B, T); None: start to end in every row
-    masks: dict[int | Chunk | None, Tensor | None]  # by window; empty: the attention kernel needs no mask tensor
+    # by window; empty: the attention kernel needs no mask tensor
+    masks: dict[int | Chunk | None, Tensor | None]
     active: Tensor | None = None  # (B,), rows whose states change; None: all
 
 
 class LayerCache:
-    """One layer's keys and values, (B, K, S, D) each, and the states of a recurrent mixer, (B, ...) each."""
+    """One layer's keys and values, (B, K, S, D) each, and the states of a recurrent mixer, (B, ...)
+    each."""
 
     def __init__(self, cache: "KVCache", keys: Tensor, values: Tensor, *states: Tensor) -> None:
-        self.cache, self.keys, self.values, self.states = cache, keys, values, states
+        self.cache = cache
+        self.keys = keys
+        self.values = values
+        self.states = states
 
     def store(self, number: int, state: Tensor) -> None:
         """Replace a state of the rows that this call computes."""
-        if (active := self.cache.call.active) is not None:
+        active = self.cache.call.active
+        if active is not None:
             active = active.to(state.device).view(-1, *(1,) * (state.dim() - 1))
             state = torch.where(active, state, self.states[number].to(state.dtype))
         self.states[number].copy_(state)
 
-    def update(self, keys: Tensor, values: Tensor, window: int | Chunk | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store (B, K, T, D); return all keys and values to attend to, (B, K, S, D), and a mask if one is needed."""
+    def update(
+        self, keys: Tensor, values: Tensor, window: int | Chunk | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store (B, K, T, D); return all keys and values to attend to, (B, K, S, D), and a mask if
+        one is needed."""
         start, end, positions, *_ = self.cache.call
         if positions is None:
-            self.keys[:, :, start:end], self.values[:, :, start:end] = keys, values
+            self.keys[:, :, start:end] = keys
+            self.values[:, :, start:end] = values
         else:
             index = positions.to(keys.device)[:, None, :, None].expand_as(keys)
             self.keys.scatter_(2, index, keys)
@@ -53,19 +65,27 @@ class LayerCache:
         return self.read(window)
 
     def read(self, window: int | Chunk | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all keys and values, and a mask if one is needed, after another layer has stored those of this call."""
+        """Return all keys and values, and a mask if one is needed, after another layer has stored
+        those of this call."""
         mask = self.cache.call.masks.get(window)
         end = self.cache.call.end
-        return self.keys[:, :, :end], self.values[:, :, :end], mask if mask is None else mask.to(self.keys.device)
+        return (
+            self.keys[:, :, :end],
+            self.values[:, :, :end],
+            mask if mask is None else mask.to(self.keys.device),
+        )
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of the tokens of this call, (B or 1, T)."""
         start, end, positions, *_ = self.cache.call
-        return torch.arange(start, end, device=device)[None] if positions is None else positions.to(device)
+        if positions is None:
+            return torch.arange(start, end, device=device)[None]
+        return positions.to(device)
 
 
 class KVCache:
-    """One LayerCache per layer, passed to `model(tokens, cache=cache)`; `capacity` is the maximum length in tokens."""
+    """One LayerCache per layer, passed to `model(tokens, cache=cache)`; `capacity` is the maximum
+    length in tokens."""
 
     def __init__(
         self,
@@ -79,28 +99,35 @@ class KVCache:
             tuple((batch, heads, capacity, size) for size in sizes)
             for heads, *sizes in (config.cache_shape(layer) for layer in config.layers)
         ]
-        # zeros, since masked entries get weight 0 and 0 * NaN is NaN; two tensors, since torch.compile gives wrong results
-        # for two views of one (torch 2.13, dynamic sizes)
-        devices = device if isinstance(device, list) else [device] * len(config.layers)
+        # zeros, since masked entries get weight 0 and 0 * NaN is NaN; two tensors, since
+        # torch.compile gives wrong results for two views of one (torch 2.13, dynamic sizes)
+        if isinstance(device, list):
+            devices = device
+        else:
+            devices = [device] * len(config.layers)
         storage = [
-            [torch.zeros(shape, device=on, dtype=dtype) for shape in pair] for on, pair in zip(devices, shapes, strict=True)
+            [torch.zeros(shape, device=on, dtype=dtype) for shape in pair]
+            for on, pair in zip(devices, shapes, strict=True)
         ]
         for index in range(len(storage)):
-            storage[index] = storage[config.kv_source(index)]  # the same tensors, if a layer reuses keys and values
+            # the same tensors, if a layer reuses keys and values
+            storage[index] = storage[config.kv_source(index)]
         for layer, tensors, on in zip(config.layers, storage, devices, strict=True):
             state_shapes = layer.mixer.state_shapes if layer.mixer else ()
             tensors += [torch.zeros(batch, *shape, device=on) for shape in state_shapes]  # fp32
         self._set_storage(storage, config)
 
     def _set_storage(self, storage: list[list[Tensor]], config: Config) -> None:
-        self.config, self.capacity = config, storage[0][0].size(2)
-        self.active: Tensor | None = None  # (B,), rows whose states the next call changes; None: all
+        self.config = config
+        self.capacity = storage[0][0].size(2)
+        # (B,), rows whose states the next call changes; None: all
+        self.active: Tensor | None = None
         self.layers = [LayerCache(self, *layer) for layer in storage]
         self.length = 0  # cached tokens, if equal for all rows
-        self.max_length: int | Tensor = (
-            self.capacity
-        )  # final length, on which some rope types depend; per row as (B, 1, 1, 1)
-        # with positions: the keys that are attended to; a tensor, whose size can differ between calls of one compiled graph
+        # final length, on which some rope types depend; per row as (B, 1, 1, 1)
+        self.max_length: int | Tensor = self.capacity
+        # with positions: the keys that are attended to; a tensor, whose size can differ between
+        # calls of one compiled graph
         self.key_positions: Tensor | None = None  # 0, 1, ... (N,); None: the whole capacity
         self.call = Call(0, 0, None, {})
 
@@ -114,19 +141,26 @@ class KVCache:
     def state_bytes(config: Config) -> int:
         """Return the bytes that the states of a text take in all layers, whatever its length."""
         mixers = (layer.mixer for layer in config.layers if layer.mixer)
-        return sum(math.prod(shape) for mixer in mixers for shape in mixer.state_shapes) * torch.float32.itemsize
+        return (
+            sum(math.prod(shape) for mixer in mixers for shape in mixer.state_shapes)
+            * torch.float32.itemsize
+        )
 
     def rows(self, start: int, stop: int) -> "KVCache":
         """Return a view of some rows, which shares this cache's memory."""
         view = KVCache.__new__(KVCache)
-        storage = [[x[start:stop] for x in (layer.keys, layer.values, *layer.states)] for layer in self.layers]
+        storage = []
+        for layer in self.layers:
+            storage.append([x[start:stop] for x in (layer.keys, layer.values, *layer.states)])
         view._set_storage(storage, self.config)
         return view
 
     def copy(self, other: "KVCache", length: int) -> None:
-        """Copy the first `length` tokens, and the states, of another cache with the same number of rows."""
+        """Copy the first `length` tokens, and the states, of another cache with the same number of
+        rows."""
         for layer, source in zip(self.layers, other.layers, strict=True):
-            layer.keys[:, :, :length], layer.values[:, :, :length] = source.keys[:, :, :length], source.values[:, :, :length]
+            layer.keys[:, :, :length] = source.keys[:, :, :length]
+            layer.values[:, :, :length] = source.values[:, :, :length]
         self.restore(other.states())
 
     def states(self) -> list[Tensor]:
@@ -150,22 +184,33 @@ class KVCache:
                 tensor.zero_()
 
     def begin(self, tokens: Tensor, positions: Tensor | None) -> None:
-        """Prepare for new tokens (B, T), appended or at positions (B, T); raise ValueError if the capacity is exceeded."""
-        count, device = tokens.size(1), tokens.device
-        start, end = self.length, self.length + count
+        """Prepare for new tokens (B, T), appended or at positions (B, T); raise ValueError if the
+        capacity is exceeded."""
+        count = tokens.size(1)
+        device = tokens.device
+        start = self.length
+        end = self.length + count
         if positions is None and end > self.capacity:
             raise ValueError(
-                f"the KV cache has a capacity of {self.capacity} tokens, but {end} are needed; create a larger one"
+                f"the KV cache has a capacity of {self.capacity} tokens, but {end} are needed; "
+                "create a larger one"
             )
         masks: dict[int | Chunk | None, Tensor | None] = {}
         if positions is not None or (count > 1 and start):
             key_positions = self.key_positions if positions is not None else None
             if key_positions is None:
-                key_positions = torch.arange(end if positions is None else self.capacity, device=device)
+                key_positions = torch.arange(
+                    end if positions is None else self.capacity, device=device
+                )
             end = key_positions.size(0)
-            query_positions = key_positions[None, start:] if positions is None else positions
+            if positions is None:
+                query_positions = key_positions[None, start:]
+            else:
+                query_positions = positions
             windows = {layer.window for layer in self.config.layers}
-            masks = {window: causal_mask(query_positions, key_positions, window) for window in windows}
+            masks = {
+                window: causal_mask(query_positions, key_positions, window) for window in windows
+            }
         self.call = Call(start, end, positions, masks, self.active)
 
     def end(self) -> None:
@@ -175,9 +220,12 @@ class KVCache:
 
 
 def causal_mask(positions: Tensor, key_positions: Tensor, window: int | Chunk | None) -> Tensor:
-    """Return which keys, at positions (N,), the tokens at positions (B, T) see: booleans (B, 1, T, N)."""
+    """Return which keys, at positions (N,), the tokens at positions (B, T) see: booleans (B, 1, T,
+    N)."""
     query_positions = positions[:, None, :, None]
     mask = key_positions <= query_positions
     if isinstance(window, Chunk):
         return mask & (key_positions // window.size == query_positions // window.size)
-    return mask if window is None else mask & (key_positions > query_positions - window)
+    if window is None:
+        return mask
+    return mask & (key_positions > query_positions - window)

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one small vector."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come
+from one small vector."""
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +12,33 @@ from litft.model.norm import Norm, apply_norm
 from litft.model.packed_sequences import PackedSequences
 from litft.model.rope import CosSin, rotate, rotate_interleaved
 
-# B batch, T tokens, S keys, C channels, H heads, N unrotated and D rotated entries of a head, V value dim, R latent dim
+# B batch, T tokens, S keys, C channels, H heads, N unrotated and D rotated entries of a head, V
+# value dim, R latent dim
 
-MAX_ABSORBED = 16  # queries of a call up to which attention in the latent space is cheaper than expanding all keys
+# queries of a call up to which attention in the latent space is cheaper than expanding all keys
+MAX_ABSORBED = 16
 
 
 class LatentAttention(nn.Module):
-    """Attention whose cache has one latent vector (R) and one rotated key (D) a token, shared by all heads.
+    """Attention whose cache has one latent vector (R) and one rotated key (D) a token, shared by
+    all heads.
 
-    Keys and values are expanded from the latent vectors in training and for prompts. A decode step instead multiplies the
-    queries by the key matrix, and the output by the value matrix ("absorbed"), and so attends to the latent vectors.
+    Keys and values are expanded from the latent vectors in training and for prompts. A decode step
+    instead multiplies the queries by the key matrix, and the output by the value matrix
+    ("absorbed"), and so attends to the latent vectors.
     """
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
         latent = layer.latent
-        self.latent, self.window, self.n_heads = latent, layer.window, config.n_heads
+        self.latent = latent
+        self.window = layer.window
+        self.n_heads = config.n_heads
         self.softcap = None
         self.scale = layer.attention_scale or latent.head_dim**-0.5
         self.rotate = rotate_interleaved if config.rope_interleaved else rotate
-        width, norm = config.n_heads * latent.head_dim, latent.norm
+        width = config.n_heads * latent.head_dim
+        norm = latent.norm
         if latent.query_dim is None:
             self.q_proj = Linear(config.dim, width, bias=False)
         else:
@@ -39,23 +47,32 @@ class LatentAttention(nn.Module):
             self.q_b_proj = Linear(latent.query_dim, width, bias=False)
         self.kv_a_proj = Linear(config.dim, latent.dim + latent.rope_dim, bias=config.qkv_bias)
         self.kv_a_norm = Norm(norm, latent.dim)
-        self.kv_b_proj = Linear(latent.dim, config.n_heads * (latent.nope_dim + latent.value_dim), bias=False)
+        self.kv_b_proj = Linear(
+            latent.dim, config.n_heads * (latent.nope_dim + latent.value_dim), bias=False
+        )
         self.kv_b_proj.reads_weight = True  # `absorbed` reads it
         self.o_proj = Linear(config.n_heads * latent.value_dim, config.dim, bias=config.o_bias)
 
     def forward(
-        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
     ) -> Tensor:
         q = self.queries(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, N + D)
         q_nope, q_rope = q.split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
         latents, k_rope = self.kv_a_proj(x).split((self.latent.dim, self.latent.rope_dim), dim=-1)
-        latents, k_rope = apply_norm(self.kv_a_norm, latents)[:, None], k_rope[:, None]  # (B, 1, T, R), (B, 1, T, D)
+        latents = apply_norm(self.kv_a_norm, latents)[:, None]
+        k_rope = k_rope[:, None]  # (B, 1, T, R), (B, 1, T, D)
         if cos_sin is not None:
             q_rope, k_rope = (self.rotate(x, cos_sin.cos, cos_sin.sin) for x in (q_rope, k_rope))
         if cache is not None and x.size(1) <= MAX_ABSORBED and type(self.kv_b_proj) is Linear:
             y = self.absorbed(q_nope, q_rope, torch.cat((latents, k_rope), -1), cache)
         else:
-            y = self.expanded(torch.cat((q_nope, q_rope), -1), torch.cat((latents, k_rope), -1), documents, cache)
+            y = self.expanded(
+                torch.cat((q_nope, q_rope), -1), torch.cat((latents, k_rope), -1), documents, cache
+            )
         y = self.add_attended(torch.cat((q_nope, q_rope), -1), y)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -69,7 +86,8 @@ class LatentAttention(nn.Module):
         return self.expand(torch.cat((apply_norm(self.kv_a_norm, latents), k_rope), -1)[:, None])
 
     def expand(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of every head of latent vectors and shared keys (B, 1, T, R + D)."""
+        """Return the keys and values of every head of latent vectors and shared keys (B, 1, T, R +
+        D)."""
         latents, k_rope = keys.split((self.latent.dim, self.latent.rope_dim), dim=-1)
         kv = self.kv_b_proj(latents[:, 0]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         k_nope, v = kv.split((self.latent.nope_dim, self.latent.value_dim), dim=-1)
@@ -81,19 +99,27 @@ class LatentAttention(nn.Module):
             return self.q_proj(x)
         return self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
 
-    def expanded(self, q: Tensor, keys: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
-        """Attend with keys and values of every head, expanded from `keys` (B, 1, T, R + D) and those of the cache."""
+    def expanded(
+        self, q: Tensor, keys: Tensor, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
+        """Attend with keys and values of every head, expanded from `keys` (B, 1, T, R + D) and
+        those of the cache."""
         mask = None
         if cache is not None:
             keys, _, mask = cache.update(keys, keys[..., :0], self.window)
         return attend(q, *self.expand(keys), documents, self.window, scale=self.scale, mask=mask)
 
     def absorbed(self, q_nope: Tensor, q_rope: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
-        """Attend to the latent vectors: (q W_k) k = q (W_k k), and W_v is applied to their weighted sum."""
+        """Attend to the latent vectors: (q W_k) k = q (W_k k), and W_v is applied to their weighted
+        sum."""
         keys, _, mask = cache.update(keys, keys[..., :0], self.window)
+        # (H, N, R), (H, V, R)
         key_weight, value_weight = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1)).split(
             (self.latent.nope_dim, self.latent.value_dim), dim=1
-        )  # (H, N, R), (H, V, R)
+        )
         q = torch.cat((q_nope @ key_weight, q_rope), dim=-1)  # (B, H, T, R + D)
-        y = attend(q, keys, keys[..., : self.latent.dim], None, self.window, scale=self.scale, mask=mask)  # (B, H, T, R)
+        # (B, H, T, R)
+        y = attend(
+            q, keys, keys[..., : self.latent.dim], None, self.window, scale=self.scale, mask=mask
+        )
         return y @ value_weight.mT

@@ -1,4 +1,5 @@
-"""Cross-entropy of target tokens, summed or each, in chunks, so that the logits of a whole batch never exist at once."""
+"""Cross-entropy of target tokens, summed or each, in chunks, so that the logits of a whole batch
+never exist at once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -28,28 +29,32 @@ def summed_cross_entropy(
     target_indices: Tensor | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions without a target.
+    """Compute the loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions
+    without a target.
 
-    softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). smoothing: the share of each
-    target's probability that is spread over the whole vocabulary (label smoothing, arXiv 1512.00567, section 7).
-    target_indices: (N,), indices of the targets among the flattened positions; computing them here needs a GPU sync.
+    softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). smoothing:
+    the share of each target's probability that is spread over the whole vocabulary (label
+    smoothing, arXiv 1512.00567, section 7).
+    target_indices: (N,), indices of the targets among the flattened positions; computing them here
+    needs a GPU sync.
     compiled: compile the softmax and its gradient, where both are needed and the head is plain.
 
-    Returns the *sum* over target tokens (fp32 scalar) and their count (int64 scalar): a mean over micro-batches, packs and
-    ranks is correct only if it divides by the global count. Positions without a target are dropped before the head. A frozen
-    head gets no gradient buffer. The tests compare with the unchunked form.
+    Returns the *sum* over target tokens (fp32 scalar) and their count (int64 scalar): a mean over
+    micro-batches, packs and ranks is correct only if it divides by the global count. Positions
+    without a target are dropped before the head. A frozen head gets no gradient buffer. The tests
+    compare with the unchunked form.
     """
     count = (targets != IGNORED).sum()
-    target_indices = target_indices_of(targets) if target_indices is None else target_indices
-    hidden, targets = (
-        hidden.flatten(0, 1).index_select(0, target_indices),
-        targets.flatten().index_select(0, target_indices),
-    )  # (N, C), (N,)
+    if target_indices is None:
+        target_indices = target_indices_of(targets)
+    hidden = hidden.flatten(0, 1).index_select(0, target_indices)
+    targets = targets.flatten().index_select(0, target_indices)  # (N, C), (N,)
     if is_plain(head):
         training = torch.is_grad_enabled()
         options = softcap, smoothing, training, compiled and training
         return _ChunkedLoss.apply(hidden, head.weight, head.bias, targets, *options), count
-    # a head changed by a method computes its own logits; recomputing them in backward limits memory to one chunk
+    # a head changed by a method computes its own logits; recomputing them in backward limits memory
+    # to one chunk
     total = hidden.sum(dtype=torch.float32) * 0.0
     for losses in _head_losses(head, hidden, targets, softcap, smoothing):
         total = total + losses.sum()
@@ -66,25 +71,33 @@ def token_cross_entropy(
 ) -> Tensor:
     """Compute the loss of each target token, (N,) fp32, in the order of the flattened positions.
 
-    Arguments and chunks as in `summed_cross_entropy`. For losses of whole sequences, such as DPO's, whose gradient for a
-    token depends on all tokens: it is known only in the backward pass. A frozen head's gradients are computed in the
-    forward pass and scaled in the backward pass; a trained head's logits are computed again.
+    Arguments and chunks as in `summed_cross_entropy`. For losses of whole sequences, such as DPO's,
+    whose gradient for a
+    token depends on all tokens: it is known only in the backward pass. A frozen head's gradients
+    are computed in the forward pass and scaled in the backward pass; a trained head's logits are
+    computed again.
     """
-    target_indices = target_indices_of(targets) if target_indices is None else target_indices
+    if target_indices is None:
+        target_indices = target_indices_of(targets)
     hidden = hidden.flatten(0, 1).index_select(0, target_indices)  # (N, C)
     targets = targets.flatten().index_select(0, target_indices)  # (N,)
     if is_plain(head):
         training = torch.is_grad_enabled()
-        return _ChunkedTokenLoss.apply(hidden, head.weight, head.bias, targets, softcap, training, compiled and training)
+        return _ChunkedTokenLoss.apply(
+            hidden, head.weight, head.bias, targets, softcap, training, compiled and training
+        )
     return torch.cat(list(_head_losses(head, hidden, targets, softcap, 0.0)))
 
 
 def _head_losses(
     head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float
 ) -> Iterator[Tensor]:
-    """Yield the losses of each chunk of tokens with a head that computes its own logits, which backward computes again."""
+    """Yield the losses of each chunk of tokens with a head that computes its own logits, which
+    backward computes again."""
     for hidden_chunk, target_chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-        yield checkpoint(_head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False)
+        yield checkpoint(
+            _head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False
+        )
 
 
 def target_indices_of(targets: Tensor) -> Tensor:
@@ -99,21 +112,34 @@ def is_plain(head: nn.Module) -> bool:
     return vars(owner).get("is_plain", owner is nn.Linear) and not head.weight.is_mkldnn
 
 
-def _head_loss(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:
+def _head_loss(
+    head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float
+) -> Tensor:
     return F.cross_entropy(
-        apply_softcap(head(hidden).float(), softcap), targets, reduction="none", label_smoothing=smoothing
+        apply_softcap(head(hidden).float(), softcap),
+        targets,
+        reduction="none",
+        label_smoothing=smoothing,
     )
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     """Limit logits smoothly to (-softcap, softcap)."""
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    if softcap is None:
+        return logits
+    return softcap * torch.tanh(logits / softcap)
 
 
-def _softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
-    """Return the fp32 losses (n,) of logits (n, V); in training, replace the logits by their gradient."""
+def _softmax_loss(
+    logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool
+) -> Tensor:
+    """Return the fp32 losses (n,) of logits (n, V); in training, replace the logits by their
+    gradient."""
     scores = apply_softcap(logits.float(), softcap)
-    softcap_slope = None if softcap is None or not training else 1 - (scores / softcap) ** 2
+    if softcap is None or not training:
+        softcap_slope = None
+    else:
+        softcap_slope = 1 - (scores / softcap) ** 2
     # in place: torch's logsumexp would allocate a copy
     scores -= scores.amax(-1, keepdim=True)
     losses = -(1 - smoothing) * scores.gather(-1, targets[:, None])[:, 0]
@@ -133,8 +159,11 @@ def _softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smooth
     return losses
 
 
-def fused_softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
-    """Do the same as `_softmax_loss`, in operations that a compiler fuses into few kernels without fp32 logits in memory."""
+def fused_softmax_loss(
+    logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool
+) -> Tensor:
+    """Do the same as `_softmax_loss`, in operations that a compiler fuses into few kernels without
+    fp32 logits in memory."""
     scores = apply_softcap(logits.float(), softcap)
     log_sums = scores.logsumexp(-1, keepdim=True)
     losses = (log_sums - (1 - smoothing) * scores.gather(-1, targets[:, None]))[:, 0]
@@ -142,7 +171,11 @@ def fused_softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, s
         losses = losses - smoothing * scores.mean(-1)
     if training:
         is_target = torch.arange(scores.size(1), device=targets.device) == targets[:, None]
-        grad = (scores - log_sums).exp() - smoothing / scores.size(1) - torch.where(is_target, 1 - smoothing, 0.0)
+        grad = (
+            (scores - log_sums).exp()
+            - smoothing / scores.size(1)
+            - torch.where(is_target, 1 - smoothing, 0.0)
+        )
         logits.copy_(grad if softcap is None else grad * (1 - (scores / softcap) ** 2))
     return losses
 
@@ -153,22 +186,32 @@ def _compiled_softmax_loss() -> Callable[..., Tensor]:
 
 
 def _chunk_losses(
-    logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool, compiled: bool
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    smoothing: float,
+    training: bool,
+    compiled: bool,
 ) -> Tensor:
-    """Return the losses (n,) of a chunk's logits (n, V); in training, replace the logits by their gradient."""
+    """Return the losses (n,) of a chunk's logits (n, V); in training, replace the logits by their
+    gradient."""
     if compiled:
         if is_planned():  # nothing to plan: compiled code has no fp32 logits in memory
             return logits.new_zeros(len(logits), dtype=torch.float32)
         torch._dynamo.mark_static(logits, 1)
         return _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
-    count = max(1, SOFTMAX_CHUNK["cpu" if device_type(logits) == "cpu" else "cuda"] // logits.size(1))
+    count = max(
+        1, SOFTMAX_CHUNK["cpu" if device_type(logits) == "cpu" else "cuda"] // logits.size(1)
+    )
     parts = zip(logits.split(count), targets.split(count), strict=True)
     return torch.cat([_softmax_loss(*part, softcap, smoothing, training) for part in parts])
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the logits (n, V) of hidden (n, C), in its dtype."""
-    return F.linear(hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype))
+    return F.linear(
+        hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
+    )
 
 
 def _chunks(hidden: Tensor) -> Iterator[slice]:
@@ -178,17 +221,27 @@ def _chunks(hidden: Tensor) -> Iterator[slice]:
 
 
 class _HeadGradients:
-    """The gradients of a head's input, weight and bias, accumulated over chunks of tokens; None where not needed."""
+    """The gradients of a head's input, weight and bias, accumulated over chunks of tokens; None
+    where not needed."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> None:
         # needed: which of the three
         self.inputs = hidden, weight
         self.hidden = torch.empty_like(hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
-        self.bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+        if needed[1]:
+            self.weight = torch.zeros_like(weight, dtype=torch.float32)
+        else:
+            self.weight = None
+        if needed[2]:
+            self.bias = torch.zeros_like(bias, dtype=torch.float32)
+        else:
+            self.bias = None
 
     def add(self, chunk: slice, d_logits: Tensor) -> None:
-        """Add the gradients of a chunk of tokens, whose logits have the gradient d_logits (n, V)."""
+        """Add the gradients of a chunk of tokens, whose logits have the gradient d_logits (n,
+        V)."""
         hidden, weight = self.inputs
         if self.bias is not None:
             self.bias += d_logits.sum(0, dtype=torch.float32)
@@ -199,9 +252,11 @@ class _HeadGradients:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes the gradients together with the loss, so that each chunk's logits are computed once and then freed.
+    """Computes the gradients together with the loss, so that each chunk's logits are computed once
+    and then freed.
 
-    The softmax and all sums are in fp32. Follows Cut Cross-Entropy (arXiv 2411.09009) and Liger (arXiv 2410.10989).
+    The softmax and all sums are in fp32. Follows Cut Cross-Entropy (arXiv 2411.09009) and Liger
+    (arXiv 2410.10989).
     """
 
     @staticmethod
@@ -221,7 +276,9 @@ class _ChunkedLoss(torch.autograd.Function):
         grads = _HeadGradients(hidden, weight, bias, needed)
         for chunk in _chunks(hidden):
             logits = _logits(hidden[chunk], weight, bias)
-            total += _chunk_losses(logits, targets[chunk], softcap, smoothing, any(needed), compiled).sum()
+            total += _chunk_losses(
+                logits, targets[chunk], softcap, smoothing, any(needed), compiled
+            ).sum()
             grads.add(chunk, logits)  # which now contain their gradient
             del logits  # free them before the next chunk is computed
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
@@ -260,11 +317,15 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         grads = _HeadGradients(hidden, weight, bias, (keeps_grad, False, False))
         for chunk in _chunks(hidden):
             logits = _logits(hidden[chunk], weight, bias)
-            losses[chunk] = _chunk_losses(logits, targets[chunk], softcap, 0.0, keeps_grad, compiled and keeps_grad)
+            losses[chunk] = _chunk_losses(
+                logits, targets[chunk], softcap, 0.0, keeps_grad, compiled and keeps_grad
+            )
             grads.add(chunk, logits)  # which now contain their gradient
             del logits  # free them before the next chunk is computed
         ctx.options = softcap, compiled
-        ctx.save_for_backward(*((hidden, weight, bias, targets) if trains_head else (grads.hidden,)))
+        ctx.save_for_backward(
+            *((hidden, weight, bias, targets) if trains_head else (grads.hidden,))
+        )
         return losses
 
     @staticmethod
@@ -272,7 +333,9 @@ class _ChunkedTokenLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         if len(ctx.saved_tensors) == 1:
             (d_hidden,) = ctx.saved_tensors
-            return d_hidden.mul_(grad.to(d_hidden.dtype)[:, None]) if d_hidden is not None else None, *[None] * 6
+            return d_hidden.mul_(
+                grad.to(d_hidden.dtype)[:, None]
+            ) if d_hidden is not None else None, *[None] * 6
         hidden, weight, bias, targets = ctx.saved_tensors
         softcap, compiled = ctx.options
         grads = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
@@ -282,6 +345,9 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             logits *= grad[chunk, None].to(logits.dtype)
             grads.add(chunk, logits)
             del logits
-        d_weight = grads.weight.to(weight.dtype) if grads.weight is not None else None
+        if grads.weight is not None:
+            d_weight = grads.weight.to(weight.dtype)
+        else:
+            d_weight = None
         d_bias = grads.bias.to(bias.dtype) if grads.bias is not None else None
         return grads.hidden, d_weight, d_bias, *[None] * 4

@@ -30,15 +30,19 @@ ACTIVATIONS = {
 
 
 class XIELU(nn.Module):
-    """The activation xIELU (arXiv 2411.13010), with two trained scalars; beta and eps are constants of the checkpoint."""
+    """The activation xIELU (arXiv 2411.13010), with two trained scalars; beta and eps are constants
+    of the checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alpha_p, self.alpha_n = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-        self.beta, self.eps = nn.Parameter(torch.full((), 0.5)), nn.Parameter(torch.full((), -1e-6))
+        self.alpha_p = nn.Parameter(torch.zeros(1))
+        self.alpha_n = nn.Parameter(torch.zeros(1))
+        self.beta = nn.Parameter(torch.full((), 0.5))
+        self.eps = nn.Parameter(torch.full((), -1e-6))
 
     def forward(self, x: Tensor) -> Tensor:
-        alpha_p, beta = F.softplus(self.alpha_p), self.beta.detach()
+        alpha_p = F.softplus(self.alpha_p)
+        beta = self.beta.detach()
         alpha_n = beta + F.softplus(self.alpha_n)
         negative = (torch.expm1(torch.minimum(x, self.eps.detach())) - x) * alpha_n
         return torch.where(x > 0, alpha_p * x * x, negative) + beta * x
@@ -49,8 +53,11 @@ CONSTANTS = (".correction_bias", ".activation.beta", ".activation.eps", ".layer_
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter in a network of `dtype`: bf16 would not distinguish corrected scores of experts."""
-    return torch.float32 if name.endswith(".correction_bias") else dtype
+    """Return the dtype of a parameter in a network of `dtype`: bf16 would not distinguish corrected
+    scores of experts."""
+    if name.endswith(".correction_bias"):
+        return torch.float32
+    return dtype
 
 
 def activation(config: Config) -> Callable[[Tensor], Tensor]:
@@ -59,18 +66,24 @@ def activation(config: Config) -> Callable[[Tensor], Tensor]:
         return XIELU()
     if config.activation not in ACTIVATIONS:
         supported = ", ".join(ACTIVATIONS)
-        raise ValueError(f"config.json: activation {config.activation!r} is not supported; known: {supported}")
+        raise ValueError(
+            f"config.json: activation {config.activation!r} is not supported; known: {supported}"
+        )
     return ACTIVATIONS[config.activation]
 
 
 def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return activation(gate) * up or, with a limit, gpt-oss's clamped activation(gate) * (up + 1) (arXiv 2508.10925)."""
-    act, limit = activation(config), config.activation_limit
+    """Return activation(gate) * up or, with a limit, gpt-oss's clamped activation(gate) * (up + 1)
+    (arXiv 2508.10925)."""
+    act = activation(config)
+    limit = config.activation_limit
     if limit is None:
 
         def gated(gate: Tensor, up: Tensor) -> Tensor:
             needs_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            return _Gated.apply(gate, up, act) if needs_graph else act(gate) * up
+            if needs_graph:
+                return _Gated.apply(gate, up, act)
+            return act(gate) * up
 
         return gated
     return lambda gate, up: act(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
@@ -101,7 +114,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: Config, hidden_dim: int) -> None:
         super().__init__()
-        self.gated, self.gate_scale, self.out_scale = gate_function(config), config.mlp_gate_scale, config.mlp_out_scale
+        self.gated = gate_function(config)
+        self.gate_scale = config.mlp_gate_scale
+        self.out_scale = config.mlp_out_scale
         self.gate_proj = Linear(config.dim, hidden_dim, bias=config.mlp_bias)
         self.up_proj = Linear(config.dim, hidden_dim, bias=config.mlp_bias)
         self.down_proj = Linear(hidden_dim, config.dim, bias=config.mlp_bias)
@@ -123,7 +138,8 @@ class GatedMLP(nn.Module):
 class SparseMLP(GatedMLP):
     """Gated feed-forward layer that uses only the largest gate values (Gemma 3n; arXiv 2506.06644).
 
-    Of values with a normal distribution, the share `sparsity` is below the threshold that is subtracted.
+    Of values with a normal distribution, the share `sparsity` is below the threshold that is
+    subtracted.
     """
 
     def __init__(self, config: Config, hidden_dim: int, sparsity: float) -> None:
@@ -132,7 +148,10 @@ class SparseMLP(GatedMLP):
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         """See GatedMLP."""
-        threshold = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * self.deviations
+        threshold = (
+            gate.mean(-1, keepdim=True)
+            + gate.std(-1, keepdim=True, unbiased=False) * self.deviations
+        )
         return self.gated(F.relu(gate - threshold), up)
 
 
@@ -149,17 +168,31 @@ class PlainMLP(nn.Module):
         return self.down_proj(self.activation(self.up_proj(x)))
 
 
-def route(logits: Tensor, experts: ExpertsConfig, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Select experts from router logits (tokens, E); return their weights and indices, (tokens, top_k) each."""
+def route(
+    logits: Tensor, experts: ExpertsConfig, correction_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Select experts from router logits (tokens, E); return their weights and indices, (tokens,
+    top_k) each."""
     if experts.scoring == "sparsemixer":
         return _sparse_mixer(logits, experts.jitter)
-    scores = logits.float().sigmoid() if experts.scoring == "sigmoid" else logits.float().softmax(-1)
-    priority = scores if correction_bias is None else scores + correction_bias
+    if experts.scoring == "sigmoid":
+        scores = logits.float().sigmoid()
+    else:
+        scores = logits.float().softmax(-1)
+    if correction_bias is None:
+        priority = scores
+    else:
+        priority = scores + correction_bias
     if experts.groups > 1:
         grouped = priority.unflatten(-1, (experts.groups, -1))  # (tokens, groups, E / groups)
-        group_scores = grouped.topk(2, dim=-1).values.sum(-1) if experts.group_score == "top2" else grouped.amax(-1)
+        if experts.group_score == "top2":
+            group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+        else:
+            group_scores = grouped.amax(-1)
         excluded = torch.ones_like(group_scores, dtype=torch.bool)
-        excluded = excluded.scatter(-1, group_scores.topk(experts.top_groups, dim=-1).indices, False)
+        excluded = excluded.scatter(
+            -1, group_scores.topk(experts.top_groups, dim=-1).indices, False
+        )
         priority = grouped.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
     chosen = priority.topk(experts.top_k, dim=-1).indices
     weights = scores.gather(-1, chosen)
@@ -169,8 +202,11 @@ def route(logits: Tensor, experts: ExpertsConfig, correction_bias: Tensor | None
 
 
 def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Select two experts; the weight of each is its probability among those that are close to it (arXiv 2310.00811)."""
-    weights, chosen, remaining = [], [], logits
+    """Select two experts; the weight of each is its probability among those that are close to it
+    (arXiv 2310.00811)."""
+    weights = []
+    chosen = []
+    remaining = logits
     for _ in range(2):
         highest, index = remaining.max(dim=-1, keepdim=True)
         is_far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * jitter
@@ -181,20 +217,31 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 class Grouping(NamedTuple):
-    """Describes rows sorted by expert. Both tensors stay on the device, so the host never waits for them."""
+    """Describes rows sorted by expert.
+
+    Both tensors stay on the device, so the host never waits for them.
+    """
 
     expert: Tensor  # (N,), the expert of each row
     ends: Tensor  # (E,) int32, end of each expert's rows
 
 
 class ExpertLinear(nn.Module):
-    """One Linear per expert with a stacked weight (E, out, in). Methods extend it as they extend nn.Linear."""
+    """One Linear per expert with a stacked weight (E, out, in).
+
+    Methods extend it as they extend nn.Linear.
+    """
 
     def __init__(self, count: int, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
-        self.count, self.in_features, self.out_features = count, in_features, out_features
+        self.count = count
+        self.in_features = in_features
+        self.out_features = out_features
         self.weight = nn.Parameter(torch.zeros(count, out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(count, out_features)) if bias else None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(count, out_features))
+        else:
+            self.bias = None
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply to x (N, in), sorted by expert; return (N, out)."""
@@ -202,27 +249,40 @@ class ExpertLinear(nn.Module):
 
 
 def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
-    """Apply each expert's weight (E, out, in) and bias (E, out) to its rows of x (N, in), sorted by expert."""
+    """Apply each expert's weight (E, out, in) and bias (E, out) to its rows of x (N, in), sorted by
+    expert."""
     y = grouped_product(x, weight.mT, grouping.ends)
-    return y if bias is None else y + by_expert(bias, grouping)
+    if bias is None:
+        return y
+    return y + by_expert(bias, grouping)
 
 
 @torch.library.custom_op("litft::looped_product", mutates_args=())
 def looped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Do the same as `grouped_product`, expert by expert. On a GPU the host waits for it, to read the number of rows."""
+    """Do the same as `grouped_product`, expert by expert.
+
+    On a GPU the host waits for it, to read the number of rows.
+    """
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), weight.unbind(), strict=True)])
+    return torch.cat(
+        [rows @ matrix for rows, matrix in zip(x.split(counts), weight.unbind(), strict=True)]
+    )
 
 
 @torch.library.custom_op("litft::looped_outer_product", mutates_args=())
 def looped_outer_product(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """Return x^T y over the rows of each expert, (E, in, out): the gradient of `looped_product`'s weight."""
+    """Return x^T y over the rows of each expert, (E, in, out): the gradient of `looped_product`'s
+    weight."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.stack([rows.mT @ others for rows, others in zip(x.split(counts), y.split(counts), strict=True)])
+    return torch.stack(
+        [rows.mT @ others for rows, others in zip(x.split(counts), y.split(counts), strict=True)]
+    )
 
 
 looped_product.register_fake(lambda x, weight, ends: x.new_empty(x.size(0), weight.size(2)))
-looped_outer_product.register_fake(lambda x, y, ends: x.new_empty(ends.size(0), x.size(1), y.size(1)))
+looped_outer_product.register_fake(
+    lambda x, y, ends: x.new_empty(ends.size(0), x.size(1), y.size(1))
+)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -240,15 +300,18 @@ looped_product.register_autograd(_looped_gradients, setup_context=_save_for_back
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply x (N, in), sorted by expert, by each expert's matrix in weight (E, in, out); return (N, out)."""
+    """Multiply x (N, in), sorted by expert, by each expert's matrix in weight (E, in, out); return
+    (N, out)."""
     traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
-    if x.dtype != torch.bfloat16 and (traced or not x.is_cpu):  # grouped_mm has no kernel, or cannot be traced (torch 2.13)
+    # grouped_mm has no kernel, or cannot be traced (torch 2.13)
+    if x.dtype != torch.bfloat16 and (traced or not x.is_cpu):
         return looped_product(x, weight, ends)
     in_dim, out_dim = weight.shape[1:]
     # grouped_mm takes rows of a multiple of 16 bytes; zeros change no product
     in_padding, out_padding = (-dim % (16 // x.element_size()) for dim in (in_dim, out_dim))
     if in_padding or out_padding:
-        x, weight = F.pad(x, (0, in_padding)), F.pad(weight, (0, out_padding, 0, in_padding))
+        x = F.pad(x, (0, in_padding))
+        weight = F.pad(weight, (0, out_padding, 0, in_padding))
     return F.grouped_mm(x, weight, offs=ends)[:, :out_dim]
 
 
@@ -258,7 +321,8 @@ def by_expert(values: Tensor, grouping: Grouping) -> Tensor:
 
 
 class ExpertStack(nn.Module):
-    """One MLP per expert (arXiv 2101.03961), as stacked Linears; `gate_proj` is None if the MLPs are not gated."""
+    """One MLP per expert (arXiv 2101.03961), as stacked Linears; `gate_proj` is None if the MLPs
+    are not gated."""
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -277,7 +341,8 @@ class ExpertStack(nn.Module):
         return self.down_proj(self.gated(self.gate_proj(x, grouping), up), grouping)
 
 
-# name suffixes of the modules that select experts; these stay in full precision, since a small error changes the selection
+# name suffixes of the modules that select experts; these stay in full precision, since a small
+# error changes the selection
 ROUTERS = (
     ".router",
     ".shared_gate",
@@ -289,45 +354,70 @@ class MoE(nn.Module):
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
-        self.count, self.top_k, self.config = experts.count, experts.top_k, experts
+        self.count = experts.count
+        self.top_k = experts.top_k
+        self.config = experts
         self.router = Linear(config.dim, experts.count, bias=experts.router_bias)
         self.experts = ExpertStack(config, experts)
         mlp_class = GatedMLP if config.gated else PlainMLP
-        self.shared = mlp_class(config, experts.shared_dim) if experts.shared_dim else None
-        self.shared_gate = Linear(config.dim, 1, bias=False) if experts.shared_gate else None
+        if experts.shared_dim:
+            self.shared = mlp_class(config, experts.shared_dim)
+        else:
+            self.shared = None
+        if experts.shared_gate:
+            self.shared_gate = Linear(config.dim, 1, bias=False)
+        else:
+            self.shared_gate = None
         # fp32: a bf16 sum would not distinguish the experts' scores
-        bias = nn.Parameter(torch.zeros(experts.count, dtype=torch.float32)) if experts.correction_bias else None
+        if experts.correction_bias:
+            bias = nn.Parameter(torch.zeros(experts.count, dtype=torch.float32))
+        else:
+            bias = None
         self.register_parameter("correction_bias", bias)
 
     def select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and indices of the experts of each token of flat (B T, C), (B T, top_k) each."""
-        return route(self.router(flat), self.config, None if self.correction_bias is None else self.correction_bias.detach())
+        """Return the weights and indices of the experts of each token of flat (B T, C), (B T,
+        top_k) each."""
+        return route(
+            self.router(flat),
+            self.config,
+            None if self.correction_bias is None else self.correction_bias.detach(),
+        )
 
     def expert_inputs(self, flat: Tensor) -> Tensor:
         """Return what the experts read of flat (B T, C)."""
         return flat
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, C): the weighted outputs of each token's experts of x (B, T, C), plus the shared expert's."""
+        """Return (B, T, C): the weighted outputs of each token's experts of x (B, T, C), plus the
+        shared expert's."""
         flat = x.flatten(0, 1)  # (B T, C)
         weights, chosen = self.select(flat)  # (B T, top_k)
         flat = self.expert_inputs(flat)
         expert, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(expert, torch.arange(self.count, device=x.device), right=True, out_int32=True)
+        ends = torch.searchsorted(
+            expert, torch.arange(self.count, device=x.device), right=True, out_int32=True
+        )
         rows = flat[order // chosen.size(1)]
-        rows = rows * weights.flatten()[order, None] if self.config.weighted_input else rows
+        if self.config.weighted_input:
+            rows = rows * weights.flatten()[order, None]
         y = self.experts(rows, Grouping(expert, ends))
         # a gather restores the token order deterministically, unlike scatter-add
         y = y[order.argsort()].unflatten(0, chosen.shape)  # (B T, top_k, C)
         y = (y if self.config.weighted_input else y * weights[..., None]).sum(1)
         if self.shared is not None:
             shared_output = self.shared(flat)
-            y = y + (shared_output if self.shared_gate is None else shared_output * torch.sigmoid(self.shared_gate(flat)))
+            y = y + (
+                shared_output
+                if self.shared_gate is None
+                else shared_output * torch.sigmoid(self.shared_gate(flat))
+            )
         return scaled(y, self.config.output_scale).view_as(x)
 
 
 class ScaledMoE(MoE):
-    """Gemma 4's experts: the router reads normalized and scaled inputs, and each expert's weight has a scale of its own."""
+    """Gemma 4's experts: the router reads normalized and scaled inputs, and each expert's weight
+    has a scale of its own."""
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__(config, experts)
@@ -352,18 +442,24 @@ class DenseBesideExperts(nn.Module):
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
-        self.dense_norm, self.dense_post_norm = Norm(config.norm, config.dim), Norm(config.norm, config.dim)
+        self.dense_norm = Norm(config.norm, config.dim)
+        self.dense_post_norm = Norm(config.norm, config.dim)
         self.dense = GatedMLP(config, layer.hidden_dim or config.hidden_dim)
-        self.moe, self.moe_post_norm = ScaledMoE(config, layer.experts), Norm(config.norm, config.dim)
+        self.moe = ScaledMoE(config, layer.experts)
+        self.moe_post_norm = Norm(config.norm, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense_post_norm(self.dense(self.dense_norm(x))) + self.moe_post_norm(self.moe(x))
+        return self.dense_post_norm(self.dense(self.dense_norm(x))) + self.moe_post_norm(
+            self.moe(x)
+        )
 
 
 def make_mlp(config: Config, layer: LayerConfig) -> nn.Module:
     """Build the feed-forward part of one layer."""
     if layer.experts is not None:
-        return DenseBesideExperts(config, layer) if layer.experts.beside_dense else MoE(config, layer.experts)
+        if layer.experts.beside_dense:
+            return DenseBesideExperts(config, layer)
+        return MoE(config, layer.experts)
     if layer.sparsity:
         return SparseMLP(config, layer.hidden_dim or config.hidden_dim, layer.sparsity)
     return (GatedMLP if config.gated else PlainMLP)(config, layer.hidden_dim or config.hidden_dim)

@@ -12,26 +12,47 @@ from litft.model.config import Config, NormConfig
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last `num_dims` dimensions of `shape`, computed in fp32.
 
-    If `shape` has more dimensions than `num_dims`, each head has its own weight. With `num_dims` above 1 the weight is
-    stored flat.
+    If `shape` has more dimensions than `num_dims`, each head has its own weight. With `num_dims`
+    above 1 the weight is stored flat.
     """
 
     def __init__(self, norm: NormConfig, *shape: int, num_dims: int = 1) -> None:
         super().__init__()
-        self.norm, self.shape, self.normalized_shape = norm, shape, shape[-num_dims:]
+        self.norm = norm
+        self.shape = shape
+        self.normalized_shape = shape[-num_dims:]
         weight_shape = shape if num_dims == 1 else (math.prod(shape),)
-        self.weight = nn.Parameter(torch.ones(weight_shape)) if norm.weight else None
-        self.bias = nn.Parameter(torch.zeros(weight_shape)) if norm.bias else None
-        is_plain_rms = norm.kind == "rms" and norm.weight and not (norm.bias or norm.offset) and num_dims == len(shape) == 1
-        self.size = shape[0] if is_plain_rms else 0  # of a single token, where F.rms_norm computes the same; else 0
+        if norm.weight:
+            self.weight = nn.Parameter(torch.ones(weight_shape))
+        else:
+            self.weight = None
+        if norm.bias:
+            self.bias = nn.Parameter(torch.zeros(weight_shape))
+        else:
+            self.bias = None
+        is_plain_rms = (
+            norm.kind == "rms"
+            and norm.weight
+            and not (norm.bias or norm.offset)
+            and num_dims == len(shape) == 1
+        )
+        # of a single token, where F.rms_norm computes the same; else 0
+        self.size = shape[0] if is_plain_rms else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == self.size and not torch.is_grad_enabled() and (weight := self.weight).dtype == x.dtype:
+        if (
+            x.numel() == self.size
+            and not torch.is_grad_enabled()
+            and (weight := self.weight).dtype == x.dtype
+        ):
             return rms_norm_single_token(x, weight, self.norm.eps)
-        weight, bias = (p if p is None else p.float().view(self.shape) for p in (self.weight, self.bias))
+        weight, bias = (
+            p if p is None else p.float().view(self.shape) for p in (self.weight, self.bias)
+        )
         if self.norm.offset:
             weight = weight + self.norm.offset
-        if self.norm.kind == "rms" and bias is None and not torch.compiler.is_compiling():  # compiled: no fp32 copy either
+        # compiled: no fp32 copy either
+        if self.norm.kind == "rms" and bias is None and not torch.compiler.is_compiling():
             return _RMSNorm.apply(x, weight, self.norm.eps, len(self.normalized_shape))
         if self.shape == self.normalized_shape:
             return self.normalize(x.float(), weight, bias).to(x.dtype)
@@ -43,17 +64,23 @@ class Norm(nn.Module):
         if self.norm.kind == "layer":
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.norm.eps)
         y = F.rms_norm(x, self.normalized_shape, weight, self.norm.eps)
-        return y if bias is None else y + bias
+        if bias is None:
+            return y
+        return y + bias
 
 
 def apply_norm(norm: Norm | None, x: Tensor) -> Tensor:
     """Apply a norm, if the architecture has one here; otherwise return x."""
-    return x if norm is None else norm(x)
+    if norm is None:
+        return x
+    return norm(x)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
     """Return x * scale, or x itself if scale is 1."""
-    return x if scale == 1 else x * scale
+    if scale == 1:
+        return x
+    return x * scale
 
 
 def make_qk_norm(config: Config, heads: int, head_dim: int) -> Norm | None:
@@ -66,20 +93,25 @@ def make_qk_norm(config: Config, heads: int, head_dim: int) -> Norm | None:
 
 
 def rms_norm_single_token(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute RMSNorm of a single token (1, 1, C) in fp32, with as few operations as possible, for decode steps."""
+    """Compute RMSNorm of a single token (1, 1, C) in fp32, with as few operations as possible, for
+    decode steps."""
     if not x.is_cpu or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
     x_fp32 = x.float()  # F.rms_norm runs twice as many operations on a CPU
     mean_square = torch.linalg.vector_norm(x_fp32).item() ** 2 / x.numel() + eps
-    return torch.mul(x_fp32, mean_square**-0.5 if mean_square else math.inf).mul_(weight).to(x.dtype)
+    return (
+        torch.mul(x_fp32, mean_square**-0.5 if mean_square else math.inf).mul_(weight).to(x.dtype)
+    )
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm (arXiv 1910.07467) that saves x in its own dtype and one value per row, but no fp32 copy of x."""
+    """RMSNorm (arXiv 1910.07467) that saves x in its own dtype and one value per row, but no fp32
+    copy of x."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, num_dims: int) -> Tensor:
-        ctx.dims, ctx.count = tuple(range(-num_dims, 0)), math.prod(x.shape[-num_dims:])
+        ctx.dims = tuple(range(-num_dims, 0))
+        ctx.count = math.prod(x.shape[-num_dims:])
         # vector_norm reads x once and stores no squares
         compute_dtype = torch.promote_types(x.dtype, torch.float32)
         row_norm = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=compute_dtype)
@@ -91,9 +123,15 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, inverse_rms = ctx.saved_tensors
-        x_fp32, d_x = x.to(inverse_rms.dtype), grad.to(inverse_rms.dtype, copy=True)
-        d_weight = (d_x * x_fp32).mul_(inverse_rms).flatten(0, -weight.dim() - 1).sum(0) if ctx.needs_input_grad[1] else None
+        x_fp32 = x.to(inverse_rms.dtype)
+        d_x = grad.to(inverse_rms.dtype, copy=True)
+        if ctx.needs_input_grad[1]:
+            d_weight = (d_x * x_fp32).mul_(inverse_rms).flatten(0, -weight.dim() - 1).sum(0)
+        else:
+            d_weight = None
         if weight is not None:
             d_x.mul_(weight)
-        radial = (d_x * x_fp32).sum(ctx.dims, keepdim=True).mul_(inverse_rms.square()).div_(-ctx.count)
+        radial = (
+            (d_x * x_fp32).sum(ctx.dims, keepdim=True).mul_(inverse_rms.square()).div_(-ctx.count)
+        )
         return d_x.addcmul_(x_fp32, radial).mul_(inverse_rms).to(x.dtype), d_weight, None, None

@@ -1,4 +1,5 @@
-"""Packed sequences: which tokens of a batch may attend to each other, and where each document starts."""
+"""Packed sequences: which tokens of a batch may attend to each other, and where each document
+starts."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -10,12 +11,17 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 class PackedSequences(NamedTuple):
-    """Which tokens of a batch may attend to each other. Built once per batch on the host, which avoids a GPU sync."""
+    """Which tokens of a batch may attend to each other.
+
+    Built once per batch on the host, which avoids a GPU sync.
+    """
 
     ids: Tensor  # (B, T) integers; within a row, each document has its own value
     cu_seqlens: Tensor  # (N + 1,) int32: document starts in the flattened B x T tokens, then B x T
-    host_cu_seqlens: Tensor | None = None  # the same on the CPU, for kernels whose launches depend on the lengths
-    masks: dict[int | None, BlockMask] | None = None  # by window; if present, flex_attention uses them
+    # the same on the CPU, for kernels whose launches depend on the lengths
+    host_cu_seqlens: Tensor | None = None
+    # by window; if present, flex_attention uses them
+    masks: dict[int | None, BlockMask] | None = None
 
     @classmethod
     def of(cls, ids: Tensor) -> "PackedSequences":
@@ -31,14 +37,15 @@ class PackedSequences(NamedTuple):
         return cls(ids, row_cu_seqlens(rows, length, device))
 
     def to(self, move: Callable[[Tensor], Tensor]) -> "PackedSequences":
-        """Return a copy with tensors moved to a device by `move`, but for those that stay on the CPU."""
+        """Return a copy with tensors moved to a device by `move`, but for those that stay on the
+        CPU."""
         return self._replace(ids=move(self.ids), cu_seqlens=move(self.cu_seqlens))
 
     def chunked(self, size: int) -> "PackedSequences":
         """Return the chunks of `size` tokens that the documents consist of.
 
-        Their number depends on the data, and a GPU's host would wait for it. So there are as many as there can be, and
-        the last ones are empty.
+        Their number depends on the data, and a GPU's host would wait for it. So there are as many
+        as there can be, and the last ones are empty.
         """
         ids, (batch, length) = self.ids, self.ids.shape
         positions = torch.arange(length, device=ids.device) - document_starts(ids)
@@ -51,23 +58,32 @@ class PackedSequences(NamedTuple):
         return PackedSequences(ids * (length // size + 1) + positions // size, starts)
 
     def with_masks(self, windows: Iterable[int | None]) -> "PackedSequences":
-        """Return a copy with a FlexAttention block mask for each window; built on the device without a sync."""
+        """Return a copy with a FlexAttention block mask for each window; built on the device
+        without a sync."""
         batch, length = self.ids.shape
 
         def is_visible(window: int | None, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
             visible = (key <= query) & (self.ids[row, query] == self.ids[row, key])
-            return visible if window is None else visible & (query - key < window)
+            if window is None:
+                return visible
+            return visible & (query - key < window)
 
         def block_mask(window: int | None) -> BlockMask:
             return create_block_mask(
-                lambda row, _, query, key: is_visible(window, row, query, key), batch, None, length, length, self.ids.device
+                lambda row, _, query, key: is_visible(window, row, query, key),
+                batch,
+                None,
+                length,
+                length,
+                self.ids.device,
             )
 
         return self._replace(masks={window: block_mask(window) for window in windows})
 
 
 def document_starts(ids: Tensor) -> Tensor:
-    """Return the index (B, T) of the first token of each token's document, from document ids (B, T)."""
+    """Return the index (B, T) of the first token of each token's document, from document ids (B,
+    T)."""
     index = torch.arange(ids.size(1), device=ids.device)
     is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
     return torch.where(is_start, index, 0).cummax(dim=1).values

@@ -1,4 +1,5 @@
-"""Per-layer embeddings (Gemma 3n and 4): every block gets a small vector of each token, from a table of its own."""
+"""Per-layer embeddings (Gemma 3n and 4): every block gets a small vector of each token, from a
+table of its own."""
 
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ from litft.model.norm import Norm
 class SharedKeys:
     """Keys and values (B, heads, T, D) for later layers, by the window of the layer that made them.
 
-    It is no dict, since FSDP copies the containers among a block's inputs, and a copy would not reach later blocks.
+    It is no dict, since FSDP copies the containers among a block's inputs, and a copy would not
+    reach later blocks.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,8 @@ class PerLayerEmbedding(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.num_layers, self.dim = len(config.layers), config.per_layer_dim
+        self.num_layers = len(config.layers)
+        self.dim = config.per_layer_dim
         self.embed = nn.Embedding(config.per_layer_vocab_size, self.num_layers * self.dim)
         self.projection = Linear(config.dim, self.num_layers * self.dim, bias=False)
         self.norm = Norm(config.norm, self.dim)
@@ -46,8 +49,11 @@ class PerLayerEmbedding(nn.Module):
         Tokens that the table lacks have its first row, as in transformers' Gemma 3n.
         """
         rows = self.embed(torch.where(tokens < self.embed.num_embeddings, tokens, 0))
-        rows = rows * torch.tensor(self.dim**0.5, dtype=rows.dtype)  # the scale is rounded as in training
-        projected = (self.projection(x) * x.size(-1) ** -0.5).unflatten(-1, (self.num_layers, self.dim))
+        # the scale is rounded as in training
+        rows = rows * torch.tensor(self.dim**0.5, dtype=rows.dtype)
+        projected = (self.projection(x) * x.size(-1) ** -0.5).unflatten(
+            -1, (self.num_layers, self.dim)
+        )
         vectors = (self.norm(projected) + rows.unflatten(-1, (self.num_layers, self.dim))) * 2**-0.5
         return vectors.movedim(2, 0)
 

@@ -1,7 +1,8 @@
-"""The part of each tensor that a process holds: FSDP2 (arXiv 2304.11277) shards every parameter along one dimension.
+"""The part of each tensor that a process holds: FSDP2 (arXiv 2304.11277) shards every parameter
+along one dimension.
 
-Sharded tensors are filled and gathered by these functions. They also accept unsharded tensors, so one process uses the same
-code.
+Sharded tensors are filled and gathered by these functions. They also accept unsharded tensors, so
+one process uses the same code.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +18,12 @@ from litft.model.transformer import GPT
 
 
 def placement(shape: tuple[int, ...], world_size: int) -> Shard:
-    """Return the dimension to shard a parameter along: the first one that divides evenly, otherwise dimension 0."""
-    even_dims = [dim for dim, size in enumerate(shape) if size % world_size == 0]
+    """Return the dimension to shard a parameter along: the first one that divides evenly, otherwise
+    dimension 0."""
+    even_dims = []
+    for dim, size in enumerate(shape):
+        if size % world_size == 0:
+            even_dims.append(dim)
     return Shard(even_dims[0] if even_dims else 0)
 
 
@@ -28,7 +33,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of a tensor that this process holds, as in torch.chunk: the last shard may be shorter or empty."""
+    """Return the slices of a tensor that this process holds, as in torch.chunk: the last shard may
+    be shorter or empty."""
     slices = [slice(0, size) for size in tensor.shape]
     for mesh_dim, sharding in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
         if isinstance(sharding, Shard):
@@ -41,24 +47,36 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor on every process; a collective call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def shard_as(tensor: Tensor, local_part: Tensor) -> Tensor:
-    """Return a tensor with the sharding and shape of `tensor`, of which this process holds `local_part`."""
+    """Return a tensor with the sharding and shape of `tensor`, of which this process holds
+    `local_part`."""
     if not isinstance(tensor, DTensor):
         return local_part
-    return DTensor.from_local(local_part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local_part,
+        tensor.device_mesh,
+        tensor.placements,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 @torch.no_grad()
 def copy_into_local(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Fill this process's part of a tensor with `read(slices)`, which may return fewer rows than the tensor has."""
+    """Fill this process's part of a tensor with `read(slices)`, which may return fewer rows than
+    the tensor has."""
     local_part = local(tensor)
     if local_part.numel():
         values = read(local_slices(tensor))
@@ -66,7 +84,8 @@ def copy_into_local(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor])
 
 
 class WeightPlacement:
-    """The part of each named tensor of a network that this process holds: here the part given by `local_slices`."""
+    """The part of each named tensor of a network that this process holds: here the part given by
+    `local_slices`."""
 
     def build_network(self, config: Config) -> GPT:
         """Build the network that holds this process's part; config describes the whole network."""
@@ -76,7 +95,9 @@ class WeightPlacement:
         """Allocate memory for the network; see the function `allocate`."""
         allocate(model, device)
 
-    def copy_in(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    def copy_in(
+        self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]
+    ) -> None:
         """Fill this process's part of a tensor; see `copy_into_local`."""
         copy_into_local(tensor, read)
 
@@ -85,7 +106,8 @@ class WeightPlacement:
         return tensor
 
     def connect(self, model: GPT) -> GPT:
-        """Connect a filled network, including a method's modules, so that it computes the output of the whole one."""
+        """Connect a filled network, including a method's modules, so that it computes the output of
+        the whole one."""
         return model
 
 
@@ -94,8 +116,12 @@ UNSHARDED = WeightPlacement()  # no sharding except FSDP's
 
 @contextmanager
 def summon_full(module: nn.Module, *excluded: str) -> Iterator[None]:
-    """Within the context, the module's direct parameters, except `excluded`, are unsharded; changes are kept."""
-    sharded = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor) and n not in excluded}
+    """Within the context, the module's direct parameters, except `excluded`, are unsharded; changes
+    are kept."""
+    sharded = {}
+    for n, p in module.named_parameters(recurse=False):
+        if isinstance(p, DTensor) and n not in excluded:
+            sharded[n] = p
     for name, parameter in sharded.items():
         setattr(module, name, nn.Parameter(parameter.detach().full_tensor(), requires_grad=False))
     try:
@@ -108,13 +134,16 @@ def summon_full(module: nn.Module, *excluded: str) -> Iterator[None]:
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate memory for this process's part of a network on the meta device; tied parameters stay tied."""
+    """Allocate memory for this process's part of a network on the meta device; tied parameters stay
+    tied."""
     allocated: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in allocated and local(parameter).is_meta:
                 storage = torch.empty_like(local(parameter), device=device)
-                allocated[id(parameter)] = nn.Parameter(shard_as(parameter, storage), requires_grad=parameter.requires_grad)
+                allocated[id(parameter)] = nn.Parameter(
+                    shard_as(parameter, storage), requires_grad=parameter.requires_grad
+                )
             if id(parameter) in allocated:
                 setattr(module, name, allocated[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):

@@ -11,17 +11,22 @@ ALIBI_BLOCK = 128  # bf16 represents the whole numbers up to 256
 
 
 def sinusoids(positions: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return sine and cosine of positions (B, T) at dim / 2 frequencies (arXiv 1706.03762, section 3.5): (B, T, dim)."""
+    """Return sine and cosine of positions (B, T) at dim / 2 frequencies (arXiv 1706.03762, section
+    3.5): (B, T, dim)."""
     half = dim // 2
-    exponents = torch.arange(half, device=positions.device, dtype=torch.float32) * (-math.log(10000) / (half - 1))
+    exponents = torch.arange(half, device=positions.device, dtype=torch.float32) * (
+        -math.log(10000) / (half - 1)
+    )
     angles = positions[..., None].float() * exponents.exp()
     return torch.cat((angles.sin(), angles.cos()), dim=-1).to(dtype)
 
 
 def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
-    """Return the slope of each head (arXiv 2108.12409, section 3): a geometric sequence that ends at 2^-max_bias.
+    """Return the slope of each head (arXiv 2108.12409, section 3): a geometric sequence that ends
+    at 2^-max_bias.
 
-    If the number of heads is no power of two, the remaining heads have every second slope of the next longer sequence.
+    If the number of heads is no power of two, the remaining heads have every second slope of the
+    next longer sequence.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-max_bias * (head + 1) / power) for head in range(power)]
@@ -29,14 +34,21 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     return tuple(slopes + longer[: num_heads - power])
 
 
-def add_alibi(q: Tensor, k: Tensor, positions: Tensor, slopes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Extend q (B, H, T, D) and k (B, K, T, D) by two entries whose product is slope * position of the key / scale.
+def add_alibi(
+    q: Tensor, k: Tensor, positions: Tensor, slopes: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Extend q (B, H, T, D) and k (B, K, T, D) by two entries whose product is slope * position of
+    the key / scale.
 
-    Softmax is invariant to a constant per query, so this equals -slope * distance in every attention kernel. A position is
-    split into two whole numbers that bf16 represents. positions: (B or 1, T); slopes: (H,).
+    Softmax is invariant to a constant per query, so this equals -slope * distance in every
+    attention kernel. A position is split into two whole numbers that bf16 represents. positions: (B
+    or 1, T); slopes: (H,).
     """
     block = torch.div(positions, ALIBI_BLOCK, rounding_mode="floor")
-    features = torch.stack((block, positions - block * ALIBI_BLOCK), dim=-1)[:, None].to(k.dtype)  # (B, 1, T, 2)
+    # (B, 1, T, 2)
+    features = torch.stack((block, positions - block * ALIBI_BLOCK), dim=-1)[:, None].to(k.dtype)
     weights = torch.stack((slopes * (ALIBI_BLOCK / scale), slopes / scale), dim=-1)  # (H, 2)
     weights = weights[None, :, None].to(q.dtype).expand(q.size(0), -1, q.size(2), -1)
-    return torch.cat((q, weights), -1), torch.cat((k, features.expand(k.size(0), k.size(1), -1, -1)), -1)
+    return torch.cat((q, weights), -1), torch.cat(
+        (k, features.expand(k.size(0), k.size(1), -1, -1)), -1
+    )

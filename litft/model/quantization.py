@@ -1,8 +1,9 @@
 """Frozen Linears in 4 or 8 bits with bitsandbytes (arXiv 2305.14314, 2208.07339), on CPU and CUDA.
 
-Only weights are quantized. Each matrix product uses the dequantized weight in the input's dtype, both in training and in
-inference, so a model gives the same logits in both. (The int8 layer of bitsandbytes also rounds activations, but only in
-inference.) The head, the embedding and the routers are not quantized.
+Only weights are quantized. Each matrix product uses the dequantized weight in the input's dtype,
+both in training and in inference, so a model gives the same logits in both. (The int8 layer of
+bitsandbytes also rounds activations, but only in inference.) The head, the embedding and the
+routers are not quantized.
 """
 
 import json
@@ -26,9 +27,17 @@ from litft.model.placement import copy_into_local
 
 KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 # names of a layer's other tensors, next to `weight` and `bias`, in folders saved with bitsandbytes
-STATISTICS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "SCB", "weight_format")
+STATISTICS = (
+    "weight.absmax",
+    "weight.quant_map",
+    "weight.nested_absmax",
+    "weight.nested_quant_map",
+    "SCB",
+    "weight_format",
+)
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-# name suffixes of Linears that stay in full precision: routers, and the coefficients of Gemma 3n's streams, a few rows each
+# name suffixes of Linears that stay in full precision: routers, and the coefficients of Gemma 3n's
+# streams, a few rows each
 UNQUANTIZED = (*ROUTERS, ".altup.modality", ".altup.prediction", ".altup.correction")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights per scale
 
@@ -39,11 +48,14 @@ BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights per scale
 def bitsandbytes(needed_by: str = "quantized weights need") -> ModuleType:
     """Import bitsandbytes; raise ValueError, which begins with `needed_by`, if it is not installed.
 
-    On CPUs with AVX512-BF16 its import downloads compiled code from the hub if the package `kernels` is installed, and
-    otherwise logs a warning. litft does not use that code, so the import runs without `kernels` and without the warning.
+    On CPUs with AVX512-BF16 its import downloads compiled code from the hub if the package
+    `kernels` is installed, and otherwise logs a warning. litft does not use that code, so the
+    import runs without `kernels` and without the warning.
     """
-    kernels, logger = sys.modules.get("kernels", ...), logging.getLogger("bitsandbytes.backends.cpu.ops")
-    sys.modules["kernels"], logger.disabled = None, True
+    kernels = sys.modules.get("kernels", ...)
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    sys.modules["kernels"] = None
+    logger.disabled = True
     try:
         return import_module("bitsandbytes")
     except ImportError:
@@ -58,7 +70,8 @@ def bitsandbytes(needed_by: str = "quantized weights need") -> ModuleType:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix (out, in) in bitsandbytes' format: `data` with a `QuantState`, or int8 data with the fp32 row maxima."""
+    """A matrix (out, in) in bitsandbytes' format: `data` with a `QuantState`, or int8 data with the
+    fp32 row maxima."""
 
     data: Tensor
     state: Any
@@ -66,16 +79,20 @@ class QuantizedTensor:
     @classmethod
     def quantize(cls, weight: Tensor, kind: str) -> "QuantizedTensor":
         """Quantize a matrix on its device."""
-        functional, weight = bitsandbytes().functional, weight.contiguous()  # the CUDA kernels ignore strides
+        functional = bitsandbytes().functional
+        weight = weight.contiguous()  # the CUDA kernels ignore strides
         if kind == "int8":
             data, maxima, _ = functional.int8_vectorwise_quant(weight.half())
             return cls(data, maxima)
         name, _, nested = kind.partition("-")
-        return cls(*functional.quantize_4bit(weight, quant_type=name, compress_statistics=bool(nested)))
+        return cls(
+            *functional.quantize_4bit(weight, quant_type=name, compress_statistics=bool(nested))
+        )
 
     @classmethod
     def from_state(cls, tensors: dict[str, Tensor]) -> "QuantizedTensor":
-        """Build from one layer's tensors in a folder, by name suffix (`weight`, `weight.absmax`, ... or `SCB`).
+        """Build from one layer's tensors in a folder, by name suffix (`weight`, `weight.absmax`,
+        ... or `SCB`).
 
         Raises ValueError if their shapes do not match.
         """
@@ -87,12 +104,17 @@ class QuantizedTensor:
                 or quantized.state.shape != quantized.data.shape[:1]
             ):
                 raise ValueError(
-                    f"weight of shape {tuple(quantized.data.shape)} and SCB of shape {tuple(quantized.state.shape)} "
-                    "do not form an int8 matrix"
+                    f"weight of shape {tuple(quantized.data.shape)} and SCB of shape "
+                    f"{tuple(quantized.state.shape)} do not form an int8 matrix"
                 )
             return quantized
-        statistics = {name.removeprefix("weight."): value for name, value in tensors.items() if name != "weight"}
-        state = bitsandbytes().functional.QuantState.from_dict(statistics, device=torch.device("cpu"))
+        statistics = {}
+        for name, value in tensors.items():
+            if name != "weight":
+                statistics[name.removeprefix("weight.")] = value
+        state = bitsandbytes().functional.QuantState.from_dict(
+            statistics, device=torch.device("cpu")
+        )
         _check_state(tensors["weight"], state)
         return cls(tensors["weight"], state)
 
@@ -102,24 +124,34 @@ class QuantizedTensor:
         if isinstance(self.state, Tensor):
             return functional.int8_vectorwise_dequant(self.data, self.state).to(dtype)
         state = copy(self.state)
-        state.dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-        if state.shape[1] % state.blocksize:  # the CPU kernel (0.50.2) would use the scales of wrong blocks
+        if dtype in (torch.bfloat16, torch.float16):
+            state.dtype = dtype
+        else:
+            state.dtype = torch.float32
+        # the CPU kernel (0.50.2) would use the scales of wrong blocks
+        if state.shape[1] % state.blocksize:
             count = math.prod(state.shape)
             width = count if count % state.blocksize else state.blocksize
             state.shape = torch.Size((count // width, width))
         return functional.dequantize_4bit(self.data, state).view(self.state.shape).to(dtype)
 
     def components(self) -> tuple[list[Tensor], list[int], str]:
-        """Return `state` as operator arguments: tensors, integers that begin with the matrix's shape, and the kind."""
+        """Return `state` as operator arguments: tensors, integers that begin with the matrix's
+        shape, and the kind."""
         if isinstance(self.state, Tensor):
             return [self.state], [*self.data.shape], "int8"
         state, inner = self.state, self.state.state2
-        nested = [inner.absmax, inner.code, state.offset] if state.nested else []
+        if state.nested:
+            nested = [inner.absmax, inner.code, state.offset]
+        else:
+            nested = []
         numbers = [*state.shape, state.blocksize, *([inner.blocksize] if state.nested else [])]
         return [state.absmax, state.code, *nested], numbers, state.quant_type
 
     @classmethod
-    def from_components(cls, data: Tensor, tensors: list[Tensor], numbers: list[int], kind: str) -> "QuantizedTensor":
+    def from_components(
+        cls, data: Tensor, tensors: list[Tensor], numbers: list[int], kind: str
+    ) -> "QuantizedTensor":
         """Build from `data` and the result of `components`."""
         if kind == "int8":
             return cls(data, tensors[0])
@@ -128,12 +160,25 @@ class QuantizedTensor:
             tensors,
             numbers,
         )
-        inner = (
-            QuantState(nested[0], code=nested[1], blocksize=inner_block_sizes[0], dtype=torch.float32) if nested else None
-        )
+        if nested:
+            inner = QuantState(
+                nested[0], code=nested[1], blocksize=inner_block_sizes[0], dtype=torch.float32
+            )
+        else:
+            inner = None
         shape = torch.Size((height, width))
         return cls(
-            data, QuantState(absmax, shape, code, block_size, kind, torch.float32, nested[2] if nested else None, inner)
+            data,
+            QuantState(
+                absmax,
+                shape,
+                code,
+                block_size,
+                kind,
+                torch.float32,
+                nested[2] if nested else None,
+                inner,
+            ),
         )
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
@@ -145,7 +190,8 @@ class QuantizedTensor:
 
 
 def _check_state(data: Tensor, state: Any) -> None:
-    """Raise ValueError if data and statistics do not match, since compiled code would read out of bounds."""
+    """Raise ValueError if data and statistics do not match, since compiled code would read out of
+    bounds."""
     size = math.prod(state.shape)
     is_valid = (
         len(state.shape) == 2
@@ -163,28 +209,43 @@ def _check_state(data: Tensor, state: Any) -> None:
             and inner.absmax.numel() == -(-count // inner.blocksize)
         )
     if not is_valid:
-        raise ValueError(f"{data.nbytes} bytes and their statistics do not form a matrix of shape {tuple(state.shape)}")
+        raise ValueError(
+            f"{data.nbytes} bytes and their statistics do not form a matrix of shape "
+            f"{tuple(state.shape)}"
+        )
 
 
 @torch.library.custom_op("litft::quantized_matmul", mutates_args=())
 def quantized_matmul(
-    x: Tensor, data: Tensor, statistics: list[Tensor], numbers: list[int], kind: str, ends: Tensor | None, transpose: bool
+    x: Tensor,
+    data: Tensor,
+    statistics: list[Tensor],
+    numbers: list[int],
+    kind: str,
+    ends: Tensor | None,
+    transpose: bool,
 ) -> Tensor:
-    """Compute x W^T for a quantized W, or x W with `transpose`, as the backward does. No dense copy of W is saved.
+    """Compute x W^T for a quantized W, or x W with `transpose`, as the backward does.
 
-    statistics, numbers, kind: from `QuantizedTensor.components`. ends: for experts, whose matrices are concatenated by rows,
-    as in `Grouping`. This is a single operator for the compiler, which cannot trace dequantization.
+    No dense copy of W is saved.
+
+    statistics, numbers, kind: from `QuantizedTensor.components`. ends: for experts, whose matrices
+    are concatenated by rows, as in `Grouping`. This is a single operator for the compiler, which
+    cannot trace dequantization.
     """
     weight = QuantizedTensor.from_components(data, statistics, numbers, kind).dequantize(x.dtype)
     if ends is None:
-        return x @ weight if transpose else F.linear(x, weight)
+        if transpose:
+            return x @ weight
+        return F.linear(x, weight)
     weight = weight.unflatten(0, (len(ends), -1))
     return grouped_product(x, weight if transpose else weight.mT, ends)
 
 
 @quantized_matmul.register_fake
 def _(x, data, statistics, numbers, kind, ends, transpose):
-    height, width = numbers[0] // (1 if ends is None else len(ends)), numbers[1]
+    height = numbers[0] // (1 if ends is None else len(ends))
+    width = numbers[1]
     return x.new_empty(*x.shape[:-1], width if transpose else height)
 
 
@@ -195,7 +256,9 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad: Tensor):
     data, ends, *statistics = ctx.saved_tensors
-    d_x = quantized_matmul(grad.contiguous(), data, statistics, ctx.numbers, ctx.kind, ends, not ctx.transpose)
+    d_x = quantized_matmul(
+        grad.contiguous(), data, statistics, ctx.numbers, ctx.kind, ends, not ctx.transpose
+    )
     return d_x, None, [None] * len(statistics), None, None, None, None
 
 
@@ -203,17 +266,23 @@ quantized_matmul.register_autograd(_backward, setup_context=_setup_context)
 
 
 class QuantizedModule(nn.Module):
-    """A frozen module whose `weight` holds quantized data; sharding applies to it, but not to the statistics."""
+    """A frozen module whose `weight` holds quantized data; sharding applies to it, but not to the
+    statistics."""
 
     def __init__(self, module: nn.Linear | ExpertLinear, kind: str) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = module.in_features, module.out_features
-        self.kind, self.state, self.bias = kind, None, module.bias
+        self.in_features = module.in_features
+        self.out_features = module.out_features
+        self.kind = kind
+        self.state = None
+        self.bias = module.bias
         self.weight = nn.Parameter(empty_storage(module.weight, kind), requires_grad=False)
 
     def fill(self, quantized: QuantizedTensor) -> None:
         """Copy the quantized data into the weight, and keep its statistics."""
-        copy_into_local(self.weight, quantized.data.view(self.weight.dtype).view(self.weight.shape).__getitem__)
+        copy_into_local(
+            self.weight, quantized.data.view(self.weight.dtype).view(self.weight.shape).__getitem__
+        )
         self.state = quantized.state
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "QuantizedModule":
@@ -224,7 +293,8 @@ class QuantizedModule(nn.Module):
         return self
 
     def components(self, device: torch.device) -> tuple[list[Tensor], list[int], str]:
-        """Return `QuantizedTensor.components` on a device; offloaded statistics are moved there once and stay there."""
+        """Return `QuantizedTensor.components` on a device; offloaded statistics are moved there
+        once and stay there."""
         components = self.quantized.components()
         if components[0][0].device != device:
             self.state = _state_to(self.state, device)
@@ -245,7 +315,10 @@ def _state_to(state: Any, device: torch.device) -> Any:
     for name, value in vars(state).items():
         if isinstance(value, Tensor):
             setattr(state, name, value.to(device))
-    state.state2 = None if state.state2 is None else _state_to(state.state2, device)
+    if state.state2 is None:
+        state.state2 = None
+    else:
+        state.state2 = _state_to(state.state2, device)
     return state
 
 
@@ -254,7 +327,9 @@ class QuantizedLinear(QuantizedModule, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = quantized_matmul(x, self.weight, *self.components(x.device), None, False)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        if self.bias is None:
+            return y
+        return y + self.bias.to(y.dtype)
 
 
 class QuantizedExpertLinear(QuantizedModule, ExpertLinear):
@@ -267,7 +342,9 @@ class QuantizedExpertLinear(QuantizedModule, ExpertLinear):
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply to x (N, in), sorted by expert; return (N, out)."""
         y = quantized_matmul(x, self.weight, *self.components(x.device), grouping.ends, False)
-        return y if self.bias is None else y + by_expert(self.bias.to(y.dtype), grouping)
+        if self.bias is None:
+            return y
+        return y + by_expert(self.bias.to(y.dtype), grouping)
 
 
 def is_quantizable(name: str, model: nn.Module) -> bool:
@@ -282,7 +359,8 @@ def is_quantizable(name: str, model: nn.Module) -> bool:
 
 
 def empty_storage(weight: Tensor, kind: str) -> Tensor:
-    """Allocate quantized storage for a weight (out, in) or (E, out, in): int8 rows, or two 4-bit values per byte."""
+    """Allocate quantized storage for a weight (out, in) or (E, out, in): int8 rows, or two 4-bit
+    values per byte."""
     if kind == "int8":
         return torch.empty_like(weight.flatten(0, -2), dtype=torch.int8)
     return weight.new_empty((-(-weight.numel() // 2), 1), dtype=torch.uint8)
@@ -292,13 +370,22 @@ def quantize_modules(model: nn.Module, names: Iterable[str], kind: str) -> None:
     """Replace the named modules by quantized ones, whose weights are not filled yet."""
     for name in names:
         module = model.get_submodule(name)
-        module_class = QuantizedExpertLinear if isinstance(module, ExpertLinear) else QuantizedLinear
+        if isinstance(module, ExpertLinear):
+            module_class = QuantizedExpertLinear
+        else:
+            module_class = QuantizedLinear
         model.set_submodule(name, module_class(module, kind))
 
 
 def quantize_dequantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Cast a weight (out, in) or (E, out, in) to `dtype`, quantize and dequantize it in `dtype`; return fp32."""
-    return QuantizedTensor.quantize(weight.to(dtype).flatten(0, -2), kind).dequantize(dtype).float().view_as(weight)
+    """Cast a weight (out, in) or (E, out, in) to `dtype`, quantize and dequantize it in `dtype`;
+    return fp32."""
+    return (
+        QuantizedTensor.quantize(weight.to(dtype).flatten(0, -2), kind)
+        .dequantize(dtype)
+        .float()
+        .view_as(weight)
+    )
 
 
 def stored_shape(state: Tensor) -> tuple[int, ...]:

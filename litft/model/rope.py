@@ -1,4 +1,5 @@
-"""Rotary position embedding: frequencies for every rope type, always in fp32, and the rotation of queries and keys."""
+"""Rotary position embedding: frequencies for every rope type, always in fp32, and the rotation of
+queries and keys."""
 
 import math
 from typing import NamedTuple
@@ -12,12 +13,16 @@ from litft.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
-    """Return the rotation frequencies, in radians per position, up to the original context length and beyond it.
+    """Return the rotation frequencies, in radians per position, up to the original context length
+    and beyond it.
 
-    Both are fp32 tensors of shape (rope.dim / 2,). They differ only for longrope. Dynamic NTK depends on the sequence length
-    and is computed by `RotaryEmbedding`. `RopeConfig` cites the papers; the formulas are tested against transformers.
+    Both are fp32 tensors of shape (rope.dim / 2,). They differ only for longrope. Dynamic NTK
+    depends on the sequence length and is computed by `RotaryEmbedding`. `RopeConfig` cites the
+    papers; the formulas are tested against transformers.
     """
-    frequencies = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
+    frequencies = 1.0 / (
+        rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
+    )
     if rope.rope_type in ("linear", "proportional"):
         frequencies = frequencies / rope.factor
         frequencies[int(rope.fraction * rope.dim // 2) :] = 0
@@ -26,35 +31,49 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
     elif rope.rope_type == "yarn":
         frequencies = _yarn(frequencies, rope)
     elif rope.rope_type == "longrope":
-        return frequencies / torch.tensor(rope.short_factor), frequencies / torch.tensor(rope.long_factor)
+        return frequencies / torch.tensor(rope.short_factor), frequencies / torch.tensor(
+            rope.long_factor
+        )
     frequencies = -frequencies if rope.reversed else frequencies
     return frequencies, frequencies
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # full turns within the original context
-    kept_share = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    # full turns within the original context
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)
+    kept_share = (
+        (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    ).clamp(0, 1)
     return frequencies * kept_share + frequencies / rope.factor * (1 - kept_share)
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep pairs that turn more than beta_fast times, divide those below beta_slow by the factor, interpolate in between."""
+    """Keep pairs that turn more than beta_fast times, divide those below beta_slow by the factor,
+    interpolate in between."""
 
     def pair_index(turns: float) -> float:
-        return rope.dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            rope.dim
+            * math.log(rope.original_max_positions / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
-    low, high = pair_index(rope.beta_fast), pair_index(rope.beta_slow)
+    low = pair_index(rope.beta_fast)
+    high = pair_index(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope.dim - 1)
     ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     slowed_share = ramp.clamp(0, 1)
     return frequencies * (1 - slowed_share) + frequencies / rope.factor * slowed_share
 
 
 class CosSin(NamedTuple):
-    """cos and sin for the queries and keys of a layer, (B, 1, T, rope.dim) each, and an optional scale of the queries."""
+    """cos and sin for the queries and keys of a layer, (B, 1, T, rope.dim) each, and an optional
+    scale of the queries."""
 
     cos: Tensor  # cos of every pair, repeated for the second half
     sin: Tensor  # sin of every pair for the first half, -sin for the second
@@ -75,7 +94,8 @@ class RotaryEmbedding(nn.Module):
         self.short, self.long = (f.to(device) for f in inverse_frequencies(self.rope))
 
     def _apply(self, fn, recurse: bool = True) -> "RotaryEmbedding":
-        """Move the frequencies but keep them in fp32: in bf16, the angle at position 4,000 would be off by whole turns."""
+        """Move the frequencies but keep them in fp32: in bf16, the angle at position 4,000 would be
+        off by whole turns."""
         super()._apply(fn, recurse)
         if self.short.device.type != "meta":
             self._compute(self.short.device)
@@ -84,14 +104,16 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, max_length: Tensor | int, dtype: torch.dtype) -> CosSin:
         """Return cos and sin for positions (B, T).
 
-        max_length: where the frequencies depend on it (`RopeConfig.depends_on_length`), the length of each token's document
-        (B, 1, T, 1) or of each row (B, 1, 1, 1); in generation the planned length. All tokens of a document use the same
-        frequencies.
+        max_length: where the frequencies depend on it (`RopeConfig.depends_on_length`), the length
+        of each token's document (B, 1, T, 1) or of each row (B, 1, 1, 1); in generation the planned
+        length. All tokens of a document use the same frequencies.
         """
         frequencies = self.short
         if self.rope.rope_type == "longrope":
             max_length = torch.as_tensor(max_length, device=positions.device)
-            frequencies = torch.where(max_length > self.rope.original_max_positions, self.long, self.short)
+            frequencies = torch.where(
+                max_length > self.rope.original_max_positions, self.long, self.short
+            )
         elif self.rope.rope_type == "dynamic":
             frequencies = self._dynamic(torch.as_tensor(max_length, device=positions.device))
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
@@ -117,27 +139,34 @@ class RotaryEmbedding(nn.Module):
         return (1 + self.rope.query_beta * torch.log(1 + full_contexts)).to(dtype)
 
     def _dynamic(self, max_length: Tensor) -> Tensor:
-        """Return NTK-aware frequencies: theta grows with the length, so that the lowest frequency covers that length."""
+        """Return NTK-aware frequencies: theta grows with the length, so that the lowest frequency
+        covers that length."""
         rope = self.rope
-        stretch = rope.factor * max_length.clamp(min=rope.original_max_positions) / rope.original_max_positions - (
-            rope.factor - 1
-        )
+        stretch = rope.factor * max_length.clamp(
+            min=rope.original_max_positions
+        ) / rope.original_max_positions - (rope.factor - 1)
         theta = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
-        return 1.0 / theta ** (torch.arange(0, rope.dim, 2, device=max_length.device, dtype=torch.float32) / rope.dim)
+        return 1.0 / theta ** (
+            torch.arange(0, rope.dim, 2, device=max_length.device, dtype=torch.float32) / rope.dim
+        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first entries of x (B, H, T, D) in the half-split layout: entry i pairs with entry i + dim / 2.
+    """Rotate the first entries of x (B, H, T, D) in the half-split layout: entry i pairs with entry
+    i + dim / 2.
 
     cos and sin have the layout of `CosSin`.
     """
     if torch.compiler.is_compiling():
         return _rotate_compiled(x, cos, sin)
-    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate_eager(x, cos, sin)
+    if torch.is_grad_enabled():
+        return _Rotation.apply(x, cos, sin)
+    return _rotate_eager(x, cos, sin)
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotation with its own backward, which rotates the gradient by the negative angles: a third of autograd's work.
+    """Rotation with its own backward, which rotates the gradient by the negative angles: a third of
+    autograd's work.
 
     Rounds exactly like `_rotate_compiled`, in fewer and larger operations.
     """
@@ -160,7 +189,8 @@ def _rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return (x * cos).add_((x * sin).roll(half, -1))
     y = torch.empty_like(x)
     y[..., width:] = x[..., width:]
-    x, rotated = x[..., :width], y[..., :width]
+    x = x[..., :width]
+    rotated = y[..., :width]
     torch.mul(x, cos, out=rotated)
     sin_terms = x * sin
     rotated[..., :half].add_(sin_terms[..., half:])
@@ -169,19 +199,28 @@ def _rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # computed as (B, T, H, D), so that neither the attention kernel's output nor the input of o_proj is a copy
+    # computed as (B, T, H, D), so that neither the attention kernel's output nor the input of
+    # o_proj is a copy
     x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, cos, sin))
     half = cos.size(-1) // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    first_half, second_half, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos = cos[..., :half]
+    sin = sin[..., :half]
+    first_half = x[..., :half]
+    second_half = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
     rotated = (first_half * cos).sub_(second_half * sin), (second_half * cos).add_(first_half * sin)
     return torch.cat((*rotated, rest), dim=-1).transpose(1, 2)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first entries of x (B, H, T, D) in the interleaved layout: entry 2 i pairs with entry 2 i + 1."""
+    """Rotate the first entries of x (B, H, T, D) in the interleaved layout: entry 2 i pairs with
+    entry 2 i + 1."""
     width = cos.size(-1)
-    cos, sin, rotated, rest = cos[..., : width // 2], sin[..., : width // 2], x[..., :width], x[..., width:]
-    even, odd = rotated[..., ::2], rotated[..., 1::2]
+    cos = cos[..., : width // 2]
+    sin = sin[..., : width // 2]
+    rotated = x[..., :width]
+    rest = x[..., width:]
+    even = rotated[..., ::2]
+    odd = rotated[..., 1::2]
     rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
     return torch.cat((rotated, rest), dim=-1)

@@ -1,4 +1,7 @@
-"""`RopeConfig`: a rotary position embedding, read from a checkpoint's config.json. Does not import torch."""
+"""`RopeConfig`: a rotary position embedding, read from a checkpoint's config.json.
+
+Does not import torch.
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,14 +9,24 @@ from typing import Any
 
 LARGEST_FACTOR = 1e6  # of a context; a larger one is a broken file
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+# the parameters that a type cannot do without
+REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling beyond the original context.
+    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling beyond the original
+    context.
 
-    `rope_type` is one of ROPE_TYPES: default, linear (arXiv 2306.15595), dynamic NTK, llama3 (Llama 3.1), yarn (arXiv
-    2309.00071), longrope (arXiv 2402.13753). Fields that a type does not use keep their defaults.
+    `rope_type` is one of ROPE_TYPES: default, linear (arXiv 2306.15595), dynamic NTK, llama3 (Llama
+    3.1), yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). Fields that a type does not use keep
+    their defaults.
     """
 
     theta: float
@@ -29,7 +42,8 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
     reversed: bool = False  # nanochat rotates by the negative angles
-    # Ministral 3 and Llama 4: queries at position p are multiplied by 1 + beta log(1 + floor((p + offset) / context))
+    # Ministral 3 and Llama 4: queries at position p are multiplied by 1 + beta log(1 + floor((p +
+    # offset) / context))
     query_beta: float = 0.0
     query_offset: int = 0
     short_factor: tuple[float, ...] = ()  # longrope: one factor per frequency
@@ -42,41 +56,61 @@ class RopeConfig:
 
     @classmethod
     def from_hf(
-        cls, hf: dict[str, Any], head_dim: int, theta: float = 10000.0, fraction: float | None = None
+        cls,
+        hf: dict[str, Any],
+        head_dim: int,
+        theta: float = 10000.0,
+        fraction: float | None = None,
     ) -> "RopeConfig":
-        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older versions).
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older
+        versions).
 
-        theta, fraction: the family's defaults for what the file does not specify. fraction is the share of a head that is
-        rotated; None means all of it. Raises ValueError for an unsupported rope type or missing or invalid parameters.
+        theta, fraction: the family's defaults for what the file does not specify. fraction is the
+        share of a head that is rotated; None means all of it. Raises ValueError for an unsupported
+        rope type or missing or invalid parameters.
         """
-        scaling = {k: v for k, v in (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).items() if v is not None}
+        scaling = {}
+        for k, v in (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).items():
+            if v is not None:
+                scaling[k] = v
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
         if fraction is not None or rope_type != "default":
-            fraction = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor") or fraction)
+            fraction = scaling.get(
+                "partial_rotary_factor", hf.get("partial_rotary_factor") or fraction
+            )
         fraction = 1.0 if fraction is None else fraction
         if not 0 < fraction <= 1:  # rotary_dim divided by head_dim
-            raise ValueError(f"config.json: the rotated share of a head must be in (0, 1], found {fraction!r}")
-        dim = head_dim if rope_type == "proportional" else int(head_dim * fraction)
+            raise ValueError(
+                f"config.json: the rotated share of a head must be in (0, 1], found {fraction!r}"
+            )
+        if rope_type == "proportional":
+            dim = head_dim
+        else:
+            dim = int(head_dim * fraction)
         if rope_type not in ROPE_TYPES:
-            raise ValueError(f"config.json: rope type {rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}")
-        required = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(
-            rope_type, []
-        )
-        if rope_type in ("llama3", "yarn"):
-            required = ["factor"] + ["original_max_position_embeddings"] * (rope_type == "llama3")
-        if missing := [name for name in required if name not in scaling]:
-            raise ValueError(f"config.json: rope type {rope_type!r} needs {', '.join(missing)} in its rope parameters")
+            raise ValueError(
+                f"config.json: rope type {rope_type!r} is not supported; known: "
+                f"{', '.join(ROPE_TYPES)}"
+            )
+        _check_complete(rope_type, scaling)
         _check_rope(scaling, dim)
         max_positions = hf.get("max_position_embeddings", 2048)
         original_max_positions = hf.get("original_max_position_embeddings") or scaling.get(
             "original_max_position_embeddings"
         )
-        # as in transformers, the ratio of the two context lengths replaces a missing factor, and for longrope any factor
+        # as in transformers, the ratio of the two context lengths replaces a missing factor, and
+        # for longrope any factor
         ratio = max_positions / (original_max_positions or max_positions)
         factor = scaling.get("factor", ratio if original_max_positions else 1.0)
         if rope_type == "longrope" and hf.get("original_max_position_embeddings"):
             factor = ratio
-        type_specific = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+        type_specific = (
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "truncate",
+        )
         return cls(
             theta=float(scaling.get("rope_theta", hf.get("rope_theta") or theta)),
             dim=dim,
@@ -84,9 +118,13 @@ class RopeConfig:
             rope_type=rope_type,
             factor=float(factor),
             original_max_positions=int(
-                max_positions if rope_type in ("default", "linear", "dynamic") else original_max_positions or max_positions
+                max_positions
+                if rope_type in ("default", "linear", "dynamic")
+                else original_max_positions or max_positions
             ),
-            attention_factor=_attention_factor(rope_type, scaling, float(factor), original_max_positions or max_positions),
+            attention_factor=_attention_factor(
+                rope_type, scaling, float(factor), original_max_positions or max_positions
+            ),
             short_factor=tuple(scaling.get("short_factor", ())),
             long_factor=tuple(scaling.get("long_factor", ())),
             query_beta=float(scaling.get("llama_4_scaling_beta", 0.0)),
@@ -94,11 +132,24 @@ class RopeConfig:
         )
 
 
+def _check_complete(rope_type: str, scaling: dict[str, Any]) -> None:
+    """Raise ValueError if the rope parameters lack one that their type needs."""
+    missing = []
+    for name in REQUIRED.get(rope_type, ()):
+        if name not in scaling:
+            missing.append(name)
+    if missing:
+        raise ValueError(
+            f"config.json: rope type {rope_type!r} needs {', '.join(missing)} in its rope "
+            "parameters"
+        )
+
+
 def scaled_context(hf: dict[str, Any], max_positions: int) -> int:
     """Return the context length that the scaling of config.json gives, as vLLM computes it.
 
-    yarn multiplies the original context; linear and dynamic multiply max_position_embeddings. For longrope and llama3 the
-    file has the scaled length, and for Gemma 3, too.
+    yarn multiplies the original context; linear and dynamic multiply max_position_embeddings. For
+    longrope and llama3 the file has the scaled length, and for Gemma 3, too.
     """
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     of_full_layers = scaling.get("full_attention")  # parameters by layer type
@@ -112,16 +163,21 @@ def scaled_context(hf: dict[str, Any], max_positions: int) -> int:
         return max_positions
     if rope_type != "yarn":
         return round(max_positions * factor)
-    original = scaling.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+    original = scaling.get("original_max_position_embeddings") or hf.get(
+        "original_max_position_embeddings"
+    )
     if not original:
         return max_positions
     return max(max_positions, round(original * factor))
 
 
 def _check_rope(scaling: dict[str, Any], dim: int) -> None:
-    """Raise ValueError with every rope parameter that makes an angle undefined, or does not fit the rotated entries."""
+    """Raise ValueError with every rope parameter that makes an angle undefined, or does not fit the
+    rotated entries."""
     problems = []
-    if scaling.get("rope_theta", 2) == 1 or scaling.get("low_freq_factor", 1) == scaling.get("high_freq_factor", 4):
+    if scaling.get("rope_theta", 2) == 1 or scaling.get("low_freq_factor", 1) == scaling.get(
+        "high_freq_factor", 4
+    ):
         problems.append("rope_theta 1 or low_freq_factor equal to high_freq_factor")
     for name in ("short_factor", "long_factor"):
         if name in scaling and len(scaling[name]) != dim // 2:
@@ -131,11 +187,16 @@ def _check_rope(scaling: dict[str, Any], dim: int) -> None:
     if dim < 4 and "dynamic" in (scaling.get("rope_type"), scaling.get("type")):
         problems.append(f"rope type dynamic with {dim} rotated entries (needs at least 4)")
     if problems:
-        raise ValueError(f"config.json: invalid rope parameters: {', '.join(problems)}; download the file again")
+        raise ValueError(
+            f"config.json: invalid rope parameters: {', '.join(problems)}; download the file again"
+        )
 
 
-def _attention_factor(rope_type: str, scaling: dict[str, Any], factor: float, original_max_positions: int) -> float:
-    """Return the factor by which yarn (section 3.4 of the paper) and longrope multiply cos and sin; 1 for other types."""
+def _attention_factor(
+    rope_type: str, scaling: dict[str, Any], factor: float, original_max_positions: int
+) -> float:
+    """Return the factor by which yarn (section 3.4 of the paper) and longrope multiply cos and sin;
+    1 for other types."""
     if rope_type not in ("yarn", "longrope"):
         return 1.0
     if "attention_factor" in scaling:
@@ -144,7 +205,8 @@ def _attention_factor(rope_type: str, scaling: dict[str, Any], factor: float, or
         return 1.0
     if rope_type == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
-    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    mscale = scaling.get("mscale")
+    all_dim = scaling.get("mscale_all_dim")
     if mscale and all_dim:
         return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
     return 0.1 * math.log(factor) + 1

@@ -1,4 +1,7 @@
-"""The network: one decoder for all model families. Differences are values of `Config`, applied when it is built."""
+"""The network: one decoder for all model families.
+
+Differences are values of `Config`, applied when it is built.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +32,9 @@ def block_class(config: Config) -> type[Block]:
         return ParallelBlock
     if config.altup:
         return AltUpBlock
-    return PostNormBlock if config.norm_position == "residual" else Block
+    if config.norm_position == "residual":
+        return PostNormBlock
+    return Block
 
 
 class GPT(nn.Module):
@@ -40,9 +45,18 @@ class GPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         num_positions = config.max_positions + config.position_offset
-        self.embed_positions = nn.Embedding(num_positions, config.dim) if config.learned_positions else None
-        self.embed_norm = Norm(config.embed_norm, config.dim) if config.embed_norm else None
-        self.per_layer = PerLayerEmbedding(config) if config.per_layer_dim else None
+        if config.learned_positions:
+            self.embed_positions = nn.Embedding(num_positions, config.dim)
+        else:
+            self.embed_positions = None
+        if config.embed_norm:
+            self.embed_norm = Norm(config.embed_norm, config.dim)
+        else:
+            self.embed_norm = None
+        if config.per_layer_dim:
+            self.per_layer = PerLayerEmbedding(config)
+        else:
+            self.per_layer = None
         self.streams = Streams(config, config.altup) if config.altup else None
         self.blocks = nn.ModuleList(block_class(config)(config, layer) for layer in config.layers)
         self.norm = Norm(config.norm, config.dim) if config.final_norm else None
@@ -50,12 +64,13 @@ class GPT(nn.Module):
         self.tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
-        self.rotary_indices = [ropes.index(layer.rope) if layer.rope else None for layer in config.layers]
+        self.rotary_indices = [
+            ropes.index(layer.rope) if layer.rope else None for layer in config.layers
+        ]
         self.label_smoothing = self.neftune_alpha = 0.0  # set by the training loop
         self.compiled_loss = False  # whether the loss is compiled in training
-        self.compute_device: torch.device | None = (
-            None  # set if weights are offloaded to the host; None: the device of the weights
-        )
+        # set if weights are offloaded to the host; None: the device of the weights
+        self.compute_device: torch.device | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,18 +110,20 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run tokens (B, T) through the network.
 
-        positions: (B, T); default: counted from the cache's length, restarting at each document. With a cache they are also
-            the indices at which keys and values are stored.
-        documents: (B, T) integers with a different value for each packed sample of a row, or `PackedSequences`. Tokens of
-            different documents do not attend to each other.
+        positions: (B, T); default: counted from the cache's length, restarting at each document.
+            With a cache they are also the indices at which keys and values are stored.
+        documents: (B, T) integers with a different value for each packed sample of a row, or
+            `PackedSequences`. Tokens of different documents do not attend to each other.
         cache: keys and values of previous tokens; those of `tokens` are added.
         targets: (B, T); `targets[b, t]` is the token after `tokens[b, t]`, or IGNORED.
-        target_indices: (N,), indices of the targets among the flattened B x T positions; avoids a GPU sync.
+        target_indices: (N,), indices of the targets among the flattened B x T positions; avoids a
+        GPU sync.
         logits_to_keep: (B, N), indices of the tokens whose logits are computed; default: all.
-        reduction: sum: the loss is summed over the targets; none: the loss of each target, (N,), without label smoothing.
+        reduction: sum: the loss is summed over the targets; none: the loss of each target, (N,),
+        without label smoothing.
 
-        Returns logits (B, T or N, V), or with targets the loss, and with sum the number of targets too. The head runs inside
-        `forward`, so that DDP and FSDP handle it.
+        Returns logits (B, T or N, V), or with targets the loss, and with sum the number of targets
+        too. The head runs inside `forward`, so that DDP and FSDP handle it.
         """
         if isinstance(documents, Tensor):
             documents = PackedSequences.of(documents)
@@ -124,7 +141,13 @@ class GPT(nn.Module):
         documents = self.layer_documents(self.prepare_documents(documents, tokens), tokens)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
             layer_cache = cache.layers[index] if cache else None
-            x = block(x, cos_sin[rotary] if rotary is not None else None, documents[index], layer_cache, *extras[index])
+            x = block(
+                x,
+                cos_sin[rotary] if rotary is not None else None,
+                documents[index],
+                layer_cache,
+                *extras[index],
+            )
         if cache is not None:
             cache.end()
         if logits_to_keep is not None:
@@ -143,29 +166,47 @@ class GPT(nn.Module):
         """Return what the head reads, (B, T, C), of the last block's output."""
         return apply_norm(self.norm, x if self.streams is None else self.streams.reduce(x))
 
-    def prepare_documents(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
+    def prepare_documents(
+        self, documents: PackedSequences | None, tokens: Tensor
+    ) -> PackedSequences | None:
         """Return the documents to pass to the blocks; overridden for compiled blocks."""
         return documents
 
-    def layer_documents(self, documents: PackedSequences | None, tokens: Tensor) -> list[PackedSequences | None]:
-        """Return the documents of each block: those of tokens (B, T), or their chunks for a block with chunked attention."""
+    def layer_documents(
+        self, documents: PackedSequences | None, tokens: Tensor
+    ) -> list[PackedSequences | None]:
+        """Return the documents of each block: those of tokens (B, T), or their chunks for a block
+        with chunked attention."""
         windows = [layer.window for layer in self.config.layers]
-        chunks = {window for window in windows if isinstance(window, Chunk) and window.size < tokens.size(1)}
-        whole = documents or (PackedSequences.rows(*tokens.shape, tokens.device) if chunks else None)
+        chunks = {
+            window
+            for window in windows
+            if isinstance(window, Chunk) and window.size < tokens.size(1)
+        }
+        whole = documents or (
+            PackedSequences.rows(*tokens.shape, tokens.device) if chunks else None
+        )
         chunked = {chunk: whole.chunked(chunk.size) for chunk in chunks}
         return [chunked.get(window, documents) for window in windows]
 
     def block_extras(self, tokens: Tensor, x: Tensor) -> list[tuple[BlockExtra, ...]]:
-        """Return the further argument of each block for tokens (B, T) with embedding x; an empty tuple if it has none."""
+        """Return the further argument of each block for tokens (B, T) with embedding x; an empty
+        tuple if it has none."""
         shares = any(layer.kv_sharing != "none" for layer in self.config.layers)
         if self.per_layer is None and not shares:
             return [()] * len(self.blocks)
-        inputs = [None] * len(self.blocks) if self.per_layer is None else self.per_layer(tokens, x).unbind()
+        if self.per_layer is None:
+            inputs = [None] * len(self.blocks)
+        else:
+            inputs = self.per_layer(tokens, x).unbind()
         shared = SharedKeys()
         return [(BlockExtra(token_input, shared),) for token_input in inputs]
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the input of the residual stream. The scale is rounded to the weights' dtype, as in Gemma's training."""
+        """Return the input of the residual stream.
+
+        The scale is rounded to the weights' dtype, as in Gemma's training.
+        """
         x = self.embed(tokens)
         if self.config.embed_scale != 1:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
@@ -177,16 +218,23 @@ class GPT(nn.Module):
         return apply_norm(self.embed_norm, x)
 
     def cos_sin(
-        self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype, document_ids: Tensor | None = None
+        self,
+        positions: Tensor,
+        cache: KVCache | None,
+        dtype: torch.dtype,
+        document_ids: Tensor | None = None,
     ) -> list[CosSin]:
         """Return cos and sin for each distinct RopeConfig at positions (B, T).
 
-        The length of each document, without documents that of each row, selects the factors of the types that depend on it;
-        in generation the planned length.
+        The length of each document, without documents that of each row, selects the factors of the
+        types that depend on it; in generation the planned length.
         """
         lengths: Tensor | int = 0
         if any(rotary.rope.depends_on_length for rotary in self.rotaries):
-            lengths = cache.max_length if cache else text_lengths(positions, document_ids)
+            if cache:
+                lengths = cache.max_length
+            else:
+                lengths = text_lengths(positions, document_ids)
         return [rotary(positions, lengths, dtype) for rotary in self.rotaries]
 
 
@@ -212,11 +260,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def add_neftune_noise(x: Tensor, alpha: float, targets: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Add NEFTune noise (arXiv 2310.05914) to embeddings (B, T, C): uniform within alpha / sqrt(L C).
+def add_neftune_noise(
+    x: Tensor, alpha: float, targets: Tensor, document_ids: Tensor | None
+) -> Tensor:
+    """Add NEFTune noise (arXiv 2310.05914) to embeddings (B, T, C): uniform within alpha / sqrt(L
+    C).
 
-    L is the length of the sample: the tokens of its document in a packed row, otherwise the tokens up to the row's last
-    target, since later ones are padding or do not affect the loss. So the noise does not depend on the length of other rows.
+    L is the length of the sample: the tokens of its document in a packed row, otherwise the tokens
+    up to the row's last target, since later ones are padding or do not affect the loss. So the
+    noise does not depend on the length of other rows.
     """
     if document_ids is None:
         index = torch.arange(1, x.size(1) + 1, device=x.device)
@@ -228,9 +280,11 @@ def add_neftune_noise(x: Tensor, alpha: float, targets: Tensor, document_ids: Te
 
 
 def text_lengths(positions: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return the length of the document of each token, (B, 1, T, 1); without documents that of each row, (B, 1, 1, 1).
+    """Return the length of the document of each token, (B, 1, T, 1); without documents that of each
+    row, (B, 1, 1, 1).
 
-    positions: (B, T), counted from 0 in each row without documents; those of padding are below the row's length.
+    positions: (B, T), counted from 0 in each row without documents; those of padding are below the
+    row's length.
     """
     if document_ids is None:
         return (positions.amax(1) + 1)[:, None, None, None]
@@ -238,7 +292,8 @@ def text_lengths(positions: Tensor, document_ids: Tensor | None) -> Tensor:
 
 
 def default_positions(tokens: Tensor, document_ids: Tensor | None, offset: int) -> Tensor:
-    """Return positions `offset`, `offset` + 1, ..., restarting at 0 with each document; (1, T), or (B, T) with documents."""
+    """Return positions `offset`, `offset` + 1, ..., restarting at 0 with each document; (1, T), or
+    (B, T) with documents."""
     index = torch.arange(offset, offset + tokens.size(1), device=tokens.device)[None]
     if document_ids is None:
         return index

@@ -1,4 +1,5 @@
-"""Continuous batching: one thread generates all answers of a model together; each starts as soon as a row is free."""
+"""Continuous batching: one thread generates all answers of a model together; each starts as soon as
+a row is free."""
 
 import os
 import sys
@@ -20,7 +21,8 @@ from litft.inference.session import Session
 from litft.model.kv_cache import KVCache
 from litft.serving.prefill_turns import PrefillTurns
 
-Deliver = Callable[[GenerationChunk | Exception], None]  # called in the engine's thread; an exception is its last call
+# called in the engine's thread; an exception is its last call
+Deliver = Callable[[GenerationChunk | Exception], None]
 
 
 class Overloaded(Exception):
@@ -45,17 +47,25 @@ class Job:
 class Engine:
     """Generates the answers to many requests at once, in its own thread.
 
-    models: sessions by model name. rows: answers generated at once per model. capacity: maximum length of prompt plus answer
-    in tokens. max_waiting: maximum number of requests that wait for a row, over all models.
+    models: sessions by model name. rows: answers generated at once per model. capacity: maximum
+    length of prompt plus answer in tokens. max_waiting: maximum number of requests that wait for a
+    row, over all models.
     """
 
-    def __init__(self, models: dict[str, Session], rows: int, capacity: int, max_waiting: int) -> None:
-        self.models, self.rows, self.capacity, self.max_waiting = models, rows, capacity, max_waiting
+    def __init__(
+        self, models: dict[str, Session], rows: int, capacity: int, max_waiting: int
+    ) -> None:
+        self.models = models
+        self.rows = rows
+        self.capacity = capacity
+        self.max_waiting = max_waiting
         next(iter(models.values())).limit_threads(rows)
         self.alive = True
         self._jobs: dict[int, Job] = {}  # waiting and running, in order of arrival
-        self._lock, self._numbers = threading.Lock(), count()
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()  # from other threads, run in the engine's thread
+        self._lock = threading.Lock()
+        self._numbers = count()
+        # from other threads, run in the engine's thread
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._batches: dict[str, Batch] = {}
         self._turns: dict[str, PrefillTurns] = {}  # by model name, as the batches
         self._waiting: dict[int, Job] = {}
@@ -74,13 +84,19 @@ class Engine:
             if len(self._jobs) + len(requests) > self.max_requests:
                 raise Overloaded
             numbers = list(islice(self._numbers, len(requests)))
-            jobs = [Job(number, numbers[0], model, *item) for number, item in zip(numbers, requests, strict=True)]
+            jobs = [
+                Job(number, numbers[0], model, *item)
+                for number, item in zip(numbers, requests, strict=True)
+            ]
             self._jobs |= {job.number: job for job in jobs}
         self._commands.put(lambda: self._waiting.update({job.number: job for job in jobs}))
         return numbers
 
     def warm_up(self) -> None:
-        """Generate one token or two with each model, which allocates caches and compiles. Raise any error that occurs."""
+        """Generate one token or two with each model, which allocates caches and compiles.
+
+        Raise any error that occurs.
+        """
         chunks: SimpleQueue[GenerationChunk | Exception] = SimpleQueue()
         for name, session in self.models.items():
             request = Request(session.tokenizer.encode("a")[-1:], 2, Sampling(0.0))
@@ -108,7 +124,9 @@ class Engine:
     def memory(self) -> int:
         """Bytes of the KV cache of one model."""
         model = next(iter(self.models.values())).model
-        row_bytes = KVCache.token_bytes(model.config, model.dtype) * self.capacity + KVCache.state_bytes(model.config)
+        row_bytes = KVCache.token_bytes(
+            model.config, model.dtype
+        ) * self.capacity + KVCache.state_bytes(model.config)
         return row_bytes * self.rows
 
     @property
@@ -141,7 +159,9 @@ class Engine:
 
     def _run_commands(self) -> None:
         """Run the commands of other threads. If the engine is idle, wait for one."""
-        idle = not self._waiting and not any(batch.running or batch.prefilling for batch in self._batches.values())
+        idle = not self._waiting and not any(
+            batch.running or batch.prefilling for batch in self._batches.values()
+        )
         with suppress(Empty):
             while True:
                 self._commands.get(block=idle)()
@@ -153,7 +173,9 @@ class Engine:
             try:
                 batch = self._batch(name)
             except Exception as error:  # out of memory, mostly
-                for number in [number for number, job in self._waiting.items() if job.model == name]:
+                for number in [
+                    number for number, job in self._waiting.items() if job.model == name
+                ]:
                     del self._waiting[number]
                     self._finish(number, error)
                 continue
@@ -162,8 +184,11 @@ class Engine:
                 batch.add(job.number, job.request)
 
     def _next_job(self, model: str) -> Job | None:
-        """Return the next waiting job of a model: of the group with the fewest running jobs, the oldest."""
-        running = Counter(job.group for number, job in self._jobs.items() if number not in self._waiting)
+        """Return the next waiting job of a model: of the group with the fewest running jobs, the
+        oldest."""
+        running = Counter(
+            job.group for number, job in self._jobs.items() if number not in self._waiting
+        )
         waiting = (job for job in self._waiting.values() if job.model == model)
         return min(waiting, key=lambda job: (running[job.group], job.number), default=None)
 
@@ -171,7 +196,9 @@ class Engine:
         """Return the batch of a model, created at its first request."""
         if name not in self._batches:
             session = self.models[name]
-            self._batches[name] = Batch(session.decoder(self.rows, self.capacity), session.tokenizer)
+            self._batches[name] = Batch(
+                session.decoder(self.rows, self.capacity), session.tokenizer
+            )
             self._turns[name] = PrefillTurns()
         return self._batches[name]
 
@@ -189,13 +216,15 @@ class Engine:
                     self._finish(number, chunk)
                     continue
                 deliver = self._jobs[number].deliver
-                # first: the client may send its next request as soon as it has the end of this answer
+                # first: the client may send its next request as soon as it has the end of this
+                # answer
                 if chunk.finish_reason:
                     self._finish(number)
                 deliver(chunk)
             turns.decoded(running, time.perf_counter() - start)
             turns.forget_all_but(self._jobs)
-        except Exception as error:  # out of memory, a failing device: later requests get a new batch
+        except Exception as error:
+            # out of memory, a failing device: later requests get a new batch
             traceback.print_exc()
             del self._batches[name]
             # also those that were admitted between slices of prefill
@@ -203,7 +232,8 @@ class Engine:
                 self._finish(number, error)
 
     def _prefill(self, batch: Batch, turns: PrefillTurns) -> None:
-        """Prefill up to PREFILL_CHUNK tokens, of several short prompts or one long one, which bounds the wait of answers.
+        """Prefill up to PREFILL_CHUNK tokens, of several short prompts or one long one, which
+        bounds the wait of answers.
 
         Requests that arrive meanwhile wait for one slice only.
         """

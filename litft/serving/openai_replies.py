@@ -19,12 +19,20 @@ class Reply:
     chunk_type: str
     id_prefix: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, num_choices: int, with_logprobs: bool) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, num_choices: int, with_logprobs: bool
+    ) -> None:
         # num_choices: per prompt
-        self.tokenizer, self.num_choices, self.with_logprobs = tokenizer, num_choices, with_logprobs
+        self.tokenizer = tokenizer
+        self.num_choices = num_choices
+        self.with_logprobs = with_logprobs
         # after this token, others keep their leading space when decoded
         self.leading = tokenizer.encode("a", bos=False)[-1:]
-        self.header = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
+        self.header = {
+            "id": f"{self.id_prefix}-{uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
 
     def full(self, choices: list[list[GenerationChunk]]) -> dict[str, Any]:
         """Return the complete response. choices: the chunks of each finished choice."""
@@ -63,12 +71,18 @@ class Reply:
             "completion_tokens": new_tokens,
             "total_tokens": prompt_tokens + new_tokens,
         }
-        return counts | {"prompt_tokens_details": {"cached_tokens": prompt_tokens - computed_tokens}}
+        return counts | {
+            "prompt_tokens_details": {"cached_tokens": prompt_tokens - computed_tokens}
+        }
 
-    def token_logprobs(self, chunks: Sequence[GenerationChunk]) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        """Return (token, log-probability, alternatives) of each token, without the stop token that ends an answer.
+    def token_logprobs(
+        self, chunks: Sequence[GenerationChunk]
+    ) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        """Return (token, log-probability, alternatives) of each token, without the stop token that
+        ends an answer.
 
-        The sampled token is among the alternatives, the last of them if it is not one of the likeliest.
+        The sampled token is among the alternatives, the last of them if it is not one of the
+        likeliest.
         """
         entries = []
         for chunk in chunks:
@@ -77,14 +91,19 @@ class Reply:
                 if top and token not in dict(top):
                     alternatives.append((token, finite_logprob(logprob)))
                 entries.append((token, finite_logprob(logprob), alternatives))
-        if entries and chunks[-1].finish_reason == "stop" and entries[-1][0] in self.tokenizer.stop_ids:
+        if (
+            entries
+            and chunks[-1].finish_reason == "stop"
+            and entries[-1][0] in self.tokenizer.stop_ids
+        ):
             entries.pop()
         return entries
 
     def text_of(self, token: int) -> str:
         """Return the text of a single token; part of a character becomes U+FFFD."""
         leading_text, full_text = (
-            self.tokenizer.decode(ids, skip_special=False) for ids in (self.leading, [*self.leading, token])
+            self.tokenizer.decode(ids, skip_special=False)
+            for ids in (self.leading, [*self.leading, token])
         )
         return full_text[len(leading_text) :]
 
@@ -92,7 +111,9 @@ class Reply:
 class ChatReply(Reply):
     """Formats answers of /v1/chat/completions. make_parser: makes what takes one answer apart."""
 
-    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    object_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
     def __init__(
         self,
@@ -116,7 +137,12 @@ class ChatReply(Reply):
             message["content"] = parsed.content or None
             message["tool_calls"] = [api_call_entry(call) for call in parsed.calls]
         reason = self._finish_reason(chunks[-1], has_calls=bool(parsed.calls))
-        return {"index": index, "message": message, "logprobs": self._logprobs(chunks), "finish_reason": reason}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(chunks),
+            "finish_reason": reason,
+        }
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -133,9 +159,14 @@ class ChatReply(Reply):
         choices = []
         for number, delta in enumerate(deltas):
             is_last = number == len(deltas) - 1
-            reason = self._finish_reason(chunk, has_calls=bool(self.num_calls[index])) if is_last else None
+            if is_last:
+                reason = self._finish_reason(chunk, has_calls=bool(self.num_calls[index]))
+            else:
+                reason = None
             logprobs = self._logprobs([chunk]) if is_last else None
-            choices.append({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+            choices.append(
+                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            )
         return choices
 
     def _delta(self, index: int, part: AnswerPart) -> dict[str, Any]:
@@ -148,16 +179,24 @@ class ChatReply(Reply):
 
     def _finish_reason(self, chunk: GenerationChunk, has_calls: bool) -> str | None:
         reason = finish_reason(chunk)
-        return "tool_calls" if reason == "stop" and has_calls else reason
+        if reason == "stop" and has_calls:
+            return "tool_calls"
+        return reason
 
     def _logprobs(self, chunks: Sequence[GenerationChunk]) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
         return {"content": [self._entry(*entry) for entry in self.token_logprobs(chunks)]}
 
-    def _entry(self, token: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
+    def _entry(
+        self, token: int, logprob: float, top: list[tuple[int, float]] | None = None
+    ) -> dict[str, Any]:
         text = self.text_of(token)
-        entry = {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        entry = {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
         if top is None:
             return entry
         return entry | {"top_logprobs": [self._entry(*alternative) for alternative in top]}
@@ -166,7 +205,9 @@ class ChatReply(Reply):
 class CompletionReply(Reply):
     """Formats answers of /v1/completions."""
 
-    object_type, chunk_type, id_prefix = "text_completion", "text_completion", "cmpl"
+    object_type = "text_completion"
+    chunk_type = "text_completion"
+    id_prefix = "cmpl"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -174,20 +215,33 @@ class CompletionReply(Reply):
 
     def choice(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
         logprobs = self._logprobs(index, chunks) if self.with_logprobs else None
-        return {"index": index, "text": "".join(chunks), "logprobs": logprobs, "finish_reason": finish_reason(chunks[-1])}
+        return {
+            "index": index,
+            "text": "".join(chunks),
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(chunks[-1]),
+        }
 
     def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
         return [self.choice(index, [chunk])]
 
     def _logprobs(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, list]:
         entries = self.token_logprobs(chunks)
-        texts, offsets = [self.text_of(token) for token, _, _ in entries], [self.offsets[index]]
+        texts = [self.text_of(token) for token, _, _ in entries]
+        offsets = [self.offsets[index]]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         self.offsets[index] = offsets[-1]
-        top = [{self.text_of(token): logprob for token, logprob in alternatives} for _, _, alternatives in entries]
+        top = []
+        for _, _, alternatives in entries:
+            top.append({self.text_of(token): logprob for token, logprob in alternatives})
         logprobs = [logprob for _, logprob, _ in entries]
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets[:-1]}
+        return {
+            "tokens": texts,
+            "token_logprobs": logprobs,
+            "top_logprobs": top,
+            "text_offset": offsets[:-1],
+        }
 
 
 def finite_logprob(logprob: float) -> float:
@@ -197,4 +251,6 @@ def finite_logprob(logprob: float) -> float:
 
 def finish_reason(chunk: GenerationChunk) -> str | None:
     """Return the API's finish reason of a chunk; None if the answer continues."""
-    return "length" if chunk.finish_reason == "context" else chunk.finish_reason
+    if chunk.finish_reason == "context":
+        return "length"
+    return chunk.finish_reason

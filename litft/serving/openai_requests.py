@@ -1,6 +1,7 @@
 """The OpenAI API's formats: convert request bodies to `Request`s, and answers to response bodies.
 
-Source: OpenAI's API reference, chat completions and completions; top_k, min_p and repetition_penalty are vLLM's additions.
+Source: OpenAI's API reference, chat completions and completions; top_k, min_p and
+repetition_penalty are vLLM's additions.
 """
 
 from collections.abc import Iterator
@@ -23,25 +24,49 @@ from litft.inference.session import Session
 from litft.serving.openai_replies import ChatReply, CompletionReply, Reply
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
-MANY_CHARACTERS = 8  # in a token; texts of more than so many a token of the capacity are tokenized in parts
+# in a token; texts of more than so many a token of the capacity are tokenized in parts
+MANY_CHARACTERS = 8
 CUT_TOKENS = 64  # by which the tokens of a text's beginning may exceed those of the text
-MAX_STOPS, MAX_STOP_LENGTH = 32, 1000
-RESERVED_VARIABLES = {"self", "source", "messages", "tools", "add_generation_prompt", "day", "strftime_now"}
+MAX_STOPS = 32
+MAX_STOP_LENGTH = 1000
+RESERVED_VARIABLES = {
+    "self",
+    "source",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "day",
+    "strftime_now",
+}
 DEFAULT_COMPLETION_TOKENS = 16  # for a completion without max_tokens, as in OpenAI's API
 
 
 class ApiError(Exception):
     """An error response: HTTP status, message, and the API's error code and parameter name."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
     @property
     def body(self) -> dict[str, Any]:
         """The API's error object."""
-        error_type = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
+        if self.status < 500:
+            error_type = "invalid_request_error"
+        else:
+            error_type = "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": error_type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 class StreamOptions(BaseModel):
@@ -83,14 +108,20 @@ class ApiRequest(BaseModel):
 
     @property
     def begins_answer(self) -> bool:
-        """Whether the text is an answer from its beginning, so that the white space before it is no part of it."""
+        """Whether the text is an answer from its beginning, so that the white space before it is no
+        part of it."""
         return self.uses_template
 
     def prompts(self, tokenizer: Tokenizer, capacity: int) -> list[list[int]]:
-        """Return the token ids of each prompt. Raise ApiError for a text of far more than `capacity` tokens."""
+        """Return the token ids of each prompt.
+
+        Raise ApiError for a text of far more than `capacity` tokens.
+        """
         raise NotImplementedError
 
-    def encode(self, tokenizer: Tokenizer, text: str, capacity: int, bos: bool | None = None) -> list[int]:
+    def encode(
+        self, tokenizer: Tokenizer, text: str, capacity: int, bos: bool | None = None
+    ) -> list[int]:
         """Return the token ids of a text; tokenize no more of it than shows that it is too long."""
         end = MANY_CHARACTERS * capacity
         while end < len(text):
@@ -107,7 +138,8 @@ class ApiRequest(BaseModel):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of alternatives reported with each token's log-probability; None: report no log-probabilities."""
+        """Number of alternatives reported with each token's log-probability; None: report no
+        log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -126,12 +158,18 @@ class ApiRequest(BaseModel):
     def requests(self, session: Session, capacity: int, limit: int | None) -> list[Request]:
         """Return one request per choice. Raise ApiError for invalid values.
 
-        capacity: maximum length of prompt plus answer in tokens; limit: of the answer, set by the server.
+        capacity: maximum length of prompt plus answer in tokens; limit: of the answer, set by the
+        server.
         """
         for param, reason in self.unsupported():
             raise ApiError(400, f"{param}: {reason}", "unsupported_parameter", param)
-        if (count := self.num_prompts * (self.n or 1)) > MAX_CHOICES:
-            raise ApiError(400, f"{count} answers requested, at most {MAX_CHOICES} are allowed; send several requests")
+        count = self.num_prompts * (self.n or 1)
+        if count > MAX_CHOICES:
+            raise ApiError(
+                400,
+                f"{count} answers requested, at most {MAX_CHOICES} are allowed; send several "
+                "requests",
+            )
         sampling = self._sampling(session)
         stop = self._stop_texts()
         # Python's generator treats the seed -1 like 1
@@ -149,20 +187,30 @@ class ApiRequest(BaseModel):
                     stop=[*session.stop, *stop],
                     top_logprobs=self.num_top_logprobs or 0,
                     strip_leading=self.begins_answer,
-                    shown_special_ids=session.tokenizer.structure_ids if self.uses_template else frozenset(),
+                    shown_special_ids=session.tokenizer.structure_ids
+                    if self.uses_template
+                    else frozenset(),
                     constraint=self.constraint(session),
                 )
                 requests.append(request)
         return requests
 
     def _stop_texts(self) -> list[str]:
-        """Return the texts that end an answer. Raise ApiError if one is empty, or if they would take long to search."""
+        """Return the texts that end an answer.
+
+        Raise ApiError if one is empty, or if they would take long to search.
+        """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stop:
-            raise ApiError(400, "stop: an empty string occurs everywhere; leave it out", param="stop")
+            raise ApiError(
+                400, "stop: an empty string occurs everywhere; leave it out", param="stop"
+            )
         # each is searched for after every token
         if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stop):
-            reason = f"stop: at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters each are allowed"
+            reason = (
+                f"stop: at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters each "
+                "are allowed"
+            )
             raise ApiError(400, reason, param="stop")
         return stop
 
@@ -187,14 +235,24 @@ class ApiRequest(BaseModel):
         names = [item.name for item in fields(Sampling)]
         settings = {name: value for name in names if (value := getattr(self, name)) is not None}
         vocab_size = session.model.config.vocab_size
-        if invalid_ids := [token for token in self.logit_bias or () if not 0 <= token < vocab_size]:
+        invalid_ids = []
+        for token in self.logit_bias or ():
+            if not 0 <= token < vocab_size:
+                invalid_ids.append(token)
+        if invalid_ids:
             raise ApiError(
                 400,
-                f"logit_bias: token {invalid_ids[0]} is not in the vocabulary of {vocab_size} tokens",
+                f"logit_bias: token {invalid_ids[0]} is not in the vocabulary of {vocab_size} "
+                "tokens",
                 param="logit_bias",
             )
-        if invalid_biases := [value for value in (self.logit_bias or {}).values() if not abs(value) <= 100]:
-            raise ApiError(400, f"logit_bias {invalid_biases[0]}: must lie in [-100, 100]", param="logit_bias")
+        invalid_biases = [
+            value for value in (self.logit_bias or {}).values() if not abs(value) <= 100
+        ]
+        if invalid_biases:
+            raise ApiError(
+                400, f"logit_bias {invalid_biases[0]}: must lie in [-100, 100]", param="logit_bias"
+            )
         if self.logit_bias:
             settings["logit_bias"] = session.sampling.logit_bias | self.logit_bias
         sampling = replace(session.sampling, **settings)
@@ -207,7 +265,8 @@ class ApiRequest(BaseModel):
 class ChatRequest(ApiRequest):
     """A body of /v1/chat/completions."""
 
-    uses_template, prompt_field = True, "messages"
+    uses_template = True
+    prompt_field = "messages"
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -233,14 +292,26 @@ class ChatRequest(ApiRequest):
     def prompts(self, tokenizer: Tokenizer, capacity: int) -> list[list[int]]:
         """Return the conversation in the model's chat template, up to the answer."""
         messages = check_messages(self.messages, "the request")
-        tools = None if self.tool_choice == "none" else read_tools(self.tools, "the request")
+        if self.tool_choice == "none":
+            tools = None
+        else:
+            tools = read_tools(self.tools, "the request")
         if len(tool_names(tools)) < len(tools or ()):
-            raise ApiError(400, "tools: each needs a function with a name of its own", param="tools")
+            raise ApiError(
+                400, "tools: each needs a function with a name of its own", param="tools"
+            )
         if tools and "tools" not in tokenizer.template_for(tools):
-            raise ApiError(400, "the model's chat template does not support tools; leave them out", param="tools")
+            raise ApiError(
+                400,
+                "the model's chat template does not support tools; leave them out",
+                param="tools",
+            )
         variables = dict(self.chat_template_kwargs or {})
-        if reserved := RESERVED_VARIABLES & variables.keys():
-            raise ValueError(f"chat_template_kwargs: {sorted(reserved)[0]} is set by other fields; remove it")
+        reserved = RESERVED_VARIABLES & variables.keys()
+        if reserved:
+            raise ValueError(
+                f"chat_template_kwargs: {sorted(reserved)[0]} is set by other fields; remove it"
+            )
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
         if self.continue_final_message:
@@ -259,7 +330,10 @@ class ChatRequest(ApiRequest):
         schema: Any = {"type": "object"}
         if response_format["type"] == "json_schema":
             described = response_format.get("json_schema")
-            schema = described.get("schema") if isinstance(described, dict) else None
+            if isinstance(described, dict):
+                schema = described.get("schema")
+            else:
+                schema = None
         if not isinstance(schema, dict):
             reason = "response_format: json_schema needs an object with name and schema"
             raise ApiError(400, reason, param="response_format")
@@ -276,7 +350,9 @@ class ChatRequest(ApiRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if self.logprobs:
+            return self.top_logprobs or 0
+        return None
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -289,23 +365,34 @@ class ChatRequest(ApiRequest):
         if self.response_format and self.response_format.get("type") not in kinds:
             yield "response_format", f"its type must be one of {', '.join(kinds)}"
         if self.response_format and self.response_format.get("type") != "text" and self.tools:
-            yield "response_format", "the answer may be a tool call; leave out the tools, or the format"
+            yield (
+                "response_format",
+                "the answer may be a tool call; leave out the tools, or the format",
+            )
         if self.continue_final_message and self.add_generation_prompt:
-            yield "add_generation_prompt", "continue_final_message continues the last message; leave one of the two out"
+            yield (
+                "add_generation_prompt",
+                "continue_final_message continues the last message; leave one of the two out",
+            )
         if self.functions:
             yield "functions", "it is deprecated; use tools"
         if self.top_logprobs and not self.logprobs:
             yield "top_logprobs", "it requires logprobs; set that to true"
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
-        make_parser = partial(answer_parser, tokenizer, self._prompt, self._tools, reads_calls=bool(self._tools))
-        return ChatReply(name, tokenizer, self.n or 1, self.num_top_logprobs is not None, make_parser)
+        make_parser = partial(
+            answer_parser, tokenizer, self._prompt, self._tools, reads_calls=bool(self._tools)
+        )
+        return ChatReply(
+            name, tokenizer, self.n or 1, self.num_top_logprobs is not None, make_parser
+        )
 
 
 class CompletionRequest(ApiRequest):
     """A body of /v1/completions."""
 
-    uses_template, prompt_field = False, "prompt"
+    uses_template = False
+    prompt_field = "prompt"
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -323,13 +410,23 @@ class CompletionRequest(ApiRequest):
         return len(self._prompt_list)
 
     def prompts(self, tokenizer: Tokenizer, capacity: int) -> list[list[int]]:
-        """Return token ids unchanged, and texts encoded without a template, with the tokenizer's BOS."""
+        """Return token ids unchanged, and texts encoded without a template, with the tokenizer's
+        BOS."""
         prompts = self._prompt_list
         valid_ids = range(tokenizer.vocab_size)
-        if invalid_ids := [token for ids in prompts if isinstance(ids, list) for token in ids if token not in valid_ids]:
-            raise ValueError(f"token id {invalid_ids[0]} does not exist; ids go from 0 to {len(valid_ids) - 1}")
+        invalid_ids = []
+        for ids in prompts:
+            if isinstance(ids, list):
+                for token in ids:
+                    if token not in valid_ids:
+                        invalid_ids.append(token)
+        if invalid_ids:
+            raise ValueError(
+                f"token id {invalid_ids[0]} does not exist; ids go from 0 to {len(valid_ids) - 1}"
+            )
         return [
-            self.encode(tokenizer, prompt, capacity) if isinstance(prompt, str) else prompt for prompt in prompts or [[]]
+            self.encode(tokenizer, prompt, capacity) if isinstance(prompt, str) else prompt
+            for prompt in prompts or [[]]
         ]
 
     @property
@@ -359,7 +456,10 @@ def _too_long(tokens: str, capacity: int, field: str) -> ApiError:
 
 
 def json_grammars(session: Session) -> Any:
-    """Return what makes the JSON constraints of a model's answers. Raises ValueError if the package is missing."""
+    """Return what makes the JSON constraints of a model's answers.
+
+    Raises ValueError if the package is missing.
+    """
     return _json_grammars(session.tokenizer, session.model.config.vocab_size)
 
 
@@ -378,5 +478,8 @@ def parse_request(request_type: type[ApiRequest], body: bytes) -> ApiRequest:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = str(first["loc"][0]) if first["loc"] else None
         prefix = "" if param is None else f"{param}: "
-        reason = "unknown field; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+        if first["type"] == "extra_forbidden":
+            reason = "unknown field; leave it out"
+        else:
+            reason = first["msg"]
         raise ApiError(400, f"{prefix}{reason}", param=param) from None

@@ -1,4 +1,5 @@
-"""Whose prompt is prefilled next, and how much of it, so that a long prompt does not keep others waiting."""
+"""Whose prompt is prefilled next, and how much of it, so that a long prompt does not keep others
+waiting."""
 
 import time
 from collections.abc import Collection
@@ -16,18 +17,21 @@ SLICE_MULTIPLE = 64  # recurrent mixers compute so many tokens together
 class PrefillTurns:
     """The prompts of one batch take turns, a slice each.
 
-    New prompts and prompts that have had a slice alternate: a short one waits for one slice of a long one, and many short
-    ones do not keep a long one waiting for ever. While an answer runs that has had less time than the next prompt, prefill
-    and decoding have equal time.
+    New prompts and prompts that have had a slice alternate: a short one waits for one slice of a
+    long one, and many short ones do not keep a long one waiting for ever. While an answer runs that
+    has had less time than the next prompt, prefill and decoding have equal time.
     """
 
-    seconds: dict[int, float] = field(default_factory=dict)  # of the device, that each request has had, by its number
-    owed: float = 0.0  # seconds of decoding before the next slice of a prompt that has had more time than an answer
+    # of the device, that each request has had, by its number
+    seconds: dict[int, float] = field(default_factory=dict)
+    # seconds of decoding before the next slice of a prompt that has had more time than an answer
+    owed: float = 0.0
     tokens_per_second: float = 0.0  # of prefill; 0: not measured yet
     last_was_new: bool = False
 
     def slice_tokens(self, batch: Batch, row: int) -> int:
-        """Return how many tokens of a prompt to compute at once: few if a request waits for them that has had less time."""
+        """Return how many tokens of a prompt to compute at once: few if a request waits for them
+        that has had less time."""
         is_alone = len(batch.prefilling) == 1 and not batch.running
         if not is_alone and not self._keeps_a_younger_answer(batch, row):
             return PREFILL_CHUNK
@@ -35,12 +39,15 @@ class PrefillTurns:
         return min(max(tokens, SMALLEST_SLICE), PREFILL_CHUNK)
 
     def next_row(self, batch: Batch) -> int | None:
-        """Return the row of the prompt that is prefilled next, None if the running answers come first."""
+        """Return the row of the prompt that is prefilled next, None if the running answers come
+        first."""
         begun = [row for row, prompt in batch.prefilling.items() if prompt.num_cached]
         # equal prompts wait for the first of them, whose cache they copy
         begun_ids = [batch.prefilling[row].request.ids for row in begun]
         new = [
-            row for row, prompt in batch.prefilling.items() if not prompt.num_cached and prompt.request.ids not in begun_ids
+            row
+            for row, prompt in batch.prefilling.items()
+            if not prompt.num_cached and prompt.request.ids not in begun_ids
         ]
         if new and (not begun or not self.last_was_new):
             self.last_was_new = True
@@ -54,10 +61,15 @@ class PrefillTurns:
     def _keeps_a_younger_answer(self, batch: Batch, row: int) -> bool:
         """Return whether an answer runs that has had less time than the prompt of a row."""
         prompt_seconds = self.seconds.get(batch.prefilling[row].number, 0.0)
-        return any(self.seconds.get(number, 0.0) < prompt_seconds for number, _ in batch.running.values())
+        return any(
+            self.seconds.get(number, 0.0) < prompt_seconds for number, _ in batch.running.values()
+        )
 
     def prefill(self, batch: Batch, row: int) -> int:
-        """Compute a slice of a prompt; return its number of tokens. Raises the ValueError of `Batch.prefill`."""
+        """Compute a slice of a prompt; return its number of tokens.
+
+        Raises the ValueError of `Batch.prefill`.
+        """
         prompt = batch.prefilling[row]
         before = prompt.num_computed
         start = time.perf_counter()

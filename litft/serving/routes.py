@@ -29,17 +29,24 @@ from litft.inference.decoder import BrokenModel
 from litft.inference.generation import GenerationChunk, Request
 from litft.serving.engine import Engine, Overloaded, Stopping
 from litft.serving.openai_replies import Reply
-from litft.serving.openai_requests import ApiError, ApiRequest, ChatRequest, CompletionRequest, parse_request
+from litft.serving.openai_requests import (
+    ApiError,
+    ApiRequest,
+    ChatRequest,
+    CompletionRequest,
+    parse_request,
+)
 
 PAGE = Path(__file__).parent / "page"
 KEY_VARIABLE = "LITFT_API_KEY"
 REQUEST_TIMEOUT = 60  # seconds that a client may take to send a request
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-# The page loads its own files only, and connects to this server only. Scripts within HTML never run, and HTML is inserted
-# only as DOMPurify returns it.
+# The page loads its own files only, and connects to this server only. Scripts within HTML never
+# run, and HTML is inserted only as DOMPurify returns it.
 POLICY = (
-    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; frame-ancestors 'none'; "
-    "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for "
+    "'script'; trusted-types dompurify"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -54,7 +61,10 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 def required_key(args: ServeArgs) -> str | None:
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     if key is not None and not key.isascii():
-        raise ValueError(f"{KEY_VARIABLE} has non-ASCII characters, but clients send it in a header; choose another key")
+        raise ValueError(
+            f"{KEY_VARIABLE} has non-ASCII characters, but clients send it in a header; choose "
+            "another key"
+        )
     return key
 
 
@@ -62,13 +72,20 @@ class Endpoint:
     """The HTTP routes and their handlers."""
 
     def __init__(self, engine: Engine, args: ServeArgs) -> None:
-        self.engine, self.models, self.capacity = engine, engine.models, engine.capacity
-        self.limit, self.max_bytes = args.max_new_tokens, round(args.max_body_mb * 1e6)
-        self.key, self.is_local = required_key(args), args.host in LOCAL_HOSTS
+        self.engine = engine
+        self.models = engine.models
+        self.capacity = engine.capacity
+        self.limit = args.max_new_tokens
+        self.max_bytes = round(args.max_body_mb * 1e6)
+        self.key = required_key(args)
+        self.is_local = args.host in LOCAL_HOSTS
         self.allowed_hosts = args.allow_host
         self.cors_origins = args.cors_origin
-        self.created = int(time.time())  # a model's time of creation is a field of OpenAI's API; here: when it was loaded
-        self.page_files = {path.name: path.read_bytes() for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES}
+        # a model's time of creation is a field of OpenAI's API; here: when it was loaded
+        self.created = int(time.time())
+        self.page_files = {
+            path.name: path.read_bytes() for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES
+        }
 
     def app(self) -> Starlette:
         """Return the application. All errors have the API's format."""
@@ -78,14 +95,23 @@ class Endpoint:
             Route("/health", self.health),
             Route("/v1/models", self.require_key(self.list_models)),
             Route("/v1/models/{name:path}", self.require_key(self.show_model)),
-            Route("/v1/chat/completions", self.require_key(partial(self.answer, ChatRequest)), methods=["POST"]),
-            Route("/v1/completions", self.require_key(partial(self.answer, CompletionRequest)), methods=["POST"]),
+            Route(
+                "/v1/chat/completions",
+                self.require_key(partial(self.answer, ChatRequest)),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/completions",
+                self.require_key(partial(self.answer, CompletionRequest)),
+                methods=["POST"],
+            ),
         ]
         handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _unexpected}
         return Starlette(routes=routes, middleware=self._middleware(), exception_handlers=handlers)
 
     def _middleware(self) -> list[Middleware]:
-        """Return what requests pass before they reach a handler: the check of their host, and CORS headers."""
+        """Return what requests pass before they reach a handler: the check of their host, and CORS
+        headers."""
         middleware = []
         if self.is_local:
             allowed = [*LOCAL_HOSTS[:2], "[::1]", *self.allowed_hosts]
@@ -108,7 +134,9 @@ class Endpoint:
             if scheme.lower() != "bearer":  # the scheme has no case (RFC 7235)
                 sent_key = ""
             # constant-time comparison
-            if self.key is not None and not hmac.compare_digest(sent_key.strip().encode(), self.key.encode()):
+            if self.key is not None and not hmac.compare_digest(
+                sent_key.strip().encode(), self.key.encode()
+            ):
                 raise ApiError(401, "the bearer key is missing or wrong", "invalid_api_key")
             return await handler(request)
 
@@ -119,12 +147,16 @@ class Endpoint:
         name = request.path_params.get("name", "index.html")
         if name not in self.page_files:
             raise HTTPException(404, "not a file of the chat page")
-        return Response(self.page_files[name], headers=HEADERS, media_type=MEDIA_TYPES[Path(name).suffix])
+        return Response(
+            self.page_files[name], headers=HEADERS, media_type=MEDIA_TYPES[Path(name).suffix]
+        )
 
     async def health(self, request: HttpRequest) -> Response:
         """Return whether the engine runs, and its request counts."""
         alive = self.engine.alive
-        return JSONResponse({"status": "ok" if alive else "failed", **self.engine.counts}, 200 if alive else 503)
+        return JSONResponse(
+            {"status": "ok" if alive else "failed", **self.engine.counts}, 200 if alive else 503
+        )
 
     async def list_models(self, request: HttpRequest) -> Response:
         """List the models that requests can name."""
@@ -136,7 +168,11 @@ class Endpoint:
 
     def _model(self, name: str) -> dict[str, Any]:
         sampling = self.models[name].sampling
-        defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": self.limit}
+        defaults = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": self.limit,
+        }
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "litft"}
         return entry | {"max_model_len": self.capacity, "defaults": defaults}
 
@@ -147,40 +183,58 @@ class Endpoint:
         return name
 
     async def answer(self, request_type: type[ApiRequest], request: HttpRequest) -> Response:
-        """Answer a request, as one response or a stream. A client's disconnect cancels its answers."""
+        """Answer a request, as one response or a stream.
+
+        A client's disconnect cancels its answers.
+        """
         api_request = parse_request(request_type, await self._body(request))
-        name = self._check_model(api_request.model) if api_request.model else next(iter(self.models))
+        if api_request.model:
+            name = self._check_model(api_request.model)
+        else:
+            name = next(iter(self.models))
         session = self.models[name]
         # in a thread, because tokenizing long prompts would block other requests
         requests = await asyncio.to_thread(api_request.requests, session, self.capacity, self.limit)
         if len(requests) > self.engine.max_requests:
             raise ApiError(
-                400, f"{len(requests)} answers: this server accepts at most {self.engine.max_requests}; ask for fewer"
+                400,
+                f"{len(requests)} answers: this server accepts at most {self.engine.max_requests}; "
+                "ask for fewer",
             )
         choices = Choices(self.engine, name, requests)
         reply = api_request.reply(name, session.tokenizer)
         if api_request.stream:
-            wants_usage = bool(api_request.stream_options and api_request.stream_options.include_usage)
-            first_chunk = await _run_until_disconnect(request, choices.next())  # an error can still set the HTTP status
+            wants_usage = bool(
+                api_request.stream_options and api_request.stream_options.include_usage
+            )
+            # an error can still set the HTTP status
+            first_chunk = await _run_until_disconnect(request, choices.next())
             return Stream(choices, _events(choices, reply, first_chunk, wants_usage))
         return JSONResponse(await _run_until_disconnect(request, _collect(choices, reply)))
 
     async def _body(self, request: HttpRequest) -> bytes:
         """Read a JSON body. Raise ApiError if it is too long, without reading the rest."""
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":  # other sites cannot send this type without a CORS preflight
+        # other sites cannot send this type without a CORS preflight
+        if content_type != "application/json":
             raise ApiError(415, f"content type {content_type!r}: send application/json")
         try:
             return await asyncio.wait_for(self._read(request), REQUEST_TIMEOUT)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the request was not complete within {REQUEST_TIMEOUT} seconds", "timeout") from None
+            raise ApiError(
+                408, f"the request was not complete within {REQUEST_TIMEOUT} seconds", "timeout"
+            ) from None
         except (ClientDisconnect, asyncio.CancelledError):  # or the server stops
-            raise ApiError(499, "the request was incomplete") from None  # not sent: the client is gone
+            # not sent: the client is gone
+            raise ApiError(499, "the request was incomplete") from None
 
     async def _read(self, request: HttpRequest) -> bytes:
-        """Return the whole body. Its parts are collected in pages of their own, which the system gets back at once.
+        """Return the whole body.
 
-        In the heap, buffers that grow side by side leave gaps: 2,000 aborted uploads of 4 MB kept 110 MiB.
+        Its parts are collected in pages of their own, which the system gets back at once.
+
+        In the heap, buffers that grow side by side leave gaps: 2,000 aborted uploads of 4 MB kept
+        110 MiB.
         """
         length = 0
         with mmap.mmap(-1, self.max_bytes + 1) as buffer:  # takes memory only where it is written
@@ -196,7 +250,8 @@ class Endpoint:
 class HostCheck:
     """Refuses requests to other host names, with an error in the API's format.
 
-    This protects against DNS rebinding: a web page that makes the browser send requests here under its own host name.
+    This protects against DNS rebinding: a web page that makes the browser send requests here under
+    its own host name.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: list[str]) -> None:
@@ -217,7 +272,10 @@ class HostCheck:
             await self.app(scope, receive, send)
             return
         host = Headers(scope=scope).get("host", "")[:200]
-        reason = f"the host name {host!r} is not allowed; start the server with --allow_host {host.split(':')[0]}"
+        reason = (
+            f"the host name {host!r} is not allowed; start the server with --allow_host "
+            f"{host.split(':')[0]}"
+        )
         await JSONResponse(ApiError(400, reason, "invalid_host").body, 400)(scope, receive, send)
 
 
@@ -225,11 +283,17 @@ class Choices:
     """The answers to one request, received from the engine's thread."""
 
     def __init__(self, engine: Engine, name: str, requests: list[Request]) -> None:
-        self.engine, self.num_unfinished = engine, len(requests)
-        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue()
+        self.engine = engine
+        self.num_unfinished = len(requests)
+        self._loop = asyncio.get_running_loop()
+        self._queue = asyncio.Queue()
         try:
             self._numbers = engine.submit(
-                name, [(request, partial(self._deliver, index)) for index, request in enumerate(requests)]
+                name,
+                [
+                    (request, partial(self._deliver, index))
+                    for index, request in enumerate(requests)
+                ],
             )
         except (Overloaded, Stopping) as error:
             raise _as_api_error(error) from None
@@ -244,7 +308,10 @@ class Choices:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, item))
 
     async def next(self) -> tuple[int, GenerationChunk]:
-        """Return (index of the choice, next chunk). Raise ApiError if the engine fails. Cancelling cancels the answers."""
+        """Return (index of the choice, next chunk).
+
+        Raise ApiError if the engine fails. Cancelling cancels the answers.
+        """
         try:
             index, item = await self._queue.get()
         except asyncio.CancelledError:
@@ -266,7 +333,9 @@ class Stream(StreamingResponse):
     """A stream of server-sent events. If it ends early, its answers are cancelled."""
 
     def __init__(self, choices: Choices, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
         self.choices = choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -303,7 +372,11 @@ async def _events(
                 break
             indexed_chunk = await choices.next()
         if wants_usage:
-            yield _event(reply.chunk([], usage=reply.usage([last_chunks[index] for index in sorted(last_chunks)])))
+            yield _event(
+                reply.chunk(
+                    [], usage=reply.usage([last_chunks[index] for index in sorted(last_chunks)])
+                )
+            )
         yield "data: [DONE]\n\n"
     except ApiError as error:  # too late for an HTTP status
         yield _event(error.body)
@@ -315,7 +388,8 @@ def _event(content: dict[str, Any]) -> str:
 
 async def _run_until_disconnect(request: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of `work`. It is cancelled if the client disconnects."""
-    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    task = asyncio.create_task(work)
+    disconnect = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

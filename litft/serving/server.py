@@ -18,7 +18,9 @@ try:
 
     from litft.serving.routes import KEY_VARIABLE, LOCAL_HOSTS, Endpoint, required_key
 except ModuleNotFoundError as error:
-    raise ValueError(f"serving needs the package {error.name}; pip install 'litft[serve]'") from None
+    raise ValueError(
+        f"serving needs the package {error.name}; pip install 'litft[serve]'"
+    ) from None
 
 from litft import run_dir
 from litft.args import ServeArgs
@@ -42,9 +44,14 @@ def serve(args: ServeArgs) -> None:
     with _listener(args.host, args.port) if is_first else nullcontext() as listener:
         engine = _engine(args, _open_models(args))
         settings = uvicorn.Config(
-            Endpoint(engine, args).app(), server_header=False, lifespan="off", log_config=_log_config()
+            Endpoint(engine, args).app(),
+            server_header=False,
+            lifespan="off",
+            log_config=_log_config(),
         )
-        asyncio.run(Server(settings, engine, _welcome_text(listener, args, engine)).serve([listener]))
+        asyncio.run(
+            Server(settings, engine, _welcome_text(listener, args, engine)).serve([listener])
+        )
         engine.join()
         print("stopped", file=sys.stderr)
 
@@ -58,58 +65,97 @@ def _log_config() -> dict[str, Any]:
 
 
 def _engine(args: ServeArgs, models: dict[str, Session]) -> Engine:
-    """Return a running engine that has been warmed up. Raise ValueError if its KV cache does not fit into memory."""
+    """Return a running engine that has been warmed up.
+
+    Raise ValueError if its KV cache does not fit into memory.
+    """
     model = next(iter(models.values())).model
     context = model.config.max_positions
     if (args.max_seq_length or 0) > context:
-        raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context length is {context}; lower it")
-    engine = Engine(models, args.batch_size, args.max_seq_length or min(DEFAULT_CAPACITY, context), args.max_waiting)
+        raise ValueError(
+            f"--max_seq_length {args.max_seq_length}: the model's context length is {context}; "
+            "lower it"
+        )
+    engine = Engine(
+        models,
+        args.batch_size,
+        args.max_seq_length or min(DEFAULT_CAPACITY, context),
+        args.max_waiting,
+    )
     remedy = f"lower --batch_size {engine.rows} or --max_seq_length {engine.capacity}"
-    if (required := engine.memory * len(models)) > device_memory(model.device):
-        raise ValueError(f"the KV cache needs {required / 2**30:,.0f} GiB, more than the device has; {remedy}")
+    required = engine.memory * len(models)
+    if required > device_memory(model.device):
+        raise ValueError(
+            f"the KV cache needs {required / 2**30:,.0f} GiB, more than the device has; {remedy}"
+        )
     engine.start()
     try:
         engine.warm_up()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise ValueError(f"not enough memory for the KV cache ({summary(error)}); {remedy}") from None
+        raise ValueError(
+            f"not enough memory for the KV cache ({summary(error)}); {remedy}"
+        ) from None
     return engine
 
 
 @contextmanager
 def _listener(host: str, port: int) -> Iterator[socket.socket]:
-    """Open the listening socket, before time is spent on loading a model. Raise ValueError if that fails."""
+    """Open the listening socket, before time is spent on loading a model.
+
+    Raise ValueError if that fails.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(
-            f"cannot listen on --host {host} --port {port}: {reason}; choose another, or stop the process that uses it"
+            f"cannot listen on --host {host} --port {port}: {reason}; choose another, or stop the "
+            "process that uses it"
         ) from None
     with listener:
         yield listener
 
 
 def _open_models(args: ServeArgs) -> dict[str, Session]:
-    """Return the sessions to serve, by model name. Raise ValueError if two have the same name, or one is not an adapter."""
+    """Return the sessions to serve, by model name.
+
+    Raise ValueError if two have the same name, or one is not an adapter.
+    """
     source = source_of(args)
-    name, folders = args.model_name or source.name, dict(item.split("=", 1) for item in args.adapters)
+    name = args.model_name or source.name
+    folders = dict(item.split("=", 1) for item in args.adapters)
     if name in folders:
-        raise ValueError(f"--adapters {name}=...: the base model has the same name; rename it with --model_name")
-    adapters = {adapter_name: resolve(folder, source.base) for adapter_name, folder in folders.items()}
-    if not_adapters := [str(adapter.folder) for adapter in adapters.values() if adapter.adapter is None]:
         raise ValueError(
-            f"--adapters {', '.join(not_adapters)}: no adapter; name folders with an adapter_config.json, or run folders"
+            f"--adapters {name}=...: the base model has the same name; rename it with --model_name"
+        )
+    adapters = {
+        adapter_name: resolve(folder, source.base) for adapter_name, folder in folders.items()
+    }
+    not_adapters = []
+    for adapter in adapters.values():
+        if adapter.adapter is None:
+            not_adapters.append(str(adapter.folder))
+    if not_adapters:
+        raise ValueError(
+            f"--adapters {', '.join(not_adapters)}: no adapter; name folders with an "
+            "adapter_config.json, or run folders"
         )
     sources = {name: source, **adapters}
     if not args.with_base:
         return dict(zip(sources, open_sessions(args, list(sources.values())), strict=True))
     base = resolve(source.base if source.adapter else args.base_dir or _base_of(source.folder))
     if base.name in sources:
-        raise ValueError(f"--with_base: another model has the base's name {base.name}; rename it with --model_name")
-    groups = [{**sources, base.name: base}] if source.adapter else [sources, {base.name: base}]
+        raise ValueError(
+            f"--with_base: another model has the base's name {base.name}; rename it with "
+            "--model_name"
+        )
+    if source.adapter:
+        groups = [{**sources, base.name: base}]
+    else:
+        groups = [sources, {base.name: base}]
     return {
         name: session
         for group in groups
@@ -121,38 +167,53 @@ def _base_of(folder: Path) -> str:
     """Return the folder or hub id of the model that a full fine-tuning run began with."""
     run = folder.resolve().parent
     if not run_dir.is_run(run):
-        raise ValueError(f"--with_base: {folder} is neither an adapter nor the result of a run; leave the flag out")
+        raise ValueError(
+            f"--with_base: {folder} is neither an adapter nor the result of a run; leave the flag "
+            "out"
+        )
     base = str(finetune_args(run).checkpoint_dir)
     if not (Path(base).exists() or hub_id(base)):
-        raise ValueError(f"--with_base: {run} was trained on {base}, which is not found from here; pass --base_dir")
+        raise ValueError(
+            f"--with_base: {run} was trained on {base}, which is not found from here; pass "
+            "--base_dir"
+        )
     return base
 
 
 def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:
     host, port = listener.getsockname()[:2]
-    memory = f"{engine.memory / 2**20:,.0f} MiB{' for each of the models' * (len(engine.models) > 1)}"
+    memory = (
+        f"{engine.memory / 2**20:,.0f} MiB{' for each of the models' * (len(engine.models) > 1)}"
+    )
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     lines = [f"serving {', '.join(engine.models)} at {address}"]
     if args.with_base:
         lines.append(f"to compare both: {address}/?compare={quote(list(engine.models)[-1])}")
     lines += [
-        f"up to {engine.rows} answers at once, of {engine.capacity:,} tokens with their prompts: the KV cache takes {memory}"
+        f"up to {engine.rows} answers at once, of {engine.capacity:,} tokens with their prompts: "
+        f"the KV cache takes {memory}"
     ]
-    if note := missing_template_note(next(iter(engine.models.values())).tokenizer):
+    note = missing_template_note(next(iter(engine.models.values())).tokenizer)
+    if note:
         lines.append(note)
     if args.host not in LOCAL_HOSTS and not required_key(args):
         lines.append(
-            f"warning: anyone who can reach {args.host} can use this server; require a key with --api_key or {KEY_VARIABLE}"
+            f"warning: anyone who can reach {args.host} can use this server; require a key with "
+            f"--api_key or {KEY_VARIABLE}"
         )
     return "\n".join(lines)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which exits with code 0 once running answers are finished. A second signal exits at once."""
+    """uvicorn's server, which exits with code 0 once running answers are finished.
+
+    A second signal exits at once.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: Engine, welcome: str) -> None:
         super().__init__(config)
-        self.engine, self.welcome = engine, welcome
+        self.engine = engine
+        self.welcome = welcome
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -168,13 +229,16 @@ class Server(uvicorn.Server):
         self.should_exit = True
         self.engine.stop()
         self.shutdown_task = asyncio.create_task(self._shut_down())
-        print(f"{number.name}: finishing running answers", file=sys.stderr, flush=True)  # may raise BrokenPipeError
+        # may raise BrokenPipeError
+        print(f"{number.name}: finishing running answers", file=sys.stderr, flush=True)
 
     async def _shut_down(self) -> None:
-        """Wait for the running answers, then drop clients that do not read them or have not sent their request."""
+        """Wait for the running answers, then drop clients that do not read them or have not sent
+        their request."""
         await asyncio.to_thread(self.engine.join)
         await asyncio.sleep(LINGER_SECONDS)
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # each aborted request would log a traceback
+        # each aborted request would log a traceback
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

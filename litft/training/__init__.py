@@ -1,1 +1,2 @@
-"""Training: the loop, its setup and schedule, checkpoints of runs, the memory plan, metrics and reports."""
+"""Training: the loop, its setup and schedule, checkpoints of runs, the memory plan, metrics and
+reports."""

@@ -1,4 +1,5 @@
-"""Activation checkpointing: blocks, or their MLPs, run again in the backward pass instead of saving their activations."""
+"""Activation checkpointing: blocks, or their MLPs, run again in the backward pass instead of saving
+their activations."""
 
 from typing import Any
 
@@ -13,19 +14,26 @@ RECOMPUTED = ("none", "selective", "full")  # in decreasing order of speed and o
 
 
 class Recomputed(nn.Module):
-    """A module that saves only its inputs, and runs again in the backward pass (arXiv 1604.06174)."""
+    """A module that saves only its inputs, and runs again in the backward pass (arXiv
+    1604.06174)."""
 
     uses_rng = False  # whether it draws random numbers, which recomputation must repeat
 
     def forward(self, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(*inputs)
-        return checkpoint(super().forward, *inputs, use_reentrant=False, preserve_rng_state=self.uses_rng)
+        return checkpoint(
+            super().forward, *inputs, use_reentrant=False, preserve_rng_state=self.uses_rng
+        )
 
 
 def recompute(model: GPT, kind: str) -> None:
-    """Recompute every block (full), or every MLP (selective), which saves at least half of a block's activations."""
-    mlps = [block.mlp for block in model.blocks if block.mlp is not None]
+    """Recompute every block (full), or every MLP (selective), which saves at least half of a
+    block's activations."""
+    mlps = []
+    for block in model.blocks:
+        if block.mlp is not None:
+            mlps.append(block.mlp)
     modules = {"none": [], "selective": mlps, "full": list(model.blocks)}[kind]
     for module in modules:
         module.__class__ = mixin_class(Recomputed, type(module))
@@ -34,4 +42,6 @@ def recompute(model: GPT, kind: str) -> None:
 
 def is_recomputed(model: GPT) -> bool:
     """Return whether blocks or MLPs are recomputed."""
-    return any(isinstance(module, Recomputed) for block in model.blocks for module in (block, block.mlp))
+    return any(
+        isinstance(module, Recomputed) for block in model.blocks for module in (block, block.mlp)
+    )

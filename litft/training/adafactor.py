@@ -5,7 +5,8 @@ from torch import Tensor, optim
 
 
 class Adafactor(optim.Adafactor):
-    """torch's Adafactor (arXiv 1804.04235), whose own step waits for the GPU twice for each parameter.
+    """torch's Adafactor (arXiv 1804.04235), whose own step waits for the GPU twice for each
+    parameter.
 
     The state, and so a checkpoint, is the same. The update is scaled by tensors instead of numbers.
     """
@@ -18,10 +19,13 @@ class Adafactor(optim.Adafactor):
             parameters, gradients, *state = [], [], [], [], [], []
             self._init_group(group, parameters, gradients, *state)
             eps1, eps2 = group["eps"]
-            for parameter, gradient, row_var, col_var, variance, count in zip(parameters, gradients, *state, strict=True):
+            for parameter, gradient, row_var, col_var, variance, count in zip(
+                parameters, gradients, *state, strict=True
+            ):
                 count += 1
                 step = count.item()  # on the host
-                decay, rate = step ** group["beta2_decay"], min(group["lr"], step**-0.5)
+                decay = step ** group["beta2_decay"]
+                rate = min(group["lr"], step**-0.5)
                 smallest = torch.finfo(parameter.dtype).eps if eps1 is None else eps1
                 size = (parameter.norm() / parameter.numel() ** 0.5).clamp(min=eps2)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -32,9 +36,15 @@ class Adafactor(optim.Adafactor):
 
 
 def _second_moment(
-    gradient: Tensor, row_var: Tensor | None, col_var: Tensor | None, variance: Tensor | None, decay: float, smallest: float
+    gradient: Tensor,
+    row_var: Tensor | None,
+    col_var: Tensor | None,
+    variance: Tensor | None,
+    decay: float,
+    smallest: float,
 ) -> Tensor:
-    """Return the mean of the squared gradient after its state has taken in `gradient`; for matrices, of rank one."""
+    """Return the mean of the squared gradient after its state has taken in `gradient`; for
+    matrices, of rank one."""
     if variance is not None:
         return variance.lerp_(gradient * gradient, decay).clone()
     for state, dim in ((row_var, -1), (col_var, -2)):

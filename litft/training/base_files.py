@@ -10,7 +10,8 @@ from litft.data.digests import file_hash
 class BaseFiles:
     """The weight files of a base, and its config.json: their sizes, times and hashes.
 
-    Files with the same size and time are taken for the same. Others are compared by their hashes, which one thread computes
+    Files with the same size and time are taken for the same. Others are compared by their hashes,
+    which one thread computes
     while the run begins: the files were just read, so that they are mostly in the system's cache.
     """
 
@@ -25,7 +26,10 @@ class BaseFiles:
         self._thread.start()
 
     def record(self) -> dict[str, dict[str, Any]]:
-        """Return size, time in nanoseconds and hash of each file, for a checkpoint. Waits for the thread."""
+        """Return size, time in nanoseconds and hash of each file, for a checkpoint.
+
+        Waits for the thread.
+        """
         if self._thread is not None:
             self._thread.join()
         entries = {}
@@ -35,16 +39,22 @@ class BaseFiles:
         return entries
 
     def check(self, recorded: dict[str, dict[str, Any]]) -> None:
-        """Raise ValueError if a file is another one than the recorded one. Its hash is computed if size or time differ."""
+        """Raise ValueError if a file is another one than the recorded one.
+
+        Its hash is computed if size or time differ.
+        """
         for path in self.paths:
             entry = recorded.get(path.name)
             if entry is None:
                 continue
             stamp = _stamp(path)
-            if any(entry.get(name) != value for name, value in stamp.items()) and file_hash(path) != entry["hash"]:
+            if (
+                any(entry.get(name) != value for name, value in stamp.items())
+                and file_hash(path) != entry["hash"]
+            ):
                 raise ValueError(
-                    f"{path} has changed since the run began, and it is a part of the base of what was trained; "
-                    "restore the file, or start another run"
+                    f"{path} has changed since the run began, and it is a part of the base of what "
+                    "was trained; restore the file, or start another run"
                 )
             self._hashes[path.name] = entry["hash"]
 

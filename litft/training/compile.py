@@ -18,13 +18,20 @@ class Compiled(nn.Module):
     """A network with compiled blocks and a compiled loss."""
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the first block's input, with a gradient if that block is trained, so that all blocks share a graph."""
+        """Return the first block's input, with a gradient if that block is trained, so that all
+        blocks share a graph."""
         x = super().embed_tokens(tokens, positions)
         needs_gradient = torch.is_grad_enabled() and is_compiled(self) and trains_first_block(self)
-        return x.requires_grad_() if needs_gradient and not x.requires_grad else x
+        if needs_gradient and not x.requires_grad:
+            return x.requires_grad_()
+        return x
 
     def cos_sin(
-        self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype, document_ids: Tensor | None = None
+        self,
+        positions: Tensor,
+        cache: KVCache | None,
+        dtype: torch.dtype,
+        document_ids: Tensor | None = None,
     ) -> list[CosSin]:
         """Return cos and sin; their width is a constant of the compiled code."""
         tables = super().cos_sin(positions, cache, dtype, document_ids)
@@ -33,13 +40,22 @@ class Compiled(nn.Module):
             torch._dynamo.mark_static(table.sin, 3)
         return tables
 
-    def prepare_documents(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
-        """Return `documents` with FlexAttention block masks, if attention on a GPU changes scores before the softmax."""
-        if documents is not None:  # otherwise Dynamo may treat the number of documents as a constant
+    def prepare_documents(
+        self, documents: PackedSequences | None, tokens: Tensor
+    ) -> PackedSequences | None:
+        """Return `documents` with FlexAttention block masks, if attention on a GPU changes scores
+        before the softmax."""
+        # otherwise Dynamo may treat the number of documents as a constant
+        if documents is not None:
             torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
             if documents.host_cu_seqlens is not None:
                 torch._dynamo.maybe_mark_dynamic(documents.host_cu_seqlens, 0)
-        if not (changes_scores(self) and tokens.is_cuda and torch.is_grad_enabled() and is_compiled(self)):
+        if not (
+            changes_scores(self)
+            and tokens.is_cuda
+            and torch.is_grad_enabled()
+            and is_compiled(self)
+        ):
             return documents
         if documents is None:  # each row is one document
             documents = PackedSequences.rows(*tokens.shape, tokens.device)
@@ -47,26 +63,33 @@ class Compiled(nn.Module):
 
 
 def compile_blocks(model: GPT) -> None:
-    """Compile the loss and each block, for any number of tokens and documents; identical blocks share a graph."""
+    """Compile the loss and each block, for any number of tokens and documents; identical blocks
+    share a graph."""
     model.__class__ = mixin_class(Compiled, type(model))
     model.compiled_loss = True
-    torch._dynamo.config.specialize_float = True  # LoRA's scale is a constant, though `dynamic` would make it an input
+    # LoRA's scale is a constant, though `dynamic` would make it an input
+    torch._dynamo.config.specialize_float = True
     for block in model.blocks:
         block.compile(dynamic=True)
 
 
 def compiles(requested: bool | None, device: str, offloads_blocks: bool) -> bool:
-    """Return whether blocks are compiled: as requested, or on a GPU whose blocks' weights stay there."""
-    return requested if requested is not None else device == "cuda" and not offloads_blocks
+    """Return whether blocks are compiled: as requested, or on a GPU whose blocks' weights stay
+    there."""
+    if requested is not None:
+        return requested
+    return device == "cuda" and not offloads_blocks
 
 
 def trains_first_block(model: GPT) -> bool:
-    """Return whether the first block has trained parameters; without them, nothing below the first one needs a gradient."""
+    """Return whether the first block has trained parameters; without them, nothing below the first
+    one needs a gradient."""
     return any(parameter.requires_grad for parameter in model.blocks[0].parameters())
 
 
 def changes_scores(model: GPT) -> bool:
-    """Return whether attention changes scores before the softmax, for which compiled blocks run FlexAttention on a GPU."""
+    """Return whether attention changes scores before the softmax, for which compiled blocks run
+    FlexAttention on a GPU."""
     return model.config.attention_softcap is not None or model.config.sinks
 
 
@@ -85,6 +108,7 @@ def run_uncompiled(model: GPT, reason: str) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within the context, blocks run without compilation: for rare calls with shapes of their own."""
+    """Within the context, blocks run without compilation: for rare calls with shapes of their
+    own."""
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -1,4 +1,5 @@
-"""Offload to host memory: activations until the backward pass needs them, or the blocks' frozen weights.
+"""Offload to host memory: activations until the backward pass needs them, or the blocks' frozen
+weights.
 
 Results and parameter names do not change.
 """
@@ -16,14 +17,17 @@ from litft.methods.mixins import mixin_class
 from litft.model.transformer import GPT
 
 MIN_OFFLOAD_BYTES = 2**20  # smaller tensors stay on the device
-FETCHED_TO_KEEP = 4  # tensors that stay fetched after their first use: several operations may have saved the same one
+# tensors that stay fetched after their first use: several operations may have saved the same one
+FETCHED_TO_KEEP = 4
 
 
 class HostCopies:
-    """Copies to host memory and back on a separate CUDA stream, while the GPU continues to compute."""
+    """Copies to host memory and back on a separate CUDA stream, while the GPU continues to
+    compute."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.on_gpu = device, device.type == "cuda"
+        self.device = device
+        self.on_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.on_gpu else None
 
     def copy_context(self) -> Any:
@@ -36,9 +40,12 @@ class HostCopies:
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy to pinned host memory; complete after `wait`."""
         with self.copy_context():
-            host = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu).copy_(tensor, non_blocking=True)
+            host = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu).copy_(
+                tensor, non_blocking=True
+            )
         if self.on_gpu:
-            tensor.record_stream(self.stream)  # its memory is not reused before the copy is complete
+            # its memory is not reused before the copy is complete
+            tensor.record_stream(self.stream)
         return host
 
     def to_device(self, host: Tensor) -> Tensor:
@@ -47,7 +54,8 @@ class HostCopies:
             return host.to(self.device, non_blocking=True, copy=True)
 
     def wait(self, *tensors: Tensor) -> None:
-        """Make the compute stream wait for the copies; `tensors` are the copies that it will use."""
+        """Make the compute stream wait for the copies; `tensors` are the copies that it will
+        use."""
         if self.on_gpu:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
             for tensor in tensors:
@@ -55,23 +63,31 @@ class HostCopies:
 
 
 class SavedTensorOffload(saved_tensors_hooks):
-    """Offloads the tensors that autograd saves in this context; the next one is prefetched while one is used.
+    """Offloads the tensors that autograd saves in this context; the next one is prefetched while
+    one is used.
 
-    Weights, whose storages are in `weight_storages`, and small tensors stay on the device. A tensor that several operations
-    save is copied once.
+    Weights, whose storages are in `weight_storages`, and small tensors stay on the device. A tensor
+    that several operations save is copied once.
     """
 
     def __init__(self, copies: HostCopies, weight_storages: set[int]) -> None:
-        self.copies, self.weight_storages = copies, weight_storages
+        self.copies = copies
+        self.weight_storages = weight_storages
         self.host_tensors: list[Tensor] = []
         self.indices = WeakIdKeyDictionary()  # storage -> view of it -> index in host_tensors
         self.fetched: dict[int, Tensor] = {}
         super().__init__(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | int:
-        """Start the copy to the host, and return its index; return the tensor itself if it stays on the device."""
-        storage, is_elsewhere = tensor.untyped_storage(), tensor.device.type != self.copies.device.type
-        if storage.data_ptr() in self.weight_storages or tensor.nbytes < MIN_OFFLOAD_BYTES or is_elsewhere:
+        """Start the copy to the host, and return its index; return the tensor itself if it stays on
+        the device."""
+        storage = tensor.untyped_storage()
+        is_elsewhere = tensor.device.type != self.copies.device.type
+        if (
+            storage.data_ptr() in self.weight_storages
+            or tensor.nbytes < MIN_OFFLOAD_BYTES
+            or is_elsewhere
+        ):
             return tensor
         indices = self.indices.setdefault(storage, {})
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
@@ -81,7 +97,8 @@ class SavedTensorOffload(saved_tensors_hooks):
         return indices[view]
 
     def unpack(self, packed: Tensor | int) -> Tensor:
-        """Return the tensor, and prefetch the one saved before it, which the backward pass needs next."""
+        """Return the tensor, and prefetch the one saved before it, which the backward pass needs
+        next."""
         if isinstance(packed, Tensor):
             return packed
         for index in (packed, packed - 1):
@@ -100,7 +117,9 @@ class ActivationOffload(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
-        weight_storages = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+        weight_storages = {
+            parameter.untyped_storage().data_ptr() for parameter in self.parameters()
+        }
         with SavedTensorOffload(self.copies, weight_storages):
             return super().forward(*inputs, **kwargs)
 
@@ -111,7 +130,8 @@ def offload_activations(model: GPT, device: torch.device) -> None:
     model.copies = HostCopies(device)
 
 
-# ---- frozen weights -------------------------------------------------------------------------------------------------
+# ---- frozen weights
+# -------------------------------------------------------------------------------------------------
 
 
 def is_offloadable(parameter: nn.Parameter) -> bool:
@@ -127,7 +147,8 @@ class HostWeight(NamedTuple):
 
 
 class BlockWeights:
-    """The blocks' frozen weights in pinned host memory; those of at most two blocks are on the device."""
+    """The blocks' frozen weights in pinned host memory; those of at most two blocks are on the
+    device."""
 
     def __init__(self, copies: HostCopies, blocks: nn.ModuleList) -> None:
         self.copies = copies
@@ -144,20 +165,30 @@ class BlockWeights:
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         tensor = tensor.cpu()
-        return tensor.pin_memory() if self.copies.on_gpu else tensor
+        if self.copies.on_gpu:
+            return tensor.pin_memory()
+        return tensor
 
     @contextmanager
     def on_device(self, number: int) -> Iterator[None]:
-        """Within the context, the weights of block `number` are on the device, and the next block's are prefetched."""
-        next_number = number - 1 if 0 < number <= self.last else number + 1  # the backward pass goes down
+        """Within the context, the weights of block `number` are on the device, and the next block's
+        are prefetched."""
+        # the backward pass goes down
+        next_number = number - 1 if 0 < number <= self.last else number + 1
         self.last = number
         self._fetch(number)
         self.copies.wait(*self.fetched[number])
-        self.fetched = {index: tensors for index, tensors in self.fetched.items() if index in (number, next_number)}
+        self.fetched = {
+            index: tensors
+            for index, tensors in self.fetched.items()
+            if index in (number, next_number)
+        }
         if next_number < len(self.by_block):
             self._fetch(next_number)
         try:
-            for (parameter, _), tensor in zip(self.by_block[number], self.fetched[number], strict=True):
+            for (parameter, _), tensor in zip(
+                self.by_block[number], self.fetched[number], strict=True
+            ):
                 parameter.data = tensor
             yield
         finally:
@@ -167,11 +198,16 @@ class BlockWeights:
 
     def _fetch(self, number: int) -> None:
         if number not in self.fetched:
-            self.fetched[number] = [self.copies.to_device(host) for _, host in self.by_block[number]]
+            self.fetched[number] = [
+                self.copies.to_device(host) for _, host in self.by_block[number]
+            ]
 
 
 class FetchedBlock(nn.Module):
-    """A block whose weights are on the device while it runs. It must be recomputed, or autograd would keep them alive."""
+    """A block whose weights are on the device while it runs.
+
+    It must be recomputed, or autograd would keep them alive.
+    """
 
     def forward(self, *inputs: Any) -> Tensor:
         with self.weights.on_device(self.number):
@@ -187,12 +223,19 @@ def offload_parameters(model: GPT, device: torch.device) -> None:
     for host_weights in weights.by_block:
         for parameter, host in host_weights:
             parameter.data = host
-    offloaded = {id(parameter) for host_weights in weights.by_block for parameter, _ in host_weights}
+    offloaded = {
+        id(parameter) for host_weights in weights.by_block for parameter, _ in host_weights
+    }
     # base parameters that a trained copy replaces
-    inactive = (tensor for module in model.modules() for tensor in module.__dict__.get("inactive", {}).values())
+    inactive = (
+        tensor
+        for module in model.modules()
+        for tensor in module.__dict__.get("inactive", {}).values()
+    )
     for tensor in (*model.parameters(), *model.buffers(), *inactive):
         if id(tensor) not in offloaded:
             tensor.data = tensor.data.to(device)
     for number, block in enumerate(model.blocks):
         block.__class__ = mixin_class(FetchedBlock, type(block))
-        block.weights, block.number = weights, number
+        block.weights = weights
+        block.number = number

@@ -1,4 +1,5 @@
-"""Losses and gradients that are not finite, or have exploded: the run ends, or leaves such steps out."""
+"""Losses and gradients that are not finite, or have exploded: the run ends, or leaves such steps
+out."""
 
 import math
 from collections.abc import Callable
@@ -9,20 +10,32 @@ from litft.training.metrics import Row
 from litft.training.schedule import Schedule
 
 MAX_SKIPPED = 10  # steps in a row that --train.skip_nan leaves out before the run ends all the same
-EXPLODED = 3  # times the loss of the first step, or of a uniform guess: training does not recover from there
+# times the loss of the first step, or of a uniform guess: training does not recover from there
+EXPLODED = 3
 
 
 class DivergenceGuard:
-    """Looks at every step's loss and gradient norm, and at the validation loss; ValueError where the run has diverged."""
+    """Looks at every step's loss and gradient norm, and at the validation loss; ValueError where
+    the run has diverged."""
 
     def __init__(
-        self, train: TrainArgs, schedule: Schedule, vocab_size: int, folder: Path, say: Callable[[str], None]
+        self,
+        train: TrainArgs,
+        schedule: Schedule,
+        vocab_size: int,
+        folder: Path,
+        say: Callable[[str], None],
     ) -> None:
-        self.train, self.schedule, self.vocab_size, self.folder, self.say = train, schedule, vocab_size, folder, say
+        self.train = train
+        self.schedule = schedule
+        self.vocab_size = vocab_size
+        self.folder = folder
+        self.say = say
         self.skipped = 0  # steps in a row, by --train.skip_nan
 
     def check(self, row: Row, first: Row) -> None:
-        """Raise ValueError where a step's row says that the run has diverged; `first` is the row of the first step."""
+        """Raise ValueError where a step's row says that the run has diverged; `first` is the row of
+        the first step."""
         if "loss" not in row:
             return
         step = int(row["step"])
@@ -32,7 +45,9 @@ class DivergenceGuard:
                     return
                 raise ValueError(self._message(step, name, row[column]))
         if row["loss"] > EXPLODED * max(math.log(self.vocab_size), first["loss"]):
-            raise ValueError(self._message(step, "loss", row["loss"], f" and was {first['loss']:.3g}"))
+            raise ValueError(
+                self._message(step, "loss", row["loss"], f" and was {first['loss']:.3g}")
+            )
 
     def check_validation(self, step: int, loss: float) -> None:
         """Raise ValueError where the validation loss after `step` steps is not finite."""
@@ -40,23 +55,44 @@ class DivergenceGuard:
             raise ValueError(self._message(step, "validation loss", loss))
 
     def skip(self, step: int) -> None:
-        """Report the examples of a step that is left out; ValueError where that happens again and again."""
+        """Report the examples of a step that is left out; ValueError where that happens again and
+        again."""
         self.skipped += 1
         if self.skipped >= MAX_SKIPPED:
-            raise ValueError(f"step {step + 1}: {MAX_SKIPPED} steps in a row are not finite; {self._restart()}")
+            raise ValueError(
+                f"step {step + 1}: {MAX_SKIPPED} steps in a row are not finite; {self._restart()}"
+            )
         examples = ", ".join(map(str, self.schedule.step_indices(step)))
-        self.say(f"step {step + 1} is left out: its loss or gradient is not finite; its training examples: {examples}")
+        self.say(
+            f"step {step + 1} is left out: its loss or gradient is not finite; its training "
+            f"examples: {examples}"
+        )
 
     def _message(self, step: int, name: str, value: float, more: str = "") -> str:
-        remedy = self._restart() if step else "look for NaN or infinity in its weights and config.json"
+        if step:
+            remedy = self._restart()
+        else:
+            remedy = "look for NaN or infinity in its weights and config.json"
         examples = ""
         if step and name != "validation loss":
             numbers = ", ".join(map(str, self.schedule.step_indices(step - 1)))
-            examples = f"; the step's training examples: {numbers} (--train.skip_nan leaves such steps out)"
-        return f"step {step}: the {name} is {value:.4g}{more}, so training cannot continue; {remedy}{examples}"
+            examples = (
+                f"; the step's training examples: {numbers} (--train.skip_nan leaves such steps "
+                "out)"
+            )
+        return (
+            f"step {step}: the {name} is {value:.4g}{more}, so training cannot continue; "
+            f"{remedy}{examples}"
+        )
 
     def _restart(self) -> str:
         """What to do after a divergence; --resume would repeat it."""
         best = self.folder / "best"
-        start = f", from {best} as its --checkpoint_dir" if best.is_dir() else ""
-        return f"start another run{start} with a lower --train.learning_rate (now {self.train.learning_rate:g})"
+        if best.is_dir():
+            start = f", from {best} as its --checkpoint_dir"
+        else:
+            start = ""
+        return (
+            f"start another run{start} with a lower --train.learning_rate (now "
+            f"{self.train.learning_rate:g})"
+        )

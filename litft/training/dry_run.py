@@ -1,6 +1,7 @@
 """What a run would do, as text: its data, samples as the model reads them, its plan.
 
-Used by the command `prepare_data`, the `--dry_run` of every fine-tuning command, and the first lines of every run.
+Used by the command `prepare_data`, the `--dry_run` of every fine-tuning command, and the first
+lines of every run.
 """
 
 import os
@@ -14,8 +15,8 @@ from litft.args import FinetuneArgs, LoRAFinetuneArgs, PrepareArgs
 from litft.args.processes import global_rank
 from litft.checkpoints.hub import downloaded_from
 from litft.data.dataset import DataSplits, histogram, load_data, unknown_tokens
-from litft.data.encoder import Sample
 from litft.data.packing import num_slots
+from litft.data.sample import Sample
 from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
@@ -33,12 +34,15 @@ from litft.training.setup import Setup
 STRATEGIES = {
     "ddp": "each device holds all of the weights",
     "fsdp": "each device holds a part of the weights and of the optimizer's state",
-    "hsdp": "each device holds a part of the weights and of the optimizer's state, and each {size} devices all of them",
+    "hsdp": "each device holds a part of the weights and of the optimizer's state, and each {size} "
+    "devices all of them",
 }
-GREEN, OFF = "\033[32m", "\033[0m"
+GREEN = "\033[32m"
+OFF = "\033[0m"
 MARKS = "⟦", "⟧"  # without colours
 SWITCH = "enable_thinking"  # the variable of most templates that have thoughts
-FEW_STEPS, FEW_EXAMPLES = 30, 10  # fewer are warned about
+FEW_STEPS = 30
+FEW_EXAMPLES = 10  # fewer are warned about
 FEW_EXAMPLES_RATE = 1e-3  # of LoRA, for a small set of examples
 
 
@@ -50,10 +54,16 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     chip = setup.args.chip
     if chip:
         where = f"{settings.precision} on this machine"
-        lines.append(f"the memory is planned for {where}; scripts/plan.py --chip '{chip}' plans it for that GPU")
+        lines.append(
+            f"the memory is planned for {where}; scripts/plan.py --chip '{chip}' plans it for that "
+            "GPU"
+        )
     else:
         lines += _device_lines(setup, settings)
-    peak = chip_peak_flops(chip, settings.precision) if chip else peak_flops(settings.device, settings.precision)
+    if chip:
+        peak = chip_peak_flops(chip, settings.precision)
+    else:
+        peak = peak_flops(settings.device, settings.precision)
     lines += plan_lines(setup, schedule, settings, peak, chip)
     _print_hints_last(lines)
 
@@ -83,7 +93,9 @@ def method_title(setup: Setup) -> str:
     return setup.method.title + ("" if objective.data == "supervised" else f", {objective.title}")
 
 
-def description(setup: Setup, schedule: Schedule, settings: Settings, peak: float | None) -> list[str]:
+def description(
+    setup: Setup, schedule: Schedule, settings: Settings, peak: float | None
+) -> list[str]:
     """The data and the plan, with warnings: what a run prints before it reads the weights."""
     lines = []
     lines += _device_lines(setup, settings)
@@ -91,45 +103,60 @@ def description(setup: Setup, schedule: Schedule, settings: Settings, peak: floa
     if setup.source.adapter:
         lines.append("training continues from this adapter, with its ranks, targets and tokens")
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
-    if tokens := setup.untrained_tokens(schedule.data.special_ids):
+    tokens = setup.untrained_tokens(schedule.data.special_ids)
+    if tokens:
         remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
-        lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
+        lines.append(
+            f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; "
+            f"{remedy}"
+        )
     args = setup.args
     validations = num_validations(args, schedule)
     if (args.save.best or args.eval.patience) and validations < FEWEST_VALIDATIONS:
         flag = "--save.best" if args.save.best else "--eval.patience"
         count = _count(validations, "validation")
-        lines.append(f"warning: {flag} chooses among {count} during training; lower --eval.interval")
+        lines.append(
+            f"warning: {flag} chooses among {count} during training; lower --eval.interval"
+        )
     return lines
 
 
 def _device_lines(setup: Setup, settings: Settings) -> list[str]:
     """What a user may not have noticed of the device."""
-    return [no_gpu_line()] if setup.args.accelerator == "auto" and settings.device.type == "cpu" else []
+    if setup.args.accelerator == "auto" and settings.device.type == "cpu":
+        return [no_gpu_line()]
+    return []
 
 
 def num_validations(args: FinetuneArgs, schedule: Schedule) -> int:
     """The number of validations after steps of the run."""
     interval = validation_interval(args, schedule.steps, num_measured(args, schedule.data))
-    return -(-schedule.steps // interval) if interval else 1
+    if interval:
+        return -(-schedule.steps // interval)
+    return 1
 
 
 def prepare_data(args: PrepareArgs) -> None:
     """Tokenize the data into the cache, and print what became of it."""
     finetuning = LoRAFinetuneArgs(
-        checkpoint_dir=args.checkpoint_dir, base_dir=args.base_dir, data=args.data, objective=args.objective
+        checkpoint_dir=args.checkpoint_dir,
+        base_dir=args.base_dir,
+        data=args.data,
+        objective=args.objective,
     )
     finetuning.train.global_batch_size = args.global_batch_size
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     setup = Setup(finetuning, source)
-    vocab_size, kind = setup.method.vocab_size(source.config), setup.objective.data
+    vocab_size = setup.method.vocab_size(source.config)
+    kind = setup.objective.data
     data = load_data(args.data, setup.tokenizer, vocab_size, source.config.max_positions, kind=kind)
     _print_hints_last(data_report(Schedule(finetuning, data, 1), setup.tokenizer, args.show))
 
 
 def data_report(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
-    """Everything about the data before training: counts, problems, lengths, and the first `count` samples."""
+    """Everything about the data before training: counts, problems, lengths, and the first `count`
+    samples."""
     yield from data_lines(schedule, tokenizer)
     yield from details(schedule.data)
     yield "training examples by length:"
@@ -143,78 +170,111 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     for name, report in data.reports.items():
         yield f"{name}: {file_line(report)}"
     yield f"the chat template is {data.template}"
-    if any(report.empty_thoughts for report in data.reports.values()) and SWITCH in tokenizer.chat_template:
+    if (
+        any(report.empty_thoughts for report in data.reports.values())
+        and SWITCH in tokenizer.chat_template
+    ):
         yield (
-            "note: these answers follow an empty thought, which the prompt of the template does not have; ask the result "
-            f"with {SWITCH}=false, or make that its default with --data.template_args {SWITCH}=false"
+            "note: these answers follow an empty thought, which the prompt of the template does "
+            f"not have; ask the result with {SWITCH}=false, or make that its default with "
+            f"--data.template_args {SWITCH}=false"
         )
-    if tokenizer.own_template and not any(report.has_conversations for report in data.reports.values()):
-        yield "note: the result keeps the template of its base; generate/base.py --template none continues a text as trained"
+    if tokenizer.own_template and not any(
+        report.has_conversations for report in data.reports.values()
+    ):
+        yield (
+            "note: the result keeps the template of its base; generate/base.py --template none "
+            "continues a text as trained"
+        )
     is_weighted = any(weight != 1 for weight in data.weights)
     yield (
-        f"{len(data.train):,} training and {len(data.val):,} validation examples; {_count(schedule.steps, 'step')} of "
-        f"{schedule.size}, {schedule.samples / schedule.order.size:.3g} epochs of {schedule.order.size:,}"
-        f"{' by weight' * is_weighted}, on "
+        f"{len(data.train):,} training and {len(data.val):,} validation examples; "
+        f"{_count(schedule.steps, 'step')} of {schedule.size}, "
+        f"{schedule.samples / schedule.order.size:.3g} epochs of "
+        f"{schedule.order.size:,}{' by weight' * is_weighted}, on "
         f"{_count(schedule.layout.ranks, 'device')}"
     )
     yield packing_line(schedule)
     if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
-        rate = f" --train.learning_rate {FEW_EXAMPLES_RATE:g}" if schedule.has_usual_rate else ""
+        if schedule.has_usual_rate:
+            rate = f" --train.learning_rate {FEW_EXAMPLES_RATE:g}"
+        else:
+            rate = ""
         yield (
-            f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; for a small set of examples, try "
-            f"--train.epochs 20 --train.global_batch_size 4{rate}"
+            f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; for a small "
+            f"set of examples, try --train.epochs 20 --train.global_batch_size 4{rate}"
         )
     if 0 < len(data.val) < FEW_EXAMPLES:
         examples = _count(len(data.val), "validation example")
-        remedy = "give --data.val_path or a larger --data.val_fraction, or learn them too: --data.val_fraction 0"
+        remedy = (
+            "give --data.val_path or a larger --data.val_fraction, or learn them too: "
+            "--data.val_fraction 0"
+        )
         yield f"warning: {examples} cannot tell how good the model is; {remedy}"
     if not len(data.val):
         cause = "--data.val_fraction is 0, and there is no --data.val_path"
         if schedule.val_fraction:
-            cause = f"none of the examples falls into --data.val_fraction {schedule.val_fraction:g}; raise it"
+            cause = (
+                f"none of the examples falls into --data.val_fraction {schedule.val_fraction:g}; "
+                "raise it"
+            )
         yield (
-            f"nothing is held out for validation: {cause}; the sample answers are to trained questions, unless "
-            "--eval.prompts has others"
+            f"nothing is held out for validation: {cause}; the sample answers are to trained "
+            "questions, unless --eval.prompts has others"
         )
-    if unknown := unknown_tokens(tokenizer):
+    unknown = unknown_tokens(tokenizer)
+    if unknown:
         texts = ",".join(unknown)
         remedy = f"--data.new_tokens '{texts}' makes them tokens"
         yield f"warning: the tokenizer has no token for the template's {texts}; {remedy}"
-    if note := tokenizer.portability_note():
+    note = tokenizer.portability_note()
+    if note:
         yield note
     if len(data.duplicates):
         yield (
-            f"warning: {len(data.duplicates):,} training examples are also in the validation set, token for token; "
-            "the validation loss will look better than it is"
+            f"warning: {len(data.duplicates):,} training examples are also in the validation set, "
+            "token for token; the validation loss will look better than it is"
         )
 
 
 def packing_line(schedule: Schedule) -> str:
     """How full the rows of the first 200 steps are."""
-    fed, slots, rows, steps = 0, 0, 0, range(min(schedule.steps, 200))
+    fed = 0
+    slots = 0
+    rows = 0
+    steps = range(min(schedule.steps, 200))
     for lengths in map(schedule.lengths, steps):
         fed += int(lengths.sum())
         for batch in schedule.layout.plan(lengths.tolist()):
-            slots, rows = slots + num_slots(lengths, batch), rows + len(batch)
-    room = (
-        f"packed into rows of at most {schedule.data.limit:,} tokens"
-        if schedule.layout.row_tokens
-        else "a row for each example"
-    )
+            slots = slots + num_slots(lengths, batch)
+            rows = rows + len(batch)
+    if schedule.layout.row_tokens:
+        room = f"packed into rows of at most {schedule.data.limit:,} tokens"
+    else:
+        room = "a row for each example"
     return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / slots:.1%} padding"
 
 
 def file_line(report: EncodingReport) -> str:
     """The counts of one data file."""
-    formats = ", ".join(f"{name} {count:,}" if len(report.formats) > 1 else name for name, count in report.formats.items())
+    formats = ", ".join(
+        f"{name} {count:,}" if len(report.formats) > 1 else name
+        for name, count in report.formats.items()
+    )
     parts = [
-        f"{_count(report.records, 'record')} ({formats}), {report.tokens:,} tokens, {report.supervised:,} of them learned"
+        f"{_count(report.records, 'record')} ({formats}), {report.tokens:,} tokens, "
+        f"{report.supervised:,} of them learned"
     ]
     if report.empty_thoughts:
-        parts.append(f"{report.empty_thoughts:,} of {report.answers:,} answers have an empty thought: not learned")
+        parts.append(
+            f"{report.empty_thoughts:,} of {report.answers:,} answers have an empty thought: not "
+            "learned"
+        )
     parts += [f"{count:,} {note}" for note, (count, _) in report.notes.items()]
     if report.unused:
-        fields = ", ".join(f"{name} in {_count(count, 'record')}" for name, count in report.unused.items())
+        fields = ", ".join(
+            f"{name} in {_count(count, 'record')}" for name, count in report.unused.items()
+        )
         parts.append(f"fields that are not used: {fields}")
     parts += [f"{report.bad[0]:,} bad, which are left out"] if report.bad[0] else []
     return "; ".join(parts)
@@ -225,45 +285,88 @@ def _count(number: int, noun: str) -> str:
 
 
 def plan_lines(
-    setup: Setup, schedule: Schedule, settings: Settings, peak: float | None, chip: str | None = None
+    setup: Setup,
+    schedule: Schedule,
+    settings: Settings,
+    peak: float | None,
+    chip: str | None = None,
 ) -> Iterator[str]:
-    """What the run needs: parameters, strategy, memory and time on this machine, or on another chip.
+    """What the run needs: parameters, strategy, memory and time on this machine, or on another
+    chip.
 
     peak: FLOP/s of a device.
     """
-    plan, device = settings.plan, settings.device
+    plan = settings.plan
+    device = settings.device
     chip = chip or (torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
-    what = f"{setup.source.folder} in {settings.precision if setup.quantize == 'none' else setup.quantize}"
+    what = (
+        f"{setup.source.folder} in "
+        f"{settings.precision if setup.quantize == 'none' else setup.quantize}"
+    )
     yield f"{what}: {plan.title_line(setup.method.title)}"
-    if whole := setup.source.multimodal:
-        yield f"the base is multimodal ({whole['model_type']}): only its language model is trained and saved"
+    whole = setup.source.multimodal
+    if whole:
+        yield (
+            f"the base is multimodal ({whole['model_type']}): only its language model is trained "
+            "and saved"
+        )
         yield "convert_to_hf and merge_lora write the whole model with --multimodal true"
     if settings.strategy != "single":
         size = num_shards(setup.args, settings.strategy)
-        yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"
+        yield (
+            f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, "
+            f"{settings.reason})"
+        )
     if setup.args.precision == "auto" and (note := lacks_bf16(device)):
         yield note
-    if note := kernels.note(setup.source.config, device.type):
+    note = kernels.note(setup.source.config, device.type)
+    if note:
         yield note
-    recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
-    yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
+    recomputed = {
+        "none": "",
+        "selective": "; MLPs are recomputed",
+        "full": "; blocks are recomputed",
+    }[settings.recomputed]
+    yield (
+        f"memory{'' if settings.strategy == 'single' else ' of each'}: "
+        f"{plan.memory.line()}{recomputed}"
+    )
     if device.type == "cpu":
         yield process_line(plan.memory, malloc_name())
     yield time_line(
-        schedule.flops(plan.flops, setup.objective), settings.slowdown, "the run", chip, peak, schedule.layout.ranks
+        schedule.flops(plan.flops, setup.objective),
+        settings.slowdown,
+        "the run",
+        chip,
+        peak,
+        schedule.layout.ranks,
     )
     if plan.memory.peak > settings.device_bytes:
-        flag = "--train.micro_batch_size" if schedule.layout.rows > 1 else "--data.max_seq_length"
-        yield f"warning: that is more than the {format_bytes(settings.device_bytes)} there are; lower {flag}"
+        if schedule.layout.rows > 1:
+            flag = "--train.micro_batch_size"
+        else:
+            flag = "--data.max_seq_length"
+        yield (
+            f"warning: that is more than the {format_bytes(settings.device_bytes)} there are; "
+            f"lower {flag}"
+        )
 
 
-def time_line(flops: float, slower: float, what: str, chip: str, peak: float | None, devices: int) -> str:
+def time_line(
+    flops: float, slower: float, what: str, chip: str, peak: float | None, devices: int
+) -> str:
     """The time of `flops` FLOPs on `devices` chips with `peak` FLOP/s each; times `slower`."""
     time = "whose peak is not known"
     if peak:
-        time = f"{duration(flops * slower / (peak * UTILIZATION * devices))} at {UTILIZATION:.0%} of its peak"
+        time = (
+            f"{duration(flops * slower / (peak * UTILIZATION * devices))} at {UTILIZATION:.0%} of "
+            "its peak"
+        )
         time += ", without validations and saving"
-    size = f"{flops / 1e12:,.0f}" if flops >= 1e13 else f"{flops / 1e12:.2g}"
+    if flops >= 1e13:
+        size = f"{flops / 1e12:,.0f}"
+    else:
+        size = f"{flops / 1e12:.2g}"
     return f"{what}: {size} TFLOPs; on {devices} x {chip}, {time}"
 
 
@@ -271,7 +374,10 @@ def duration(seconds: float) -> str:
     """A time in the largest unit that fits, with two digits."""
     if 0 < seconds < 1:
         return "under 1 s"
-    size, unit = next((row for row in ((86400, "days"), (3600, "hours"), (60, "minutes")) if seconds >= row[0]), (1, "s"))
+    size, unit = next(
+        (row for row in ((86400, "days"), (3600, "hours"), (60, "minutes")) if seconds >= row[0]),
+        (1, "s"),
+    )
     return f"{seconds / size:.2g} {unit}"
 
 
@@ -282,7 +388,8 @@ def details(data: DataSplits) -> Iterator[str]:
             records = ", ".join(record.removeprefix(f"{name}, ") for record in first_records)
             yield f"  {note}: {records}{' ...' if count > len(first_records) else ''}"
         yield from (f"  bad: {message}" for message in report.bad_lines())
-        if (more := report.bad[0] - len(report.bad[1])) > 0:
+        more = report.bad[0] - len(report.bad[1])
+        if more > 0:
             yield f"  bad: {more:,} more"
 
 
@@ -296,11 +403,15 @@ def histogram_lines(lengths: np.ndarray) -> Iterator[str]:
 
 def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
     """The first samples of the run, as the model reads them."""
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    colour = (
+        sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    )
     train = schedule.data.train
     numbers = schedule.order.indices(0, min(count, schedule.order.size))
     if len(train.stores) > 1 and count:  # at least one of each path
-        missing = set(train.store_numbers.tolist()) - {int(train.store_numbers[number]) for number in numbers}
+        missing = set(train.store_numbers.tolist()) - {
+            int(train.store_numbers[number]) for number in numbers
+        }
         numbers += [int(np.argmax(train.store_numbers == store)) for store in sorted(missing)]
     for number in numbers:
         sample = train[number]
@@ -331,7 +442,8 @@ def marked_text(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
     ids = [*sample.tokens.tolist(), *sample.targets[-1:].tolist() * counted[-1]]
     is_target = [False, *counted[:-1], *[True] * counted[-1]]
     begin, end = (GREEN, OFF) if colour else MARKS
-    text, shown = "", 0
+    text = ""
+    shown = 0
     for at in range(1, len(ids) + 1):
         if at == len(ids) or is_target[at] != is_target[at - 1]:
             prefix = tokenizer.decode(ids[:at], skip_special=False)

@@ -1,7 +1,8 @@
-"""Hashes of a checkpoint's files: computed while they are written, compared before a run is resumed.
+"""Hashes of a checkpoint's files: computed while they are written, compared before a run is
+resumed.
 
-They find bits that a disk, a network or a copy has changed. The hash is XXH3 of 64 bits (github.com/Cyan4973/xxHash), whose
-speed is that of memory, so that writing takes no longer.
+They find bits that a disk, a network or a copy has changed. The hash is XXH3 of 64 bits
+(github.com/Cyan4973/xxHash), whose speed is that of memory, so that writing takes no longer.
 """
 
 import io
@@ -48,7 +49,9 @@ class _HashingFileSystem(FileSystem):
                         raise stream.error from None
                     raise
         path = Path(path)
-        path.with_name(path.name.removesuffix(".tmp") + _SUFFIX).write_text(stream.hash.hexdigest(), "utf-8")
+        path.with_name(path.name.removesuffix(".tmp") + _SUFFIX).write_text(
+            stream.hash.hexdigest(), "utf-8"
+        )
 
 
 class _HashingStream(io.BufferedIOBase):
@@ -107,7 +110,10 @@ def collect_hashes(folder: Path) -> dict[str, str]:
 
 
 def check_hashes(folder: Path, hashes: dict[str, str], names: Iterable[str]) -> None:
-    """Raise ValueError if one of the files `names` does not have its hash. Raises OSError if it cannot be read."""
+    """Raise ValueError if one of the files `names` does not have its hash.
+
+    Raises OSError if it cannot be read.
+    """
     for name in names:
         if file_hash(folder / Path(name).name) != hashes[name]:
             raise ValueError(f"{name} has changed since it was written: its hash is another one")

@@ -46,7 +46,9 @@ class Outcome(NamedTuple):
 
 
 def run_finetuning(
-    args: FinetuneArgs, callback: Callback | None = None, metrics: Mapping[str, Metric] | None = None
+    args: FinetuneArgs,
+    callback: Callback | None = None,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Outcome | None:
     """Train with these arguments; see `litft.finetune`."""
     _check_metrics(metrics or {})
@@ -61,11 +63,15 @@ def run_finetuning(
     with ExitStack() as lock:
         if named and is_first_process():
             lock.enter_context(locked_folder(named))
-            _check_folder(args, named)  # again: another run may have ended between the first check and the lock
+            # again: another run may have ended between the first check and the lock
+            _check_folder(args, named)
         fabric = make_fabric(args, settings.strategy)
         hosts = launch(fabric, args.timeout)
         # the first process makes the folder; all have looked at what was there before any gets here
-        name = str(named or run_dir.claim(setup.method.title)) if fabric.global_rank == 0 else None
+        if fabric.global_rank == 0:
+            name = str(named or run_dir.claim(setup.method.title))
+        else:
+            name = None
         folder = Path(fabric.broadcast(name))
         if not named and fabric.global_rank == 0:
             lock.enter_context(locked_folder(folder))
@@ -75,7 +81,9 @@ def run_finetuning(
         screen = open_screen(fabric.global_rank == 0)
         if fabric.global_rank == 0:  # before the weights are read, which takes long
             peak = peak_flops(fabric.device, settings.precision)
-            screen.header(run_title(setup), str(folder), description(setup, schedule, settings, peak))
+            screen.header(
+                run_title(setup), str(folder), description(setup, schedule, settings, peak)
+            )
         trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics, screen)
         trainer.metrics.sinks += [callback] if callback else []
         trainer.fit()
@@ -88,18 +96,27 @@ def _check_metrics(metrics: Mapping[str, Metric]) -> None:
         raise ValueError("metrics: expected functions by name, such as {'rouge': rouge}")
     scores = {score for objective in OBJECTIVES.values() for score in objective.scores}
     for name in metrics:
-        is_taken = name in {*COLUMNS, *INTERNAL, *scores, "validation_loss"} or name.startswith("val_")
+        is_taken = name in {*COLUMNS, *INTERNAL, *scores, "validation_loss"} or name.startswith(
+            "val_"
+        )
         if is_taken or not name.isidentifier():
-            raise ValueError(f"metrics: {name!r} cannot be a column of metrics.csv; choose another name, such as rouge")
+            raise ValueError(
+                f"metrics: {name!r} cannot be a column of metrics.csv; choose another name, such "
+                "as rouge"
+            )
 
 
 def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
-    """The arguments with what they leave open filled in, and the run's folder if they name one; ValueError."""
+    """The arguments with what they leave open filled in, and the run's folder if they name one;
+    ValueError."""
     args = apply_launcher(args)
-    if problems := args.problems():
+    problems = args.problems()
+    if problems:
         raise ValueError("\n".join(problems))
     if args.checkpoint_dir is None:
-        args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)]))
+        args = replace(
+            args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)])
+        )
     args = _pin_hub_ids(args)
     folder = run_dir.from_flags(args.out_dir, args.resume)
     if folder and args.resume and not args.out_dir and is_first_on_node():
@@ -115,30 +132,43 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
 def _check_folder(args: FinetuneArgs, folder: Path) -> None:
     """Raise ValueError if the run would overwrite other files, or delete what it reads."""
     items = (*args.data.paths, *args.data.val_paths)
-    paths = [path for item in items for path in (item.path, item.template)]
+    paths = []
+    for item in items:
+        for path in (item.path, item.template):
+            paths.append(path)
     inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)
     run_dir.check(folder, args.resume, args.overwrite, inputs)
 
 
 def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
-    """Replace hub ids by the commits that they stand for now, so that config.yaml says which were used."""
+    """Replace hub ids by the commits that they stand for now, so that config.yaml says which were
+    used."""
     models = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
-    pinned, data = {name: str(fetch(model)[1]) for name, model in models.items() if model}, args.data
+    pinned = {}
+    for name, model in models.items():
+        if model:
+            pinned[name] = str(fetch(model)[1])
+    data = args.data
     pinned_items = (
-        [replace(item, path=_pinned(item.path)).text() for item in items] for items in (data.paths, data.val_paths)
+        [replace(item, path=_pinned(item.path)).text() for item in items]
+        for items in (data.paths, data.val_paths)
     )
     data = replace(data, **dict(zip(("path", "val_path"), pinned_items, strict=True)))
     return replace(args, **pinned, data=data)
 
 
 def _pinned(path: str) -> str:
-    """Return a path of data with a hub id replaced by the commit that it stands for now; a split is kept."""
+    """Return a path of data with a hub id replaced by the commit that it stands for now; a split is
+    kept."""
     dataset, (_, colon, split) = hub_dataset(path), path.partition(":")
-    return f"{pinned_data(dataset)}{colon}{split}" if dataset else path
+    if dataset:
+        return f"{pinned_data(dataset)}{colon}{split}"
+    return path
 
 
 def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
-    """Prepare the method, the data and the plan, before the processes meet and without reading a weight; ValueError."""
+    """Prepare the method, the data and the plan, before the processes meet and without reading a
+    weight; ValueError."""
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     source.check()
@@ -151,8 +181,10 @@ def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
     if not args.dry_run:
         check_logger(args.logger)
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
-    vocab_size, max_positions = setup.method.vocab_size(source.config), source.config.max_positions
-    timeout, kind = seconds(args.timeout), setup.objective.data
+    vocab_size = setup.method.vocab_size(source.config)
+    max_positions = source.config.max_positions
+    timeout = seconds(args.timeout)
+    kind = setup.objective.data
     data = load_data(args.data, setup.tokenizer, vocab_size, max_positions, timeout, kind)
     for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
         if value and not len(data.val):
@@ -168,19 +200,38 @@ def _check_offload(setup: Setup, device: torch.device) -> None:
     """Raise ValueError where --train.cpu_offload has nothing to move."""
     args, offload = setup.args, setup.args.train.cpu_offload
     if offload != "none" and device.type == "cpu":
-        raise ValueError(f"--train.cpu_offload {offload}: without a GPU all is in the host's memory; leave it out")
+        raise ValueError(
+            f"--train.cpu_offload {offload}: without a GPU all is in the host's memory; leave it "
+            "out"
+        )
     is_full = setup.method.name == "full"
     one_device = args.devices * args.num_nodes == 1
     if one_device and offload == "parameters" and (setup.quantize != "none" or is_full):
-        reason = "trained weights stay on the GPU" if is_full else "quantized weights stay on the GPU"
+        if is_full:
+            reason = "trained weights stay on the GPU"
+        else:
+            reason = "quantized weights stay on the GPU"
         raise ValueError(f"--train.cpu_offload parameters: {reason}; leave it out")
 
 
 def _shared_facts(setup: Setup, schedule: Schedule, settings: Settings) -> dict[str, Any]:
     """What must be the same on all processes of a run."""
-    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(setup.args).items()}
-    flags = {f"--{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
+    groups = {
+        name: value if isinstance(value, dict) else {"": value}
+        for name, value in asdict(setup.args).items()
+    }
+    flags = {}
+    for name, group in groups.items():
+        for key, value in group.items():
+            flags[f"--{name}.{key}".rstrip(".")] = value
     versions = {"torch": torch.__version__, "litft": litft.__version__}
-    chosen = {"strategy": settings.strategy, "recomputation": settings.recomputed, "rows": schedule.layout.rows}
-    data = {"training data": schedule.data.train_digest, "validation data": schedule.data.val_digest}
+    chosen = {
+        "strategy": settings.strategy,
+        "recomputation": settings.recomputed,
+        "rows": schedule.layout.rows,
+    }
+    data = {
+        "training data": schedule.data.train_digest,
+        "validation data": schedule.data.val_digest,
+    }
     return {**versions, **chosen, **data, **setup.identity(), **flags}

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from litft.data.encoder import Sample
+from litft.data.sample import Sample
 from litft.model.config import Chunk
 from litft.model.mlp import ExpertLinear, MoE
 from litft.model.transformer import GPT
 
-# Dense peak TFLOP/s in bf16 and fp32 (TF32 is off), from the vendors' data sheets. The pattern matches a part of the name
-# that torch reports. The first match wins: an L40S is not an L4, and "NVIDIA H100 PCIe" is not the faster SXM board.
+# Dense peak TFLOP/s in bf16 and fp32 (TF32 is off), from the vendors' data sheets. The pattern
+# matches a part of the name that torch reports. The first match wins: an L40S is not an L4, and
+# "NVIDIA H100 PCIe" is not the faster SXM board.
 CHIPS: tuple[tuple[str, float, float], ...] = (
     (r"\bB300\b", 2250.0, 75.0),
     (r"\bGB200\b", 2500.0, 80.0),
@@ -51,14 +52,17 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak FLOP/s of `device` in `precision`: from CHIPS, or measured on a CPU; None if unknown."""
+    """Return the peak FLOP/s of `device` in `precision`: from CHIPS, or measured on a CPU; None if
+    unknown."""
     if device.type == "cpu":
         return _measure_matmul(torch.bfloat16 if precision.startswith("bf16") else torch.float32)
     return chip_peak_flops(torch.cuda.get_device_name(device), precision)
 
 
 def chip_peak_flops(chip: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of the chip with this name, from CHIPS; None if it is not listed. RTX4090 is RTX 4090.
+    """Return the peak FLOP/s of the chip with this name, from CHIPS; None if it is not listed.
+
+    RTX4090 is RTX 4090.
 
     A chip without bf16 computes in fp32.
     """
@@ -70,19 +74,26 @@ def chip_peak_flops(chip: str, precision: str) -> float | None:
 
 def chip_names() -> list[str]:
     """Return the names of the chips in CHIPS."""
-    plain = [pattern.replace("(100|800)", "100").replace("(RTX )?", "RTX ") for pattern, _, _ in CHIPS]
+    plain = [
+        pattern.replace("(100|800)", "100").replace("(RTX )?", "RTX ") for pattern, _, _ in CHIPS
+    ]
     return [pattern.replace("\\b", "") for pattern in plain]
 
 
 def check_chip(chip: str | None) -> None:
     """Raise ValueError for a chip whose peak is not known."""
     if chip is not None and chip_peak_flops(chip, "bf16") is None:
-        raise ValueError(f"--chip {chip}: its peak is not known; known chips: {', '.join(chip_names())}")
+        raise ValueError(
+            f"--chip {chip}: its peak is not known; known chips: {', '.join(chip_names())}"
+        )
 
 
 @cache
-def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 30, limit: float = 0.3) -> float:
-    """Return the FLOP/s of the fastest of up to `repeats` products within `limit` seconds: other programs interfere."""
+def _measure_matmul(
+    dtype: torch.dtype, size: int = 1024, repeats: int = 30, limit: float = 0.3
+) -> float:
+    """Return the FLOP/s of the fastest of up to `repeats` products within `limit` seconds: other
+    programs interfere."""
     a = torch.randn(size, size).to(dtype)
     a @ a
     seconds: list[float] = []
@@ -94,23 +105,40 @@ def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 30, lim
 
 
 class Flops:
-    """FLOPs of training on a sample: forward, input gradients, and weight gradients of trained weights.
+    """FLOPs of training on a sample: forward, input gradients, and weight gradients of trained
+    weights.
 
-    Attention counts only the keys that a query attends to, the head only the target tokens. Recomputation is not counted.
+    Attention counts only the keys that a query attends to, the head only the target tokens.
+    Recomputation is not counted.
     """
 
     def __init__(self, model: GPT) -> None:
         head = model.lm_head.weight
-        mlps = [block.mlp for block in model.blocks if block.mlp is not None]
-        mlp_modules = {id(module) for mlp in mlps for module in mlp.modules()}
-        matrices = [
-            (_num_weights(linear, name, parameter) * fraction, parameter.requires_grad, id(linear) in mlp_modules)
-            for linear, fraction in _linears(model)
-            for name, parameter in linear.named_parameters()
-            if name != "bias" and parameter is not head
-        ]
-        mixers = sum(block.mixer.flops_per_token for block in model.blocks if block.mixer is not None)
-        self.per_token = sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices) + 3 * mixers
+        mlps = []
+        for block in model.blocks:
+            if block.mlp is not None:
+                mlps.append(block.mlp)
+        mlp_modules = set()
+        for mlp in mlps:
+            for module in mlp.modules():
+                mlp_modules.add(id(module))
+        matrices = []
+        for linear, fraction in _linears(model):
+            for name, parameter in linear.named_parameters():
+                if name != "bias" and parameter is not head:
+                    matrices.append(
+                        (
+                            _num_weights(linear, name, parameter) * fraction,
+                            parameter.requires_grad,
+                            id(linear) in mlp_modules,
+                        )
+                    )
+        mixers = sum(
+            block.mixer.flops_per_token for block in model.blocks if block.mixer is not None
+        )
+        self.per_token = (
+            sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices) + 3 * mixers
+        )
         # extra forward FLOPs per token for each kind of recomputation
         self.recompute_per_token = {
             "none": 0.0,
@@ -124,29 +152,43 @@ class Flops:
         self.windows = [(layer.window, 2 * config.pair_dims(layer) * 3) for layer in config.layers]
 
     def __call__(self, samples: Sequence[Sample]) -> float:
-        """Return the FLOPs of one step over `samples`, and of a forward pass over their mismatches."""
-        mismatches = [sample.mismatch for sample in samples if sample.mismatch is not None]
+        """Return the FLOPs of one step over `samples`, and of a forward pass over their
+        mismatches."""
+        mismatches = []
+        for sample in samples:
+            if sample.mismatch is not None:
+                mismatches.append(sample.mismatch)
         forward = self.forward(*_counts(mismatches)) if mismatches else 0.0
         return self.for_lengths(*_counts(samples)) + forward
 
     def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
         """Return the FLOPs over documents with these lengths, and counts of target tokens."""
-        return float(self.per_token * np.sum(lengths) + self.per_target * np.sum(supervised) + self._attention(lengths))
+        return float(
+            self.per_token * np.sum(lengths)
+            + self.per_target * np.sum(supervised)
+            + self._attention(lengths)
+        )
 
     def forward(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
         """Return the FLOPs of a forward pass without a backward pass."""
-        head, per_token = self.forward_per_target * np.sum(supervised), self.recompute_per_token["full"]
+        head = self.forward_per_target * np.sum(supervised)
+        per_token = self.recompute_per_token["full"]
         return float(per_token * np.sum(lengths) + head + self._attention(lengths) / 3)
 
     def _attention(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of attention, forward and backward."""
         lengths = np.asarray(lengths, np.float64)
-        return sum(_attention_pairs(lengths, window).sum() * per_pair for window, per_pair in self.windows)
+        return sum(
+            _attention_pairs(lengths, window).sum() * per_pair for window, per_pair in self.windows
+        )
 
 
 def _counts(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
     """Return the lengths of the samples' documents, and each sample's number of target tokens."""
-    lengths = [length for sample in samples for length in sample.document_lengths]
+    lengths = []
+    for sample in samples:
+        for length in sample.document_lengths:
+            lengths.append(length)
     return lengths, [sample.supervised for sample in samples]
 
 
@@ -158,7 +200,8 @@ def _num_weights(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Para
 
 
 def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
-    """Yield every Linear with the fraction of it that a token is multiplied with: top_k / count for experts, else 1."""
+    """Yield every Linear with the fraction of it that a token is multiplied with: top_k / count for
+    experts, else 1."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             yield module, 1.0
@@ -168,7 +211,8 @@ def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
 
 
 def _attention_pairs(tokens: np.ndarray, window: int | Chunk | None) -> np.ndarray:
-    """Return the number of (query, key) pairs of causal attention over sequences of `tokens` tokens."""
+    """Return the number of (query, key) pairs of causal attention over sequences of `tokens`
+    tokens."""
     if isinstance(window, Chunk):
         count, last = np.divmod(tokens, window.size)
         return (count * window.size * (window.size + 1) + last * (last + 1)) / 2

@@ -19,12 +19,16 @@ from litft.run_dir import CONFIG, metrics_rows
 POINTS = 400  # maximum number of points of a curve; longer curves are averaged over intervals
 TICKS = 4
 COLORS = 6  # of curves, in report.css
-STYLE, SCRIPT = ((Path(__file__).parent / f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
+STYLE, SCRIPT = (
+    (Path(__file__).parent / f"report.{kind}").read_text("utf-8") for kind in ("css", "js")
+)
 DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"  # no other script runs
+# no other script runs
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
 CONTROLS = (
-    "<div class=controls><label><input type=checkbox id=logarithmic> logarithmic loss</label>"
-    "<label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 value=0></label></div>"
+    "<div class=controls><label><input type=checkbox id=logarithmic> logarithmic "
+    "loss</label><label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 "
+    "value=0></label></div>"
 )
 SHOWN = 600  # characters of a validation example
 PROMPTS = 5  # the most prompts whose answers are shown
@@ -66,7 +70,8 @@ class Report:
     answers: Sequence[dict[str, str | int]]  # step, prompt, answer
     loss: str  # what the loss is
     hardest: Sequence[HardExample] = ()
-    scores: Mapping[str, str] = field(default_factory=dict)  # further columns of the validations, and their titles
+    # further columns of the validations, and their titles
+    scores: Mapping[str, str] = field(default_factory=dict)
 
 
 # title, columns, whether the y-axis starts at 0
@@ -74,8 +79,16 @@ CHARTS = (
     ("{loss}", ("loss", "val_loss"), False),
     ("Accuracy of the rewards", ("accuracy", "val_accuracy"), True),
     ("Margin between the rewards", ("margin", "val_margin"), False),
-    ("Log-probability of the chosen (desirable) answers", ("chosen_logp", "val_chosen_logp"), False),
-    ("Log-probability of the rejected (undesirable) answers", ("rejected_logp", "val_rejected_logp"), False),
+    (
+        "Log-probability of the chosen (desirable) answers",
+        ("chosen_logp", "val_chosen_logp"),
+        False,
+    ),
+    (
+        "Log-probability of the rejected (undesirable) answers",
+        ("rejected_logp", "val_rejected_logp"),
+        False,
+    ),
     ("Learning rate", ("learning_rate",), True),
     ("Gradient norm (L2), before clipping", ("grad_norm",), True),
     ("Tokens per second", ("tokens_per_second",), True),
@@ -97,20 +110,30 @@ SCORES = (
 
 def write_report(folder: Path, report: Report) -> None:
     """Write report.html into the run folder."""
-    rows = [{name: float(value) for name, value in row.items()} for row in metrics_rows(folder / "metrics.csv")]
+    rows = []
+    for row in metrics_rows(folder / "metrics.csv"):
+        rows.append({name: float(value) for name, value in row.items()})
     config = (folder / CONFIG).read_text("utf-8")
-    of_sets = [column for column in report.scores if column.startswith("val_loss_")]
-    charts = [
-        chart(
-            title.format(loss=report.loss),
-            {column: points(rows, column) for column in (*columns, *(of_sets if "val_loss" in columns else []))},
-            from_zero,
+    of_sets = []
+    for column in report.scores:
+        if column.startswith("val_loss_"):
+            of_sets.append(column)
+    charts = []
+    for title, columns, from_zero in CHARTS:
+        charts.append(
+            chart(
+                title.format(loss=report.loss),
+                {
+                    column: points(rows, column)
+                    for column in (*columns, *(of_sets if "val_loss" in columns else []))
+                },
+                from_zero,
+            )
         )
-        for title, columns, from_zero in CHARTS
-    ]
     parts = [
         f"<h1>{html.escape(report.title)}</h1>",
-        f"<p class=where>{datetime.now():%Y-%m-%d %H:%M}, litft {__version__}, run {html.escape(folder.name)}</p>",
+        f"<p class=where>{datetime.now():%Y-%m-%d %H:%M}, litft {__version__}, run "
+        f"{html.escape(folder.name)}</p>",
         f"<p class=state>{html.escape(public(report.state))}</p>",
         _tiles(report.tiles),
         f"{CONTROLS}<div class=charts>{''.join(charts)}</div>",
@@ -125,7 +148,8 @@ def write_report(folder: Path, report: Report) -> None:
         _flags(report.flags),
         "<h2>Machine</h2>",
         _list(report.machine),
-        f"<details><summary>{CONFIG}, with shortened paths</summary><pre>{html.escape(public(config))}</pre></details>",
+        f"<details><summary>{CONFIG}, with shortened "
+        f"paths</summary><pre>{html.escape(public(config))}</pre></details>",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -138,22 +162,34 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def points(rows: list[dict[str, float]], column: str) -> Points:
-    """Return the (step, value) pairs of a column with finite values, averaged to at most POINTS points."""
-    values = [(row["step"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
+    """Return the (step, value) pairs of a column with finite values, averaged to at most POINTS
+    points."""
+    values = []
+    for row in rows:
+        if math.isfinite(row.get(column, math.nan)):
+            values.append((row["step"], row[column]))
     size = -(-len(values) // POINTS) or 1
     intervals = [values[start : start + size] for start in range(0, len(values), size)]
-    return [tuple(math.fsum(axis) / len(axis) for axis in zip(*interval, strict=True)) for interval in intervals]
+    return [
+        tuple(math.fsum(axis) / len(axis) for axis in zip(*interval, strict=True))
+        for interval in intervals
+    ]
 
 
 def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
     """Return an SVG figure of curves over the steps; an empty string if no curve has points."""
-    all_points = [point for points in series.values() for point in points]
+    all_points = []
+    for points in series.values():
+        for point in points:
+            all_points.append(point)
     if not all_points:
         return ""
     last_step = max(x for x, _ in all_points)
-    lowest, highest = min(y for _, y in all_points), max(y for _, y in all_points)
+    lowest = min(y for _, y in all_points)
+    highest = max(y for _, y in all_points)
     y_ticks = ticks(0.0 if from_zero else lowest, highest)
-    low, high = y_ticks[0], y_ticks[-1]
+    low = y_ticks[0]
+    high = y_ticks[-1]
 
     def y_percent(value: float) -> str:
         return f"{100 * (high - value) / (high - low):.2f}"
@@ -161,33 +197,51 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
     def x_percent(step: float) -> str:
         return f"{100 * step / max(last_step, 1):.2f}"
 
-    lines, legend = [], []
+    lines = []
+    legend = []
     for number, (column, curve) in enumerate(series.items()):
         path = " ".join(f"{x_percent(x)},{y_percent(y)}" for x, y in curve)
         if len(curve) == 1:
             path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
         lines.append(f'<polyline class="curve c{number % COLORS}" points="{path}"/>')
-        # validations are few, and between them nothing is known; a line of length 0 with round ends is a point
+        # validations are few, and between them nothing is known; a line of length 0 with round ends
+        # is a point
         marks = ""
         if column.startswith("val_"):
             marks = "".join(f"M{x_percent(x)},{y_percent(y)}h0" for x, y in curve)
         lines.append(f'<path class="point c{number % COLORS}" d="{marks}"/>')
         if len(series) > 1 and curve:
             split = "validation" if column.startswith("val_") else "training"
-            name = column.removeprefix("val_loss_") if column.startswith("val_loss_") else split
-            legend.append(f'<span class="key c{number % COLORS}">{html.escape(name)} {curve[-1][1]:.4g}</span>')
-    grid = "".join(f'<line x1="0" x2="100" y1="{y_percent(y)}" y2="{y_percent(y)}"/>' for y in y_ticks)
+            if column.startswith("val_loss_"):
+                name = column.removeprefix("val_loss_")
+            else:
+                name = split
+            last_value = f"{curve[-1][1]:.4g}"
+            legend.append(
+                f'<span class="key c{number % COLORS}">{html.escape(name)} {last_value}</span>'
+            )
+    grid = "".join(
+        f'<line x1="0" x2="100" y1="{y_percent(y)}" y2="{y_percent(y)}"/>' for y in y_ticks
+    )
     labels = "".join(f'<span style="top:{y_percent(y)}%">{_short(y)}</span>' for y in y_ticks)
     steps = "".join(
-        f'<span style="left:{x_percent(x)}%">{_short(x)}</span>' for x in ticks(0, max(last_step, 1)) if x <= last_step
+        f'<span style="left:{x_percent(x)}%">{_short(x)}</span>'
+        for x in ticks(0, max(last_step, 1))
+        if x <= last_step
     )
-    values = json.dumps([[[round(x, 1), float(f"{y:.5g}")] for x, y in curve] for curve in series.values()])
+    values = json.dumps(
+        [[[round(x, 1), float(f"{y:.5g}")] for x, y in curve] for curve in series.values()]
+    )
     label = f"{title}, from {lowest:.4g} to {highest:.4g} over {last_step:.0f} steps"
     return (
-        f"<figure><figcaption>{html.escape(title)}{''.join(legend)}</figcaption><div class=plot data-curves='{values}' "
-        f'data-steps="{last_step:.0f}" data-low="{low}" data-high="{high}"><span class=tip hidden></span>'
-        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{html.escape(label)}">'
-        f"{grid}{''.join(lines)}</svg><div class=y>{labels}</div><div class=x>{steps}</div></div></figure>"
+        f"<figure><figcaption>{html.escape(title)}{''.join(legend)}</figcaption>"
+        f"<div class=plot data-curves='{values}' "
+        f'data-steps="{last_step:.0f}" data-low="{low}" data-high="{high}">'
+        "<span class=tip hidden></span>"
+        '<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" '
+        f'aria-label="{html.escape(label)}">'
+        f"{grid}{''.join(lines)}</svg>"
+        f"<div class=y>{labels}</div><div class=x>{steps}</div></div></figure>"
     )
 
 
@@ -198,34 +252,49 @@ def ticks(low: float, high: float) -> list[float]:
         span = abs(high) or 1.0
     raw_step = span / TICKS
     scale = 10.0 ** math.floor(math.log10(raw_step))
-    step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw_step * 0.999)
+    step = next(
+        scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw_step * 0.999
+    )
     first = math.floor(low / step + 1e-9)
     last = max(math.ceil(high / step - 1e-9), first + 1)
     return [number * step for number in range(first, last + 1)]
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def public(text: str) -> str:
-    """Return a text whose absolute paths are shortened to their last part; the home folder may have spaces."""
+    """Return a text whose absolute paths are shortened to their last part; the home folder may have
+    spaces."""
     home = str(Path.home())
     return ABSOLUTE.sub("", text.replace(home, "~") if len(home) > 1 else text)
 
 
 def _list(lines: Iterable[str]) -> str:
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    return f"<ul>{items}</ul>" if items else ""
+    if items:
+        return f"<ul>{items}</ul>"
+    return ""
 
 
 def _tiles(tiles: Sequence[Tile]) -> str:
-    cells = "".join(f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b></div>" for title, value in tiles)
-    return f"<div class=tiles>{cells}</div>" if cells else ""
+    cells = "".join(
+        f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b></div>"
+        for title, value in tiles
+    )
+    if cells:
+        return f"<div class=tiles>{cells}</div>"
+    return ""
 
 
 def _flags(flags: Mapping[str, str]) -> str:
-    rows = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(public(value))}</dd>" for name, value in flags.items())
+    rows = "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{html.escape(public(value))}</dd>"
+        for name, value in flags.items()
+    )
     return f"<dl>{rows}</dl>"
 
 
@@ -235,7 +304,10 @@ def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str
     if not validations:
         return ""
     all_scores = [*SCORES, *((column, title, "{:.4g}") for column, title in scores.items())]
-    columns = [item for item in all_scores if any(item[0] in row for row in validations)]
+    columns = []
+    for item in all_scores:
+        if any(item[0] in row for row in validations):
+            columns.append(item)
     head = "".join(f"<th>{html.escape(title)}</th>" for _, title, _ in columns)
     body = ""
     for row in validations:
@@ -245,18 +317,29 @@ def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str
 
 
 def _answers(answers: Sequence[dict[str, str | int]]) -> str:
-    """Return the first prompts, each with its first and last answer side by side; the others are in a collapsed section."""
+    """Return the first prompts, each with its first and last answer side by side; the others are in
+    a collapsed section."""
     if not answers:
         return ""
     by_prompt: dict[str, list[tuple[int, str]]] = {}
     for item in answers:
-        by_prompt.setdefault(str(item["prompt"]), []).append((int(item["step"]), str(item["answer"])))
+        by_prompt.setdefault(str(item["prompt"]), []).append(
+            (int(item["step"]), str(item["answer"]))
+        )
     blocks = ""
     for prompt, steps in list(by_prompt.items())[:PROMPTS]:
-        ends = "".join(_answer(*item) for item in ([steps[0], steps[-1]] if len(steps) > 1 else steps))
+        ends = "".join(
+            _answer(*item) for item in ([steps[0], steps[-1]] if len(steps) > 1 else steps)
+        )
         between = "".join(_answer(*item) for item in steps[1:-1])
-        details = f"<details><summary>{len(steps) - 2} in between</summary>{between}</details>" if between else ""
-        blocks += f"<section><blockquote>{html.escape(prompt)}</blockquote><div class=pair>{ends}</div>{details}</section>"
+        if between:
+            details = f"<details><summary>{len(steps) - 2} in between</summary>{between}</details>"
+        else:
+            details = ""
+        blocks += (
+            f"<section><blockquote>{html.escape(prompt)}</blockquote><div "
+            f"class=pair>{ends}</div>{details}</section>"
+        )
     return f"<h2>Answers before and after</h2>{blocks}"
 
 
@@ -265,17 +348,23 @@ def _answer(step: int, text: str) -> str:
 
 
 def _hardest(examples: Sequence[HardExample]) -> str:
-    """Return the validation examples with the largest losses: the expected answer and the model's own."""
+    """Return the validation examples with the largest losses: the expected answer and the model's
+    own."""
     blocks = ""
     for example in examples:
         prompt = example.prompt
         quote = html.escape(prompt if len(prompt) <= SHOWN else f"...{prompt[-SHOWN:]}")
-        about = f"expected, loss {example.loss:.3g}, {example.tokens:,} token{'s' * (example.tokens != 1)}"
+        about = (
+            f"expected, loss {example.loss:.3g}, {example.tokens:,} "
+            f"token{'s' * (example.tokens != 1)}"
+        )
         answers = f"<p class=answer><b>{about}</b> {_shortened(example.answer)}</p>"
         if example.own:
             answers += f"<p class=answer><b>the model's own</b> {_shortened(example.own)}</p>"
         blocks += f"<section><blockquote>{quote}</blockquote>{answers}</section>"
-    return f"<h2>Validation examples with the largest loss per token</h2>{blocks}" if blocks else ""
+    if blocks:
+        return f"<h2>Validation examples with the largest loss per token</h2>{blocks}"
+    return ""
 
 
 def _shortened(text: str) -> str:
@@ -287,7 +376,8 @@ def _bars(lengths: Sequence[tuple[int, int, int]]) -> str:
     """Return a histogram."""
     max_count = max(count for _, _, count in lengths)
     rows = "".join(
-        f"<span>{low:,} to {high:,}</span><i><b style='width:{100 * count / max_count:.1f}%'></b></i><span>{count:,}</span>"
+        f"<span>{low:,} to {high:,}</span><i><b "
+        f"style='width:{100 * count / max_count:.1f}%'></b></i><span>{count:,}</span>"
         for low, high, count in lengths
     )
     return f"<div class=bars><em>tokens</em><em></em><em>examples</em>{rows}</div>"

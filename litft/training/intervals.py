@@ -7,7 +7,8 @@ VALIDATIONS = 10  # of a run
 FEWEST_VALIDATIONS = 3
 FORWARD_COST = 1 / 3  # of a training step, without the backward pass
 LARGEST_SHARE = 0.5  # of the training time, for validations
-LONGEST_WITH_TIME_LIMIT = 100  # steps between validations of a run whose number of steps is not known
+# steps between validations of a run whose number of steps is not known
+LONGEST_WITH_TIME_LIMIT = 100
 
 CHECKPOINTS = 10  # of a run
 SHORTEST = 60.0  # seconds between checkpoints
@@ -15,8 +16,12 @@ LONGEST = 600.0
 
 
 def num_measured(args: FinetuneArgs, data: DataSplits) -> int:
-    """Return how many examples a validation measures: of each set at most --eval.max_batches batches."""
-    sizes = [len(indices) for indices in data.val_sets.values()] if data.val_sets else [len(data.val)]
+    """Return how many examples a validation measures: of each set at most --eval.max_batches
+    batches."""
+    if data.val_sets:
+        sizes = [len(indices) for indices in data.val_sets.values()]
+    else:
+        sizes = [len(data.val)]
     limit = (args.eval.max_batches or len(data.val)) * args.train.global_batch_size
     return sum(min(size, limit) for size in sizes)
 
@@ -24,7 +29,8 @@ def num_measured(args: FinetuneArgs, data: DataSplits) -> int:
 def validation_interval(args: FinetuneArgs, steps: int, measured: int) -> int:
     """Return the steps between validations; 0 for none in between.
 
-    The default gives about ten validations, fewer if they would take more than half as long as the training.
+    The default gives about ten validations, fewer if they would take more than half as long as the
+    training.
     steps: of the run. measured: the examples that a validation measures.
     """
     if args.eval.interval is not None:
@@ -41,7 +47,8 @@ def validation_interval(args: FinetuneArgs, steps: int, measured: int) -> int:
 def checkpoint_is_due(args: FinetuneArgs, step: int, steps: int, seconds: float) -> bool:
     """Return whether to save a checkpoint after `step` steps of `steps`.
 
-    The default is every tenth of the run, but not within a minute of the last checkpoint, and every ten minutes.
+    The default is every tenth of the run, but not within a minute of the last checkpoint, and every
+    ten minutes.
     seconds: since the last checkpoint, the same on all processes.
     """
     interval = args.save.interval

@@ -16,31 +16,41 @@ MAX_FLAGS = 4
 
 
 def remedies(setup: Setup, schedule: Schedule, settings: Settings) -> list[str]:
-    """Return flags that reduce the run's memory, each with what it saves, the largest saving first."""
+    """Return flags that reduce the run's memory, each with what it saves, the largest saving
+    first."""
     try:
         peak = _peak(setup, schedule, settings)
         saved = {
-            flag: peak - _peak(setup, schedule, settings, **changed) for flag, changed in _options(setup, schedule, settings)
+            flag: peak - _peak(setup, schedule, settings, **changed)
+            for flag, changed in _options(setup, schedule, settings)
         }
     except (RuntimeError, MemoryError):  # too little memory is left to make plans
         return ["lower --data.max_seq_length", "lower --train.micro_batch_size"]
-    flags = sorted((flag for flag in saved if saved[flag] > MIN_SAVING * peak), key=lambda flag: -saved[flag])
+    flags = sorted(
+        (flag for flag in saved if saved[flag] > MIN_SAVING * peak), key=lambda flag: -saved[flag]
+    )
     lines = [f"{flag} saves about {format_bytes(saved[flag])}" for flag in flags[:MAX_FLAGS]]
     train = setup.args.train
     retry = (
-        settings.strategy == "single" and schedule.layout.rows > 1 and not (train.oom_retry or train.optimizer_in_backward)
+        settings.strategy == "single"
+        and schedule.layout.rows > 1
+        and not (train.oom_retry or train.optimizer_in_backward)
     )
     return lines + (["--train.oom_retry halves micro-batches automatically"] if retry else [])
 
 
 def check_memory(setup: Setup, schedule: Schedule, settings: Settings) -> None:
-    """Raise ValueError if the run needs more memory than there is: the system would end it without a word."""
+    """Raise ValueError if the run needs more memory than there is: the system would end it without
+    a word."""
     memory = settings.plan.memory
     if memory.peak <= settings.device_bytes or setup.args.train.ignore_memory_plan:
         return
     needed = format_bytes(memory.peak)
     largest = max(memory.parts, key=lambda kind: memory.parts[kind])
-    where = "each device" if settings.strategy != "single" else "this machine"
+    if settings.strategy != "single":
+        where = "each device"
+    else:
+        where = "this machine"
     if settings.device.type == "cuda":
         where = "the GPU" if settings.strategy == "single" else "each GPU"
     reason = f"the run needs {needed}, and {where} has {format_bytes(settings.device_bytes)}"
@@ -70,14 +80,25 @@ def _peak(setup: Setup, schedule: Schedule, settings: Settings, **changed: Any) 
     return predict(setup.source, **current | changed).memory.peak
 
 
-def _options(setup: Setup, schedule: Schedule, settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+def _options(
+    setup: Setup, schedule: Schedule, settings: Settings
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield alternative settings, each as a flag and as changed arguments of `predict`."""
-    shape, args, is_full = planned_shape(schedule, settings.strategy), setup.args, setup.method.saves_full_model
-    offloads_frozen = settings.strategy == "single" and args.train.cpu_offload == "parameters"  # excludes quantization
+    shape = planned_shape(schedule, settings.strategy)
+    args = setup.args
+    is_full = setup.method.saves_full_model
+    # excludes quantization
+    offloads_frozen = settings.strategy == "single" and args.train.cpu_offload == "parameters"
     if shape.rows > 1 and not args.train.optimizer_in_backward:
-        yield f"--train.micro_batch_size {shape.rows // 2}", {"shape": shape._replace(rows=shape.rows // 2)}
+        yield (
+            f"--train.micro_batch_size {shape.rows // 2}",
+            {"shape": shape._replace(rows=shape.rows // 2)},
+        )
     if shape.tokens > 256:
-        yield f"--data.max_seq_length {shape.tokens // 2}", {"shape": shape._replace(tokens=shape.tokens // 2)}
+        yield (
+            f"--data.max_seq_length {shape.tokens // 2}",
+            {"shape": shape._replace(tokens=shape.tokens // 2)},
+        )
     if settings.recomputed != "full":
         yield "--train.activation_checkpointing full", {"recomputed": "full"}
     if args.resume:  # a resumed run must keep the settings below
@@ -86,10 +107,17 @@ def _options(setup: Setup, schedule: Schedule, settings: Settings) -> Iterator[t
         yield "--quantize nf4", {"quantize": "nf4"}
     if args.train.optimizer == "adamw" and settings.shards == 1:
         yield "--train.optimizer adamw_8bit", {"optimizer": "adamw_8bit"}
-    if is_full and settings.precision != "bf16-true" and args.train.optimizer not in ("schedule_free", "muon"):
+    if (
+        is_full
+        and settings.precision != "bf16-true"
+        and args.train.optimizer not in ("schedule_free", "muon")
+    ):
         yield "--precision bf16-true", {"precision": "bf16-true"}
     if is_full:
-        yield "finetune/lora.py", {"method": _lora(setup), "precision": settings.precision.removesuffix("-true")}
+        yield (
+            "finetune/lora.py",
+            {"method": _lora(setup), "precision": settings.precision.removesuffix("-true")},
+        )
     if settings.strategy == "ddp" and not args.clashes("fsdp"):
         yield "--strategy fsdp", {"shards": schedule.layout.ranks}
 

@@ -1,7 +1,10 @@
-"""The memory and FLOPs that a run needs, and the fastest settings that fit. No weight is read or allocated.
+"""The memory and FLOPs that a run needs, and the fastest settings that fit.
 
-Weights, gradients and optimizer state follow from the shapes; temporary memory is measured by `memory_trace`.
-`tests/training/test_plan.py` compares the sum with torch's MemTracker over complete training steps.
+No weight is read or allocated.
+
+Weights, gradients and optimizer state follow from the shapes; temporary memory is measured by
+`memory_trace`. `tests/training/test_plan.py` compares the sum with torch's MemTracker over complete
+training steps.
 """
 
 import copy
@@ -24,13 +27,21 @@ from litft.training.activation_checkpointing import recompute
 from litft.training.compile import compiles
 from litft.training.cpu_offload import is_offloadable
 from litft.training.flops import Flops
-from litft.training.memory_trace import Shape, backward_optimizer, trace_blocks, trace_loss, trace_step
+from litft.training.memory_trace import (
+    Shape,
+    backward_optimizer,
+    trace_blocks,
+    trace_loss,
+    trace_step,
+)
 from litft.training.optimizers import state_bytes
 from litft.training.residence import residence
 
-# bytes that torch gives to cuBLAS on Hopper, less on older GPUs; before torch 2.15, the backward pass's thread has its own
+# bytes that torch gives to cuBLAS on Hopper, less on older GPUs; before torch 2.15, the backward
+# pass's thread has its own
 CUBLAS_WORKSPACE = 32 * 2**20 * (1 if torch.__version__ >= (2, 15) else 2)
-USABLE_FRACTION = 0.9  # of a device's memory that a plan may use; CUDA and fragmentation take the rest
+# of a device's memory that a plan may use; CUDA and fragmentation take the rest
+USABLE_FRACTION = 0.9
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,10 @@ class Memory:
     optimizer: int
     activations: int  # saved by the blocks for their backward pass
     loss: int  # temporary memory of the loss and its gradient
-    gathered: int  # in a sharded network: gathered blocks, and the gathered weights outside the blocks
-    backward: int  # excess of activations and gradients over `activations` at the peak of the backward pass
+    # in a sharded network: gathered blocks, and the gathered weights outside the blocks
+    gathered: int
+    # excess of activations and gradients over `activations` at the peak of the backward pass
+    backward: int
     stepping: int  # temporary memory of the optimizer step
     host: int = 0  # bytes in host memory
     workspace: int = 0  # of cuBLAS
@@ -58,7 +71,10 @@ class Memory:
     def parts(self) -> dict[str, int]:
         """Return the bytes of each kind at the peak."""
         constant = {"weights": self.weights, "optimizer": self.optimizer, "cuBLAS": self.workspace}
-        before = {"gradients": self.gradients * self.shape.accumulated, "activations": self.activations}
+        before = {
+            "gradients": self.gradients * self.shape.accumulated,
+            "activations": self.activations,
+        }
         gathered = {"gathered": self.gathered}
         moments = (
             before | {"loss": self.loss} | gathered,
@@ -70,14 +86,24 @@ class Memory:
     def line(self) -> str:
         """Describe the peak and its parts, which add up to it, in GiB or MiB."""
         unit, unit_bytes = byte_unit(self.peak)
-        parts = ", ".join(f"{kind} {size / unit_bytes:.2f}" for kind, size in self.parts.items() if size)
-        host = f"; {format_bytes(self.host)} in host memory" if self.host else ""
-        return f"{self.peak / unit_bytes:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts}){host}"
+        parts = ", ".join(
+            f"{kind} {size / unit_bytes:.2f}" for kind, size in self.parts.items() if size
+        )
+        if self.host:
+            host = f"; {format_bytes(self.host)} in host memory"
+        else:
+            host = ""
+        return (
+            f"{self.peak / unit_bytes:.2f} {unit} at its peak, with micro-batches of {self.shape} "
+            f"({parts}){host}"
+        )
 
 
-# Memory of a process on a CPU in addition to its tensors, from nine runs (tutorials/performance.md).
+# Memory of a process on a CPU in addition to its tensors, from nine runs
+# (tutorials/performance.md).
 PYTHON_BYTES = int(0.65 * 2**30)  # Python, the libraries and their threads
-GLIBC_BYTES = int(0.3 * 2**30)  # freed memory that glibc's malloc keeps, plus a part of what a step allocates
+# freed memory that glibc's malloc keeps, plus a part of what a step allocates
+GLIBC_BYTES = int(0.3 * 2**30)
 GLIBC_PART = 0.4
 OTHER_PART = 0.15  # the same for other allocators, which keep less
 
@@ -86,16 +112,26 @@ def process_line(memory: Memory, malloc: str) -> str:
     """Describe what a process on a CPU takes in all, in GiB. malloc: the name of its allocator."""
     step = memory.peak - memory.weights - memory.optimizer
     least = memory.peak + PYTHON_BYTES
-    kept = GLIBC_BYTES + GLIBC_PART * step if malloc == "glibc" else OTHER_PART * step
-    line = f"the process takes {least / 2**30:.1f} to {(least + kept) / 2**30:.1f} GiB, with Python and the libraries"
     if malloc == "glibc":
-        line += ", and what glibc's malloc keeps; with tcmalloc it is less (tutorials/performance.md)"
+        kept = GLIBC_BYTES + GLIBC_PART * step
+    else:
+        kept = OTHER_PART * step
+    line = (
+        f"the process takes {least / 2**30:.1f} to {(least + kept) / 2**30:.1f} GiB, with Python "
+        "and the libraries"
+    )
+    if malloc == "glibc":
+        line += (
+            ", and what glibc's malloc keeps; with tcmalloc it is less (tutorials/performance.md)"
+        )
     return line
 
 
 def byte_unit(size: int) -> tuple[str, int]:
     """Return the unit to print `size` bytes in, and the unit's bytes."""
-    return ("GiB", 2**30) if size >= 2**30 else ("MiB", 2**20)
+    if size >= 2**30:
+        return ("GiB", 2**30)
+    return ("MiB", 2**20)
 
 
 def format_bytes(size: int) -> str:
@@ -117,7 +153,10 @@ class Plan:
 
     def title_line(self, method: str) -> str:
         """Describe how much of the model is trained."""
-        return f"{self.parameters:,} parameters; {method} trains {self.trained:,} ({self.trained / self.parameters:.2%})"
+        return (
+            f"{self.parameters:,} parameters; {method} trains {self.trained:,} "
+            f"({self.trained / self.parameters:.2%})"
+        )
 
 
 def predict(
@@ -136,36 +175,53 @@ def predict(
 ) -> Plan:
     """Return the plan of training `source` with `method`, whose targets are already chosen.
 
-    precision: of the computation (bf16, bf16-true, fp32). quantize: the quantization of the base, or none. optimizer: one of
-    OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: the optimizer steps in the backward
-    pass. cpu_offload: none, parameters (with shards > 1 also gradients and optimizer state), or activations (those of two
-    blocks stay on the device). shards: the number of shards of weights, gradients and optimizer state under FSDP2. compiled:
-    whether the blocks are compiled; default: as --train.compile decides.
+    precision: of the computation (bf16, bf16-true, fp32). quantize: the quantization of the base,
+    or none. optimizer: one of OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda.
+    in_backward: the optimizer steps in the backward pass. cpu_offload: none, parameters (with
+    shards > 1 also gradients and optimizer state), or activations (those of two blocks stay on the
+    device). shards: the number of shards of weights, gradients and optimizer state under FSDP2.
+    compiled: whether the blocks are compiled; default: as --train.compile decides.
     """
-    compiled = compiles(compiled, device, offloads_blocks=cpu_offload == "parameters" and shards == 1)
+    compiled = compiles(
+        compiled, device, offloads_blocks=cpu_offload == "parameters" and shards == 1
+    )
     method = _without_new_tokens(method)
     compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
     with FakeTensorMode(), planned_for(device), kernels.without_launches():
         model, parameters = _network(source, method, precision)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = _trained_parameters(model)
         weights = _weights(model, method, quantize)
-        dequantized = compute.itemsize * max((w.numel for w in weights.values() if w.packed), default=0)
-        all_gathered, gathered, resident, host = 0, 0, sum(w.nbytes for w in weights.values()), 0
+        dequantized = compute.itemsize * _largest_packed(weights)
+        resident = sum(w.nbytes for w in weights.values())
+        all_gathered = gathered = host = 0
         if shards > 1:
-            all_gathered, gathered, resident = _sharded(model, weights, shards, compute if method.saves_full_model else None)
+            all_gathered, gathered, resident = _sharded(
+                model, weights, shards, compute if method.saves_full_model else None
+            )
         elif cpu_offload == "parameters":
             host, fetched = _offloaded(model)
             resident += fetched - host
         recompute(model.train(), recomputed)
         place = residence(optimizer, cpu_offload, shards > 1, device)
-        in_backward_optimizer = backward_optimizer(model, method, optimizer) if in_backward else None
+        in_backward_optimizer = None
+        if in_backward:
+            in_backward_optimizer = backward_optimizer(model, method, optimizer)
         loss = trace_loss(model, shape, compute, in_backward_optimizer, compiled)
         activations, backward, offloaded = trace_blocks(
             model, shape, compute, in_backward_optimizer, shards, place.activations, compiled
         )
-        gradients = 0 if in_backward else sum(p.nbytes for p in trained.values()) // shards
+        gradients = 0
+        if not in_backward:
+            gradients = sum(p.nbytes for p in trained.values()) // shards
         state = state_bytes(optimizer, trained) // shards
-        host += offloaded + (0 if place.weights else resident + gradients) + (0 if place.state else state)
+        host += offloaded
+        if not place.weights:
+            host += resident + gradients
+        if not place.state:
+            host += state
+        stepping = 0
+        if place.weights and not in_backward:
+            stepping = trace_step(optimizer, method, trained) // shards
         memory = Memory(
             shape,
             weights=resident * place.weights,
@@ -175,11 +231,21 @@ def predict(
             loss=max(loss, dequantized),
             gathered=gathered,
             backward=backward + dequantized,
-            stepping=0 if in_backward or not place.weights else trace_step(optimizer, method, trained) // shards,
+            stepping=stepping,
             host=host,
             workspace=CUBLAS_WORKSPACE if device == "cuda" else 0,
         )
-    return Plan(parameters, sum(p.numel() for p in trained.values()), Flops(model), memory, all_gathered, len(model.blocks))
+    num_trained = sum(parameter.numel() for parameter in trained.values())
+    return Plan(parameters, num_trained, Flops(model), memory, all_gathered, len(model.blocks))
+
+
+def _trained_parameters(model: GPT) -> dict[str, Tensor]:
+    """Return the parameters that are trained, by name."""
+    trained = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    return trained
 
 
 def _without_new_tokens(method: Method) -> Method:
@@ -190,7 +256,8 @@ def _without_new_tokens(method: Method) -> Method:
 
 
 def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[GPT, int]:
-    """Return the network with the method attached, and its number of parameters without the method."""
+    """Return the network with the method attached, and its number of parameters without the
+    method."""
     with default_dtype(DTYPES[method.storage(precision)]):
         model = GPT(source.config)
     parameters = sum(p.numel() for p in model.parameters())
@@ -202,8 +269,11 @@ def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[
 
 
 def _offloaded(model: GPT) -> tuple[int, int]:
-    """Return the bytes of frozen weights in host memory, and of those on the device: of a block and the next one."""
-    block_bytes = [sum(p.nbytes for p in block.parameters() if is_offloadable(p)) for block in model.blocks]
+    """Return the bytes of frozen weights in host memory, and of those on the device: of a block and
+    the next one."""
+    block_bytes = [
+        sum(p.nbytes for p in block.parameters() if is_offloadable(p)) for block in model.blocks
+    ]
     return sum(block_bytes), min(sum(block_bytes), 2 * max(block_bytes))
 
 
@@ -215,24 +285,43 @@ class Weight(NamedTuple):
     packed: bool  # quantized
 
 
+def _largest_packed(weights: dict[str, Weight]) -> int:
+    """Return the number of elements of the largest quantized weight."""
+    sizes = [weight.numel for weight in weights.values() if weight.packed]
+    return max(sizes, default=0)
+
+
 def _weights(model: GPT, method: Method, quantize: str) -> dict[str, Weight]:
     """Return the sizes of all tensors by name; a shared tensor is counted once."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    sizes, unquantized = {}, method.unquantized_modules()
-    for name, tensor in {t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)}.values():
+    sizes = {}
+    unquantized = method.unquantized_modules()
+    for name, tensor in {
+        t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)
+    }.values():
         module = name.rpartition(".")[0]
         packed = (
-            quantize != "none" and is_quantizable(name, model) and module not in unquantized and not tensor.requires_grad
+            quantize != "none"
+            and is_quantizable(name, model)
+            and module not in unquantized
+            and not tensor.requires_grad
         )
-        size = packed_bytes(tensor, quantize) if packed else tensor.untyped_storage().nbytes()
+        if packed:
+            size = packed_bytes(tensor, quantize)
+        else:
+            size = tensor.untyped_storage().nbytes()
         sizes[name] = Weight(tensor.numel(), size, packed)
     return sizes
 
 
-def _sharded(model: GPT, weights: dict[str, Weight], shards: int, gather_dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """Return the bytes of all gathered weights, of those gathered at once, and of those that stay on each device.
+def _sharded(
+    model: GPT, weights: dict[str, Weight], shards: int, gather_dtype: torch.dtype | None
+) -> tuple[int, int, int]:
+    """Return the bytes of all gathered weights, of those gathered at once, and of those that stay
+    on each device.
 
-    At most two blocks are gathered at once, one of them in advance. The scales of packed weights are on every device.
+    At most two blocks are gathered at once, one of them in advance. The scales of packed weights
+    are on every device.
     gather_dtype: the dtype of gathered weights in full fine-tuning; None: as they are stored.
     """
     units: dict[str, int] = {}
@@ -244,21 +333,36 @@ def _sharded(model: GPT, weights: dict[str, Weight], shards: int, gather_dtype: 
             continue
         sharded = weight.nbytes
         if weight.packed:  # 4 or 8 bits per element; the remaining bytes are scales
-            sharded = weight.numel // 2 if weight.nbytes < weight.numel else weight.numel
+            if weight.nbytes < weight.numel:
+                sharded = weight.numel // 2
+            else:
+                sharded = weight.numel
         resident += -(-sharded // shards) + weight.nbytes - sharded
-        unit = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name.split(".")[0]
-        unit = unit if unit.startswith("blocks.") or (unit == "embed" and not model.config.tied) else "network"
-        units[unit] = units.get(unit, 0) + (sharded if gather_dtype is None else weight.numel * gather_dtype.itemsize)
-    total, network = sum(units.values()), units.pop("network", 0)
+        if name.startswith("blocks."):
+            unit = ".".join(name.split(".")[:2])
+        else:
+            unit = name.split(".")[0]
+        if unit.startswith("blocks.") or (unit == "embed" and not model.config.tied):
+            unit = unit
+        else:
+            unit = "network"
+        units[unit] = units.get(unit, 0) + (
+            sharded if gather_dtype is None else weight.numel * gather_dtype.itemsize
+        )
+    total = sum(units.values())
+    network = units.pop("network", 0)
     return total, network + sum(sorted(units.values())[-2:]), resident
 
 
 def packed_bytes(weight: Tensor, kind: str) -> int:
-    """Return the bytes of a weight (out, in) or (E, out, in) in bitsandbytes' format: codes and scales."""
+    """Return the bytes of a weight (out, in) or (E, out, in) in bitsandbytes' format: codes and
+    scales."""
     if kind == "int8":
         return weight.numel() + 4 * weight.numel() // weight.size(-1)
     scales = weight.numel() // 64
-    return weight.numel() // 2 + (scales + 4 * scales // 256 if kind.endswith("-dq") else 4 * scales)
+    return weight.numel() // 2 + (
+        scales + 4 * scales // 256 if kind.endswith("-dq") else 4 * scales
+    )
 
 
 class Fit(NamedTuple):
@@ -277,21 +381,32 @@ class Fit(NamedTuple):
 
     @property
     def slowdown(self) -> float:
-        """Return the factor on the time of a token's FLOPs that recomputation and fetched weights cause."""
+        """Return the factor on the time of a token's FLOPs that recomputation and fetched weights
+        cause."""
         flops = self.plan.flops
-        fetched = FETCH_FLOPS * self.plan.parameters / self.tokens if self.cpu_offload == "parameters" else 0.0
+        if self.cpu_offload == "parameters":
+            fetched = FETCH_FLOPS * self.plan.parameters / self.tokens
+        else:
+            fetched = 0.0
         return 1 + (flops.recompute_per_token[self.recomputed] + fetched) / flops.per_token
 
     @property
     def cost(self) -> float:
-        """Return a token's relative time, including the costs of small micro-batches and of quantized weights."""
+        """Return a token's relative time, including the costs of small micro-batches and of
+        quantized weights."""
         dequantized = QUANTIZED_COST if self.quantize != "none" else 1.0
-        return self.plan.flops.per_token * self.slowdown * (1 + OVERHEAD_TOKENS / self.tokens) * dequantized
+        return (
+            self.plan.flops.per_token
+            * self.slowdown
+            * (1 + OVERHEAD_TOKENS / self.tokens)
+            * dequantized
+        )
 
 
 OVERHEAD_TOKENS = 128  # fixed cost of a micro-batch, in tokens
 QUANTIZED_COST = 1.05  # factor for dequantizing each weight before its matrix product
-FETCH_FLOPS = 50_000  # FLOPs of a GPU in the time that one frozen element takes over PCIe, forward and backward
+# FLOPs of a GPU in the time that one frozen element takes over PCIe, forward and backward
+FETCH_FLOPS = 50_000
 
 
 def fastest(
@@ -301,12 +416,15 @@ def fastest(
     weight_options: Sequence[tuple[str, str]],
     budget: int,
 ) -> tuple[Fit | None, Fit]:
-    """Return the fastest settings whose peak is within `budget` bytes (None if none fit), and those with the smallest peak.
+    """Return the fastest settings whose peak is within `budget` bytes (None if none fit), and those
+    with the smallest peak.
 
-    make_plan: returns the plan for rows, recomputed, quantize and cpu_offload. rows: in increasing order. recomputed: the
-    fastest first. weight_options: pairs of (quantize, cpu_offload), the fastest first.
+    make_plan: returns the plan for rows, recomputed, quantize and cpu_offload. rows: in increasing
+    order. recomputed: the fastest first. weight_options: pairs of (quantize, cpu_offload), the
+    fastest first.
     """
-    fits, smallest = [], None
+    fits = []
+    smallest = None
     for quantize, offload in weight_options:
         for kind in recomputed if offload != "parameters" else ("full",):
             for count in rows:

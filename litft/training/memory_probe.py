@@ -1,4 +1,5 @@
-"""The largest micro-batch of the whole run, tried before the first step: what does not fit is reported at once."""
+"""The largest micro-batch of the whole run, tried before the first step: what does not fit is
+reported at once."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +25,8 @@ from litft.training.setup import Setup
 
 
 class MemoryProbe:
-    """Finds out whether the steps fit into memory, and lays them out in smaller micro-batches where that is asked for."""
+    """Finds out whether the steps fit into memory, and lays them out in smaller micro-batches where
+    that is asked for."""
 
     def __init__(
         self,
@@ -36,15 +38,21 @@ class MemoryProbe:
         network: TrainedNetwork,
         say: Callable[[str], None],
     ) -> None:
-        self.args, self.fabric, self.hosts = setup.args, fabric, hosts
-        self.setup, self.schedule, self.settings, self.network = setup, schedule, settings, network
+        self.args = setup.args
+        self.fabric = fabric
+        self.hosts = hosts
+        self.setup = setup
+        self.schedule = schedule
+        self.settings = settings
+        self.network = network
         self.say = say
 
     def run(self, model: nn.Module, optimizer: Optimizer, resumed: bool) -> None:
-        """Try the largest micro-batch until it fits; compiled blocks that fail run uncompiled from then on.
+        """Try the largest micro-batch until it fits; compiled blocks that fail run uncompiled from
+        then on.
 
-        resumed: the optimizer's state is in memory already. Raises RankError where it does not fit and
-        --train.oom_retry is not given, or cannot help.
+        resumed: the optimizer's state is in memory already. Raises RankError where it does not fit
+        and --train.oom_retry is not given, or cannot help.
         """
         while True:
             reason = None
@@ -65,18 +73,32 @@ class MemoryProbe:
             self.halve(reason or "in another process")
 
     def _try_largest(self, model: nn.Module, optimizer: Optimizer, resumed: bool) -> None:
-        """Run one micro-batch forward and backward next to the optimizer's state; two where gradients are accumulated."""
-        train, data, device = self.args.train, self.schedule.data, self.fabric.device
+        """Run one micro-batch forward and backward next to the optimizer's state; two where
+        gradients are accumulated."""
+        train = self.args.train
+        data = self.schedule.data
+        device = self.fabric.device
         largest = self.schedule.largest
         rows = [[data.train[number] for number in row] for row in largest.rows]
-        batch = self.schedule.layout.collate_rows(rows).with_min_targets(largest.max_targets).to(device)
-        state_size, passes = 0, 1
+        batch = (
+            self.schedule.layout.collate_rows(rows).with_min_targets(largest.max_targets).to(device)
+        )
+        state_size = 0
+        passes = 1
         if device.type == "cuda":
-            parameters = {name: local(parameter) for name, parameter in self.network.trained.items()}
-            on_device = residence(train.optimizer, train.cpu_offload, self.network.sharded, device.type)
-            state_size = state_bytes(train.optimizer, parameters) if on_device.state and not resumed else 0
+            parameters = {
+                name: local(parameter) for name, parameter in self.network.trained.items()
+            }
+            on_device = residence(
+                train.optimizer, train.cpu_offload, self.network.sharded, device.type
+            )
+            if on_device.state and not resumed:
+                state_size = state_bytes(train.optimizer, parameters)
+            else:
+                state_size = 0
             passes += self.schedule.shape().accumulated
-        objective, totals = self.setup.objective, Totals(samples=1, tokens=1)
+        objective = self.setup.objective
+        totals = Totals(samples=1, tokens=1)
         objective.begin_probe(device)
         state = torch.empty(state_size, dtype=torch.uint8, device=device)
         model.train()
@@ -89,7 +111,8 @@ class MemoryProbe:
         del state
 
     def halve(self, reason: str) -> None:
-        """Lay the steps out in micro-batches of half the size; RankError where that is not asked for, or not possible."""
+        """Lay the steps out in micro-batches of half the size; RankError where that is not asked
+        for, or not possible."""
         longest = int(self.schedule.data.train.lengths.max())
         smaller = self.schedule.layout.halved(longest)
         if smaller is None or not self.args.train.oom_retry:
@@ -98,12 +121,22 @@ class MemoryProbe:
             torch.cuda.empty_cache()
         before = self.schedule.shape()
         self.schedule.lay_out(smaller)
-        self.say(f"micro-batches of up to {before} do not fit into memory; continuing with {self.schedule.shape()}")
+        self.say(
+            f"micro-batches of up to {before} do not fit into memory; continuing with "
+            f"{self.schedule.shape()}"
+        )
 
     def out_of_memory(self, reason: str) -> str:
-        """The message of a run that does not fit: its largest micro-batch, and what would save memory."""
+        """The message of a run that does not fit: its largest micro-batch, and what would save
+        memory."""
         number, tokens = self.schedule.longest()
-        size = f"micro-batches of up to {self.schedule.shape()} do not fit into {self.fabric.device}'s memory"
+        size = (
+            f"micro-batches of up to {self.schedule.shape()} do not fit into "
+            f"{self.fabric.device}'s memory"
+        )
         longest = f"the longest row has training example {number} with its {tokens:,} tokens"
-        remedy = ", or ".join(remedies(self.setup, self.schedule, self.settings)) or "choose a smaller model"
+        remedy = (
+            ", or ".join(remedies(self.setup, self.schedule, self.settings))
+            or "choose a smaller model"
+        )
         return f"{size} ({reason.split('. ')[0][:200]}); {longest}; {remedy}"

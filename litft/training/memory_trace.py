@@ -1,7 +1,9 @@
-"""Temporary memory of a training step, measured on fake tensors whose lifetimes are tracked. Nothing is allocated.
+"""Temporary memory of a training step, measured on fake tensors whose lifetimes are tracked.
 
-The embedding, each distinct block, the loss and the optimizer run once each, so changes of the network or of an optimizer
-are always accounted for. `memory_plan` adds up the results.
+Nothing is allocated.
+
+The embedding, each distinct block, the loss and the optimizer run once each, so changes of the
+network or of an optimizer are always accounted for. `memory_plan` adds up the results.
 """
 
 import weakref
@@ -26,7 +28,12 @@ from litft.model.transformer import GPT
 from litft.training.activation_checkpointing import Recomputed, is_recomputed
 from litft.training.compile import changes_scores, trains_first_block
 from litft.training.cpu_offload import MIN_OFFLOAD_BYTES
-from litft.training.optimizers import BITSANDBYTES_OPTIMIZERS, OptimizerInBackward, is_hidden, make_optimizer
+from litft.training.optimizers import (
+    BITSANDBYTES_OPTIMIZERS,
+    OptimizerInBackward,
+    is_hidden,
+    make_optimizer,
+)
 
 # measured bytes: the plans that a run compares have the same head and the same trained parameters
 LOSS_CACHE: dict[tuple, int] = {}
@@ -38,8 +45,10 @@ class Shape(NamedTuple):
 
     rows: int
     tokens: int  # per row
-    accumulated: bool = False  # gradients of earlier micro-batches of the step are already in memory
-    max_targets: int | None = None  # maximum number of target tokens in a micro-batch; None: all tokens
+    # gradients of earlier micro-batches of the step are already in memory
+    accumulated: bool = False
+    # maximum number of target tokens in a micro-batch; None: all tokens
+    max_targets: int | None = None
     per_token: bool = False  # the objective needs the loss of each token, not their sum
 
     def __str__(self) -> str:
@@ -47,12 +56,17 @@ class Shape(NamedTuple):
 
 
 def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> int:
-    """Return the temporary bytes, beyond gradients and state, while the optimizer `name` steps the trained parameters.
+    """Return the temporary bytes, beyond gradients and state, while the optimizer `name` steps the
+    trained parameters.
 
-    Most optimizers step one parameter at a time, so one parameter of each shape is enough; schedule_free steps all at once.
+    Most optimizers step one parameter at a time, so one parameter of each shape is enough;
+    schedule_free steps all at once.
     """
     at_once = name == "schedule_free"
-    distinct = {(n if at_once else None, p.shape, p.dtype, is_hidden(n, p)): (n, p) for n, p in trained.items()}
+    distinct = {
+        (n if at_once else None, p.shape, p.dtype, is_hidden(n, p)): (n, p)
+        for n, p in trained.items()
+    }
     key = (name, tuple(distinct))
     if key in STEP_CACHE:
         return STEP_CACHE[key]
@@ -71,17 +85,23 @@ def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> i
 def backward_optimizer(model: GPT, method: Method, name: str) -> OptimizerInBackward:
     """Return an optimizer `name` that steps each of the model's parameters in the backward pass."""
     args = TrainArgs(optimizer=_stand_in(name), optimizer_in_backward=True)
-    return make_optimizer(args, method, {n: p for n, p in model.named_parameters() if p.requires_grad})
+    return make_optimizer(
+        args, method, {n: p for n, p in model.named_parameters() if p.requires_grad}
+    )
 
 
 def _stand_in(name: str) -> str:
-    """Return an optimizer with the same memory use that runs on fake tensors, as fused kernels do not."""
+    """Return an optimizer with the same memory use that runs on fake tensors, as fused kernels do
+    not."""
     missing = name == "schedule_free" and find_spec("schedulefree") is None
-    return "adamw" if missing or name in (*BITSANDBYTES_OPTIMIZERS, "sgd") else name
+    if missing or name in (*BITSANDBYTES_OPTIMIZERS, "sgd"):
+        return "adamw"
+    return name
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of storages created in this context: the current bytes, and their peak since `reset_peak`."""
+    """Counts the bytes of storages created in this context: the current bytes, and their peak since
+    `reset_peak`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,15 +109,20 @@ class AllocationTracker(TorchDispatchMode):
         self.live_storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # Adafactor reads its step, which fake tensors do not have
+        # Adafactor reads its step, which fake tensors do not have
+        if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         out = func(*args, **(kwargs or {}))
         # outputs may be views of these
-        input_storages = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        input_storages = set()
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor):
+                input_storages.add(t.untyped_storage()._cdata)
         for tensor in tree_leaves(out):
             if (
                 isinstance(tensor, Tensor)
-                and (storage := tensor.untyped_storage())._cdata not in self.live_storages | input_storages
+                and (storage := tensor.untyped_storage())._cdata
+                not in self.live_storages | input_storages
             ):
                 self.live_storages.add(storage._cdata)
                 self.current += storage.nbytes()
@@ -127,7 +152,8 @@ class Trace(NamedTuple):
 
 
 class _Upstream(torch.autograd.Function):
-    """Stands for the modules before: autograd would keep a leaf tensor alive, even if no operation saves it."""
+    """Stands for the modules before: autograd would keep a leaf tensor alive, even if no operation
+    saves it."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, example: Tensor) -> Tensor:
@@ -141,7 +167,8 @@ class _Upstream(torch.autograd.Function):
 
 
 class _Downstream(torch.autograd.Function):
-    """Stands for the modules after: only the backward pass refers to its gradient, so it may be overwritten."""
+    """Stands for the modules after: only the backward pass refers to its gradient, so it may be
+    overwritten."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -158,7 +185,9 @@ class _Downstream(torch.autograd.Function):
 
 def _input(like: Tensor) -> Tensor:
     """Return a tensor like `like`, which requires a gradient if `like` does."""
-    return _Upstream.apply(torch.empty((), requires_grad=True), like) if like.requires_grad else torch.empty_like(like)
+    if like.requires_grad:
+        return _Upstream.apply(torch.empty((), requires_grad=True), like)
+    return torch.empty_like(like)
 
 
 def _trace(
@@ -170,10 +199,12 @@ def _trace(
 ) -> Trace:
     """Trace `run` forward and backward on an input like `example`.
 
-    accumulated: the parameters already have gradients. optimizer: steps the parameters in the backward pass.
+    accumulated: the parameters already have gradients. optimizer: steps the parameters in the
+    backward pass.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if optimizer and not optimizer.state.keys() >= set(trained):  # the first step creates the optimizer's state
+    # the first step creates the optimizer's state
+    if optimizer and not optimizer.state.keys() >= set(trained):
         with AllocationTracker(), optimizer.stepping():
             _Downstream.apply(run(_input(example))).backward()
     for parameter in trained if accumulated else ():
@@ -182,7 +213,9 @@ def _trace(
         x = _input(example)
         y = run(x)
         del x  # otherwise it would count even if autograd does not save it
-        has_grad, saved, forward = y.requires_grad, tracker.current - y.untyped_storage().nbytes(), tracker.peak
+        has_grad = y.requires_grad
+        saved = tracker.current - y.untyped_storage().nbytes()
+        forward = tracker.peak
         before = tracker.reset_peak()
         if has_grad:
             end = _Downstream.apply(y)
@@ -191,17 +224,26 @@ def _trace(
         backward = tracker.peak - before
     for parameter in trained:
         parameter.grad = None
-    return Trace(forward, saved if has_grad else 0, sum(p.nbytes for p in trained), backward if has_grad else 0, has_grad)
+    return Trace(
+        forward,
+        saved if has_grad else 0,
+        sum(p.nbytes for p in trained),
+        backward if has_grad else 0,
+        has_grad,
+    )
 
 
 def _compiled_excess(model: GPT, shape: Shape, dtype: torch.dtype) -> int:
-    """Return the bytes that compiled code takes beyond eager code in the backward pass of a block that is recomputed.
+    """Return the bytes that compiled code takes beyond eager code in the backward pass of a block
+    that is recomputed.
 
-    It writes the gradients of gate and up next to the activation, where eager code overwrites it: one more tensor of the
-    MLP's width. Measured with scripts/plan_accuracy.py.
+    It writes the gradients of gate and up next to the activation, where eager code overwrites it:
+    one more tensor of the MLP's width. Measured with scripts/plan_accuracy.py.
     """
     config = model.config
-    experts = [layer.experts.top_k * layer.experts.hidden_dim for layer in config.layers if layer.experts]
+    experts = [
+        layer.experts.top_k * layer.experts.hidden_dim for layer in config.layers if layer.experts
+    ]
     return shape.rows * shape.tokens * max([config.hidden_dim, *experts]) * dtype.itemsize
 
 
@@ -214,73 +256,115 @@ def trace_blocks(
     on_device: bool,
     compiled: bool,
 ) -> tuple[int, int, int]:
-    """Return bytes of the embedding, the blocks and the final norm: saved activations, the excess of the peak over them, and
-    activations in host memory.
+    """Return bytes of the embedding, the blocks and the final norm: saved activations, the excess
+    of the peak over them, and activations in host memory.
 
-    Identical blocks are run once. In a sharded network, a block's full gradient has an fp32 copy for the reduction.
-    on_device: activations stay on the device; otherwise those of at most two blocks do, and the others are offloaded.
+    Identical blocks are run once. In a sharded network, a block's full gradient has an fp32 copy
+    for the reduction.
+    on_device: activations stay on the device; otherwise those of at most two blocks do, and the
+    others are offloaded.
     """
     traces = _traces(model, shape, dtype, optimizer, shards, compiled)
     input_bytes = shape.rows * shape.tokens * model.config.stream_dim * dtype.itemsize
     on_device |= input_bytes < MIN_OFFLOAD_BYTES  # too small to offload
-    total, largest = sum(trace.saved for trace in traces), max(trace.saved for trace in traces)
+    total = sum(trace.saved for trace in traces)
+    largest = max(trace.saved for trace in traces)
     activations = alive = total if on_device else min(total, 2 * largest)
     before = accumulate((trace.saved for trace in traces), initial=0)
-    forward = max(min(saved, alive) + trace.forward for saved, trace in zip(before, traces, strict=False))
-    peak, head = max(alive, forward), model.lm_head.weight
-    allocates = not (shape.accumulated or optimizer)  # whether the backward pass allocates gradients that remain
-    tied = model.config.tied  # autograd then holds the head's gradient until it can add the embedding's
+    forward = max(
+        min(saved, alive) + trace.forward for saved, trace in zip(before, traces, strict=False)
+    )
+    peak = max(alive, forward)
+    head = model.lm_head.weight
+    # whether the backward pass allocates gradients that remain
+    allocates = not (shape.accumulated or optimizer)
+    # autograd then holds the head's gradient until it can add the embedding's
+    tied = model.config.tied
     gradients = head.nbytes * (head.requires_grad and (allocates or tied))
     for trace in reversed(traces):
         reduced = trace.gradients if shards > 1 else 0
-        # the sum of both gradients of a tied weight; an optimizer step in the backward pass takes more than that. On a GPU,
-        # autograd was measured to add them in place (scripts/plan_accuracy.py)
-        added = head.nbytes if tied and head.requires_grad and not optimizer and trace is traces[0] else 0
+        # the sum of both gradients of a tied weight; an optimizer step in the backward pass takes
+        # more than that. On a GPU, autograd was measured to add them in place
+        # (scripts/plan_accuracy.py)
+        if tied and head.requires_grad and not optimizer and trace is traces[0]:
+            added = head.nbytes
+        else:
+            added = 0
         added *= device_type(head) == "cpu"
         peak = max(peak, alive + gradients + trace.backward + reduced + added)
-        alive, gradients = alive - trace.saved * on_device, gradients + trace.gradients * allocates // shards
-    excess = _compiled_excess(model, shape, dtype) if compiled and is_recomputed(model) else 0
+        alive = alive - trace.saved * on_device
+        gradients = gradients + trace.gradients * allocates // shards
+    if compiled and is_recomputed(model):
+        excess = _compiled_excess(model, shape, dtype)
+    else:
+        excess = 0
     return activations, peak - activations + excess, 0 if on_device else total
 
 
 def _traces(
-    model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerInBackward | None, shards: int, compiled: bool
+    model: GPT,
+    shape: Shape,
+    dtype: torch.dtype,
+    optimizer: OptimizerInBackward | None,
+    shards: int,
+    compiled: bool,
 ) -> list[Trace]:
     """Return the traces of the embedding, each block, and the final norm."""
     positions = torch.arange(shape.tokens)[None]
     cos_sin = model.cos_sin(positions, None, dtype)
-    documents = None
-    if device_type(positions) == "cuda":  # on a CPU, how packed rows are attended to depends on the documents
-        masks = dict.fromkeys(layer.window for layer in model.config.layers) if compiled and changes_scores(model) else None
-        documents = PackedSequences.rows(shape.rows, shape.tokens, positions.device)._replace(masks=masks)
-    embedding_parameters = [p for n, p in model.named_parameters() if n.startswith(("embed", "streams.expansions."))]
+    documents = _documents(model, shape, positions, compiled)
+    embedding_parameters = _parameters_under(model, ("embed", "streams.expansions."))
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
 
     def embed(ids: Tensor) -> Tensor:
         x = model.embed_tokens(ids, positions)
-        return x if model.streams is None else model.streams.expand(x)
+        if model.streams is None:
+            return x
+        return model.streams.expand(x)
 
     traces = [_trace(embed, tokens, embedding_parameters, shape.accumulated, optimizer)]
-    embedding = torch.empty(*tokens.shape, model.config.dim, dtype=dtype, requires_grad=traces[0].has_grad)
+    embedding = torch.empty(
+        *tokens.shape, model.config.dim, dtype=dtype, requires_grad=traces[0].has_grad
+    )
     extras = model.block_extras(tokens, embedding)
-    if (per_layer := model.per_layer) is not None:
+    per_layer = model.per_layer
+    if per_layer is not None:
         parameters = [*per_layer.parameters()]
-        trace = _trace(lambda x: per_layer(tokens, x), embedding, parameters, shape.accumulated, optimizer)
-        vectors = extras[0][0].token_input.nbytes * len(model.blocks)  # all blocks' are alive until the first block is done
+        trace = _trace(
+            lambda x: per_layer(tokens, x), embedding, parameters, shape.accumulated, optimizer
+        )
+        # all blocks' are alive until the first block is done
+        vectors = extras[0][0].token_input.nbytes * len(model.blocks)
         traces.append(trace._replace(saved=trace.saved + vectors))
     has_grad = traces[0].has_grad or (compiled and trains_first_block(model))
-    x = torch.empty(shape.rows, shape.tokens, model.config.stream_dim, dtype=dtype, requires_grad=has_grad)
+    x = torch.empty(
+        shape.rows, shape.tokens, model.config.stream_dim, dtype=dtype, requires_grad=has_grad
+    )
     by_kind: dict[tuple, Trace] = {}
-    # compiled blocks with norms before and after save two tensors less: the residual stream follows from the norms' inputs
-    # (measured with scripts/plan_accuracy.py)
-    saves_less = compiled and model.config.norm_position == "both" and not isinstance(model.blocks[0], Recomputed)
+    # compiled blocks with norms before and after save two tensors less: the residual stream follows
+    # from the norms' inputs (measured with scripts/plan_accuracy.py)
+    saves_less = (
+        compiled
+        and model.config.norm_position == "both"
+        and not isinstance(model.blocks[0], Recomputed)
+    )
     recomputed_by_compiler = 2 * x.nbytes if saves_less else 0
     for index, (layer, block) in enumerate(zip(model.config.layers, model.blocks, strict=True)):
-        rotary, extra = model.rotary_indices[index], _extra_alone(model, index, x, *extras[index])
-        key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)
+        rotary = model.rotary_indices[index]
+        extra = _extra_alone(model, index, x, *extras[index])
+        key = (
+            layer,
+            tuple((n, p.requires_grad) for n, p in block.named_parameters()),
+            x.requires_grad,
+        )
         key += (tuple(type(module) for module in block.modules()),)
         if key not in by_kind:
-            other_inputs = (cos_sin[rotary] if rotary is not None else None, documents, None, *extra)
+            other_inputs = (
+                cos_sin[rotary] if rotary is not None else None,
+                documents,
+                None,
+                *extra,
+            )
             accumulated = shape.accumulated and shards == 1
             by_kind[key] = _trace(
                 lambda x, block=block, other_inputs=other_inputs: block(x, *other_inputs),
@@ -292,31 +376,69 @@ def _traces(
         trace = by_kind[key]
         traces.append(trace._replace(saved=max(0, trace.saved - recomputed_by_compiler)))
         x = x.detach().requires_grad_(traces[-1].has_grad)
-    parameters = [p for name, p in model.named_parameters() if name.startswith(("norm.", "streams.reductions."))]
+    parameters = _parameters_under(model, ("norm.", "streams.reductions."))
     return [*traces, _trace(model.final_norm, x, parameters, shape.accumulated, optimizer)]
 
 
+def _documents(
+    model: GPT, shape: Shape, positions: Tensor, compiled: bool
+) -> PackedSequences | None:
+    """Return the documents of packed rows; None on a CPU, where how they are attended to depends on
+    their lengths."""
+    if device_type(positions) != "cuda":
+        return None
+    documents = PackedSequences.rows(shape.rows, shape.tokens, positions.device)
+    if compiled and changes_scores(model):
+        masks = dict.fromkeys(layer.window for layer in model.config.layers)
+        return documents._replace(masks=masks)
+    return documents
+
+
+def _parameters_under(model: GPT, prefixes: tuple[str, ...]) -> list[nn.Parameter]:
+    """Return the parameters whose names begin with one of the prefixes."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefixes):
+            found.append(parameter)
+    return found
+
+
 def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple[BlockExtra, ...]:
-    """Return the further argument of a block that is traced without the others: tensors like those that it would get."""
+    """Return the further argument of a block that is traced without the others: tensors like those
+    that it would get."""
     if not extra:
         return ()
-    source, shared = model.config.layers[model.config.kv_source(index)], SharedKeys()
+    source = model.config.layers[model.config.kv_source(index)]
+    shared = SharedKeys()
     if model.config.layers[index].kv_sharing == "reuse":
         heads, *sizes = model.config.cache_shape(source)
-        tensors = (torch.empty(*x.shape[:1], heads, x.size(1), size, dtype=x.dtype) for size in sizes)
-        shared.by_window[source.window] = tuple(tensor.requires_grad_(x.requires_grad) for tensor in tensors)
-    if (token_input := extra[0].token_input) is not None:
+        tensors = (
+            torch.empty(*x.shape[:1], heads, x.size(1), size, dtype=x.dtype) for size in sizes
+        )
+        shared.by_window[source.window] = tuple(
+            tensor.requires_grad_(x.requires_grad) for tensor in tensors
+        )
+    token_input = extra[0].token_input
+    if token_input is not None:
         token_input = _input(token_input.detach().requires_grad_(token_input.requires_grad))
     return (BlockExtra(token_input, shared),)
 
 
-def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerInBackward | None, compiled: bool) -> int:
+def trace_loss(
+    model: GPT,
+    shape: Shape,
+    dtype: torch.dtype,
+    optimizer: OptimizerInBackward | None,
+    compiled: bool,
+) -> int:
     """Return the temporary bytes of one micro-batch's loss and its gradient."""
-    num_tokens, head = shape.rows * shape.tokens, model.lm_head
+    num_tokens = shape.rows * shape.tokens
+    head = model.lm_head
     count = min(shape.max_targets or num_tokens, num_tokens)
     rows = min(count, CHUNK)  # the loss is computed chunk by chunk
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    targets, target_indices = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)
+    targets = torch.zeros(1, rows, dtype=torch.int64)
+    target_indices = torch.arange(rows)
 
     def run() -> None:
         hidden = torch.empty(1, rows, model.config.dim, dtype=dtype, requires_grad=True)
@@ -344,7 +466,10 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: Optimize
         model.config.logit_softcap,
         tuple(map(type, head.modules())),
     )
-    key += (getattr(head, "lora_dropout", 0) > 0, *((p.shape, p.dtype, p.requires_grad) for p in head.parameters()))
+    key += (
+        getattr(head, "lora_dropout", 0) > 0,
+        *((p.shape, p.dtype, p.requires_grad) for p in head.parameters()),
+    )
     peak = LOSS_CACHE.get(key) if optimizer is None else None
     if peak is None:
         with AllocationTracker() as tracker:
@@ -354,6 +479,7 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: Optimize
         LOSS_CACHE[key] = peak
     for parameter in trained:
         parameter.grad = None
-    # hidden states outside the traced chunk: all of them, those with a target, and the gradient of the latter
+    # hidden states outside the traced chunk: all of them, those with a target, and the gradient of
+    # the latter
     other_rows = (num_tokens - rows) + 2 * (count - rows)
     return peak + other_rows * model.config.dim * dtype.itemsize

@@ -14,22 +14,27 @@ from litft import run_dir
 from litft.atomic import atomic_write
 from litft.distributed.devices import peak_memory
 
-COLUMNS = "step epoch samples tokens loss val_loss val_perplexity exact_match learning_rate grad_norm".split()
-COLUMNS += "tokens_per_second mfu memory_gib data_share seconds".split()
+COLUMNS = "step epoch samples tokens loss val_loss val_perplexity exact_match".split()
+COLUMNS += "learning_rate grad_norm tokens_per_second mfu memory_gib data_share seconds".split()
 INTERNAL = ("flops", "fed")  # of a row until it is written
 
 Row = dict[str, float]
 
 
 class Metrics:
-    """Collects one row per step. `seconds` is time spent in training steps, without validation and saving.
+    """Collects one row per step.
+
+    `seconds` is time spent in training steps, without validation and saving.
 
     Every row that is written is also passed to each of the `sinks`.
     """
 
-    def __init__(self, path: Path | None, peak_flops: float | None, scores: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: Path | None, peak_flops: float | None, scores: Sequence[str] = ()
+    ) -> None:
         # scores: further columns, next to those of the loss
-        self.path, self.peak = path, peak_flops
+        self.path = path
+        self.peak = peak_flops
         position = COLUMNS.index("exact_match") + 1
         self.scores = list(scores)
         self.columns = [*COLUMNS[:position], *self.scores, *COLUMNS[position:]]
@@ -38,9 +43,11 @@ class Metrics:
         self.resumed_rows: list[Row] = []  # rows already in the file when a run resumes
         self.seconds = 0.0  # of all flushed steps
         self.tokens = 0
-        self._flops, self._resumed_seconds = 0.0, 0.0  # FLOPs of this process; seconds of the run before this process
+        self._flops = 0.0
+        self._resumed_seconds = 0.0  # FLOPs of this process; seconds of the run before this process
         self._step_start: float | None = None
-        self._window_seconds, self._data_seconds = 0.0, 0.0  # since the last flush: in steps; waiting for data
+        self._window_seconds = 0.0
+        self._data_seconds = 0.0  # since the last flush: in steps; waiting for data
         self.last: Row = {}  # the newest written row of a training step
         self.newest: Row = {}  # the newest value of every column
         self._first: Row = {}
@@ -50,7 +57,9 @@ class Metrics:
         if self.path is None:
             return
         rows = [row for row in run_dir.metrics_rows(self.path) if int(row["step"]) <= step]
-        rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
+        rows = [
+            {name: value for name, value in row.items() if name in self.columns} for row in rows
+        ]
         self._rewrite(rows)
         self.resumed_rows = [{name: float(value) for name, value in row.items()} for row in rows]
         for row in self.resumed_rows:
@@ -85,7 +94,8 @@ class Metrics:
         self._window_seconds += time.perf_counter() - self._step_start
 
     def add(self, tokens: int, **row: Any) -> None:
-        """Add a step's row, with its `flops` and the `tokens` fed; tensors are read at the next `flush`."""
+        """Add a step's row, with its `flops` and the `tokens` fed; tensors are read at the next
+        `flush`."""
         self.tokens += tokens
         self.rows.append({**row, "tokens": self.tokens, "fed": tokens})
 
@@ -93,25 +103,36 @@ class Metrics:
         """Add values to the row of `step` if it is the last one, otherwise append a new row."""
         if self.rows and self.rows[-1]["step"] == step:
             self.rows[-1].update(values)
-        elif self.resumed_rows and self.resumed_rows[-1]["step"] == step:  # the run was interrupted in this validation
+        elif self.resumed_rows and self.resumed_rows[-1]["step"] == step:
+            # the run was interrupted in this validation
             self.resumed_rows[-1] |= values
             self.newest |= values
-            self._rewrite([{name: _text(value) for name, value in row.items()} for row in self.resumed_rows])
+            self._rewrite(
+                [{name: _text(value) for name, value in row.items()} for row in self.resumed_rows]
+            )
             for sink in self.sinks:
                 sink(self.resumed_rows[-1])
         else:
-            row = {"step": step, "epoch": 0.0, "samples": 0, "tokens": self.tokens, "seconds": self.seconds}
+            row = {
+                "step": step,
+                "epoch": 0.0,
+                "samples": 0,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+            }
             self.rows.append({**row, **values})
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until the GPU has finished the queued steps, and count the wait as step time, not as part of what follows."""
+        """Wait until the GPU has finished the queued steps, and count the wait as step time, not as
+        part of what follows."""
         if device.type == "cuda":
             self.start()
             torch.cuda.synchronize(device)
             self.stop()
 
     def flush(self, device: torch.device) -> list[Row]:
-        """Write the collected rows, and return them; their speed is the mean over the window since the last flush."""
+        """Write the collected rows, and return them; their speed is the mean over the window since
+        the last flush."""
         self.synchronize(device)
         steps = [row for row in self.rows if "loss" in row]
         if steps:
@@ -121,19 +142,29 @@ class Metrics:
             mfu = flops / self._window_seconds / self.peak if self.peak else None
             self._flops += flops
         for row in steps:
-            row |= {"tokens_per_second": speed, "mfu": mfu, "data_share": self._data_seconds / self._window_seconds}
+            row |= {
+                "tokens_per_second": speed,
+                "mfu": mfu,
+                "data_share": self._data_seconds / self._window_seconds,
+            }
         for row in self.rows:
             row["memory_gib"] = peak_memory(device)
             row.setdefault("seconds", self.seconds)
-        written = [{name: _number(row[name]) for name in self.columns if row.get(name) is not None} for row in self.rows]
+        written = [
+            {name: _number(row[name]) for name in self.columns if row.get(name) is not None}
+            for row in self.rows
+        ]
         for row in written:  # NaN: a step without desirable, or undesirable, answers
             for name in [name for name in self.scores if math.isnan(row.get(name, 0.0))]:
                 del row[name]
         for row in written:
             self.newest |= row
         steps = [row for row in written if "loss" in row]
-        self.last, self._first = (steps or [self.last])[-1], self._first or (steps or [{}])[0]
-        self._window_seconds, self._data_seconds, self.rows = 0.0, 0.0, []
+        self.last = (steps or [self.last])[-1]
+        self._first = self._first or (steps or [{}])[0]
+        self._window_seconds = 0.0
+        self._data_seconds = 0.0
+        self.rows = []
         self._write(written)
         return written
 
@@ -143,12 +174,19 @@ class Metrics:
         return next((row for row in self.resumed_rows if "loss" in row), self._first)
 
     def summary(self, device: torch.device) -> str:
-        """Describe the speed over all steps, and the MFU over the steps of this process, whose chip is known."""
+        """Describe the speed over all steps, and the MFU over the steps of this process, whose chip
+        is known."""
         seconds = self.seconds - self._resumed_seconds
-        mfu = self._flops / seconds / self.peak if self.peak and seconds else None
+        if self.peak and seconds:
+            mfu = self._flops / seconds / self.peak
+        else:
+            mfu = None
         speed = f"{self.tokens / self.seconds if self.seconds else 0.0:,.0f} tokens/s"
         # on a CPU, memory is that of the whole process
-        memory = f"peak memory{' of the process' if device.type == 'cpu' else ''} {peak_memory(device):.2f} GiB"
+        memory = (
+            f"peak memory{' of the process' if device.type == 'cpu' else ''} "
+            f"{peak_memory(device):.2f} GiB"
+        )
         return ", ".join(filter(None, [speed, f"MFU {mfu:.0%}" if mfu else "", memory]))
 
     def _write(self, rows: list[Row]) -> None:
@@ -166,8 +204,12 @@ class Metrics:
 
 
 def _number(value: Any) -> float:
-    return value.item() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return value
 
 
 def _text(value: float) -> str:
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    return str(value)

@@ -3,7 +3,14 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from litft.args import AdapterFinetuneArgs, AdapterV2FinetuneArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, size
+from litft.args import (
+    AdapterFinetuneArgs,
+    AdapterV2FinetuneArgs,
+    FullFinetuneArgs,
+    LoRAFinetuneArgs,
+    PlanArgs,
+    size,
+)
 from litft.data.dataset import length_limit
 from litft.distributed.devices import num_shards
 from litft.methods import Method, method_of
@@ -16,7 +23,8 @@ from litft.training.memory_plan import USABLE_FRACTION, Fit, Plan, fastest, form
 from litft.training.memory_trace import Shape
 
 DEFAULT_CHIP = "H100"
-MAX_TOKENS = 32768  # tokens of the largest micro-batch that --budget tries; larger ones are not faster
+# tokens of the largest micro-batch that --budget tries; larger ones are not faster
+MAX_TOKENS = 32768
 
 
 class PlanOnPaper(NamedTuple):
@@ -36,10 +44,17 @@ def plan(args: PlanArgs) -> None:
     source, method, tokens, fit, peak, volume = plan_on_paper(args)
     if args.budget:
         reserve = format_bytes(size(args.budget) - int(USABLE_FRACTION * size(args.budget)))
-        print(f"the fastest settings that fit into {args.budget}, with {reserve} left to CUDA: {setting_flags(fit)}")
+        print(
+            f"the fastest settings that fit into {args.budget}, with {reserve} left to CUDA: "
+            f"{setting_flags(fit)}"
+        )
         if fit.quantize != args.quantize:
-            print(f"--quantize {fit.quantize}: unquantized weights do not fit, or only with slower settings")
-    fit_plan, num_devices = fit.plan, args.devices * args.num_nodes
+            print(
+                f"--quantize {fit.quantize}: unquantized weights do not fit, or only with slower "
+                "settings"
+            )
+    fit_plan = fit.plan
+    num_devices = args.devices * args.num_nodes
     flops = fit_plan.flops.for_lengths([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all supervised, in examples of {tokens:,}"
     print(f"{source.folder}: {fit_plan.title_line(method.title)}")
@@ -53,49 +68,82 @@ def plan(args: PlanArgs) -> None:
 
 
 def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
-    """Return the plan with the settings of the flags, or the fastest that fit. Raises ValueError if none fit."""
+    """Return the plan with the settings of the flags, or the fastest that fit.
+
+    Raises ValueError if none fit.
+    """
     finetuning = {
         "lora": LoRAFinetuneArgs(lora=args.lora),
         "adapter": AdapterFinetuneArgs(adapter=args.adapter),
         "adapter_v2": AdapterV2FinetuneArgs(adapter=args.adapter),
         "full": FullFinetuneArgs(),
     }
-    source, method = resolve(args.checkpoint_dir), method_of(finetuning[args.method])
+    source = resolve(args.checkpoint_dir)
+    method = method_of(finetuning[args.method])
     if source.adapter:
-        raise ValueError(f"{source.adapter} is an adapter; pass its base, {source.base}, and the method's flags")
+        raise ValueError(
+            f"{source.adapter} is an adapter; pass its base, {source.base}, and the method's flags"
+        )
     method.choose(source.outline, source.adapter_rules)
     source.check_length("--max_seq_length", args.max_seq_length)
-    tokens, shards = length_limit(args.max_seq_length, source.config.max_positions), num_shards(args, args.strategy)
+    tokens = length_limit(args.max_seq_length, source.config.max_positions)
+    shards = num_shards(args, args.strategy)
 
     def make_plan(rows: int, recomputed: str, quantize: str, offload: str) -> Plan:
-        shape, options = Shape(rows, tokens, args.micro_batches > 1), {"cpu_offload": offload, "shards": shards}
-        return predict(source, method, args.precision, quantize, shape, args.optimizer, recomputed, **options)
+        shape = Shape(rows, tokens, args.micro_batches > 1)
+        options = {"cpu_offload": offload, "shards": shards}
+        return predict(
+            source, method, args.precision, quantize, shape, args.optimizer, recomputed, **options
+        )
 
     if args.budget:
         fit = within_budget(args, tokens, make_plan)
     else:
-        kind = args.activation_checkpointing or ("full" if args.cpu_offload == "parameters" else "none")
+        kind = args.activation_checkpointing or (
+            "full" if args.cpu_offload == "parameters" else "none"
+        )
         settings = (args.micro_batch_size or 1, kind, args.quantize, args.cpu_offload)
         fit = Fit(*settings, make_plan(*settings))
-    peak, volume = chip_peak_flops(args.chip or DEFAULT_CHIP, args.precision), None
+    peak = chip_peak_flops(args.chip or DEFAULT_CHIP, args.precision)
+    volume = None
     if args.devices * args.num_nodes > 1 and peak:
-        cluster = Cluster(args.devices, args.num_nodes, shards, args.node_gbs * 1e9, args.network_gbs * 1e9)
+        cluster = Cluster(
+            args.devices, args.num_nodes, shards, args.node_gbs * 1e9, args.network_gbs * 1e9
+        )
         batch_flops = fit.plan.flops.for_lengths([tokens] * fit.rows, [tokens] * fit.rows)
-        volume = communication_volume(fit.plan, cluster, args.micro_batches, batch_flops, fit.slowdown, peak)
+        volume = communication_volume(
+            fit.plan, cluster, args.micro_batches, batch_flops, fit.slowdown, peak
+        )
     return PlanOnPaper(source, method, tokens, fit, peak, volume)
 
 
-def within_budget(args: PlanArgs, tokens: int, make_plan: Callable[[int, str, str, str], Plan]) -> Fit:
-    """Return the fastest settings that fit, among those that the flags leave open. Raises ValueError if none fit."""
-    rows = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or count * tokens <= MAX_TOKENS]
+def within_budget(
+    args: PlanArgs, tokens: int, make_plan: Callable[[int, str, str, str], Plan]
+) -> Fit:
+    """Return the fastest settings that fit, among those that the flags leave open.
+
+    Raises ValueError if none fit.
+    """
+    rows = []
+    for count in (1, 2, 4, 8, 16, 32):
+        if count == 1 or count * tokens <= MAX_TOKENS:
+            rows.append(count)
     rows = [args.micro_batch_size] if args.micro_batch_size else rows
-    kinds = [args.activation_checkpointing] if args.activation_checkpointing else RECOMPUTED
+    if args.activation_checkpointing:
+        kinds = [args.activation_checkpointing]
+    else:
+        kinds = RECOMPUTED
     weight_options = [(args.quantize, args.cpu_offload)]
     if weight_options == [("none", "none")] and args.method != "full" and args.strategy == "ddp":
         weight_options += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
-    fit, smallest = fastest(make_plan, rows, kinds, weight_options, int(USABLE_FRACTION * size(args.budget)))
+    fit, smallest = fastest(
+        make_plan, rows, kinds, weight_options, int(USABLE_FRACTION * size(args.budget))
+    )
     if fit is None:
-        minimum = f"{format_bytes(round(smallest.plan.memory.peak / USABLE_FRACTION))} with {setting_flags(smallest)}"
+        minimum = (
+            f"{format_bytes(round(smallest.plan.memory.peak / USABLE_FRACTION))} with "
+            f"{setting_flags(smallest)}"
+        )
         remedy = "shorten --max_seq_length, or choose another method"
         raise ValueError(f"--budget {args.budget}: this needs at least {minimum}; {remedy}")
     return fit
@@ -103,6 +151,11 @@ def within_budget(args: PlanArgs, tokens: int, make_plan: Callable[[int, str, st
 
 def setting_flags(fit: Fit) -> str:
     """Return the settings as flags of a fine-tuning command."""
-    flags = [f"--train.micro_batch_size {fit.rows}", f"--train.activation_checkpointing {fit.recomputed}"]
+    flags = [
+        f"--train.micro_batch_size {fit.rows}",
+        f"--train.activation_checkpointing {fit.recomputed}",
+    ]
     flags += [f"--quantize {fit.quantize}"] if fit.quantize != "none" else []
-    return " ".join(flags + ([f"--train.cpu_offload {fit.cpu_offload}"] if fit.cpu_offload != "none" else []))
+    return " ".join(
+        flags + ([f"--train.cpu_offload {fit.cpu_offload}"] if fit.cpu_offload != "none" else [])
+    )

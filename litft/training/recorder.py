@@ -1,4 +1,5 @@
-"""What a run leaves in its folder: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
+"""What a run leaves in its folder: config.yaml, metrics.csv, checkpoints/, best/, final/,
+report.html."""
 
 import dataclasses
 import json
@@ -20,7 +21,12 @@ from torch.optim import Optimizer
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
 from litft.atomic import atomic_folder, replace_folder
-from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, ADAPTER_RECORD, read_adapter_config, vllm_obstacles
+from litft.checkpoints.adapter_reader import (
+    ADAPTER_CONFIG,
+    ADAPTER_RECORD,
+    read_adapter_config,
+    vllm_obstacles,
+)
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
 from litft.distributed.devices import machine_lines
@@ -58,11 +64,18 @@ class TrainedNetwork(NamedTuple):
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer updates."""
-        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
 
 
 class Recorder:
-    """Writes a run's folder. The first process writes; all of them take part in what has to be gathered."""
+    """Writes a run's folder.
+
+    The first process writes; all of them take part in what has to be gathered.
+    """
 
     def __init__(
         self,
@@ -76,15 +89,28 @@ class Recorder:
         validation: Validation,
         screen: Screen,
     ) -> None:
-        self.args, self.fabric, self.hosts = setup.args, fabric, hosts
-        self.setup, self.schedule, self.settings = setup, schedule, settings
-        self.folder, self.network, self.validation = folder, network, validation
-        self.screen, self.say = screen, screen.say
+        self.args = setup.args
+        self.fabric = fabric
+        self.hosts = hosts
+        self.setup = setup
+        self.schedule = schedule
+        self.settings = settings
+        self.folder = folder
+        self.network = network
+        self.validation = validation
+        self.screen = screen
+        self.say = screen.say
         self.is_writer = fabric.global_rank == 0
         self.peak = peak_flops(fabric.device, settings.precision)
-        is_known = self.peak and fabric.device.type != "cpu"  # a CPU's peak is measured, which other programs disturb
-        path, peak = folder / "metrics.csv", self.peak * fabric.world_size if is_known else None
-        columns = [*setup.objective.scores, *validation.columns, *(validation.metrics.keys() - {"exact_match"})]
+        # a CPU's peak is measured, which other programs disturb
+        is_known = self.peak and fabric.device.type != "cpu"
+        path = folder / "metrics.csv"
+        peak = self.peak * fabric.world_size if is_known else None
+        columns = [
+            *setup.objective.scores,
+            *validation.columns,
+            *(validation.metrics.keys() - {"exact_match"}),
+        ]
         self.metrics = Metrics(path if self.is_writer else None, peak, columns)
         self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
         self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
@@ -92,27 +118,33 @@ class Recorder:
         self.is_open = False  # the folder is this run's
         self.next_report = 0.0  # time.monotonic() from which on it may be written again
         self.logger: Any = None
-        self.logged_as: list[str] | None = None  # the logger and the run's name there, of a run that is resumed
+        # the logger and the run's name there, of a run that is resumed
+        self.logged_as: list[str] | None = None
 
     # ---- the beginning
 
     def restore(self, optimizer: Optimizer) -> tuple[dict[str, Any] | None, list[str]]:
-        """Fill parameters and optimizer from the newest readable checkpoint, if the run is to be resumed.
+        """Fill parameters and optimizer from the newest readable checkpoint, if the run is to be
+        resumed.
 
-        Returns what the checkpoint says of the run's progress, or None, and what is wrong with newer checkpoints.
+        Returns what the checkpoint says of the run's progress, or None, and what is wrong with
+        newer checkpoints.
         """
         if not self.args.resume:
             return None, []
         parameters = self.network.parameters
         identity = self.identity()
-        progress, damaged = run_checkpoints.restore_newest(self.folder, identity, parameters, optimizer, self.hosts)
+        progress, damaged = run_checkpoints.restore_newest(
+            self.folder, identity, parameters, optimizer, self.hosts
+        )
         if progress is not None:
             self.logged_as = progress.get("logger")
             self.base_files.check(progress.get("base_files") or {})
         return progress, damaged
 
     def claim(self) -> None:
-        """Make the folder of a new run and write its config.yaml, before `open`: files are written into it earlier.
+        """Make the folder of a new run and write its config.yaml, before `open`: files are written
+        into it earlier.
 
         Raises ValueError if the run in the folder cannot be resumed with these settings.
         """
@@ -123,7 +155,8 @@ class Recorder:
         self.fabric.barrier()
 
     def open(self, start_step: int) -> None:
-        """Make the run's folder and write config.yaml; what a resumed run left beyond `start_step` is deleted.
+        """Make the run's folder and write config.yaml; what a resumed run left beyond `start_step`
+        is deleted.
 
         Raises ValueError in every process where one does not see the folder.
         """
@@ -133,7 +166,9 @@ class Recorder:
         self.fabric.barrier()
         if any(self.hosts.all_reduce_max(not run_dir.is_run(self.folder))):
             reason = "a process does not see what the first one writes there"
-            raise ValueError(f"--out_dir {self.folder}: {reason}; name a folder that all nodes share")
+            raise ValueError(
+                f"--out_dir {self.folder}: {reason}; name a folder that all nodes share"
+            )
         # all processes decide by the earlier rows, and must decide the same
         self.metrics.resumed_rows = self.fabric.broadcast(self.metrics.resumed_rows)
 
@@ -148,12 +183,15 @@ class Recorder:
         for path in self.folder.glob("best-*.partial"):
             shutil.rmtree(path)
         project = self.args.logger_project
-        self.logger = make_logger(self.args.logger, self.folder, config, start_step, self.logged_as, project)
+        self.logger = make_logger(
+            self.args.logger, self.folder, config, start_step, self.logged_as, project
+        )
         if self.logger:
             self.metrics.sinks.append(row_sink(self.logger, self.say))
 
     def _write_config(self) -> dict[str, Any]:
-        """Make the folder, once without what was in it if it is to be overwritten; returns the flags."""
+        """Make the folder, once without what was in it if it is to be overwritten; returns the
+        flags."""
         if self.args.overwrite and not self.is_claimed:
             run_dir.clear(self.folder)
         self.is_claimed = True
@@ -200,7 +238,8 @@ class Recorder:
     # ---- checkpoints
 
     def save(self, optimizer: Optimizer, step: int, elapsed: float) -> None:
-        """Write the state after `step` steps, to resume from; every process takes part. elapsed: seconds of the run."""
+        """Write the state after `step` steps, to resume from; every process takes part. elapsed:
+        seconds of the run."""
         progress = {
             "samples": self.schedule.seen(step),
             "elapsed": elapsed,
@@ -214,30 +253,37 @@ class Recorder:
             run_checkpoints.prune(self.folder, self.args.save.keep_last)
             self.place_best(step)
 
-        # on a CPU, the copy of a whole model that writing in the background needs would take memory from the steps
+        # on a CPU, the copy of a whole model that writing in the background needs would take memory
+        # from the steps
         in_background = self.fabric.device.type == "cuda" or not self.setup.method.saves_full_model
-        self.saver.begin(step, self.network.parameters, optimizer, progress, when_written, in_background)
+        self.saver.begin(
+            step, self.network.parameters, optimizer, progress, when_written, in_background
+        )
 
     def newest_checkpoint(self) -> str:
         """What a failed run can continue from, for a message."""
         newest = run_checkpoints.newest(self.folder)
-        return f"{newest} is complete: --resume continues from it" if newest else "no checkpoint had been written"
+        if newest:
+            return f"{newest} is complete: --resume continues from it"
+        return "no checkpoint had been written"
 
     # ---- folders to open
 
     def write_best(self, step: int) -> None:
         """Write the best weights so far under a preliminary name.
 
-        They become best/ when the next checkpoint is complete: otherwise a resumed run would have the best/ of steps that
-        it takes again.
+        They become best/ when the next checkpoint is complete: otherwise a resumed run would have
+        the best/ of steps that it takes again.
         """
         for earlier, path in self._preliminary_bests() if self.is_writer else ():
-            if earlier > (self.saver.writing_step or 0):  # no checkpoint, complete or being written, has it as its best
+            # no checkpoint, complete or being written, has it as its best
+            if earlier > (self.saver.writing_step or 0):
                 shutil.rmtree(path)
         self.write(f"best-{step:06d}.partial", step)
 
     def has_best(self, step: int) -> bool:
-        """Whether best/, or what becomes best/, has the weights after `step` steps; the same in every process."""
+        """Whether best/, or what becomes best/, has the weights after `step` steps; the same in
+        every process."""
         found = False
         if self.is_writer:
             written = [self.folder / "best", *(path for _, path in self._preliminary_bests())]
@@ -258,19 +304,28 @@ class Recorder:
 
     def _preliminary_bests(self) -> list[tuple[int, Path]]:
         """What `write_best` has written and is not best/ yet, with its step; the oldest first."""
-        paths = [(path.name[len("best-") : -len(".partial")], path) for path in self.folder.glob("best-*.partial")]
+        paths = [
+            (path.name[len("best-") : -len(".partial")], path)
+            for path in self.folder.glob("best-*.partial")
+        ]
         return sorted((int(step), path) for step, path in paths if step.isdecimal())
 
     def write(self, name: str, step: int | None = None) -> None:
-        """Write a folder to open, which gets its name only when it is complete. step: noted in it, if given.
+        """Write a folder to open, which gets its name only when it is complete. step: noted in it,
+        if given.
 
         A sharded network is gathered tensor by tensor, with all processes; the first one writes.
         """
-        source, method, sharded = self.setup.source, self.setup.method, self.network.sharded
+        source = self.setup.source
+        method = self.setup.method
+        sharded = self.network.sharded
         values = {name: parameter.detach() for name, parameter in self.network.parameters.items()}
-        with atomic_folder(self.folder / name) if self.is_writer else nullcontext() as partial:  # None: only take part
+        # None: only take part
+        with atomic_folder(self.folder / name) if self.is_writer else nullcontext() as partial:
             if method.saves_full_model and (self.is_writer or sharded):
-                write_result(partial, source, source.dtype(None), Result(method, values), SHARD_BYTES / 1e9)
+                write_result(
+                    partial, source, source.dtype(None), Result(method, values), SHARD_BYTES / 1e9
+                )
             elif sharded:
                 values = {name: full_tensor(value) for name, value in values.items()}
             if partial is None:
@@ -279,7 +334,9 @@ class Recorder:
                 training = {"quantize": self.setup.quantize, "precision": self.settings.precision}
                 source = dataclasses.replace(source, text_names=self.args.save.text_names)
                 record = base_record(source, self.folder / name)
-                method.write(partial, source, values, record | {"litft": record["litft"] | training})
+                method.write(
+                    partial, source, values, record | {"litft": record["litft"] | training}
+                )
             copy_tokenizer(self.setup.tokenizer, partial)
             check_written(partial, source)
             if step is not None:
@@ -290,9 +347,13 @@ class Recorder:
     def finish(self) -> None:
         """Print the results and what to do with them, and write the report."""
         self.screen.results(self._scores(), self._results())
-        step, steps = int(self.metrics.newest.get("step", 0)), self.schedule.steps
+        step = int(self.metrics.newest.get("step", 0))
+        steps = self.schedule.steps
         self.report("finished" if step == steps else f"finished after {step:,} of {steps:,} steps")
-        self.say(f"the result is in {self.folder / 'final'}, the report in {self.folder / 'report.html'}; next:\n")
+        self.say(
+            f"the result is in {self.folder / 'final'}, the report in "
+            f"{self.folder / 'report.html'}; next:\n"
+        )
         for line in self._next_commands():
             self.say(f"  {line}")
         self._say_obstacles()
@@ -311,26 +372,40 @@ class Recorder:
         if system and len(system) <= SHOWN_SYSTEM:
             yield f"{chat} --system {shlex.quote(system)}   # the system prompt of all examples"
         elif system:
-            yield f"{chat} --system ...   # with the system prompt of all examples, which the model expects"
+            yield (
+                f"{chat} --system ...   # with the system prompt of all examples, which the model "
+                "expects"
+            )
         else:
             yield chat
         shares_base = self.args.quantize == "none" or not self.setup.method.unquantized_modules()
         if shares_base:  # otherwise the base has modules quantized that the result has not
-            serve = run_dir.command("generate/serve.py")
-            yield f"{serve} {flags} --with_base   # a chat page that compares it with the base model"
+            serve = f"{run_dir.command('generate/serve.py')} {flags} --with_base"
+            yield f"{serve}   # a chat page that compares it with the base model"
 
     def _say_obstacles(self) -> None:
         """Say what keeps vLLM from loading the adapter."""
         final = self.folder / "final"
-        config = read_adapter_config(final) if (final / ADAPTER_CONFIG).is_file() else {}
-        obstacles = vllm_obstacles(config) if config.get("peft_type") == "LORA" else []
+        if (final / ADAPTER_CONFIG).is_file():
+            config = read_adapter_config(final)
+        else:
+            config = {}
+        if config.get("peft_type") == "LORA":
+            obstacles = vllm_obstacles(config)
+        else:
+            obstacles = []
         if obstacles:
-            merge = f"{run_dir.command('scripts/merge_lora.py')} --checkpoint_dir {final} --out_dir DIR"
-            self.say(f"  {merge}   # for vLLM, which does not load {', '.join(obstacles)} as an adapter")
+            merge = (
+                f"{run_dir.command('scripts/merge_lora.py')} --checkpoint_dir {final} --out_dir DIR"
+            )
+            self.say(
+                f"  {merge}   # for vLLM, which does not load {', '.join(obstacles)} as an adapter"
+            )
 
     def _results(self) -> list[str]:
         """The best step, the time and the memory."""
-        validation, lines = self.validation, []
+        validation = self.validation
+        lines = []
         if self.args.save.best and validation.best is not None:
             line = f"lowest at step {validation.best}, {validation.losses[validation.best]:.4f}"
             kept = _step_of(self.folder / "best")
@@ -339,31 +414,56 @@ class Recorder:
             elif kept is not None:
                 line += f"; best/ has step {kept}"
             lines.append(line)
-        return [*lines, f"{self.metrics.seconds:.0f} s of training, {self.metrics.summary(self.fabric.device)}"]
+        return [
+            *lines,
+            f"{self.metrics.seconds:.0f} s of training, {self.metrics.summary(self.fabric.device)}",
+        ]
 
     def _scores(self) -> dict[str, list[str]]:
         """The first and the last value of each score of the validations, as text."""
         validation = self.validation
         scores = [("validation loss", "{:.4f}", validation.losses)]
-        scores += [(name.replace("_", " "), metric_format(name), steps) for name, steps in validation.metric_values.items()]
+        scores += [
+            (name.replace("_", " "), metric_format(name), steps)
+            for name, steps in validation.metric_values.items()
+        ]
         for name in validation.sets:
-            by_step = {step: row[column] for step, row in validation.scores.items() if (column := f"val_loss_{name}") in row}
+            by_step = {
+                step: row[column]
+                for step, row in validation.scores.items()
+                if (column := f"val_loss_{name}") in row
+            }
             scores.append((f"loss on {name}", "{:.4f}", by_step))
         for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
-            by_step = {step: row[f"val_{name}"] for step, row in validation.scores.items() if f"val_{name}" in row}
+            by_step = {}
+            for step, row in validation.scores.items():
+                if f"val_{name}" in row:
+                    by_step[step] = row[f"val_{name}"]
             scores.append((f"validation {name}", form, by_step))
-        scores = [(name, form, {s: v for s, v in values.items() if not math.isnan(v)}) for name, form, values in scores]
-        ends = {name: (form, values[min(values)], values[max(values)]) for name, form, values in scores if values}
-        return {name: [form.format(first), form.format(last)] for name, (form, first, last) in ends.items()}
+        scores = [
+            (name, form, {s: v for s, v in values.items() if not math.isnan(v)})
+            for name, form, values in scores
+        ]
+        ends = {
+            name: (form, values[min(values)], values[max(values)])
+            for name, form, values in scores
+            if values
+        }
+        return {
+            name: [form.format(first), form.format(last)]
+            for name, (form, first, last) in ends.items()
+        }
 
     @contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Within the context, an error that ends the run also ends up in report.html, once the run has its folder."""
+        """Within the context, an error that ends the run also ends up in report.html, once the run
+        has its folder."""
         try:
             yield
         except Exception as error:
             if self.is_open and self.is_writer and not isinstance(error, Interrupted):
-                with suppress(OSError):  # stdout may be closed; the first error is the one to report
+                # stdout may be closed; the first error is the one to report
+                with suppress(OSError):
                     self.report(f"failed: {error}")
             raise
 
@@ -375,8 +475,10 @@ class Recorder:
             self.say(f"warning: report.html could not be written ({error})")
 
     def report_progress(self, step: int) -> None:
-        """Write the report of the run so far, but use at most 2 % of the time for it: metrics.csv grows."""
-        if (start := time.monotonic()) >= self.next_report and self.is_writer:
+        """Write the report of the run so far, but use at most 2 % of the time for it: metrics.csv
+        grows."""
+        start = time.monotonic()
+        if start >= self.next_report and self.is_writer:
             self.report(f"running: {step:,} of {self.schedule.steps:,} steps")
             seconds = time.monotonic() - start
             self.next_report = start + (50 * seconds if seconds > 0.1 else 0)
@@ -393,23 +495,35 @@ class Recorder:
             answers=self.validation.answers,
             scores=self.validation.titles,
             hardest=self.validation.hardest,
-            loss="Loss per token" if self.args.objective == "sft" else f"Loss ({self.setup.objective.title})",
+            loss="Loss per token"
+            if self.args.objective == "sft"
+            else f"Loss ({self.setup.objective.title})",
         )
         write_report(self.folder, report)
 
     def _tiles(self) -> list[Tile]:
         """The results of the report: scores before and after, time, speed, memory."""
-        tiles = [Tile(name, " \u2192 ".join(dict.fromkeys(values))) for name, values in self._scores().items()]
-        newest, tokens = self.metrics.newest, self.metrics.tokens
-        if seconds := self.metrics.seconds:
-            tiles += [Tile("training time", duration(seconds)), Tile("tokens per second", f"{tokens / seconds:,.0f}")]
-        if memory := newest.get("memory_gib"):
+        tiles = [
+            Tile(name, " \u2192 ".join(dict.fromkeys(values)))
+            for name, values in self._scores().items()
+        ]
+        newest = self.metrics.newest
+        tokens = self.metrics.tokens
+        seconds = self.metrics.seconds
+        if seconds:
+            tiles += [
+                Tile("training time", duration(seconds)),
+                Tile("tokens per second", f"{tokens / seconds:,.0f}"),
+            ]
+        memory = newest.get("memory_gib")
+        if memory:
             tiles.append(Tile("peak memory", f"{memory:.2f} GiB"))
         return tiles
 
     def _main_flags(self) -> dict[str, str]:
         """The flags of the report that say most about the run, as they were resolved."""
-        args, schedule = self.args, self.schedule
+        args = self.args
+        schedule = self.schedule
         flags = {
             "base model": args.checkpoint_dir,
             "data": ", ".join(item.path for item in args.data.paths),
@@ -432,8 +546,13 @@ class Recorder:
 
     def explain_os_error(self, error: OSError) -> OSError:
         """The same error, with the free disk space and the newest checkpoint in its message."""
-        free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there" if self.folder.is_dir() else ""
-        reason: Iterable[str] = filter(None, [error.strerror or str(error), free, self.newest_checkpoint()])
+        if self.folder.is_dir():
+            free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there"
+        else:
+            free = ""
+        reason: Iterable[str] = filter(
+            None, [error.strerror or str(error), free, self.newest_checkpoint()]
+        )
         return OSError(error.errno, "; ".join(reason), error.filename)
 
 
@@ -450,4 +569,6 @@ def _step_of(folder: Path) -> int | None:
         step = read_object(folder / ADAPTER_RECORD).get("step")
     except (OSError, ValueError):
         return None
-    return step if isinstance(step, int) else None
+    if isinstance(step, int):
+        return step
+    return None

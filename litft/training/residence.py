@@ -16,6 +16,8 @@ class Residence(NamedTuple):
 
 def residence(optimizer: str, cpu_offload: str, sharded: bool, device: str) -> Residence:
     """Return the residence for a run's flags and device type (cpu or cuda)."""
-    offloaded = sharded and cpu_offload == "parameters"  # FSDP2's offload policy covers all sharded tensors
-    paged = optimizer.startswith("paged") and device == "cuda"  # CUDA moves it to the host when memory is short
+    # FSDP2's offload policy covers all sharded tensors
+    offloaded = sharded and cpu_offload == "parameters"
+    # CUDA moves it to the host when memory is short
+    paged = optimizer.startswith("paged") and device == "cuda"
     return Residence(not offloaded, not offloaded and not paged, cpu_offload != "activations")

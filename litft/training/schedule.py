@@ -1,4 +1,5 @@
-"""Which samples a step has, how they are laid out, and its learning rate: pure functions of the position in the data."""
+"""Which samples a step has, how they are laid out, and its learning rate: pure functions of the
+position in the data."""
 
 import math
 
@@ -18,12 +19,13 @@ LARGEST_STEP = 100  # times the training examples
 class Schedule:
     """A run's steps. The position in the data is the number of samples seen.
 
-    size: samples per step (--train.global_batch_size); samples: how many the whole run sees; layout: how a step's samples
-    become micro-batches.
+    size: samples per step (--train.global_batch_size); samples: how many the whole run sees;
+    layout: how a step's samples become micro-batches.
     """
 
     def __init__(self, args: FinetuneArgs, data: DataSplits, ranks: int) -> None:
-        self.data, self.size = data, args.train.global_batch_size
+        self.data = data
+        self.size = args.train.global_batch_size
         # only this rate is known to be right for few examples, too
         self.has_usual_rate = (
             isinstance(args, LoRAFinetuneArgs)
@@ -35,8 +37,9 @@ class Schedule:
         self.order = Sampler(data.train.sizes, args.seed, data.weights)
         if not self.is_by_epochs and self.size > LARGEST_STEP * self.order.size:
             raise ValueError(
-                f"--train.global_batch_size {self.size:,}: a step would have each of the {self.order.size:,} training "
-                f"examples more than {LARGEST_STEP} times; lower it, or leave out --train.max_steps and --train.max_time"
+                f"--train.global_batch_size {self.size:,}: a step would have each of the "
+                f"{self.order.size:,} training examples more than {LARGEST_STEP} times; lower it, "
+                "or leave out --train.max_steps and --train.max_time"
             )
         self.samples = planned_samples(args.train, self.order.size)
         self.layout = initial_layout(args, data, ranks)
@@ -56,26 +59,39 @@ class Schedule:
         """Lay the steps out as `layout` says, and find the largest micro-batch."""
         self.layout = layout
         position = self.origin[1]
-        self.largest = largest_micro_batch(self.data.train, self.order, layout, self.samples, self.size, position)
+        self.largest = largest_micro_batch(
+            self.data.train, self.order, layout, self.samples, self.size, position
+        )
 
     def shape(self) -> Shape:
-        """The shape of the largest micro-batch, and whether gradients are accumulated over several in its step."""
+        """The shape of the largest micro-batch, and whether gradients are accumulated over several
+        in its step."""
         rows, target_count, several = self.largest
         per_token = self.data.kind != "supervised"
-        return Shape(len(rows), num_slots(self.data.train.lengths, rows) // len(rows), several, target_count, per_token)
+        return Shape(
+            len(rows),
+            num_slots(self.data.train.lengths, rows) // len(rows),
+            several,
+            target_count,
+            per_token,
+        )
 
     def accumulates(self, step: int) -> bool:
         """Whether a step has several micro-batches per rank."""
         return len(self.layout.plan(self.lengths(step).tolist())) > self.layout.ranks
 
     def first_accumulating_step(self) -> int | None:
-        """The first step of the run that has several micro-batches per rank; None if no step has."""
+        """The first step of the run that has several micro-batches per rank; None if no step
+        has."""
         return next(filter(self.accumulates, range(self.origin[0], self.steps)), None)
 
     def longest(self) -> tuple[int, int]:
         """The number and the token count of the longest example in the largest micro-batch."""
         lengths = self.data.train.lengths
-        number = max((number for row in self.largest.rows for number in row), key=lambda number: lengths[number])
+        number = max(
+            (number for row in self.largest.rows for number in row),
+            key=lambda number: lengths[number],
+        )
         return number, int(lengths[number])
 
     def step_indices(self, step: int) -> list[int]:
@@ -94,34 +110,53 @@ class Schedule:
         return self.data.train.lengths[self.step_indices(step)]
 
     def flops(self, flops: Flops, objective: Objective) -> float:
-        """FLOPs of the whole run, from its first 200,000 samples, with the forward passes that its objective needs."""
+        """FLOPs of the whole run, from its first 200,000 samples, with the forward passes that its
+        objective needs."""
         train = self.data.train
         numbers = self.order.indices(0, min(self.samples, 200_000))
         counts = train.document_lengths(numbers), train.supervised[numbers]
-        passes = len(set(numbers)) / len(numbers) if objective.needs_reference else 0.0
-        passes += 2.0 if objective.needs_mismatches else 0.0  # each mismatch, in the reference and in its step
-        return (flops.for_lengths(*counts) + passes * flops.forward(*counts)) * self.samples / len(numbers)
+        if objective.needs_reference:
+            passes = len(set(numbers)) / len(numbers)
+        else:
+            passes = 0.0
+        # each mismatch, in the reference and in its step
+        passes += 2.0 if objective.needs_mismatches else 0.0
+        return (
+            (flops.for_lengths(*counts) + passes * flops.forward(*counts))
+            * self.samples
+            / len(numbers)
+        )
 
 
 def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
     """The layout that the flags ask for; without packing where no two samples fit into a row."""
-    rows, two_shortest = args.train.micro_batch_size, np.sort(data.train.lengths)[:2]
+    rows = args.train.micro_batch_size
+    two_shortest = np.sort(data.train.lengths)[:2]
     packs = args.data.packing and (len(two_shortest) < 2 or two_shortest.sum() <= data.limit)
-    rows = (1 if args.data.packing else 4) if rows in (None, "auto") else rows
+    if rows in (None, "auto"):
+        rows = 1 if args.data.packing else 4
     return Layout(rows, data.limit if packs else None, ranks)
 
 
 def planned_samples(train: TrainArgs, size: int) -> int:
-    """How many samples the run will see, with `size` samples per epoch: the position in the data at which it ends."""
-    by_steps = train.max_steps * train.global_batch_size if train.max_steps else None
+    """How many samples the run will see, with `size` samples per epoch: the position in the data at
+    which it ends."""
+    if train.max_steps:
+        by_steps = train.max_steps * train.global_batch_size
+    else:
+        by_steps = None
     epochs = train.epochs or (None if by_steps else 3.0)
     by_epochs = max(1, round(epochs * size)) if epochs else None
     return min(n for n in (by_steps, by_epochs) if n)
 
 
 def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
-    """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then the schedule's decay."""
-    warmup = round(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
+    """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then the schedule's
+    decay."""
+    if train.warmup_steps is None:
+        warmup = round(train.warmup_fraction * steps)
+    else:
+        warmup = train.warmup_steps
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

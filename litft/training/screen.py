@@ -1,4 +1,5 @@
-"""What a run prints: plain lines in a pipe or a log file, a panel, one live bar and a table in a terminal."""
+"""What a run prints: plain lines in a pipe or a log file, a panel, one live bar and a table in a
+terminal."""
 
 import os
 import sys
@@ -46,7 +47,8 @@ class Screen:
         """Receive all rows of metrics.csv when they are written."""
 
     def row(self, row: Row, steps: int, left: str) -> None:
-        """Show the newest row of metrics.csv. left: the time that is left; empty if it is unknown."""
+        """Show the newest row of metrics.csv. left: the time that is left; empty if it is
+        unknown."""
 
     def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
         """Print the first and the last value of each score, and lines about the whole run."""
@@ -56,13 +58,20 @@ class Lines(Screen):
     """Plain lines on stdout, without escape codes."""
 
     def say(self, text: str) -> None:
-        """Print without buffering. If stdout is a pipe whose reader has exited, the run continues without output."""
+        """Print without buffering.
+
+        If stdout is a pipe whose reader has exited, the run continues without output.
+        """
         try:
             print(text, flush=True)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             with suppress(OSError):
-                print("warning: stdout is closed; the run goes on without printing", file=sys.stderr, flush=True)
+                print(
+                    "warning: stdout is closed; the run goes on without printing",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
         """Print the lines."""
@@ -76,7 +85,11 @@ class Lines(Screen):
 
     def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
         """Print a line for each score."""
-        self.say("\n".join([*(f"{name}: {' -> '.join(values)}" for name, values in scores.items()), *lines]))
+        self.say(
+            "\n".join(
+                [*(f"{name}: {' -> '.join(values)}" for name, values in scores.items()), *lines]
+            )
+        )
 
 
 class Terminal(Screen):
@@ -89,12 +102,19 @@ class Terminal(Screen):
     def say(self, text: str) -> None:
         """Print above the bar; warnings are yellow."""
         for line in text.split("\n"):
-            self.console.print(Text(line, style="yellow" if line.startswith("warning") else ""), soft_wrap=True)
+            self.console.print(
+                Text(line, style="yellow" if line.startswith("warning") else ""), soft_wrap=True
+            )
 
     def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
         """Print a panel, and the warnings below it."""
         facts = [line for line in lines if not line.startswith("warning")]
-        settings = {"title": Text(title, "bold"), "subtitle": Text(folder), "title_align": "left", "subtitle_align": "right"}
+        settings = {
+            "title": Text(title, "bold"),
+            "subtitle": Text(folder),
+            "title_align": "left",
+            "subtitle_align": "right",
+        }
         self.console.print(Panel(Text("\n".join(facts)), border_style="dim", **settings))
         for line in lines:
             if line not in facts:
@@ -102,7 +122,8 @@ class Terminal(Screen):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show a spinner, or the text next to the bar instead of the newest row, if there is one."""
+        """Show a spinner, or the text next to the bar instead of the newest row, if there is
+        one."""
         if self.progress is None:
             with self.console.status(Text(what)):
                 yield
@@ -116,7 +137,11 @@ class Terminal(Screen):
     @contextmanager
     def bar(self, step: int, steps: int, what: str) -> Iterator[None]:
         """Show a bar of the steps, followed by the newest row."""
-        text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+        text = TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis"),
+        )
         columns = (BarColumn(bar_width=12), MofNCompleteColumn(), text)
         with Progress(*columns, console=self.console, refresh_per_second=4) as self.progress:
             self.progress.add_task(what, total=steps, completed=step)
@@ -147,25 +172,35 @@ class Terminal(Screen):
 
 
 class Notebook(Lines):
-    """A notebook's cell: lines, and one output with a bar and the loss curve, which is updated in its place."""
+    """A notebook's cell: lines, and one output with a bar and the loss curve, which is updated in
+    its place."""
 
     def __init__(self) -> None:
         display = import_module("IPython.display")
-        self.html, self.display = display.HTML, display.display
-        self.output, self.rows, self.text = None, [], ""
-        self.step, self.steps, self.next_update, self.in_bar = 0, 1, 0.0, True
+        self.html = display.HTML
+        self.display = display.display
+        self.output = None
+        self.rows = []
+        self.text = ""
+        self.step = 0
+        self.steps = 1
+        self.next_update = 0.0
+        self.in_bar = True
 
     @contextmanager
     def bar(self, step: int, steps: int, what: str) -> Iterator[None]:
         """Show the bar and the curve."""
-        self.step, self.steps, self.text = step, steps, what
+        self.step = step
+        self.steps = steps
+        self.text = what
         self.output = self.display(self.html(self.page()), display_id=True)
         yield
         self.in_bar = False
         self.update()
 
     def update(self) -> None:
-        """Show the newest values: at most a few times per second, but always after the last step."""
+        """Show the newest values: at most a few times per second, but always after the last
+        step."""
         if self.output is not None and (time.monotonic() >= self.next_update or not self.in_bar):
             self.output.update(self.html(self.page()))
             self.next_update = time.monotonic() + UPDATE_SECONDS
@@ -176,7 +211,8 @@ class Notebook(Lines):
         self.update()
 
     def record(self, rows: Sequence[Row]) -> None:
-        """Keep the rows for the curve; those of the last validation come after the bar has ended."""
+        """Keep the rows for the curve; those of the last validation come after the bar has
+        ended."""
         self.rows += rows
         self.update()
 
@@ -188,27 +224,42 @@ class Notebook(Lines):
 
     def page(self) -> str:
         """Return the output. Its style does not affect the rest of the notebook."""
-        style = f"@scope (.litft) {{ {STYLE.replace(':root', ':scope')} :scope {{ color: var(--ink); max-width: 640px }} }}"
-        bar = (
-            f'<progress value="{self.step}" max="{self.steps}"></progress> {self.step:,}/{self.steps:,} {escape(self.text)}'
+        style = (
+            f"@scope (.litft) {{ {STYLE.replace(':root', ':scope')} :scope {{ color: var(--ink); "
+            "max-width: 640px } }"
         )
-        curve = chart("Loss", {name: points(self.rows, name) for name in ("loss", "val_loss")}, from_zero=False)
+        bar = (
+            f'<progress value="{self.step}" max="{self.steps}"></progress> '
+            f"{self.step:,}/{self.steps:,} {escape(self.text)}"
+        )
+        curve = chart(
+            "Loss",
+            {name: points(self.rows, name) for name in ("loss", "val_loss")},
+            from_zero=False,
+        )
         return f'<div class="litft"><style>{style}</style><p>{bar}</p>{curve}</div>'
 
 
 def open_screen(writes: bool) -> Screen:
-    """Return the screen of this process. writes: whether it is the one that writes the run's folder."""
+    """Return the screen of this process. writes: whether it is the one that writes the run's
+    folder."""
     if not writes:
         return Screen()
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):  # not in IPython's terminal
         return Notebook()
-    is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return Terminal() if is_terminal and (sys.stdout.encoding or "").lower().startswith("utf") else Lines()
+    is_terminal = (
+        sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    )
+    if is_terminal and (sys.stdout.encoding or "").lower().startswith("utf"):
+        return Terminal()
+    return Lines()
 
 
 def _left(left: str, separator: str = ", ") -> str:
-    return f"{separator}{left} left" if left else ""
+    if left:
+        return f"{separator}{left} left"
+    return ""
 
 
 def _scores(row: Row, separator: str = ", ") -> str:
@@ -224,4 +275,6 @@ def end(text: str, width: int = 100) -> str:
 def beginning(text: str, width: int = 100) -> str:
     """Return the beginning of a text on one line."""
     text = " ".join(text.split())
-    return text if len(text) <= width else f"{text[:width]}..."
+    if len(text) <= width:
+        return text
+    return f"{text[:width]}..."

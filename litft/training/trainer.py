@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from litft import run_dir
 from litft.args import seconds
 from litft.args.parser import method_name
-from litft.data.encoder import Sample
 from litft.data.packing import MicroBatch
+from litft.data.sample import Sample
 from litft.distributed.devices import is_out_of_memory, mesh_of
 from litft.distributed.process_group import HostGroup, end_children, peer_failure, sync_gradients
 from litft.errors import Interrupted, RankError
@@ -40,11 +40,18 @@ from litft.training.setup import Setup
 from litft.training.validation import Validation
 
 
-def accumulate(fabric: Fabric, objective: Objective, model: nn.Module, batches: list[MicroBatch], totals: Totals) -> Tensor:
-    """Accumulate the gradients of the objective over all ranks, and return its loss and scores, (1 + len(scores),).
+def accumulate(
+    fabric: Fabric,
+    objective: Objective,
+    model: nn.Module,
+    batches: list[MicroBatch],
+    totals: Totals,
+) -> Tensor:
+    """Accumulate the gradients of the objective over all ranks, and return its loss and scores, (1
+    + len(scores),).
 
-    The sums of this rank's micro-batches are divided by `totals`, the counts over *all* ranks. DDP averages gradients over
-    the ranks, hence the factor `world_size`.
+    The sums of this rank's micro-batches are divided by `totals`, the counts over *all* ranks. DDP
+    averages gradients over the ranks, hence the factor `world_size`.
     """
     total = torch.zeros(1 + len(objective.scores), device=fabric.device)
     for number, batch in enumerate(batches, 1):
@@ -66,10 +73,11 @@ class SignalCaught(Exception):
 class Trainer:
     """Trains on one process; every process of a run does the same. `fit` reads top to bottom.
 
-    The pieces it is made of: `Setup` builds the network, `Schedule` says which samples a step has, `Settings` what memory
-    decided, `MemoryProbe` tries the largest micro-batch, `Validation` measures, `DivergenceGuard` looks at losses,
-    `Recorder` writes the run's folder, `HostGroup` is how the processes agree. `self.model` is the network; the `model` and
-    `optimizer` that methods take are Fabric's wrappers of the network and of the optimizer.
+    The pieces it is made of: `Setup` builds the network, `Schedule` says which samples a step has,
+    `Settings` what memory decided, `MemoryProbe` tries the largest micro-batch, `Validation`
+    measures, `DivergenceGuard` looks at losses, `Recorder` writes the run's folder, `HostGroup` is
+    how the processes agree. `self.model` is the network; the `model` and `optimizer` that methods
+    take are Fabric's wrappers of the network and of the optimizer.
     """
 
     def __init__(
@@ -83,8 +91,13 @@ class Trainer:
         metrics: Mapping[str, Metric] | None = None,
         screen: Screen | None = None,
     ) -> None:
-        self.args, self.fabric, self.hosts = setup.args, fabric, hosts
-        self.setup, self.schedule, self.settings, self.data = setup, schedule, settings, schedule.data
+        self.args = setup.args
+        self.fabric = fabric
+        self.hosts = hosts
+        self.setup = setup
+        self.schedule = schedule
+        self.settings = settings
+        self.data = schedule.data
         self.mesh = mesh_of(self.args, settings.strategy, fabric.device)
         sharded = self.mesh is not None
         self.screen = screen or open_screen(fabric.global_rank == 0)
@@ -94,18 +107,33 @@ class Trainer:
         network = TrainedNetwork(self.model, parameters, sharded)
         self.trained = network.trained
         self.objective = setup.objective
-        evaluation = setup.tokenizer, self.data, self.args.eval, folder / "samples.jsonl", self.objective, metrics
+        evaluation = (
+            setup.tokenizer,
+            self.data,
+            self.args.eval,
+            folder / "samples.jsonl",
+            self.objective,
+            metrics,
+        )
         self.num_measured = num_measured(self.args, self.data)  # examples in a validation
         self.validation = Validation(fabric, hosts, self.model, *evaluation)
-        self.recorder = Recorder(fabric, hosts, setup, schedule, settings, folder, network, self.validation, self.screen)
+        self.recorder = Recorder(
+            fabric, hosts, setup, schedule, settings, folder, network, self.validation, self.screen
+        )
         measured = self.validation.indices(self.args.train.global_batch_size).values()
-        self.references = References(self.objective, schedule, sorted({index for indices in measured for index in indices}))
-        self.metrics, self.say = self.recorder.metrics, self.screen.say
+        self.references = References(
+            self.objective, schedule, sorted({index for indices in measured for index in indices})
+        )
+        self.metrics = self.recorder.metrics
+        self.say = self.screen.say
         self.probe = MemoryProbe(fabric, hosts, setup, schedule, settings, network, self.say)
-        self.divergence = DivergenceGuard(self.args.train, schedule, setup.source.config.vocab_size, folder, self.say)
+        self.divergence = DivergenceGuard(
+            self.args.train, schedule, setup.source.config.vocab_size, folder, self.say
+        )
         self.time_limit = seconds(self.args.train.max_time or "") or math.inf
         self.step = self.start_step = 0  # steps done; those done before this process began
-        self.elapsed, self.start_time = 0.0, time.monotonic()  # seconds of the run, the same on all processes
+        self.elapsed = 0.0
+        self.start_time = time.monotonic()  # seconds of the run, the same on all processes
         self.saved_at = 0.0  # what `elapsed` was at the last checkpoint
         self.elapsed_before = 0.0  # what `elapsed` was before this process's first step
         self.flops = Flops(self.model)
@@ -114,20 +142,23 @@ class Trainer:
     def fit(self) -> None:
         """Train until a limit is reached, and write the result.
 
-        Raises ValueError where memory does not suffice or the loss diverges, `Interrupted` where a signal ended the run
-        with its state saved, OSError where the run's folder cannot be written.
+        Raises ValueError where memory does not suffice or the loss diverges, `Interrupted` where a
+        signal ended the run with its state saved, OSError where the run's folder cannot be written.
         """
         with self.recorder.reporting_failures(), self._explain_errors(), self.signals:
             self._compute_references()
             model, optimizer = self._start()
             with self._stop_on_signal(optimizer):
-                # before training, or after a resumed step: the run may have been interrupted within this validation
+                # before training, or after a resumed step: the run may have been interrupted within
+                # this validation
                 if self.step == 0 or self._validation_is_due():
                     with self.screen.doing("validating before the first step"):
                         self._validate(optimizer)
                     self._log(pace=0.0)
                     self.recorder.report_progress(self.step)
-                (self.elapsed_before,) = self.hosts.all_reduce_max(time.monotonic() - self.start_time)
+                (self.elapsed_before,) = self.hosts.all_reduce_max(
+                    time.monotonic() - self.start_time
+                )
                 with self.screen.bar(self.step, self.schedule.steps, "first step"):
                     while (reason := self._end_reason()) is None:
                         self._train_step(model, optimizer)
@@ -140,20 +171,26 @@ class Trainer:
             self._finish(optimizer)
 
     def _compute_references(self) -> None:
-        """Compute what the objective needs of the model as it stands before the first step, also in a resumed run."""
+        """Compute what the objective needs of the model as it stands before the first step, also in
+        a resumed run."""
         if self.references.parts:
             self.recorder.claim()
             while (reason := self._try_references()) is not None:
                 self.probe.halve(reason)  # what was computed is not computed again
-            self.start_time, self.elapsed = time.monotonic(), 0.0  # --train.max_time does not count the reference
+            self.start_time = time.monotonic()
+            self.elapsed = 0.0  # --train.max_time does not count the reference
         self.validation.samples = self.references.validation()
 
     def _try_references(self) -> str | None:
-        """Compute the references; return the message of an out-of-memory error that a smaller layout may avoid."""
+        """Compute the references; return the message of an out-of-memory error that a smaller
+        layout may avoid."""
         try:
             with uncompiled():
-                identity, folder = self.recorder.identity(), self.recorder.folder
-                self.references.compute(self.fabric, self.model, folder, identity, self.say, self._check_signals)
+                identity = self.recorder.identity()
+                folder = self.recorder.folder
+                self.references.compute(
+                    self.fabric, self.model, folder, identity, self.say, self._check_signals
+                )
             return None
         except SignalCaught as signal:
             raise self._interrupted(signal) from None
@@ -166,7 +203,8 @@ class Trainer:
         """Resume where asked to, open the run's folder, and try the largest micro-batch."""
         optimizer = make_optimizer(self.args.train, self.setup.method, self.trained)
         warnings = self._resume(optimizer)
-        self.hosts.check_equal({"step to continue from": self.start_step})  # all have read the checkpoint by now
+        # all have read the checkpoint by now
+        self.hosts.check_equal({"step to continue from": self.start_step})
         self.recorder.open(self.start_step)
         self.validation.restore(self.metrics.resumed_rows)
         self.screen.record(self.metrics.resumed_rows)
@@ -174,13 +212,16 @@ class Trainer:
         model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not on_host)
         for line in [*warnings, *self.recorder.start_lines(self.start_step)]:
             self.say(line)
-        with self.screen.doing(f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"):
+        with self.screen.doing(
+            f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"
+        ):
             self.probe.run(model, optimizer, resumed=self.start_step > 0)
         self.validation.before_batch = self._check_signals
         return model, optimizer
 
     def _resume(self, optimizer: Optimizer) -> list[str]:
-        """Continue from the newest readable checkpoint if asked to; returns warnings about unreadable ones."""
+        """Continue from the newest readable checkpoint if asked to; returns warnings about
+        unreadable ones."""
         progress, damaged = self.recorder.restore(optimizer)
         if progress is None:
             return []
@@ -197,7 +238,8 @@ class Trainer:
 
     def _train_step(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Take one optimizer step over the next global batch, and record its row of metrics."""
-        step, metrics = self.step, self.metrics
+        step = self.step
+        metrics = self.metrics
         metrics.start()
         samples = self.references.step(step)
         rate = learning_rate(self.args.train, step, self._projected_steps(step))
@@ -220,8 +262,10 @@ class Trainer:
     def _update(
         self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], step: int, rate: float
     ) -> tuple[Tensor, Tensor]:
-        """Update the weights with the gradient over `samples`; returns the objective's loss and scores, and the norm."""
-        # dropout depends on the step and the rank alone, so that a resumed run draws the same; a step has 4,099 seeds
+        """Update the weights with the gradient over `samples`; returns the objective's loss and
+        scores, and the norm."""
+        # dropout depends on the step and the rank alone, so that a resumed run draws the same; a
+        # step has 4,099 seeds
         seed = (self.args.seed * 1_000_003 + step) * 4099
         model.train()
         set_learning_rate(optimizer, rate)
@@ -242,19 +286,30 @@ class Trainer:
         optimizer.zero_grad(set_to_none=True)
         return values, norm
 
-    def _backward(self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], seed: int) -> Tensor:
-        """Compute the gradients of the objective; with --train.oom_retry, again in smaller micro-batches after an OOM."""
+    def _backward(
+        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], seed: int
+    ) -> Tensor:
+        """Compute the gradients of the objective; with --train.oom_retry, again in smaller
+        micro-batches after an OOM."""
         for attempt in count():
             try:
                 torch.manual_seed(seed)
                 batches = self.schedule.layout.batches(samples, self.fabric.global_rank)
-                if attempt == 0:  # later, the time of the failed attempt would count as waiting for data
+                # later, the time of the failed attempt would count as waiting for data
+                if attempt == 0:
                     self.metrics.data_ready()
                 self.objective.before_step(self.fabric, self.model, samples, self.schedule.layout)
-                return accumulate(self.fabric, self.objective, model, batches, self.objective.totals(samples))
+                return accumulate(
+                    self.fabric, self.objective, model, batches, self.objective.totals(samples)
+                )
             except RuntimeError as error:
-                # with several processes the others wait in a collective: only the probe can recover there
-                if not (self.args.train.oom_retry and self.fabric.world_size == 1 and is_out_of_memory(error)):
+                # with several processes the others wait in a collective: only the probe can recover
+                # there
+                if not (
+                    self.args.train.oom_retry
+                    and self.fabric.world_size == 1
+                    and is_out_of_memory(error)
+                ):
                     raise
                 reason = str(error)
             optimizer.zero_grad(set_to_none=True)
@@ -262,7 +317,8 @@ class Trainer:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Validate, log and save where their intervals end."""
-        args, step = self.args, self.step
+        args = self.args
+        step = self.step
         self.recorder.saver.poll()
         self._check_signals()
         validate = self._validation_is_due() and step < self.schedule.steps
@@ -273,7 +329,9 @@ class Trainer:
             return  # saved after the last validation
         save = checkpoint_is_due(args, step, self.schedule.steps, self.elapsed - self.saved_at)
         on_cpu = self.fabric.device.type == "cpu"
-        log_interval = args.train.log_interval or (max(1, min(10, self.schedule.steps // 50)) if on_cpu else 10)
+        log_interval = args.train.log_interval or (
+            max(1, min(10, self.schedule.steps // 50)) if on_cpu else 10
+        )
         if save or validate or step % log_interval == 0:
             self._log((self.elapsed - self.elapsed_before) / (step - self.start_step))
         if validate:
@@ -297,23 +355,34 @@ class Trainer:
         if self.elapsed >= self.time_limit:
             return f"--train.max_time {self.args.train.max_time} is over"
         if patience and self.validation.stale >= patience:
-            return f"the validation loss was lowest at step {self.validation.best}, {patience} validations ago"
+            return (
+                f"the validation loss was lowest at step {self.validation.best}, {patience} "
+                "validations ago"
+            )
         return None
 
     def _projected_steps(self, step: int) -> int:
-        """How many steps the run will have; under a time limit, as many as the pace so far allows."""
+        """How many steps the run will have; under a time limit, as many as the pace so far
+        allows."""
         if self.time_limit == math.inf or step == self.start_step == 0:
             return self.schedule.steps
-        since, first = (self.elapsed_before, self.start_step) if step > self.start_step else (0.0, 0)
+        since, first = (
+            (self.elapsed_before, self.start_step) if step > self.start_step else (0.0, 0)
+        )
         pace = max(1e-9, (self.elapsed - since) / (step - first))
-        return min(self.schedule.steps, max(step + 1, step + round((self.time_limit - self.elapsed) / pace)))
+        return min(
+            self.schedule.steps,
+            max(step + 1, step + round((self.time_limit - self.elapsed) / pace)),
+        )
 
     def _validate(self, optimizer: Optimizer) -> None:
-        """Put the validation scores into the step's row, show sample answers, and keep the best weights.
+        """Put the validation scores into the step's row, show sample answers, and keep the best
+        weights.
 
         A resumed run repeats nothing that is done already.
         """
-        validation, step = self.validation, self.step
+        validation = self.validation
+        step = self.step
         has_metrics = all(step in values for values in validation.metric_values.values())
         has_answers = any(item["step"] == step for item in validation.answers)
         has_scores = step in validation.losses and has_metrics
@@ -321,7 +390,9 @@ class Trainer:
         self.metrics.synchronize(self.fabric.device)
         with averaged_weights(optimizer), uncompiled():
             if len(self.data.val) and not has_scores:
-                scores = validation.measure(step, self.schedule.layout, self.args.train.global_batch_size)
+                scores = validation.measure(
+                    step, self.schedule.layout, self.args.train.global_batch_size
+                )
                 self.divergence.check_validation(step, scores["val_loss"])
                 self.metrics.note(step, **scores)
                 self.say(validation.line(step, scores))
@@ -329,11 +400,17 @@ class Trainer:
                 validation.find_hardest(self.schedule.layout, self.args.train.global_batch_size)
             for item in [] if has_answers else validation.generate_answers(step):
                 self.say(f"  {end(item['prompt'])}\n  -> {beginning(item['answer'])}")
-            if self.args.save.best and step and validation.best == step and not self.recorder.has_best(step):
+            if (
+                self.args.save.best
+                and step
+                and validation.best == step
+                and not self.recorder.has_best(step)
+            ):
                 self.recorder.write_best(step)
 
     def _log(self, pace: float) -> None:
-        """Write the rows collected since the last time, check them, and show the newest; pace: seconds per step."""
+        """Write the rows collected since the last time, check them, and show the newest; pace:
+        seconds per step."""
         rows = self.metrics.flush(self.fabric.device)
         for row in rows:
             self.divergence.check(row, self.metrics.first)
@@ -348,7 +425,9 @@ class Trainer:
 
         Called after every step, and by `Validation` before each of its batches.
         """
-        caught, self.elapsed = self.hosts.all_reduce_max(self.signals.caught, time.monotonic() - self.start_time)
+        caught, self.elapsed = self.hosts.all_reduce_max(
+            self.signals.caught, time.monotonic() - self.start_time
+        )
         if caught:
             raise SignalCaught(int(caught))
 
@@ -367,7 +446,9 @@ class Trainer:
     def _interrupted(self, signal: SignalCaught) -> Interrupted:
         """Return the exception that ends the run, with the command that continues it."""
         command = run_dir.command(f"finetune/{method_name(type(self.args))}.py")
-        return Interrupted(signal.number, self.step, f"{command} --resume --out_dir {self.recorder.folder}")
+        return Interrupted(
+            signal.number, self.step, f"{command} --resume --out_dir {self.recorder.folder}"
+        )
 
     def _finish(self, optimizer: Optimizer) -> None:
         """Write the last state, best/, final/ and the report."""
@@ -392,7 +473,8 @@ class Trainer:
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
-        """Within the context, errors of memory, of other processes and of the disk say what to do; loggers are closed."""
+        """Within the context, errors of memory, of other processes and of the disk say what to do;
+        loggers are closed."""
         status = "failed"
         try:
             yield

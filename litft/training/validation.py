@@ -11,8 +11,8 @@ from lightning_fabric import Fabric
 from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
 from litft.data.dataset import DataSplits
-from litft.data.encoder import Sample
 from litft.data.packing import Layout
+from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
 from litft.inference.chat_answers import answer_parser
@@ -35,13 +35,15 @@ from litft.training.scoring import (
     validation_scores,
 )
 
-NUM_HARDEST, SEARCHED = 5, 1024  # validation examples with the largest losses in the report; among how many
+NUM_HARDEST = 5
+SEARCHED = 1024  # validation examples with the largest losses in the report; among how many
 PROMPT_CANDIDATES = 16  # first samples, among which default prompts are searched
 NUM_TRAINED = 3  # prompts out of the training set, if nothing is held out
 
 
 class Validation:
-    """The validations of a run: scores by step, and the model's answers to the same prompts each time."""
+    """The validations of a run: scores by step, and the model's answers to the same prompts each
+    time."""
 
     def __init__(
         self,
@@ -56,24 +58,37 @@ class Validation:
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         # metrics: of the answers to the validation questions, by column of metrics.csv
-        self.fabric, self.hosts, self.model = fabric, hosts, model
+        self.fabric = fabric
+        self.hosts = hosts
+        self.model = model
         self.objective = objective or Supervised(PreferenceArgs())
-        self.tokenizer, self.args, self.path = tokenizer, args, path
+        self.tokenizer = tokenizer
+        self.args = args
+        self.path = path
         self.samples: Sequence[Sample] = data.val
         self.sets = data.val_sets
-        self.metrics = ({"exact_match": exact_match} if args.exact_match else {}) | dict(metrics or {})
-        self.before_batch: Callable[[], None] = lambda: None  # called before each batch; it may raise
+        self.metrics = ({"exact_match": exact_match} if args.exact_match else {}) | dict(
+            metrics or {}
+        )
+        # called before each batch; it may raise
+        self.before_batch: Callable[[], None] = lambda: None
         self.losses: dict[int, float] = {}  # by step
-        self.scores: dict[int, Row] = {}  # the objective's other scores and the losses of named sets, by step
-        self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}  # by metric and step
+        # the objective's other scores and the losses of named sets, by step
+        self.scores: dict[int, Row] = {}
+        # by metric and step
+        self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}
         self.failures: dict[str, str] = {}  # errors of metrics, by name
         self.num_answers = 0  # examples with an answer to match
         self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
         self.hardest: list[HardExample] = []  # of the last validation
-        self.prompts = list(_prompts(args, tokenizer, data)) if args.max_new_tokens else []
+        if args.max_new_tokens:
+            self.prompts = list(_prompts(args, tokenizer, data))
+        else:
+            self.prompts = []
 
     def restore(self, rows: list[Row]) -> None:
-        """Restore scores and sample answers from an interrupted run's metrics rows and samples.jsonl."""
+        """Restore scores and sample answers from an interrupted run's metrics rows and
+        samples.jsonl."""
         columns = set(self.columns)
         self.losses = {}
         self.scores = {}
@@ -99,8 +114,12 @@ class Validation:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of metrics.csv with the objective's scores, and with the loss of each set if there are several."""
-        return [*(f"val_{name}" for name in self.objective.scores), *(f"val_loss_{name}" for name in self.sets)]
+        """The columns of metrics.csv with the objective's scores, and with the loss of each set if
+        there are several."""
+        return [
+            *(f"val_{name}" for name in self.objective.scores),
+            *(f"val_loss_{name}" for name in self.sets),
+        ]
 
     @property
     def titles(self) -> dict[str, str]:
@@ -109,7 +128,8 @@ class Validation:
         return {f"val_loss_{name}": f"loss on {name}" for name in self.sets} | metrics
 
     def indices(self, batch_size: int) -> dict[str, Sequence[int]]:
-        """Return the indices of the samples that a validation measures, by set; "" if there is one only.
+        """Return the indices of the samples that a validation measures, by set; "" if there is one
+        only.
 
         Of each set these are at most --eval.max_batches batches of `batch_size`, evenly spaced.
         """
@@ -119,7 +139,10 @@ class Validation:
 
     def measure(self, step: int, layout: Layout, batch_size: int) -> Row:
         """Return the scores after `step` steps, and the metrics of the model's answers."""
-        sets = {name: Selection(self.samples, indices) for name, indices in self.indices(batch_size).items()}
+        sets = {
+            name: Selection(self.samples, indices)
+            for name, indices in self.indices(batch_size).items()
+        }
         if step not in self.losses:
             self._measure_sets(step, layout, sets)
         values = {"val_loss": self.losses[step]} | self.scores[step]
@@ -127,17 +150,27 @@ class Validation:
             values["val_perplexity"] = math.exp(min(self.losses[step], 700))
         if self.metrics:
             setup = self.fabric, self.hosts, self.model, self.tokenizer
-            samples = Selection(self.samples, [index for selection in sets.values() for index in selection.indices])
-            room = self.args.max_new_tokens if self.metrics.keys() - {"exact_match"} else 0
+            samples = Selection(
+                self.samples, [index for selection in sets.values() for index in selection.indices]
+            )
+            if self.metrics.keys() - {"exact_match"}:
+                room = self.args.max_new_tokens
+            else:
+                room = 0
             rows = answer_rows(layout, samples, room)
             answers = validation_answers(*setup, samples, rows, self.before_batch, room)
             self.num_answers = len(answers)
             for name in self.metrics if answers else ():
                 values[name] = self.metric_values[name][step] = self._measure_metric(name, answers)
-        return {name: value for name, value in values.items() if name not in self.metrics or not math.isnan(value)}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in self.metrics or not math.isnan(value)
+        }
 
     def find_hardest(self, layout: Layout, batch_size: int) -> None:
-        """Find the validation examples with the largest losses, among at most SEARCHED of the measured ones.
+        """Find the validation examples with the largest losses, among at most SEARCHED of the
+        measured ones.
 
         The model's own answers to them have at most --eval.max_new_tokens tokens.
         """
@@ -162,18 +195,27 @@ class Validation:
         )
         if len(answers) == len(self.hardest):  # texts have none
             owns = [answer.answer + " …" * (not answer.ended) for answer in answers]
-            self.hardest = [example._replace(own=own) for example, own in zip(self.hardest, owns, strict=True)]
+            self.hardest = [
+                example._replace(own=own) for example, own in zip(self.hardest, owns, strict=True)
+            ]
 
-    def _measure_sets(self, step: int, layout: Layout, sets: Mapping[str, Sequence[Sample]]) -> None:
+    def _measure_sets(
+        self, step: int, layout: Layout, sets: Mapping[str, Sequence[Sample]]
+    ) -> None:
         """Measure the loss and the scores of each set, and of all together."""
         subject = self.fabric, self.objective, self.model
-        scores = [validation_scores(*subject, samples, layout, self.before_batch) for samples in sets.values()]
+        scores = [
+            validation_scores(*subject, samples, layout, self.before_batch)
+            for samples in sets.values()
+        ]
         together = scores[0]
         if len(scores) > 1:
             totals = [self.objective.totals(samples) for samples in sets.values()]
             together = [
                 self.objective.mean(name, list(values), totals)
-                for name, values in zip(("loss", *self.objective.scores), zip(*scores, strict=True), strict=True)
+                for name, values in zip(
+                    ("loss", *self.objective.scores), zip(*scores, strict=True), strict=True
+                )
             ]
         self.losses[step], *others = together
         of_sets = [score[0] for score in scores] if self.sets else []
@@ -181,50 +223,76 @@ class Validation:
         self.scores[step] = {name: score for name, score in pairs if not math.isnan(score)}
 
     def _measure_metric(self, name: str, answers: list[ValidationAnswer]) -> float:
-        """Return a metric, the same on all processes; NaN if it fails, which must not end a run that is trained."""
+        """Return a metric, the same on all processes; NaN if it fails, which must not end a run
+        that is trained."""
         value = 0.0
         if self.fabric.global_rank == 0:  # a metric may be expensive, or random
             try:
                 value = float(self.metrics[name](answers))
                 self.failures.pop(name, None)
             except Exception as error:
-                value, self.failures[name] = math.nan, f"{type(error).__name__}: {error}"
+                value = math.nan
+                self.failures[name] = f"{type(error).__name__}: {error}"
         return self.fabric.broadcast(value)
 
     def line(self, step: int, scores: Row) -> str:
         """Return the scores after `step` steps as text."""
         line = f"step {step}: validation loss {scores['val_loss']:.4f}"
-        shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"), ("chosen_logp", "{:.4g}"))
-        line += "".join(f", {name} {form.format(scores[f'val_{name}'])}" for name, form in shown if f"val_{name}" in scores)
+        shown = (
+            ("perplexity", "{:.4g}"),
+            ("accuracy", "{:.1%}"),
+            ("margin", "{:.3g}"),
+            ("chosen_logp", "{:.4g}"),
+        )
+        line += "".join(
+            f", {name} {form.format(scores[f'val_{name}'])}"
+            for name, form in shown
+            if f"val_{name}" in scores
+        )
         columns = ((name, f"val_loss_{name}") for name in self.sets if len(self.sets) > 1)
-        line += "".join(f", {name} {scores[column]:.4f}" for name, column in columns if column in scores)
+        line += "".join(
+            f", {name} {scores[column]:.4f}" for name, column in columns if column in scores
+        )
         if not self.metrics:
             return line
         if not self.num_answers:
             names = ", ".join(name.replace("_", " ") for name in self.metrics)
-            return f"{line}; no example has a whole answer within the length limit, so {names} is not measured"
+            return (
+                f"{line}; no example has a whole answer within the length limit, so {names} is not "
+                "measured"
+            )
         measured = [name for name in self.metrics if name in scores]
         for name in measured:
             line += f", {name.replace('_', ' ')} {metric_format(name).format(scores[name])}"
         if measured:
             line += f" ({self.num_answers} answers)"
-        return line + "".join(f"\nwarning: the metric {name} failed ({error})" for name, error in self.failures.items())
+        return line + "".join(
+            f"\nwarning: the metric {name} failed ({error})"
+            for name, error in self.failures.items()
+        )
 
     def generate_answers(self, step: int) -> Iterator[dict[str, str | int]]:
-        """Generate and yield the model's answers to the prompts after `step` steps, and write them to samples.jsonl."""
+        """Generate and yield the model's answers to the prompts after `step` steps, and write them
+        to samples.jsonl."""
         for text, ids in self.prompts:
             self.before_batch()
             with eval_mode(self.model):
-                (completion,) = greedy_answers(self.model, self.tokenizer, [(ids, self.args.max_new_tokens)])
+                (completion,) = greedy_answers(
+                    self.model, self.tokenizer, [(ids, self.args.max_new_tokens)]
+                )
             self.answers.append({"step": step, "prompt": text, **self._shown(ids, completion.text)})
             yield self.answers[-1]
         self._write()
 
     def _shown(self, prompt: list[int], text: str) -> dict[str, str]:
-        """Return an answer as people read it: the calls after the content, and the reasoning by itself."""
+        """Return an answer as people read it: the calls after the content, and the reasoning by
+        itself."""
         prompt_text = self.tokenizer.decode(prompt, skip_special=False)
         parsed = answer_parser(self.tokenizer, prompt_text).parse(text)
-        calls = [f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in parsed.calls]
+        calls = [
+            f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})"
+            for call in parsed.calls
+        ]
         shown = {"answer": "\n".join([parsed.content, *calls]).strip()}
         if parsed.reasoning:
             shown["reasoning_content"] = parsed.reasoning
@@ -232,12 +300,17 @@ class Validation:
 
     def _write(self) -> None:
         if self.fabric.global_rank == 0 and (self.answers or self.path.is_file()):
-            atomic_write(self.path, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in self.answers))
+            atomic_write(
+                self.path,
+                "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in self.answers),
+            )
 
     @property
     def best(self) -> int | None:
         """Return the first step with the lowest loss; None if no step has one."""
-        return min(filter(None, self.losses), key=lambda step: (self.losses[step], step), default=None)
+        return min(
+            filter(None, self.losses), key=lambda step: (self.losses[step], step), default=None
+        )
 
     @property
     def stale(self) -> int:
@@ -248,37 +321,60 @@ class Validation:
 
 def metric_format(metric: str) -> str:
     """Return the format of a metric's values."""
-    return "{:.1%}" if metric == "exact_match" else "{:.4g}"
+    if metric == "exact_match":
+        return "{:.1%}"
+    return "{:.4g}"
 
 
 def _parse_answer(line: str) -> dict[str, str | int] | None:
     """Parse a line of samples.jsonl; return None for a line damaged by a crash."""
     try:
         item = json.loads(line)
-        return item if isinstance(item["step"], int) and {"prompt", "answer"} <= item.keys() else None
+        if isinstance(item["step"], int) and {"prompt", "answer"} <= item.keys():
+            return item
+        return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: DataSplits) -> Iterator[tuple[str, list[int]]]:
-    """Yield the prompts as text and as token ids. Raises ValueError if the model cannot read one."""
+def _prompts(
+    args: EvalArgs, tokenizer: Tokenizer, data: DataSplits
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield the prompts as text and as token ids.
+
+    Raises ValueError if the model cannot read one.
+    """
     if not args.prompts:
         samples, count = (data.val, 1) if len(data.val) else (data.train, NUM_TRAINED)
-        questions = (tuple(sample.answer[0].tolist()) for sample in islice(samples, PROMPT_CANDIDATES) if sample.answer)
+        questions = (
+            tuple(sample.answer[0].tolist())
+            for sample in islice(samples, PROMPT_CANDIDATES)
+            if sample.answer
+        )
         for ids in list(dict.fromkeys(questions))[:count]:
             yield question_text(tokenizer, list(ids)), list(ids)
     for item in args.prompts:
         for text in filter(None, map(str.strip, _texts(item))):
-            yield text, prompt_ids(tokenizer, text if data.is_plain_text else [{"role": "user", "content": text}])
+            yield (
+                text,
+                prompt_ids(
+                    tokenizer, text if data.is_plain_text else [{"role": "user", "content": text}]
+                ),
+            )
 
 
 def _texts(item: str) -> list[str]:
-    """Return the prompt itself, or the lines of a file. Raises ValueError if the file does not exist or is not text."""
+    """Return the prompt itself, or the lines of a file.
+
+    Raises ValueError if the file does not exist or is not text.
+    """
     try:
         if Path(item).is_file():
             return Path(item).read_text("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--eval.prompts {item} is not a UTF-8 text file ({error.reason} at byte {error.start})") from None
+        raise ValueError(
+            f"--eval.prompts {item} is not a UTF-8 text file ({error.reason} at byte {error.start})"
+        ) from None
     except OSError:  # the prompt is too long to be a file name
         return [item]
     if item.endswith((".txt", ".json", ".jsonl")) and " " not in item:

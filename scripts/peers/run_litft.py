@@ -17,33 +17,44 @@ from litft.training.trainer import accumulate
 
 
 class Litft(Contender):
-    """Train the shared adapter, or without one, any method on the weights of the folder or on random weights."""
+    """Train the shared adapter, or without one, any method on the weights of the folder or on
+    random weights."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from lightning_fabric import Fabric
 
-        self.setup, device = setup, setup["device"]
+        self.setup = setup
+        device = setup["device"]
         if setup["adapter"]:
             model, method, parameters = self.with_adapter(setup, device)
         else:
             model, method, parameters = self.with_method(setup, device)
-        self.parameters = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self.parameters = [
+            parameter for parameter in parameters.values() if parameter.requires_grad
+        ]
         self.transform_blocks(model, setup)
         self.fabric = Fabric(accelerator=pick_accelerator(device), devices=1)
         self.model = self.fabric.setup_module(model).train()
-        self.layout, self.objective = Layout(setup["rows"], setup["room"]), OBJECTIVES[setup["objective"]](PreferenceArgs())
+        self.layout = Layout(setup["rows"], setup["room"])
+        self.objective = OBJECTIVES[setup["objective"]](PreferenceArgs())
         if not setup["adapter"]:
             from litft.args import TrainArgs
             from litft.training.optimizers import make_optimizer
 
-            trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-            self.optimizer = make_optimizer(TrainArgs(optimizer=setup["optimizer"], learning_rate=1e-5), method, trained)
+            trained = {}
+            for name, parameter in parameters.items():
+                if parameter.requires_grad:
+                    trained[name] = parameter
+            self.optimizer = make_optimizer(
+                TrainArgs(optimizer=setup["optimizer"], learning_rate=1e-5), method, trained
+            )
         from litft.training.flops import Flops
 
         self.flops = Flops(model)
 
     def with_adapter(self, setup: dict[str, Any], device: str) -> tuple:
-        """Return the base model with the shared adapter, the method, and the method's parameters by name."""
+        """Return the base model with the shared adapter, the method, and the method's parameters by
+        name."""
         source = resolve(setup["adapter"])
         model = source.base_model(setup["precision"], device)
         method, values = source.read_adapter()
@@ -51,11 +62,13 @@ class Litft(Contender):
         return model, method, method.parameters(model)
 
     def with_method(self, setup: dict[str, Any], device: str) -> tuple:
-        """Return the model with a new adapter of the method in the flags, the method, and its parameters by name."""
+        """Return the model with a new adapter of the method in the flags, the method, and its
+        parameters by name."""
         from litft import args
         from litft.methods import method_of
 
-        lora, adapter = args.LoRAArgs(**setup["lora"]), args.AdapterV2Args(**setup["adapter_flags"])
+        lora = args.LoRAArgs(**setup["lora"])
+        adapter = args.AdapterV2Args(**setup["adapter_flags"])
         finetune_args = {
             "lora": args.LoRAFinetuneArgs(lora=lora),
             "adapter": args.AdapterFinetuneArgs(adapter=adapter),
@@ -97,34 +110,54 @@ class Litft(Contender):
         if not self.objective.needs_reference:
             return made
         references = log_probs(self.fabric, self.model, self.layout, made).tolist()
-        return [replace(sample, reference=tuple(values)) for sample, values in zip(made, references, strict=True)]
+        return [
+            replace(sample, reference=tuple(values))
+            for sample, values in zip(made, references, strict=True)
+        ]
 
     def accumulate(self, samples: list[data.Sample], count: int) -> torch.Tensor:
         """Accumulate gradients with the function that fine-tuning uses."""
         totals = self.objective.totals(samples)
-        return accumulate(self.fabric, self.objective, self.model, self.layout.batches(samples), totals)[0]
+        return accumulate(
+            self.fabric, self.objective, self.model, self.layout.batches(samples), totals
+        )[0]
 
 
-def random_model(source: Any, precision: str, device: str, quantize: str, unquantized: set[str]) -> torch.nn.Module:
+def random_model(
+    source: Any, precision: str, device: str, quantize: str, unquantized: set[str]
+) -> torch.nn.Module:
     """Return a model with random normal matrices (standard deviation 0.02) and vectors of ones.
 
     unquantized: the names of modules that are not quantized.
     """
     from litft.distributed.devices import DTYPES
     from litft.model.placement import allocate
-    from litft.model.quantization import QuantizedModule, QuantizedTensor, is_quantizable, quantize_modules
+    from litft.model.quantization import (
+        QuantizedModule,
+        QuantizedTensor,
+        is_quantizable,
+        quantize_modules,
+    )
 
     model = source.meta_model(DTYPES[precision])
-    module_names = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_quantizable(name, model)]
+    module_names = [
+        name.rpartition(".")[0]
+        for name, _ in model.named_parameters()
+        if is_quantizable(name, model)
+    ]
     if quantize != "none":
-        quantize_modules(model, [name for name in module_names if name not in unquantized], quantize)
+        quantize_modules(
+            model, [name for name in module_names if name not in unquantized], quantize
+        )
     allocate(model.requires_grad_(False), device)
     references = source.meta_model(DTYPES[precision])
     for name, parameter in model.named_parameters():
         reference = references.get_parameter(name)
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, QuantizedModule) and name.endswith(".weight"):
-            weights = torch.empty(reference.shape, dtype=reference.dtype, device=device).normal_(std=0.02)
+            weights = torch.empty(reference.shape, dtype=reference.dtype, device=device).normal_(
+                std=0.02
+            )
             module.fill(QuantizedTensor.quantize(weights.flatten(0, -2), module.kind))
         elif reference.dim() > 1:
             parameter.normal_(std=0.02)

@@ -1,7 +1,8 @@
-"""The TRL contender of scripts/benchmark.py: a DPO step of its trainer, on micro-batches that its collator pads.
+"""The TRL contender of scripts/benchmark.py: a DPO step of its trainer, on micro-batches that its
+collator pads.
 
-With `precomputed`, the reference's log-probabilities are computed before the steps, as litft does; by default TRL computes
-them in each step.
+With `precomputed`, the reference's log-probabilities are computed before the steps, as litft does;
+by default TRL computes them in each step.
 """
 
 import tempfile
@@ -20,7 +21,8 @@ class Trl(Contender):
     """Train the shared adapter on pairs."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.rows, self.precomputed = setup["rows"], setup["precomputed"]
+        self.rows = setup["rows"]
+        self.precomputed = setup["precomputed"]
         tokenizer = AutoTokenizer.from_pretrained(setup["checkpoint_dir"])
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         settings = {"dtype": DTYPES[setup["precision"]], "attn_implementation": "sdpa"}
@@ -36,13 +38,16 @@ class Trl(Contender):
         )
         record = {"prompt": "a", "chosen": " b", "rejected": " c"}  # only to build the trainer
         dataset = Dataset.from_list([record])
-        self.trainer = DPOTrainer(model=model, args=config, train_dataset=dataset, processing_class=tokenizer)
+        self.trainer = DPOTrainer(
+            model=model, args=config, train_dataset=dataset, processing_class=tokenizer
+        )
         self.trainer.precompute_ref_logps = self.precomputed
         self.model = self.trainer.model.to(setup["device"]).train()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def samples(self, samples: list[Sample]) -> list[dict[str, Any]]:
-        """Return the pairs as TRL's collator takes them, with the reference if it is precomputed."""
+        """Return the pairs as TRL's collator takes them, with the reference if it is
+        precomputed."""
         pairs = [_pair(*sample) for sample in samples]
         for pair in pairs if self.precomputed else ():
             batch = self.trainer._prepare_inputs(self.trainer.data_collator([pair]))
@@ -65,13 +70,19 @@ class Trl(Contender):
 def _pair(tokens: list[int], targets: list[int], lengths: list[int]) -> dict[str, Any]:
     """Return the ids of the prompt and of both answers."""
     first = lengths[0]
-    (prompt, chosen), (_, rejected) = (_split(tokens[part], targets[part]) for part in (slice(first), slice(first, None)))
+    (prompt, chosen), (_, rejected) = (
+        _split(tokens[part], targets[part]) for part in (slice(first), slice(first, None))
+    )
     return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
 
 
 def _split(tokens: list[int], targets: list[int]) -> tuple[list[int], list[int]]:
-    """Return the ids of the prompt and of the answer; what a template adds after the answer is left out."""
-    learned = [n for n, target in enumerate(targets) if target >= 0]
+    """Return the ids of the prompt and of the answer; what a template adds after the answer is left
+    out."""
+    learned = []
+    for n, target in enumerate(targets):
+        if target >= 0:
+            learned.append(n)
     return tokens[: learned[0] + 1], targets[learned[0] : learned[-1] + 1]
 
 

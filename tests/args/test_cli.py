@@ -52,7 +52,10 @@ def test_help_begins_with_the_flags_that_matter_most(capsys):
     with pytest.raises(SystemExit):
         run("finetune full", ["--help"])
     listed = re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE)
-    assert tuple(listed[:13]) == tuple(name for name in FINETUNE["full"].main_flags if name != "lora.r")[:13]
+    assert (
+        tuple(listed[:13])
+        == tuple(name for name in FINETUNE["full"].main_flags if name != "lora.r")[:13]
+    )
     assert len(listed) == len(set(listed))
 
 
@@ -63,7 +66,11 @@ def test_help_begins_with_the_flags_that_matter_most(capsys):
         ("full", "bf16-true", "bf16-true"),
         ("full", "bf16-mixed", "bf16"),
         ("lora", "bf16-true", "bf16"),
-        ("lora", "bf16-mixed", "--precision bf16-mixed: there is no mixed precision with frozen weights"),
+        (
+            "lora",
+            "bf16-mixed",
+            "--precision bf16-mixed: there is no mixed precision with frozen weights",
+        ),
         ("adapter", "16-mixed", "--precision 16-mixed: there is no fp16 training"),
         ("lora", "fp8", "--precision fp8: expected auto or bf16 or fp32"),
     ],
@@ -84,12 +91,14 @@ def test_help_lists_every_flag(command, capsys):
     listed_flags = set(re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE))
     assert (
         excinfo.value.code == 0
-        and listed_flags - {"config", "print_config"} == types_of_flags(COMMANDS[command].args).keys()
+        and listed_flags - {"config", "print_config"}
+        == types_of_flags(COMMANDS[command].args).keys()
     )
 
 
 def test_help_is_fast(tmp_path):
-    """It takes less than a second of a CPU in a new interpreter, and no command imports torch for it."""
+    """It takes less than a second of a CPU in a new interpreter, and no command imports torch for
+    it."""
     seconds = []
     for _ in range(3):
         command = [sys.executable, ROOT / "finetune/lora.py", "--help"]
@@ -97,11 +106,17 @@ def test_help_is_fast(tmp_path):
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0
-        seconds.append(usage.ru_utime + usage.ru_stime)  # unlike wall time, hardly longer beside other tests
+        # unlike wall time, hardly longer beside other tests
+        seconds.append(usage.ru_utime + usage.ru_stime)
     assert min(seconds) < 1
     code = "import contextlib, sys\nfrom litft.cli import COMMANDS, run\nfor command in COMMANDS:\n"
-    code += "    with contextlib.suppress(SystemExit): run(command, ['--help'])\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    code += (
+        "    with contextlib.suppress(SystemExit): run(command, ['--help'])\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert done.stdout.count("usage: litft") == len(COMMANDS) and done.stdout.endswith("False\n")
 
 
@@ -114,7 +129,9 @@ def documented_fields(cls: type) -> list[str]:
     for base in cls.__mro__[:-1]:
         body = ast.parse(inspect.getsource(base)).body[0].body
         for statement, following in zip(body, [*body[1:], None], strict=True):
-            has_docstring = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            has_docstring = isinstance(following, ast.Expr) and isinstance(
+                following.value, ast.Constant
+            )
             if isinstance(statement, ast.AnnAssign) and has_docstring:
                 field_names.append(statement.target.id)
     return field_names
@@ -126,29 +143,51 @@ def test_every_flag_is_documented():
     for cls in classes:
         documented = documented_fields(cls)
         for field in dataclasses.fields(cls):
-            assert field.name in documented or dataclasses.is_dataclass(field.type), f"{cls.__name__}.{field.name}"
+            assert field.name in documented or dataclasses.is_dataclass(field.type), (
+                f"{cls.__name__}.{field.name}"
+            )
 
 
 def test_no_heavy_package_is_imported_before_the_flags_are_parsed():
     code = (
-        "import sys; from litft.cli import COMMANDS, parse; parse(COMMANDS['finetune lora'].args, []); print(*sys.modules)"
+        "import sys; from litft.cli import COMMANDS, parse; parse(COMMANDS['finetune lora'].args, "
+        "[]); print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert not {"torch", "numpy", "lightning_fabric", "tokenizers", "jinja2"} & set(done.stdout.split())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert not {"torch", "numpy", "lightning_fabric", "tokenizers", "jinja2"} & set(
+        done.stdout.split()
+    )
 
 
 def test_later_flags_override_earlier_ones_also_from_config_files(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "train: {learning_rate: 0.5, epochs: 2}\nlora:\n  targets: [q_proj, v_proj]\ndevices: 2\n"
     )
-    words = ["--devices", "4", "--config", str(tmp_path / "a.yaml"), "--train.learning_rate=1e-3", "--overwrite"]
+    words = [
+        "--devices",
+        "4",
+        "--config",
+        str(tmp_path / "a.yaml"),
+        "--train.learning_rate=1e-3",
+        "--overwrite",
+    ]
     args = parse(flags.LoRAFinetuneArgs, words)
-    assert (args.devices, args.train.learning_rate, args.train.epochs, args.overwrite) == (2, 1e-3, 2.0, True)
+    assert (args.devices, args.train.learning_rate, args.train.epochs, args.overwrite) == (
+        2,
+        1e-3,
+        2.0,
+        True,
+    )
     assert args.lora.targets == ["q_proj", "v_proj"]
 
 
 def test_lists_booleans_and_null(tmp_path):
-    words = "--lora.targets q_proj,mlp.* --data.mask_prompt false --eval.max_batches null --deterministic --seed 3"
+    words = (
+        "--lora.targets q_proj,mlp.* --data.mask_prompt false --eval.max_batches null "
+        "--deterministic --seed 3"
+    )
     args = parse(flags.LoRAFinetuneArgs, words.split())
     assert args.lora.targets == ["q_proj", "mlp.*"] and args.data.mask_prompt is False
     assert args.eval.max_batches is None and args.deterministic is True and args.seed == 3
@@ -162,7 +201,15 @@ def test_without_a_model_the_demo_recipe_is_used():
 
 
 def test_print_config_can_be_passed_back(tmp_path):
-    done = script("finetune/lora.py", "--lora.r", "3", "--train.learning_rate", "1e-3", "--print_config", cwd=tmp_path)
+    done = script(
+        "finetune/lora.py",
+        "--lora.r",
+        "3",
+        "--train.learning_rate",
+        "1e-3",
+        "--print_config",
+        cwd=tmp_path,
+    )
     assert yaml.safe_load(done.stdout)["lora"]["r"] == 3
     (tmp_path / "a.yaml").write_text(done.stdout)
     args = parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
@@ -172,18 +219,30 @@ def test_print_config_can_be_passed_back(tmp_path):
 @pytest.mark.parametrize(
     "words, messages",
     [
-        ("--train.learnin_rate 1", ["--train.learnin_rate does not exist; did you mean --train.learning_rate?"]),
+        (
+            "--train.learnin_rate 1",
+            ["--train.learnin_rate does not exist; did you mean --train.learning_rate?"],
+        ),
         ("--learning_rat 1", ["did you mean --train.learning_rate?"]),
-        ("--lora.r many --devices x", ["--lora.r many: expected a whole number", "--devices x: expected a whole number"]),
+        (
+            "--lora.r many --devices x",
+            ["--lora.r many: expected a whole number", "--devices x: expected a whole number"],
+        ),
         ("--strategy magic", ["--strategy magic: expected auto or ddp"]),
-        ("--lora.r 0 --train.max_grad_norm -1", ["--lora.r 0: must be at least 1", "must not be negative"]),
+        (
+            "--lora.r 0 --train.max_grad_norm -1",
+            ["--lora.r 0: must be at least 1", "must not be negative"],
+        ),
         ("--lora.r", ["--lora.r needs a value"]),
         ("lora", ["'lora' is no flag"]),
         ("--config nowhere.yaml", ["--config nowhere.yaml: no such file"]),
         ("--resume --overwrite", ["exclude each other"]),
         ("--checkpoint_dir a", ["--data.path is missing"]),
         ("--data.path a", ["--checkpoint_dir is missing"]),
-        ("--nonsense 1 --lora.r x --also", ["--nonsense does not exist", "--lora.r x", "--also does not exist"]),
+        (
+            "--nonsense 1 --lora.r x --also",
+            ["--nonsense does not exist", "--lora.r x", "--also does not exist"],
+        ),
         ("--train.lr 1", ["--train.lr does not exist; here it is --train.learning_rate 1"]),
         ("--train.learning_rate 0,001", ["expected a number or null; write 0.001"]),
     ],
@@ -197,7 +256,10 @@ def test_all_mistakes_are_reported_at_once(words, messages):
 @pytest.mark.parametrize(
     "values, message",
     [
-        (dict(data=flags.DataArgs(path="mine.json")), "--data.path 'mine.json': expected list[str], found str; give a list"),
+        (
+            dict(data=flags.DataArgs(path="mine.json")),
+            "--data.path 'mine.json': expected list[str], found str; give a list",
+        ),
         (
             dict(train=flags.TrainArgs(learning_rate="1e-4")),
             "--train.learning_rate '1e-4': expected float or nothing, found str",
@@ -211,7 +273,12 @@ def test_values_from_python_are_checked_like_flags(values, message):
     with pytest.raises(ValueError) as excinfo:
         litft.finetune(flags.LoRAFinetuneArgs(checkpoint_dir="model", **values))
     assert str(excinfo.value).startswith(message)
-    for cls in (flags.LoRAFinetuneArgs, flags.AdapterFinetuneArgs, flags.AdapterV2FinetuneArgs, flags.FullFinetuneArgs):
+    for cls in (
+        flags.LoRAFinetuneArgs,
+        flags.AdapterFinetuneArgs,
+        flags.AdapterV2FinetuneArgs,
+        flags.FullFinetuneArgs,
+    ):
         assert not cls().problems()
 
 
@@ -219,19 +286,38 @@ def test_text_values_are_not_parsed_as_yaml():
     """Also text that YAML would read as null, a list or a comment."""
     for text in ("# Title", "---", "~", "a: b", "[1", "'", "1", "*x"):
         assert parse(flags.GenerateArgs, [f"--prompt={text}"]).prompt == text
-    assert parse(flags.LoRAFinetuneArgs, ["--lora.targets", "*_proj, mlp.*"]).lora.targets == ["*_proj", "mlp.*"]
-    lists = {"[INST],[/INST]": ["[INST]", "[/INST]"], '["a,b", "c"]': ["a,b", "c"], "[1],🤖": ["[1]", "🤖"]}
+    assert parse(flags.LoRAFinetuneArgs, ["--lora.targets", "*_proj, mlp.*"]).lora.targets == [
+        "*_proj",
+        "mlp.*",
+    ]
+    lists = {
+        "[INST],[/INST]": ["[INST]", "[/INST]"],
+        '["a,b", "c"]': ["a,b", "c"],
+        "[1],🤖": ["[1]", "🤖"],
+    }
     for value, expected in lists.items():
-        args = parse(flags.LoRAFinetuneArgs, [f"--data.new_tokens={value}", "--checkpoint_dir=a", "--data.path=b"])
+        args = parse(
+            flags.LoRAFinetuneArgs,
+            [f"--data.new_tokens={value}", "--checkpoint_dir=a", "--data.path=b"],
+        )
         assert args.data.new_tokens == expected
 
 
 def test_invalid_numbers_are_rejected():
-    words = "--train.learning_rate .nan --train.epochs .inf --seed -1 --data.seed 99999999999 --lora.alpha -1"
+    words = (
+        "--train.learning_rate .nan --train.epochs .inf --seed -1 --data.seed 99999999999 "
+        "--lora.alpha -1"
+    )
     with pytest.raises(ValueError) as excinfo:
         parse(flags.LoRAFinetuneArgs, words.split())
     message = str(excinfo.value)
-    for name in ("train.learning_rate nan", "train.epochs inf", "seed -1", "data.seed 99999999999", "lora.alpha -1.0"):
+    for name in (
+        "train.learning_rate nan",
+        "train.epochs inf",
+        "seed -1",
+        "data.seed 99999999999",
+        "lora.alpha -1.0",
+    ):
         assert f"--{name}: must " in message
 
 
@@ -240,7 +326,10 @@ def test_mistakes_in_a_config_file_are_reported_with_its_name(tmp_path):
     with pytest.raises(ValueError) as excinfo:
         parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
     message = str(excinfo.value)
-    assert "a.yaml: --train.epoch does not exist; did you mean --train.epochs?" in message and "--lora.r big" in message
+    assert (
+        "a.yaml: --train.epoch does not exist; did you mean --train.epochs?" in message
+        and "--lora.r big" in message
+    )
 
 
 RECORD = {"instruction": "a", "input": "", "output": "b"}
@@ -301,7 +390,11 @@ def existing_run(folder):
 
 
 BAD = {
-    "a missing folder": (no_change, "--checkpoint_dir nowhere", "nowhere does not exist; name a model folder"),
+    "a missing folder": (
+        no_change,
+        "--checkpoint_dir nowhere",
+        "nowhere does not exist; name a model folder",
+    ),
     "no config.json": (remove("config.json"), "", "has no config.json; name the folder"),
     "an unknown family": (
         edit("config.json", '"llama"', '"mamba"'),
@@ -312,8 +405,16 @@ BAD = {
     "truncated weights": (truncate, "", "(9,000 bytes) is truncated or not a safetensors file"),
     "no tokenizer": (remove("tokenizer.model"), "", "no tokenizer; copy tokenizer.json"),
     "missing data": (no_change, "--data.path nowhere.json", "nowhere.json does not exist"),
-    "a syntax error": (data('[{"instruction": "a",\n"output" "b"}]'), "", "data.json, line 2: invalid JSON"),
-    "a bad record": (data(json.dumps([RECORD, {"foo": "a"}])), "", "record 1: no known format has the fields 'foo'"),
+    "a syntax error": (
+        data('[{"instruction": "a",\n"output" "b"}]'),
+        "",
+        "data.json, line 2: invalid JSON",
+    ),
+    "a bad record": (
+        data(json.dumps([RECORD, {"foo": "a"}])),
+        "",
+        "record 1: no known format has the fields 'foo'",
+    ),
     "no examples": (data("[]"), "", "data.json contains no examples"),
     "another tokenizer": (small_vocabulary, "", "but the model's vocabulary ends at 95; "),
     "a taken out_dir": (
@@ -323,16 +424,26 @@ BAD = {
     ),
     "an unknown flag": (no_change, "--lora.rank 3", "--lora.rank does not exist"),
     "no such GPU": (no_change, "--accelerator cuda --devices 99", "--accelerator cuda"),
-    "a bad target": (no_change, "--lora.targets query", "--lora.targets query: no Linear of this model has that name"),
+    "a bad target": (
+        no_change,
+        "--lora.targets query",
+        "--lora.targets query: no Linear of this model has that name",
+    ),
 }
 
 
 @pytest.mark.parametrize("corrupt, words, message", BAD.values(), ids=BAD.keys())
-def test_bad_input_is_rejected_before_training(folder, corrupt, words, message, capsys, monkeypatch):
+def test_bad_input_is_rejected_before_training(
+    folder, corrupt, words, message, capsys, monkeypatch
+):
     monkeypatch.chdir(folder)
     corrupt(folder)
     argv = words.split()
-    for name, value in (("--checkpoint_dir", "model"), ("--data.path", "data.json"), ("--out_dir", "run")):
+    for name, value in (
+        ("--checkpoint_dir", "model"),
+        ("--data.path", "data.json"),
+        ("--out_dir", "run"),
+    ):
         argv += [] if name in argv else [name, value]
     files_before = sorted(path.name for path in folder.rglob("*"))
     assert message in refused("finetune lora", *argv, capsys=capsys)
@@ -346,22 +457,38 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder):
     script("finetune/lora.py", *words.split(), "run", "--overwrite", cwd=folder)
     assert not (folder / "run" / "old").exists() and (folder / "run" / "final").is_dir()
     done = script("finetune/lora.py", *words.split(), "model", "--overwrite", cwd=folder, code=2)
-    assert "is not empty and is not a litft run" in done.stderr and (folder / "model" / "config.json").is_file()
+    assert (
+        "is not empty and is not a litft run" in done.stderr
+        and (folder / "model" / "config.json").is_file()
+    )
 
 
 def test_gpu_memory_is_allocated_in_expandable_segments(tmp_path):
     """Set before torch is imported, unless the user has set either variable."""
-    code = "import os; from litft.cli import run\ntry: run('plan', ['--help'])\nexcept SystemExit: pass\n"
+    code = (
+        "import os; from litft.cli import run\n"
+        "try: run('plan', ['--help'])\n"
+        "except SystemExit: pass\n"
+    )
     code += "import sys; print(os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules)"
-    for user_env, expected in (({}, "expandable_segments:True False"), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "None False")):
-        env = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | user_env
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
+    for user_env, expected in (
+        ({}, "expandable_segments:True False"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "None False"),
+    ):
+        env = {
+            name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name
+        } | user_env
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path
+        )
         assert done.stdout.splitlines()[-1] == expected
 
 
 def test_flags_of_other_programs_are_translated(capsys):
     """The message has the flag and its value; every flag that it names exists."""
-    types = {name: kind for cls in FINETUNE.values() for name, kind in parser.types_of_flags(cls).items()}
+    types = {
+        name: kind for cls in FINETUNE.values() for name, kind in parser.types_of_flags(cls).items()
+    }
     assert len(ALIASES) >= 150
     for name, alias in ALIASES.items():
         words = alias.flags.split()
@@ -371,7 +498,9 @@ def test_flags_of_other_programs_are_translated(capsys):
         value = "N" if alias.times else "7" if alias.limit > 7 else "VALUE"
         assert alias.flags.format(value=value, **BETAS) in explain(name, "7")
     with pytest.raises(ValueError) as error:
-        parser.parse(LoRAFinetuneArgs, "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split())
+        parser.parse(
+            LoRAFinetuneArgs, "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split()
+        )
     lines = str(error.value).splitlines()
     assert lines[0] == "--lr does not exist; here it is --train.learning_rate 1e-4"
     assert lines[1].startswith("--fsdp does not exist; here it is --strategy fsdp (--devices 2")
@@ -380,7 +509,9 @@ def test_flags_of_other_programs_are_translated(capsys):
     off = {"bf16": "--precision fp32", "train_on_inputs": "--data.mask_prompt true"}
     for name, expected in off.items():
         assert explain(name, "false") == f"--{name} does not exist; here it is {expected}"
-    assert "--data.val_fraction VALUE (a fraction of the examples, not a count)" in explain("val_set_size", "200")
+    assert "--data.val_fraction VALUE (a fraction of the examples, not a count)" in explain(
+        "val_set_size", "200"
+    )
     assert "--data.val_fraction 0.1 (" in explain("val_set_size", "0.1")
     assert explain("load_in_4bit", "false") == "--load_in_4bit does not exist; leave it out"
     assert explain("use_dora", "false") == "--use_dora does not exist; leave it out"
@@ -388,7 +519,9 @@ def test_flags_of_other_programs_are_translated(capsys):
         explain("flash_attention", "true")
         == "--flash_attention does not exist; leave it out (the fastest attention is chosen)"
     )
-    args = parser.parse(LoRAFinetuneArgs, "--lora_r 3 --train_max_steps 4 --optimizer adamw_bnb_8bit".split())
+    args = parser.parse(
+        LoRAFinetuneArgs, "--lora_r 3 --train_max_steps 4 --optimizer adamw_bnb_8bit".split()
+    )
     assert (args.lora.r, args.train.max_steps, args.train.optimizer) == (3, 4, "adamw_8bit")
 
 
@@ -436,16 +569,38 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
     with pytest.raises(ValueError) as error:
         parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "axolotl.yaml")])
-    problems, _, converted = str(error.value).partition("in litft's terms, without what has no counterpart:")
+    problems, _, converted = str(error.value).partition(
+        "in litft's terms, without what has no counterpart:"
+    )
     lines = [line.partition(".yaml: ")[2] for line in problems.splitlines()]
-    assert "--load_in_8bit does not exist; leave it out" in lines and "--deepspeed does not exist; leave it out" in lines
-    assert "--datasets does not exist; here it is --data.path ... (a list whose items may" in problems
+    assert (
+        "--load_in_8bit does not exist; leave it out" in lines
+        and "--deepspeed does not exist; leave it out" in lines
+    )
+    assert (
+        "--datasets does not exist; here it is --data.path ... (a list whose items may" in problems
+    )
     (tmp_path / "litft.yaml").write_text(converted)
     args = parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "litft.yaml")])
-    assert (args.checkpoint_dir, args.quantize, args.out_dir, args.lora.r) == ("some/model", "nf4", "./outputs/x", 16)
-    assert (args.train.global_batch_size, args.train.micro_batch_size, args.train.lr_schedule) == (8, 2, "constant")
-    assert (args.data.max_seq_length, args.data.val_fraction, args.data.template) == (512, 0.05, "auto")
-    assert args.precision == "auto" and args.lora.targets == ["all-linear"] and args.strategy == "auto"
+    assert (args.checkpoint_dir, args.quantize, args.out_dir, args.lora.r) == (
+        "some/model",
+        "nf4",
+        "./outputs/x",
+        16,
+    )
+    assert (args.train.global_batch_size, args.train.micro_batch_size, args.train.lr_schedule) == (
+        8,
+        2,
+        "constant",
+    )
+    assert (args.data.max_seq_length, args.data.val_fraction, args.data.template) == (
+        512,
+        0.05,
+        "auto",
+    )
+    assert (
+        args.precision == "auto" and args.lora.targets == ["all-linear"] and args.strategy == "auto"
+    )
     assert [item.entry() for item in args.data.paths] == [
         {"path": "alpaca.jsonl", "format": "alpaca", "template": "alpaca"},
         {"path": "chats.jsonl", "columns": {"conversations": "turns"}},
@@ -456,9 +611,19 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
         {"path": "pairs.jsonl", "columns": {"chosen": "good", "rejected": "bad"}},
     ]
     assert "--eval_table_size does not exist; leave it out" in lines
-    assert any(line.startswith("pairs.jsonl: roles {'user': ['customer']} has no counterpart") for line in lines)
-    assert "owner/name: shards has no counterpart" in lines and not args.resume and args.train.min_lr_ratio == 0.1
-    assert "owner/name: roles_to_train ['human', 'gpt'] has no counterpart: only the assistant's turns are learned" in lines
+    assert any(
+        line.startswith("pairs.jsonl: roles {'user': ['customer']} has no counterpart")
+        for line in lines
+    )
+    assert (
+        "owner/name: shards has no counterpart" in lines
+        and not args.resume
+        and args.train.min_lr_ratio == 0.1
+    )
+    assert (
+        "owner/name: roles_to_train ['human', 'gpt'] has no counterpart: only the assistant's "
+        "turns are learned" in lines
+    )
     assert not any(line.startswith(("alpaca.jsonl", "chats.jsonl")) for line in lines)
 
 
@@ -466,18 +631,33 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
     ("text", "expected"),
     [
         (
-            "datasets: [{path: a.jsonl, type: alpaca}]\nlr_scheduler: linear\nlora_target_modules: '[0-9]+.(q|v)_proj'",
+            "datasets: [{path: a.jsonl, type: alpaca}]\n"
+            "lr_scheduler: linear\n"
+            "lora_target_modules: '[0-9]+.(q|v)_proj'",
             {"data": {"path": [{"path": "a.jsonl", "format": "alpaca"}], "template": "alpaca"}}
             | {"train": {"lr_schedule": "linear", "min_lr_ratio": 0.0}},
         ),
         (
-            "base_model: m\nmicro_batch_size: 2\ngradient_accumulation_steps:\nseed:\noptimizer:\nlora_r:",
+            "base_model: m\n"
+            "micro_batch_size: 2\n"
+            "gradient_accumulation_steps:\n"
+            "seed:\n"
+            "optimizer:\n"
+            "lora_r:",
             {"checkpoint_dir": "m", "data": {"val_fraction": 0.0}}
             | {"train": {"micro_batch_size": 2, "global_batch_size": 2, "min_lr_ratio": 0.0}},
         ),
         (
-            "lora_model_dir: out/a\nlora_r: 4\nlora_dropout: 0.1\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.2",
-            {"checkpoint_dir": "out/a", "lora": {"dropout": 0.1}, "train": {"lr_schedule": "cosine", "min_lr_ratio": 0.2}},
+            "lora_model_dir: out/a\n"
+            "lora_r: 4\n"
+            "lora_dropout: 0.1\n"
+            "lr_scheduler: cosine\n"
+            "cosine_min_lr_ratio: 0.2",
+            {
+                "checkpoint_dir": "out/a",
+                "lora": {"dropout": 0.1},
+                "train": {"lr_schedule": "cosine", "min_lr_ratio": 0.2},
+            },
         ),
         (
             "adam_beta1: 0.8\nadam_beta2: 0.98\neval_steps: 0.25",
@@ -486,7 +666,14 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
         (
             "finetuning_type: lora\nlora_rank: 64\nlora_target: all\ntemplate: qwen",
             {"lora": {"r": 64, "targets": "all-linear", "alpha": 128}}
-            | {"train": {"learning_rate": 5e-5, "lr_schedule": "linear", "epochs": 3, "warmup_fraction": 0.0}},
+            | {
+                "train": {
+                    "learning_rate": 5e-5,
+                    "lr_schedule": "linear",
+                    "epochs": 3,
+                    "warmup_fraction": 0.0,
+                }
+            },
         ),
     ],
 )
@@ -496,20 +683,27 @@ def test_what_differs_is_converted(text, expected, tmp_path):
         parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
     assert yaml.safe_load(str(error.value).partition("no counterpart:\n")[2]) == expected
     if "eval_steps" in text:
-        assert "eval_steps: 0.25 is no value of --eval.interval; set that flag instead" in str(error.value)
+        assert "eval_steps: 0.25 is no value of --eval.interval; set that flag instead" in str(
+            error.value
+        )
     if "template" in text:
-        assert "template: qwen is a name of LLaMA-Factory; the model's own template is used" in str(error.value)
+        assert "template: qwen is a name of LLaMA-Factory; the model's own template is used" in str(
+            error.value
+        )
     if text.startswith("datasets"):  # whose fields have other names here
         assert "here it is --data.path ... (a list whose items may" in str(error.value)
 
 
 def test_configs_of_other_commands_and_resume_in_a_file(tmp_path):
     (tmp_path / "a.yaml").write_text("resume: true\n")
-    with pytest.raises(ValueError, match=r"a\.yaml: resume continues the run in out_dir, which is missing"):
+    with pytest.raises(
+        ValueError, match=r"a\.yaml: resume continues the run in out_dir, which is missing"
+    ):
         parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
     (tmp_path / "a.yaml").write_text("checkpoint_dir: a\nquantize: nf4\ntrain: {max_steps: 3}\n")
     with pytest.raises(
-        ValueError, match=r"these are flags of finetune/lora\.py; use finetune/lora\.py --config .* --dry_run$"
+        ValueError,
+        match=r"these are flags of finetune/lora\.py; use finetune/lora\.py --config .* --dry_run$",
     ):
         parser.parse(flags.PrepareArgs, ["--config", str(tmp_path / "a.yaml")])
 
@@ -517,9 +711,18 @@ def test_configs_of_other_commands_and_resume_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["axolotl.yaml"], "'axolotl.yaml' is no flag: flags start with --; did you mean --config axolotl.yaml?"),
-        (["--adapter", "lora"], "--adapter does not exist; leave it out (the command says the method"),
-        (["--micro_batch_size", "2", "--gradient_accumulation_steps", "4"], "here it is --train.global_batch_size 8"),
+        (
+            ["axolotl.yaml"],
+            "'axolotl.yaml' is no flag: flags start with --; did you mean --config axolotl.yaml?",
+        ),
+        (
+            ["--adapter", "lora"],
+            "--adapter does not exist; leave it out (the command says the method",
+        ),
+        (
+            ["--micro_batch_size", "2", "--gradient_accumulation_steps", "4"],
+            "here it is --train.global_batch_size 8",
+        ),
         (["--gradient_accumulation_steps", "4"], "here it is --train.global_batch_size N"),
         (["--local_rank", "0"], "leave it out (the processes set it)"),
         (["--fsdp_version", "2"], "leave it out (it is FSDP2)"),
@@ -533,16 +736,34 @@ def test_hints_for_words_of_other_programs(words, message):
 
 
 def test_a_flag_of_fine_tuning_is_named_elsewhere():
-    with pytest.raises(ValueError, match=r"--data\.path does not exist here; it is a flag of the fine-tuning scripts"):
+    with pytest.raises(
+        ValueError,
+        match=r"--data\.path does not exist here; it is a flag of the fine-tuning scripts",
+    ):
         parser.parse(flags.PlanArgs, ["--checkpoint_dir", "m", "--data.path", "d"])
 
 
 def test_a_flag_needs_its_group_only_where_several_have_it(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("max_steps: 7\n")
-    words = ["--checkpoint_dir", "m", "--path", "d", "--learning_rate", "0.5", "--rslora", "--config", str(config)]
+    words = [
+        "--checkpoint_dir",
+        "m",
+        "--path",
+        "d",
+        "--learning_rate",
+        "0.5",
+        "--rslora",
+        "--config",
+        str(config),
+    ]
     args = parser.parse(LoRAFinetuneArgs, [*words, "--seed", "3"])
-    assert (args.train.learning_rate, args.data.path, args.lora.rslora, args.train.max_steps) == (0.5, ["d"], True, 7)
+    assert (args.train.learning_rate, args.data.path, args.lora.rslora, args.train.max_steps) == (
+        0.5,
+        ["d"],
+        True,
+        7,
+    )
     assert (args.seed, args.data.seed) == (3, 42)
     with pytest.raises(ValueError, match="--interval does not exist"):
         parser.parse(LoRAFinetuneArgs, [*words, "--interval", "3"])

@@ -1,4 +1,5 @@
-"""Adapters of fused Linears and experts, exchanged with PEFT in both directions, and published adapters."""
+"""Adapters of fused Linears and experts, exchanged with PEFT in both directions, and published
+adapters."""
 
 import json
 
@@ -45,7 +46,9 @@ EXPERTS = [
 CASES = [pytest.param(case, id=": ".join(case)) for case in FUSED + EXPERTS]
 # for tests that need not run on every layout: all projections fused, two pairs fused, experts
 THREE_LAYOUTS = [
-    case for case in CASES if case.values[0][0] in ("gpt_neox", "phi3", "qwen3_moe") and "tied" not in case.values[0][1]
+    case
+    for case in CASES
+    if case.values[0][0] in ("gpt_neox", "phi3", "qwen3_moe") and "tied" not in case.values[0][1]
 ]
 
 
@@ -58,7 +61,8 @@ def folder(request, make_model):
 
 
 def write_random_adapter(folder, out, **values):
-    """Return (model, method, source) for a model with random factors that is saved as an adapter."""
+    """Return (model, method, source) for a model with random factors that is saved as an
+    adapter."""
     torch.manual_seed(5)
     source = resolve(folder)
     model, method = source.base_model(), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **values}))
@@ -93,9 +97,16 @@ def test_reads_what_peft_wrote(folder, tmp_path, rslora):
     from peft import LoraConfig, get_peft_model
 
     base = load_hf(folder)
-    stacks = [n for n, p in base.named_parameters() if p.dim() == 3 and n.endswith(("gate_up_proj", "down_proj"))]
-    config = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", target_parameters=stacks, use_rslora=rslora)
-    config.exclude_modules = ["router"]  # Llama 4's is a Linear that returns two tensors, which PEFT cannot wrap
+    stacks = [
+        n
+        for n, p in base.named_parameters()
+        if p.dim() == 3 and n.endswith(("gate_up_proj", "down_proj"))
+    ]
+    config = LoraConfig(
+        r=3, lora_alpha=7, target_modules="all-linear", target_parameters=stacks, use_rslora=rslora
+    )
+    # Llama 4's is a Linear that returns two tensors, which PEFT cannot wrap
+    config.exclude_modules = ["router"]
     reference = get_peft_model(base, config).eval()
     perturb(p for n, p in reference.named_parameters() if "lora_" in n)
     reference.save_pretrained(tmp_path)
@@ -110,19 +121,27 @@ ALL, PARTS = ["all-linear"], [["q_proj", "down_proj"], ["v_proj", "blocks.1.mlp.
 @pytest.mark.parametrize(
     "folder, targets",
     [pytest.param(*case.values, ALL, id=f"{case.id}-{ALL}") for case in CASES]
-    + [pytest.param(*case.values, targets, id=f"{case.id}-{targets}") for case in THREE_LAYOUTS for targets in PARTS],
+    + [
+        pytest.param(*case.values, targets, id=f"{case.id}-{targets}")
+        for case in THREE_LAYOUTS
+        for targets in PARTS
+    ],
     indirect=["folder"],
 )
 @torch.no_grad()
 def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
-    """Also if only some of the Linears fused in one tensor are adapted; reading the adapter back gives equal factors."""
+    """Also if only some of the Linears fused in one tensor are adapted; reading the adapter back
+    gives equal factors."""
     from peft import PeftModel
 
     if any(layer.experts for layer in resolve(folder).config.layers):
         targets = [*targets, "*.router"]
     model, method, source = write_random_adapter(folder, tmp_path, targets=targets)
     logits = model(TOKENS)
-    assert relative(PeftModel.from_pretrained(load_hf(folder), tmp_path).eval()(TOKENS).logits, logits) <= 1e-5
+    assert (
+        relative(PeftModel.from_pretrained(load_hf(folder), tmp_path).eval()(TOKENS).logits, logits)
+        <= 1e-5
+    )
     assert any(name.endswith(".router") for name in method.specs) == ("*.router" in targets)
     reread, values = LoRA.read(tmp_path, source)
     assert reread.specs == method.specs
@@ -141,7 +160,8 @@ def test_merged_equals_unmerged(folder, tmp_path):
 
 @pytest.mark.parametrize("folder", THREE_LAYOUTS, indirect=True)
 def test_experts_factors_are_initialized_like_those_of_linears(folder):
-    """A is uniform within 1 / sqrt(in_features), as in PEFT, for any number of experts; B is zero."""
+    """A is uniform within 1 / sqrt(in_features), as in PEFT, for any number of experts; B is
+    zero."""
     source = resolve(folder)
     model, method = source.base_model(), LoRA(LoRAArgs(r=16))
     method.choose(model, source.adapter_rules)
@@ -164,13 +184,18 @@ def test_every_factor_gets_a_gradient(folder, tmp_path):
 
 @torch.no_grad()
 def test_adapters_of_single_experts_from_before_transformers_5(make_model, tmp_path):
-    """Old Mixtral adapters have a pair of factors for each w1, w2, w3; the reference merges them by hand."""
+    """Old Mixtral adapters have a pair of factors for each w1, w2, w3; the reference merges them by
+    hand."""
     config_class, variations = ROWS["mixtral"]
     _, folder = make_model(getattr(transformers, config_class), **variations["4 experts"])
     generator, tensors, tuned = torch.Generator().manual_seed(0), {}, load_hf(folder)
     for layer in range(3):
         experts = tuned.model.layers[layer].mlp.experts
-        weights = {"w1": experts.gate_up_proj[:, :56], "w3": experts.gate_up_proj[:, 56:], "w2": experts.down_proj}
+        weights = {
+            "w1": experts.gate_up_proj[:, :56],
+            "w3": experts.gate_up_proj[:, 56:],
+            "w2": experts.down_proj,
+        }
         for expert in range(4):
             for name, weight in weights.items():
                 a = 0.2 * torch.randn(4, weight.size(2), generator=generator)
@@ -185,7 +210,10 @@ def test_adapters_of_single_experts_from_before_transformers_5(make_model, tmp_p
     assert relative(model(TOKENS), tuned(TOKENS).logits) <= 1e-5
     del tensors["base_model.model.model.layers.1.block_sparse_moe.experts.2.w2.lora_B.weight"]
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"layers.1.block_sparse_moe.experts.2.w2 should be \(R, 56\) and \(32, R\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers.1.block_sparse_moe.experts.2.w2 should be \(R, 56\) and \(32, R\)",
+    ):
         litft.load(tmp_path, base_dir=folder)
 
 
@@ -194,7 +222,9 @@ def test_an_adapted_head_comes_with_a_copy_of_its_weight(make_model, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     _, folder = make_model(transformers.LlamaConfig)
-    reference = get_peft_model(load_hf(folder), LoraConfig(r=3, target_modules=["lm_head", "q_proj"])).eval()
+    reference = get_peft_model(
+        load_hf(folder), LoraConfig(r=3, target_modules=["lm_head", "q_proj"])
+    ).eval()
     perturb(p for n, p in reference.named_parameters() if "lora_" in n)
     reference.save_pretrained(tmp_path, save_embedding_layers=True)
     model, _ = litft.load(tmp_path, base_dir=folder)
@@ -202,19 +232,34 @@ def test_an_adapted_head_comes_with_a_copy_of_its_weight(make_model, tmp_path):
 
 
 PUBLISHED = {
-    "gpt2_r8_c_attn_c_proj_tigrinya": ("GPT2Config", dict(num_hidden_layers=12, hidden_size=768, num_attention_heads=12)),
+    "gpt2_r8_c_attn_c_proj_tigrinya": (
+        "GPT2Config",
+        dict(num_hidden_layers=12, hidden_size=768, num_attention_heads=12),
+    ),
     "gemma3-270m-it_r4_qkvo": (
         "Gemma3TextConfig",
-        dict(num_hidden_layers=18, hidden_size=640, num_attention_heads=4, num_key_value_heads=1, head_dim=256),
+        dict(
+            num_hidden_layers=18,
+            hidden_size=640,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+        ),
     ),
-    "open-calm-1b_r1_neox_qkv": ("GPTNeoXConfig", dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=16)),
+    "open-calm-1b_r1_neox_qkv": (
+        "GPTNeoXConfig",
+        dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=16),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if "gpt2" in n else [pytest.mark.slow]) for n in PUBLISHED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if "gpt2" in n else [pytest.mark.slow]) for n in PUBLISHED]
+)
 @torch.no_grad()
 def test_a_published_adapter_gives_pefts_logits(shared, make_model, tmp_path, name):
-    """On a random base with the adapter's config; its B matrices are trained, so they are not zero."""
+    """On a random base with the adapter's config; its B matrices are trained, so they are not
+    zero."""
     from peft import PeftModel
 
     config_class, values = PUBLISHED[name]

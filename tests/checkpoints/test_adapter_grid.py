@@ -1,4 +1,5 @@
-"""Every kind of LoRA adapter that PEFT saves: it is loaded, merged, trained on and returned to PEFT, or refused."""
+"""Every kind of LoRA adapter that PEFT saves: it is loaded, merged, trained on and returned to
+PEFT, or refused."""
 
 import json
 import shutil
@@ -19,7 +20,9 @@ from litft.pretrained import DEMO, resolve
 from litft.training.setup import Setup
 
 V = 1024
-SIZES = dict(vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+SIZES = dict(
+    vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
+)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=256)
 BASES = {
     "tied": ("LlamaConfig", SIZES | dict(tie_word_embeddings=True)),
@@ -33,7 +36,8 @@ QV = ["q_proj", "v_proj"]
 
 
 class Kind(NamedTuple):
-    """A base, settings of PEFT's LoraConfig, rows to add to the vocabulary, and how two adapters are summed."""
+    """A base, settings of PEFT's LoraConfig, rows to add to the vocabulary, and how two adapters
+    are summed."""
 
     base: str
     settings: dict
@@ -68,23 +72,36 @@ KINDS = {
     "dora, saved head": kind("untied", use_dora=True, modules_to_save=["lm_head"]),
     "biases": kind("biases", bias="all"),
     "biases of targets": kind("biases", bias="lora_only"),
-    "saved, tied together": kind("tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "saved, tied together": kind(
+        "tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
     "lora, tied together": kind("tied", targets=[*QV, "embed_tokens"], ensure_weight_tying=True),
     "init gaussian": kind("untied", init_lora_weights="gaussian"),
     "init orthogonal": kind("untied", init_lora_weights="orthogonal"),
     "init mica": kind("untied", init_lora_weights="mica"),
     "init off": kind("untied", init_lora_weights=False),
     "pissa": kind("untied", targets=[*QV, "down_proj"], init_lora_weights="pissa"),
-    "pissa, rslora": kind("untied", init_lora_weights="pissa", use_rslora=True, rank_pattern={"q_proj": 2}),
+    "pissa, rslora": kind(
+        "untied", init_lora_weights="pissa", use_rslora=True, rank_pattern={"q_proj": 2}
+    ),
     "pissa, dora": kind("untied", init_lora_weights="pissa", use_dora=True),
     "olora": kind("untied", init_lora_weights="olora"),
-    "gpt2 pissa": kind("gpt2", targets=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights="pissa"),
-    "experts": kind("experts", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    "gpt2 pissa": kind(
+        "gpt2", targets=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights="pissa"
+    ),
+    "experts": kind(
+        "experts", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    ),
     "experts alone": kind(
-        "experts", targets=[], target_parameters=["mlp.experts.down_proj"], rank_pattern={"experts.down_proj": 2}
+        "experts",
+        targets=[],
+        target_parameters=["mlp.experts.down_proj"],
+        rank_pattern={"experts.down_proj": 2},
     ),
     "gpt2": kind("gpt2", targets=["c_attn"], fan_in_fan_out=True),
-    "gpt2 dora": kind("gpt2", targets=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, use_dora=True),
+    "gpt2 dora": kind(
+        "gpt2", targets=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, use_dora=True
+    ),
     "gpt2 embedding": kind("gpt2", targets=["c_attn", "wte"], fan_in_fan_out=True),
     "tokens of the embedding, saved head": kind(
         "untied", trainable_token_indices={"embed_tokens": [5, 9]}, modules_to_save=["lm_head"]
@@ -92,7 +109,9 @@ KINDS = {
     "tokens of the embedding, lora of the head": kind(
         "untied", targets=[*QV, "lm_head"], trainable_token_indices={"embed_tokens": [5, 9]}
     ),
-    "tokens, lora of the tied head": kind("tied", targets=[*QV, "lm_head"], trainable_token_indices=[5, 9]),
+    "tokens, lora of the tied head": kind(
+        "tied", targets=[*QV, "lm_head"], trainable_token_indices=[5, 9]
+    ),
     "more rows, tokens of the embedding, saved head": kind(
         "untied", 4, trainable_token_indices=[5, 9], modules_to_save=["lm_head"]
     ),
@@ -134,7 +153,9 @@ def bases(tmp_path_factory):
     torch.manual_seed(0)
     folders = {}
     for name, (config, values) in BASES.items():
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**values)).float()
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, config)(**values)
+        ).float()
         change(model.parameters(), 0.05)
         folders[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(folders[name])
@@ -174,7 +195,9 @@ def write_with_peft(folder: Path, out: Path, item: Kind):
         return model, out
     model.add_adapter("second", LoraConfig(**settings | dict(lora_alpha=3)))
     change(p for n, p in model.named_parameters() if "second" in n)
-    model.add_weighted_adapter(["default", "second"], [0.7, 0.5], "sum", combination_type=item.weighted)
+    model.add_weighted_adapter(
+        ["default", "second"], [0.7, 0.5], "sum", combination_type=item.weighted
+    )
     model.set_adapter("sum")
     model.eval().save_pretrained(out, selected_adapters=["sum"])
     return model, out / "sum"
@@ -193,14 +216,19 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
         expected = reference(tokens).logits
 
     def error(logits) -> float:
-        width = min(logits.size(-1), expected.size(-1))  # a base may have more rows than the adapter
+        # a base may have more rows than the adapter
+        width = min(logits.size(-1), expected.size(-1))
         return relative(logits[..., :width], expected[..., :width])
 
     with torch.no_grad():
         assert error(litft.load(folder, base_dir=base)[0](tokens)) <= 1e-5
 
-    # as a run that continues from the adapter builds it; every parameter that it trains gets a gradient
-    args = parse(LoRAFinetuneArgs, ["--checkpoint_dir", str(folder), "--data.path", "x.jsonl", "--precision", "fp32"])
+    # as a run that continues from the adapter builds it; every parameter that it trains gets a
+    # gradient
+    args = parse(
+        LoRAFinetuneArgs,
+        ["--checkpoint_dir", str(folder), "--data.path", "x.jsonl", "--precision", "fp32"],
+    )
     source = resolve(folder, base)
     setup = Setup(args, source)
     if item.resized <= 0 and "trainable_token_indices" not in item.settings:
@@ -210,7 +238,9 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
     assert error(logits.detach()) <= 1e-5
     logits.square().mean().backward()
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in trained)
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all() for parameter in trained
+    )
 
     returned = tmp_path / "returned"
     returned.mkdir()
@@ -228,24 +258,36 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
 
         flags = dict(checkpoint_dir=str(folder), base_dir=str(base), precision="fp32")
         merge(MergeArgs(out_dir=str(tmp_path / "merged"), **flags))
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        merged = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "merged", dtype=torch.float32
+        )
         assert error(merged(tokens).logits) <= 1e-5
         config = json.loads((tmp_path / "merged" / "config.json").read_text())
-        assert config.get("tie_embedding", False) is False  # the only base with this field gets a head of its own
+        # the only base with this field gets a head of its own
+        assert config.get("tie_embedding", False) is False
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_initialization_that_changes_the_base_is_refused(bases, tmp_path, name):
-    """PEFT repeats it, or keeps the changed base, when it opens the adapter: its files do not tell the result."""
+    """PEFT repeats it, or keeps the changed base, when it opens the adapter: its files do not tell
+    the result."""
     write_with_peft(bases["untied"], tmp_path, KINDS["ranks"])
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": REFUSED[name]}))
-    with pytest.raises(ValueError, match=f"init_lora_weights '{REFUSED[name]}' changes the weights of the base"):
+    with pytest.raises(
+        ValueError, match=f"init_lora_weights '{REFUSED[name]}' changes the weights of the base"
+    ):
         litft.load(tmp_path, base_dir=bases["untied"])
 
 
 @pytest.mark.parametrize(
-    "setting", [{"use_qalora": True}, {"lora_bias": True}, {"layer_replication": [[0, 2]]}, {"kasa_config": {"a": 1}}]
+    "setting",
+    [
+        {"use_qalora": True},
+        {"lora_bias": True},
+        {"layer_replication": [[0, 2]]},
+        {"kasa_config": {"a": 1}},
+    ],
 )
 def test_another_variant_is_refused(bases, tmp_path, setting):
     write_with_peft(bases["untied"], tmp_path, KINDS["ranks"])
@@ -261,13 +303,18 @@ def test_another_variant_is_refused(bases, tmp_path, setting):
         ({"lm_head.lora_B.weight": torch.ones(3)}, "lm_head should have two matrices"),
         ({"lm_head.lora_B.weight": None}, "lm_head lacks lora_B"),
         ({"lm_head.lora_A.weight": torch.ones(4, 64, 1)}, "lm_head should"),
-        ({"model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)}, "matches no module of the base"),
+        (
+            {"model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)},
+            "matches no module of the base",
+        ),
     ],
 )
 def test_files_that_do_not_fit_are_refused(bases, tmp_path, changes, message):
     write_with_peft(bases["untied"], tmp_path, KINDS["lora of lm_head, untied"])
     path = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(path) | {f"base_model.model.{name}": value for name, value in changes.items()}
+    tensors = load_file(path) | {
+        f"base_model.model.{name}": value for name, value in changes.items()
+    }
     save_file({name: value for name, value in tensors.items() if value is not None}, path)
     with pytest.raises(ValueError, match=message):
         litft.load(tmp_path, base_dir=bases["untied"])
@@ -278,7 +325,10 @@ NARROWED = [
     ({"target_modules": None}, "target_modules leave out"),
     ({"target_modules": r".*\.layers\.0\..*"}, r"target_modules leave out model\.layers\.1"),
     ({"layers_to_transform": [0]}, r"layers_to_transform leave out model\.layers\.1"),
-    ({"layers_to_transform": 1, "layers_pattern": "layers"}, r"layers_to_transform leave out model\.layers\.0"),
+    (
+        {"layers_to_transform": 1, "layers_pattern": "layers"},
+        r"layers_to_transform leave out model\.layers\.0",
+    ),
     ({"exclude_modules": ["v_proj"]}, "exclude_modules leave out .*v_proj"),
     ({"exclude_modules": r".*v_proj"}, "exclude_modules leave out .*v_proj"),
     ({"use_dora": True}, "use_dora is true, but .* has no magnitudes"),
@@ -317,7 +367,9 @@ def test_invalid_modules_to_save_are_refused(bases, tmp_path, saved):
 
 def test_dora_of_a_table_with_new_tokens_is_refused_before_training(bases):
     flags = ["--data.path", "x.jsonl", "--data.new_tokens", "<x1>,<x2>", "--lora.dora", "true"]
-    args = parse(LoRAFinetuneArgs, ["--checkpoint_dir", "x", *flags, "--lora.targets", "q_proj,embed_tokens"])
+    args = parse(
+        LoRAFinetuneArgs, ["--checkpoint_dir", "x", *flags, "--lora.targets", "q_proj,embed_tokens"]
+    )
     with pytest.raises(ValueError, match=r"leave embed_tokens and lm_head out of --lora\.targets"):
         Setup(args, resolve(bases["untied"]))
 
@@ -328,9 +380,14 @@ def test_a_parameter_without_a_value_from_the_files_is_an_error(bases):
     model = source.unfilled("fp32")
     model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
     model.blocks[0].attention.q_proj.weight = model.blocks[1].attention.q_proj.weight
-    source.fill(model, "fp32", "cpu")  # an untied head is filled, and tied parameters share their value
+    # an untied head is filled, and tied parameters share their value
+    source.fill(model, "fp32", "cpu")
     assert torch.equal(model.lm_head.weight, model.embed.weight)
     model.blocks[0].mlp.up_proj.weight = torch.nn.Parameter(torch.empty(96, 64))
-    source.checked_mappings[:] = [m for m in source.checked_mappings if "blocks.0.mlp.up_proj.weight" not in m.targets]
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.mlp\.up_proj\.weight was built, but not filled"):
+    source.checked_mappings[:] = [
+        m for m in source.checked_mappings if "blocks.0.mlp.up_proj.weight" not in m.targets
+    ]
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.0\.mlp\.up_proj\.weight was built, but not filled"
+    ):
         source.fill(model, "fp32", "cpu")

@@ -1,6 +1,8 @@
-"""Downloads and uploads against a local hub: huggingface_hub's real requests, and how litft handles the responses."""
+"""Downloads and uploads against a local hub: huggingface_hub's real requests, and how litft handles
+the responses."""
 
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -10,11 +12,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ENV, ROOT, rows_of, script
+from conftest import ENV, ROOT, STORIES, rows_of, script
 from hub import Hub
+from make_stories import story
 
 import litft
-from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, UploadArgs
+from litft.args import (
+    DataArgs,
+    EvalArgs,
+    LoRAArgs,
+    LoRAFinetuneArgs,
+    SaveArgs,
+    TrainArgs,
+    UploadArgs,
+)
 from litft.checkpoints.hub import HubId, downloaded_from, files_to_transfer, hub_id
 from litft.export.model_card import model_card
 from litft.export.publish import _card_info
@@ -23,7 +34,9 @@ from litft.pretrained import resolve
 CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_")}
 
 
-def run(arguments: list, cwd: Path, env: dict[str, str], code: int = 0) -> subprocess.CompletedProcess:
+def run(
+    arguments: list, cwd: Path, env: dict[str, str], code: int = 0
+) -> subprocess.CompletedProcess:
     """Run a script with the environment of a hub."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ENV.keys() - CLEAN.keys():
@@ -36,7 +49,13 @@ def online(tiny, tmp_path_factory):
     """Return (hub with a tiny model and unneeded files, working folder, environment)."""
     root = tmp_path_factory.mktemp("online")
     shutil.copytree(tiny, root / "source")
-    for name in ("pytorch_model.bin", "model.onnx", "tf_model.h5", "consolidated.00.pth", "training_args.bin"):
+    for name in (
+        "pytorch_model.bin",
+        "model.onnx",
+        "tf_model.h5",
+        "consolidated.00.pth",
+        "training_args.bin",
+    ):
         (root / "source" / name).write_bytes(b"much")
     (root / "source" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
     with Hub(tiny=root / "source") as hub:
@@ -48,7 +67,10 @@ def test_valid_and_invalid_hub_ids(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     for text in ("owner/name", "Qwen/Qwen2.5-0.5B", "a/b.c_d"):
         assert hub_id(text) == HubId(text)
-    assert hub_id("owner/name@v1.0") == HubId("owner/name", "v1.0") and hub_id("o/n@refs/pr/1").revision == "refs/pr/1"
+    assert (
+        hub_id("owner/name@v1.0") == HubId("owner/name", "v1.0")
+        and hub_id("o/n@refs/pr/1").revision == "refs/pr/1"
+    )
     assert HubId("o/n", "a" * 40).is_pinned and not HubId("o/n", "main").is_pinned
     for text in (
         "name",
@@ -68,7 +90,11 @@ def test_valid_and_invalid_hub_ids(tmp_path, monkeypatch):
 
 
 def test_only_needed_files_are_transferred():
-    safetensors = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    safetensors = [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
     unneeded = [
         "pytorch_model.bin",
         "consolidated.safetensors",
@@ -80,45 +106,87 @@ def test_only_needed_files_are_transferred():
     small = ["config.json", "tokenizer.json", "chat_template.jinja", "LICENSE.txt", "README.md"]
     assert files_to_transfer([*small, *safetensors, *unneeded]) == [*small, *safetensors]
     assert files_to_transfer([*small, *unneeded]) == [*small, "pytorch_model.bin"]
-    adapter = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "optimizer.pt"]
+    adapter = [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "adapter_model.bin",
+        "optimizer.pt",
+    ]
     assert files_to_transfer(adapter) == adapter[:2]
 
 
 @pytest.mark.slow
 def test_a_model_is_loaded_by_its_hub_id(online, tiny):
     hub, root, env = online
-    arguments = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "6", "--seed", "1", "--checkpoint_dir"]
+    arguments = [
+        "generate/base.py",
+        "--prompt",
+        "Once",
+        "--max_new_tokens",
+        "6",
+        "--seed",
+        "1",
+        "--checkpoint_dir",
+    ]
     expected = run([*arguments, tiny], root, {}).stdout
     hub.requests.clear()
     assert run([*arguments, "me/tiny"], root, env).stdout == expected
     fetched = {line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")}
     expected_files = {path.name for path in tiny.iterdir() if path.name != "training_args.bin"}
     assert fetched == {*expected_files, "README.md"}
-    # a cached commit is not requested again; without a network, the cached state of a branch is used
+    # a cached commit is not requested again; without a network, the cached state of a branch is
+    # used
     pinned, requests = f"me/tiny@{hub.commit('me/tiny')}", list(hub.requests)
     assert run([*arguments, pinned], root, env).stdout == expected and hub.requests == requests
     offline = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
     result = run([*arguments, "me/tiny"], root, offline)
-    assert result.stdout == expected and "the hub cannot be reached; using me/tiny from" in result.stderr
+    assert (
+        result.stdout == expected
+        and "the hub cannot be reached; using me/tiny from" in result.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_run_records_the_commit_of_its_base_model(online, examples):
     hub, root, env = online
-    flags = ["--data.path", examples, "--train.max_steps", "2", "--save.interval", "1", "--out_dir", "run"]
+    flags = [
+        "--data.path",
+        examples,
+        "--train.max_steps",
+        "2",
+        "--save.interval",
+        "1",
+        "--out_dir",
+        "run",
+    ]
     run(["finetune/lora.py", "--checkpoint_dir", "me/tiny", *flags], root, env)
     commit = hub.commit("me/tiny")
-    assert yaml.safe_load((root / "run" / "config.yaml").read_text())["checkpoint_dir"] == f"me/tiny@{commit}"
+    assert (
+        yaml.safe_load((root / "run" / "config.yaml").read_text())["checkpoint_dir"]
+        == f"me/tiny@{commit}"
+    )
     config = json.loads((root / "run" / "final" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("me/tiny", commit)
     requests = list(hub.requests)
     run(["finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "3"], root, env)
-    arguments = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "4", "--seed", "1", "--checkpoint_dir"]
+    arguments = [
+        "generate/base.py",
+        "--prompt",
+        "Once",
+        "--max_new_tokens",
+        "4",
+        "--seed",
+        "1",
+        "--checkpoint_dir",
+    ]
     expected = run([*arguments, "run"], root, env).stdout
     assert hub.requests == requests
     # an adapter moved to another folder downloads its base by the id in adapter_config.json
     shutil.copytree(root / "run" / "final", root / "moved" / "adapter")
-    assert run([*arguments, "moved/adapter"], root, {**env, "HF_HOME": str(root / "other")}).stdout == expected
+    assert (
+        run([*arguments, "moved/adapter"], root, {**env, "HF_HOME": str(root / "other")}).stdout
+        == expected
+    )
     step = root / "run" / "checkpoints" / "step-000003"
     run(["scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", "early"], root, env)
 
@@ -127,7 +195,10 @@ def test_a_run_records_the_commit_of_its_base_model(online, examples):
 def test_an_interrupted_download_resumes(online):
     hub, root, env = online
     env = {**env, "HF_HOME": str(root / "empty")}  # files in the cache would be copied
-    arguments, weights = ["scripts/download.py", "--repo_id", "me/tiny", "--out_dir"], "model.safetensors"
+    arguments, weights = (
+        ["scripts/download.py", "--repo_id", "me/tiny", "--out_dir"],
+        "model.safetensors",
+    )
     # within one download, huggingface_hub retries by itself
     hub.cut[weights] = 60_000
     run([*arguments, "models/cut"], root, env)
@@ -135,12 +206,20 @@ def test_an_interrupted_download_resumes(online):
     # a second download fetches only the incomplete files
     hub.cut[weights], hub.down_after = 60_000, weights
     result = run([*arguments, "models/tiny"], root, env, code=2)
-    assert f"{hub.url} cannot be reached" in result.stderr and "downloaded files are kept" in result.stderr
+    assert (
+        f"{hub.url} cannot be reached" in result.stderr
+        and "downloaded files are kept" in result.stderr
+    )
     hub.down_after, hub.is_down = None, False
     hub.requests.clear()
     result = run([*arguments, "models/tiny"], root, env)
-    assert [line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")] == [weights]
-    assert result.stdout.strip() == "models/tiny" and f"downloaded me/tiny@{hub.commit('me/tiny')}" in result.stderr
+    assert [line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")] == [
+        weights
+    ]
+    assert (
+        result.stdout.strip() == "models/tiny"
+        and f"downloaded me/tiny@{hub.commit('me/tiny')}" in result.stderr
+    )
     assert (root / "models" / "tiny" / weights).read_bytes() == hub.models["me/tiny"][weights]
     assert downloaded_from(root / "models" / "tiny") == HubId("me/tiny", hub.commit("me/tiny"))
     files = {path.name for path in (root / "models" / "tiny").iterdir()}
@@ -148,17 +227,32 @@ def test_an_interrupted_download_resumes(online):
 
 
 REFUSED = {
-    "gated": (["--repo_id", "me/gated"], r"me/gated is gated: accept its terms at http.*/me/gated and set HF_TOKEN"),
+    "gated": (
+        ["--repo_id", "me/gated"],
+        r"me/gated is gated: accept its terms at http.*/me/gated and set HF_TOKEN",
+    ),
     "missing": (
         ["--repo_id", "me/nothing"],
         "me/nothing is neither a local folder nor a public repository on the hub",
     ),
     "revision": (["--repo_id", "me/tiny@v9"], "me/tiny has no revision 'v9'; see http"),
-    "full": (["--repo_id", "me/huge"], r"me/huge@\w+ needs 93132257\.\d GiB more in .*; free space, or choose another disk"),
-    "none": (["--repo_id", "me/empty"], "the repository has no config.json and no adapter_config.json; name a model"),
+    "full": (
+        ["--repo_id", "me/huge"],
+        r"me/huge@\w+ needs 93132257\.\d GiB more in .*; free space, or choose another disk",
+    ),
+    "none": (
+        ["--repo_id", "me/empty"],
+        "the repository has no config.json and no adapter_config.json; name a model",
+    ),
     "shape": (["--repo_id", "tiny"], "--repo_id tiny: expected owner/name"),
-    "taken": (["--repo_id", "me/tiny", "--out_dir", "taken"], "--out_dir taken is not empty and contains no download"),
-    "other": (["--repo_id", "me/gated", "--out_dir", "held"], r"--out_dir held contains me/tiny@\w+; choose another folder"),
+    "taken": (
+        ["--repo_id", "me/tiny", "--out_dir", "taken"],
+        "--out_dir taken is not empty and contains no download",
+    ),
+    "other": (
+        ["--repo_id", "me/gated", "--out_dir", "held"],
+        r"--out_dir held contains me/tiny@\w+; choose another folder",
+    ),
 }
 
 
@@ -191,12 +285,17 @@ def test_refused_downloads_are_reported(online):
         cwd=root,
     )
     messages = re.split(r"(\w+) ended with 2\n", result.stderr)
-    assert dict(zip(messages[1::2], messages[::2], strict=False)).keys() == REFUSED.keys(), result.stderr
+    assert dict(zip(messages[1::2], messages[::2], strict=False)).keys() == REFUSED.keys(), (
+        result.stderr
+    )
     for text, name in zip(messages[::2], messages[1::2], strict=False):
         assert re.search(REFUSED[name][1], text), text
 
 
-@pytest.mark.parametrize("answer", [[], {}, {"sha": "short", "siblings": []}, {"sha": "a" * 40, "siblings": None}, "<html>"])
+@pytest.mark.parametrize(
+    "answer",
+    [[], {}, {"sha": "short", "siblings": []}, {"sha": "a" * 40, "siblings": None}, "<html>"],
+)
 def test_invalid_responses_are_reported(answer, tmp_path, monkeypatch):
     import huggingface_hub
 
@@ -214,21 +313,33 @@ def test_a_missing_network_is_reported(tmp_path):
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     for extra_env in ({}, {"HF_HUB_OFFLINE": "1"}):
         result = run(
-            ["generate/base.py", "--checkpoint_dir", "me/other", "--prompt", "a"], tmp_path, {**offline, **extra_env}, code=2
+            ["generate/base.py", "--checkpoint_dir", "me/other", "--prompt", "a"],
+            tmp_path,
+            {**offline, **extra_env},
+            code=2,
         )
         message = (
-            " is not in the cache, and HF_HUB_OFFLINE is set" if extra_env else ": http://127.0.0.1:9 cannot be reached"
+            " is not in the cache, and HF_HUB_OFFLINE is set"
+            if extra_env
+            else ": http://127.0.0.1:9 cannot be reached"
         )
         assert f"me/other{message}" in result.stderr
 
 
 def test_data_is_pinned_if_the_hub_is_reachable(online):
     _, _, env = online
-    code = "from litft.checkpoints.hub import *; print(*map(pinned_data, [HubId('me/data'), HubId('me/data', 'e' * 40)]))"
-    result = subprocess.run([sys.executable, "-c", code], env={**CLEAN, **env}, capture_output=True, text=True, cwd=ROOT)
+    code = (
+        "from litft.checkpoints.hub import *; print(*map(pinned_data, [HubId('me/data'), "
+        "HubId('me/data', 'e' * 40)]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**CLEAN, **env}, capture_output=True, text=True, cwd=ROOT
+    )
     assert result.stdout.split() == [f"me/data@{'d' * 40}", f"me/data@{'e' * 40}"], result.stderr
     offline = {**CLEAN, **env, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=offline, capture_output=True, text=True, cwd=ROOT
+    )
     assert result.stdout.split()[0] == "me/data"
 
 
@@ -237,7 +348,20 @@ def tuned(online, examples) -> tuple[Hub, Path, dict[str, str]]:
     """Train the hub's model with LoRA and with full finetuning; return `online`."""
     _, root, env = online
     flags = ["--checkpoint_dir", "me/tiny", "--data.path", examples, "--train.max_steps", "2"]
-    run(["finetune/lora.py", *flags, "--lora.r", "4", "--lora.rank_pattern", "q_proj=6", "--out_dir", "lora"], root, env)
+    run(
+        [
+            "finetune/lora.py",
+            *flags,
+            "--lora.r",
+            "4",
+            "--lora.rank_pattern",
+            "q_proj=6",
+            "--out_dir",
+            "lora",
+        ],
+        root,
+        env,
+    )
     run(["finetune/full.py", *flags, "--out_dir", "full"], root, env)
     return online
 
@@ -245,7 +369,14 @@ def tuned(online, examples) -> tuple[Hub, Path, dict[str, str]]:
 @pytest.mark.slow
 def test_the_model_card_describes_the_run(tuned, examples):
     hub, root, env = tuned
-    arguments = ["scripts/upload.py", "--checkpoint_dir", "lora", "--repo_id", "me/mine", "--dry_run"]
+    arguments = [
+        "scripts/upload.py",
+        "--checkpoint_dir",
+        "lora",
+        "--repo_id",
+        "me/mine",
+        "--dry_run",
+    ]
     hub.requests.clear()
     result = run(arguments, root, env)
     assert not hub.requests
@@ -277,22 +408,54 @@ def test_the_model_card_describes_the_run(tuned, examples):
     ):
         assert text in result.stdout, text
     assert str(root) not in result.stdout and str(examples.parent) not in result.stdout
-    uploads = [line.split()[1] for line in result.stderr.splitlines() if re.match(r" +[\d,]+  \w", line)]
-    assert uploads[0] == "README.md" and "adapter_config.json" in uploads and "adapter_model.safetensors" in uploads
-    assert "tokenizer.model" in uploads and "chat_template.jinja" in uploads and "config.yaml" not in uploads
+    uploads = [
+        line.split()[1] for line in result.stderr.splitlines() if re.match(r" +[\d,]+  \w", line)
+    ]
+    assert (
+        uploads[0] == "README.md"
+        and "adapter_config.json" in uploads
+        and "adapter_model.safetensors" in uploads
+    )
+    assert (
+        "tokenizer.model" in uploads
+        and "chat_template.jinja" in uploads
+        and "config.yaml" not in uploads
+    )
 
 
 @pytest.mark.slow
 def test_the_card_of_a_merged_model_describes_its_run(tuned):
     _, root, env = tuned
     run(["scripts/merge_lora.py", "--checkpoint_dir", "lora", "--out_dir", "merged"], root, env)
-    arguments = ["scripts/upload.py", "--checkpoint_dir", "merged", "--repo_id", "me/merged", "--dry_run"]
-    plain_card, run_card = run(arguments, root, env).stdout, run([*arguments, "--run", "lora"], root, env).stdout
-    assert "trained by" not in plain_card and "Licence" not in plain_card and "vllm serve me/merged" in plain_card
+    arguments = [
+        "scripts/upload.py",
+        "--checkpoint_dir",
+        "merged",
+        "--repo_id",
+        "me/merged",
+        "--dry_run",
+    ]
+    plain_card, run_card = (
+        run(arguments, root, env).stdout,
+        run([*arguments, "--run", "lora"], root, env).stdout,
+    )
+    assert (
+        "trained by" not in plain_card
+        and "Licence" not in plain_card
+        and "vllm serve me/merged" in plain_card
+    )
     assert yaml.safe_load(run_card.split("---")[1])["base_model_relation"] == "finetune"
-    for text in ("A model derived from [me/tiny]", "trained by LoRA", "Licence: apache-2.0", "validation loss, at the end"):
+    for text in (
+        "A model derived from [me/tiny]",
+        "trained by LoRA",
+        "Licence: apache-2.0",
+        "validation loss, at the end",
+    ):
         assert text in run_card
-    assert "--run merged is not a run of litft" in run([*arguments, "--run", "merged"], root, env, code=2).stderr
+    assert (
+        "--run merged is not a run of litft"
+        in run([*arguments, "--run", "merged"], root, env, code=2).stderr
+    )
 
 
 def snippets(card: str) -> dict[str, str]:
@@ -304,41 +467,100 @@ def snippets(card: str) -> dict[str, str]:
 def test_uploaded_models_load_with_the_code_on_their_card(tuned):
     hub, root, env = tuned
     config_file = root / "full" / "final" / "config.json"
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "_name_or_path": str(root / "secret")}))
+    config_file.write_text(
+        json.dumps({**json.loads(config_file.read_text()), "_name_or_path": str(root / "secret")})
+    )
     for name, title in (("lora", "PEFT"), ("full", "transformers")):
-        result = run(["scripts/upload.py", "--checkpoint_dir", name, "--repo_id", f"me/{name}", "--private"], root, env)
+        result = run(
+            ["scripts/upload.py", "--checkpoint_dir", name, "--repo_id", f"me/{name}", "--private"],
+            root,
+            env,
+        )
         assert result.stdout.strip().endswith(f"/me/{name}") and hub.private[f"me/{name}"]
         files = hub.models[f"me/{name}"]
-        assert not any(str(root).encode() in data or b"base_path" in data for data in files.values())
+        assert not any(
+            str(root).encode() in data or b"base_path" in data for data in files.values()
+        )
         code = snippets(files["README.md"].decode())[title]
-        code += "\nimport torch\nprint(model(torch.arange(3, 40)[None]).logits.sum(-1).tolist()[0][-1])"
+        code += (
+            "\nimport torch\nprint(model(torch.arange(3, 40)[None]).logits.sum(-1).tolist()[0][-1])"
+        )
         fresh_env = {**env, "HF_HOME": str(root / f"other-{name}")}
         result = subprocess.run(
-            [sys.executable, "-c", code], env={**CLEAN, **fresh_env}, capture_output=True, text=True, cwd=root
+            [sys.executable, "-c", code],
+            env={**CLEAN, **fresh_env},
+            capture_output=True,
+            text=True,
+            cwd=root,
         )
         assert result.returncode == 0, result.stderr[-2000:]
-        check = f"import litft, torch; model = litft.load('{name}', precision='fp32')[0]; tokens = torch.arange(3, 40)[None]"
+        check = (
+            f"import litft, torch; model = litft.load('{name}', precision='fp32')[0]; tokens = "
+            "torch.arange(3, 40)[None]"
+        )
         check += "; print(model(tokens).sum(-1).tolist()[0][-1])"
-        local = subprocess.run([sys.executable, "-c", check], env={**CLEAN, **env}, capture_output=True, text=True, cwd=root)
+        local = subprocess.run(
+            [sys.executable, "-c", check],
+            env={**CLEAN, **env},
+            capture_output=True,
+            text=True,
+            cwd=root,
+        )
         assert float(result.stdout.split()[-1]) == pytest.approx(float(local.stdout), abs=1e-3)
-        arguments = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "4", "--seed", "1", "--checkpoint_dir"]
-        assert run([*arguments, f"me/{name}"], root, fresh_env).stdout == run([*arguments, name], root, env).stdout
+        arguments = [
+            "generate/base.py",
+            "--prompt",
+            "Once",
+            "--max_new_tokens",
+            "4",
+            "--seed",
+            "1",
+            "--checkpoint_dir",
+        ]
+        assert (
+            run([*arguments, f"me/{name}"], root, fresh_env).stdout
+            == run([*arguments, name], root, env).stdout
+        )
 
 
 @pytest.mark.slow
 def test_an_adapter_on_a_local_base_needs_the_hub_id_of_its_base(online, tiny, examples):
     hub, root, env = online
-    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", "1", "--out_dir", "local"]
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        examples,
+        "--train.max_steps",
+        "1",
+        "--out_dir",
+        "local",
+    ]
     run(["finetune/lora.py", *flags], root, env)
-    arguments = ["scripts/upload.py", "--checkpoint_dir", "local", "--repo_id", "me/local", "--dry_run"]
+    arguments = [
+        "scripts/upload.py",
+        "--checkpoint_dir",
+        "local",
+        "--repo_id",
+        "me/local",
+        "--dry_run",
+    ]
     result = run(arguments, root, env, code=2)
     assert "which is not on the hub; pass its hub id as --base_model" in result.stderr
     result = run([*arguments, "--base_model", "me/tiny", "--licence", "mit"], root, env)
-    assert "base_model: me/tiny" in result.stdout and "license: mit" in result.stdout and str(tiny) not in result.stdout
+    assert (
+        "base_model: me/tiny" in result.stdout
+        and "license: mit" in result.stdout
+        and str(tiny) not in result.stdout
+    )
     run([*arguments[:-1], "--base_model", "me/tiny"], root, env)
     config = json.loads(hub.models["me/local"]["adapter_config.json"])
     record = json.loads(hub.models["me/local"]["litft.json"])
-    assert config["base_model_name_or_path"] == "me/tiny" and "base_path" not in record and "litft" not in config
+    assert (
+        config["base_model_name_or_path"] == "me/tiny"
+        and "base_path" not in record
+        and "litft" not in config
+    )
     assert not any(str(tiny).encode() in data for data in hub.models["me/local"].values())
     result = run([*arguments, "--base_model", "tiny"], root, env, code=2)
     assert "--base_model tiny: expected owner/name" in result.stderr
@@ -352,20 +574,35 @@ def test_an_upload_without_a_network_is_reported(tuned):
     assert "cannot be reached" in run(arguments, root, offline, code=2).stderr
 
 
-def test_the_card_of_the_best_step_describes_that_step(tiny, examples, tmp_path):
+def test_the_card_of_the_best_step_describes_that_step(tmp_path):
     """The card of a run that continues from an adapter lists no LoRA flags."""
-    data = DataArgs(path=[str(examples)], val_fraction=0.2)
-    train = TrainArgs(max_steps=8, learning_rate=3.0, warmup_fraction=0.0)
-    args = LoRAFinetuneArgs(str(tiny), data=data, train=train, lora=LoRAArgs(r=2), out_dir=str(tmp_path / "first"))
+    # the base knows these stories, and the learning rate rises: each step makes it worse
+    generator = random.Random(5)
+    records = [json.dumps({"text": story(generator)}) for _ in range(24)]
+    (tmp_path / "stories.jsonl").write_text("\n".join(records))
+    data = DataArgs(path=[str(tmp_path / "stories.jsonl")], val_fraction=0.2)
+    train = TrainArgs(max_steps=8, learning_rate=0.1, warmup_fraction=1.0)
+    args = LoRAFinetuneArgs(
+        str(STORIES), data=data, train=train, lora=LoRAArgs(r=2), out_dir=str(tmp_path / "first")
+    )
     args = replace(args, eval=EvalArgs(interval=1, max_new_tokens=0), save=SaveArgs(best=True))
     rows = rows_of(litft.finetune(args).folder)
     best = min((row for row in rows if row["step"]), key=lambda row: row["val_loss"])
     assert 0 < best["step"] < 8
-    upload = UploadArgs(checkpoint_dir=str(tmp_path / "first" / "best"), repo_id="me/mine", base_model="me/base")
+    upload = UploadArgs(
+        checkpoint_dir=str(tmp_path / "first" / "best"), repo_id="me/mine", base_model="me/base"
+    )
     card = model_card(_card_info(resolve(upload.checkpoint_dir), upload))
     assert f"| steps, samples, tokens | {best['step']:.0f}," in card and "`--lora.r` | 2" in card
     assert f"| validation loss, at the end | {best['val_loss']:.4f} |" in card
-    second = replace(args, checkpoint_dir=str(tmp_path / "first"), lora=LoRAArgs(), out_dir=str(tmp_path / "second"))
+    second = replace(
+        args,
+        checkpoint_dir=str(tmp_path / "first"),
+        lora=LoRAArgs(),
+        out_dir=str(tmp_path / "second"),
+    )
     litft.finetune(second)
-    upload = UploadArgs(checkpoint_dir=str(tmp_path / "second" / "final"), repo_id="me/mine", base_model="me/base")
+    upload = UploadArgs(
+        checkpoint_dir=str(tmp_path / "second" / "final"), repo_id="me/mine", base_model="me/base"
+    )
     assert "`--lora" not in model_card(_card_info(resolve(upload.checkpoint_dir), upload))

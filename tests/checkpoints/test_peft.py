@@ -1,4 +1,5 @@
-"""LoRA against PEFT: adapter files in both directions, ten training steps, dtypes, errors and shared base weights."""
+"""LoRA against PEFT: adapter files in both directions, ten training steps, dtypes, errors and
+shared base weights."""
 
 import csv
 import json
@@ -32,7 +33,10 @@ def attached(folder, precision=None, **values):
         {},
         dict(target_modules=["q_proj", "v_proj"]),
         dict(use_rslora=True, r=6),
-        dict(rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 7}, alpha_pattern={"v_proj": 32}),
+        dict(
+            rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 7},
+            alpha_pattern={"v_proj": 32},
+        ),
         dict(alpha_pattern={r".*\.(q|k)_proj": 4, "layers.[01].mlp.*": 2}),
         dict(layers_to_transform=[1], target_modules=["o_proj", "up_proj"]),
     ],
@@ -48,7 +52,13 @@ def test_reads_what_peft_wrote(tiny, tmp_path, values):
 
 
 @pytest.mark.parametrize(
-    "targets", [["all-linear"], ["q_proj", "mlp.down_proj"], ["blocks.1.*"], ["model.layers.?.self_attn.o_proj"]]
+    "targets",
+    [
+        ["all-linear"],
+        ["q_proj", "mlp.down_proj"],
+        ["blocks.1.*"],
+        ["model.layers.?.self_attn.o_proj"],
+    ],
 )
 @torch.no_grad()
 def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
@@ -69,14 +79,17 @@ def test_scales_equal_pefts(tiny, tmp_path, rslora):
     patterns = dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32})
     reference = write_adapter(tiny, tmp_path, use_rslora=rslora, **patterns)
     expected = [m.scaling["default"] for m in reference.modules() if hasattr(m, "lora_A")]
-    flags = dict(r=4, alpha=8, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=32"], rslora=rslora)
+    flags = dict(
+        r=4, alpha=8, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=32"], rslora=rslora
+    )
     method = attached(tiny, **flags)[1]
     assert [site.scale for site in method.specs.values()] == pytest.approx(expected)
     assert len(set(expected)) == 3
 
 
 @pytest.mark.parametrize(
-    "values", [dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}), dict(use_rslora=True)]
+    "values",
+    [dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}), dict(use_rslora=True)],
 )
 @torch.no_grad()
 def test_reading_and_writing_an_adapter_preserves_it(tiny, tmp_path, values):
@@ -92,15 +105,22 @@ def test_reading_and_writing_an_adapter_preserves_it(tiny, tmp_path, values):
 
 
 def test_ten_steps_match_peft(tiny, examples, tmp_path):
-    """Start from random A *and* B, with micro-batches of 4 and a learning rate at which the loss falls by 0.3."""
+    """Start from random A *and* B, with micro-batches of 4 and a learning rate at which the loss
+    falls by 0.3."""
     reference = write_adapter(tiny, tmp_path / "adapter").train()
     for path in tiny.glob("*token*"):
         (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
     _, tokenizer = litft.load(tmp_path / "adapter")
     samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train
     expected = peft_losses(reference, samples, 0.01, 10)
-    flags = f"--checkpoint_dir adapter --data.path {examples} --data.val_fraction 0 --out_dir run --train.max_steps 10 "
-    flags += "--train.learning_rate 0.01 --train.lr_schedule constant --train.warmup_fraction 0 --train.weight_decay 0.01 "
+    flags = (
+        f"--checkpoint_dir adapter --data.path {examples} --data.val_fraction 0 --out_dir run "
+        "--train.max_steps 10 "
+    )
+    flags += (
+        "--train.learning_rate 0.01 --train.lr_schedule constant --train.warmup_fraction 0 "
+        "--train.weight_decay 0.01 "
+    )
     flags += "--train.global_batch_size 30 --train.micro_batch_size 4"
     script("finetune/lora.py", *flags.split(), cwd=tmp_path)
     with (tmp_path / "run" / "metrics.csv").open() as file:
@@ -109,7 +129,9 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path):
     assert losses == pytest.approx(expected, abs=1e-4)
     model, _ = litft.load(tmp_path / "run")
     with torch.no_grad():
-        torch.testing.assert_close(model(TOKENS), reference.eval()(TOKENS).logits, rtol=0, atol=2e-3)
+        torch.testing.assert_close(
+            model(TOKENS), reference.eval()(TOKENS).logits, rtol=0, atol=2e-3
+        )
 
 
 @torch.no_grad()
@@ -131,7 +153,8 @@ def test_factors_stay_fp32_on_a_bf16_base(tiny):
 
 @torch.no_grad()
 def test_a_small_update_survives_a_bf16_base(tiny):
-    """An update of 1e-3 of the output is added before rounding, as in PEFT; fp64 is the reference."""
+    """An update of 1e-3 of the output is added before rounding, as in PEFT; fp64 is the
+    reference."""
     torch.manual_seed(0)
     from litft.methods.lora_modules import LoRALinear
 
@@ -142,9 +165,11 @@ def test_a_small_update_survives_a_bf16_base(tiny):
     linear.lora_b.copy_(torch.randn(64, 4) * 2e-3)
     update = (x.double() @ linear.lora_a.double().T) @ linear.lora_b.double().T
     exact = (x.double() @ weight.T).bfloat16().double() + update
-    assert (linear(x) == exact.bfloat16()).float().mean() > 0.98  # the factors themselves are rounded to bf16
+    # the factors themselves are rounded to bf16
+    assert (linear(x) == exact.bfloat16()).float().mean() > 0.98
     projections = [
-        ((y.double() - exact + update) * update).sum() / update.square().sum() for y in (linear(x), exact.bfloat16())
+        ((y.double() - exact + update) * update).sum() / update.square().sum()
+        for y in (linear(x), exact.bfloat16())
     ]
     assert float(projections[0]) == pytest.approx(float(projections[1]), rel=0.01)
 
@@ -161,7 +186,8 @@ def test_dora_leaves_a_row_of_zeros_unchanged(tiny):
 
 
 def test_the_loss_includes_new_tokens_of_a_trained_head(tiny):
-    """The loss treats a fully trained head like a plain Linear, unless token rows are applied on top of it."""
+    """The loss treats a fully trained head like a plain Linear, unless token rows are applied on
+    top of it."""
     source = resolve(tiny)
     method = LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["lm_head"]))
     method.tokens = {512: [3], 40: [4]}
@@ -171,7 +197,9 @@ def test_the_loss_includes_new_tokens_of_a_trained_head(tiny):
     tokens = TOKENS.masked_fill(TOKENS % 3 == 0, 512)
     loss, _ = model(tokens[:, :-1], targets=tokens[:, 1:])
     logits = model(tokens[:, :-1]).flatten(0, 1)
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum"))
+    torch.testing.assert_close(
+        loss, torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+    )
     loss.backward()
     assert model.lm_head.token_rows.grad.any()
 
@@ -179,10 +207,22 @@ def test_the_loss_includes_new_tokens_of_a_trained_head(tiny):
 def test_invalid_ranks_and_unknown_modules_are_reported(tiny):
     source = resolve(tiny)
     for values, message in (
-        (dict(rank_pattern=["nothing=3"]), "--lora.rank_pattern nothing=3: no adapted module has that name"),
-        (dict(targets=["q_proj"], alpha_pattern=["v_proj=3"]), "--lora.alpha_pattern v_proj=3: no adapted module"),
-        (dict(modules_to_save=["nothing"]), "--lora.modules_to_save nothing: no module of this model"),
-        (dict(targets=["q_proj"], modules_to_save=["q_proj"]), "all of them are in --lora.modules_to_save"),
+        (
+            dict(rank_pattern=["nothing=3"]),
+            "--lora.rank_pattern nothing=3: no adapted module has that name",
+        ),
+        (
+            dict(targets=["q_proj"], alpha_pattern=["v_proj=3"]),
+            "--lora.alpha_pattern v_proj=3: no adapted module",
+        ),
+        (
+            dict(modules_to_save=["nothing"]),
+            "--lora.modules_to_save nothing: no module of this model",
+        ),
+        (
+            dict(targets=["q_proj"], modules_to_save=["q_proj"]),
+            "all of them are in --lora.modules_to_save",
+        ),
         (dict(r=65, init="pissa"), "--lora.r 65: --lora.init pissa allows at most rank 32"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -191,7 +231,10 @@ def test_invalid_ranks_and_unknown_modules_are_reported(tiny):
 
 @pytest.mark.parametrize(
     "targets, message",
-    [(["nothing"], "nothing: no Linear of this model has that name; choose from down_proj"), (["norm"], "norm: no Linear")],
+    [
+        (["nothing"], "nothing: no Linear of this model has that name; choose from down_proj"),
+        (["norm"], "norm: no Linear"),
+    ],
 )
 def test_an_unknown_target_is_reported(tiny, targets, message):
     source = resolve(tiny)
@@ -227,7 +270,8 @@ def test_an_adapter_of_another_base_is_refused(tiny, make_model, examples, tmp_p
     from transformers import LlamaConfig
 
     script(
-        *f"finetune/lora.py --checkpoint_dir {tiny} --data.path {examples} --train.max_steps 1 --out_dir run".split(),
+        *f"finetune/lora.py --checkpoint_dir {tiny} --data.path {examples} --train.max_steps 1 "
+        "--out_dir run".split(),
         cwd=tmp_path,
     )
     other, folder = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=256)
@@ -237,7 +281,15 @@ def test_an_adapter_of_another_base_is_refused(tiny, make_model, examples, tmp_p
     with pytest.raises(ValueError, match="was trained on another base"):
         litft.load(tmp_path / "run", base_dir=folder)
     result = script(
-        "generate/base.py", "--checkpoint_dir", "run", "--base_dir", folder, "--prompt", "a", cwd=tmp_path, code=2
+        "generate/base.py",
+        "--checkpoint_dir",
+        "run",
+        "--base_dir",
+        folder,
+        "--prompt",
+        "a",
+        cwd=tmp_path,
+        code=2,
     )
     assert "was trained on another base" in result.stderr
 
@@ -245,19 +297,26 @@ def test_an_adapter_of_another_base_is_refused(tiny, make_model, examples, tmp_p
 @torch.no_grad()
 @pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
 def test_models_on_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
-    """Each gives the logits it gives when loaded alone, packed too; the base's weights are in memory once."""
+    """Each gives the logits it gives when loaded alone, packed too; the base's weights are in
+    memory once."""
     base = checkpoints["stories"]
     methods = [
         LoRA(LoRAArgs(targets=["all-linear"])),
         LoRA(LoRAArgs(dora=True, targets=["q_proj"])),
         AdapterV2(AdapterV2Args()),
     ]
-    folders = [base, *(adapted(base, tmp_path / str(n), method) for n, method in enumerate(methods))]
+    folders = [
+        base,
+        *(adapted(base, tmp_path / str(n), method) for n, method in enumerate(methods)),
+    ]
     sources = [resolve(folder, base) for folder in folders]
     tokens = torch.randint(0, 500, (2, 9), generator=torch.Generator().manual_seed(0))
     separate_logits = [source.model("fp32", "cpu", quantize)(tokens) for source in sources]
     models = load_models(sources, "fp32", "cpu", quantize)
-    assert all(torch.equal(model(tokens), expected) for model, expected in zip(models, separate_logits, strict=True))
+    assert all(
+        torch.equal(model(tokens), expected)
+        for model, expected in zip(models, separate_logits, strict=True)
+    )
     assert len({model.blocks[0].attention.o_proj.weight.data_ptr() for model in models}) == 1
     pack_weights(models)
     for model, expected in zip(models, separate_logits, strict=True):
@@ -269,8 +328,12 @@ def test_models_on_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
 
 def test_fully_trained_modules_on_a_quantized_base_must_be_loaded_alone(checkpoints, tmp_path):
     base = checkpoints["stories"]
-    adapter = adapted(base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"])))
-    with pytest.raises(ValueError, match=r"5 modules .* nf4 for the others; load that adapter alone"):
+    adapter = adapted(
+        base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"]))
+    )
+    with pytest.raises(
+        ValueError, match=r"5 modules .* nf4 for the others; load that adapter alone"
+    ):
         load_models([resolve(base), resolve(adapter)], "fp32", "cpu", "nf4")
     assert len(load_models([resolve(base), resolve(adapter)], "fp32", "cpu", None)) == 2
     assert len(load_models([resolve(adapter)], "fp32", "cpu", "nf4")) == 1

@@ -1,4 +1,5 @@
-"""LoRA variants and LLaMA-Adapter against PEFT: files in both directions, logits, gradients, ten training steps."""
+"""LoRA variants and LLaMA-Adapter against PEFT: files in both directions, logits, gradients, ten
+training steps."""
 
 import csv
 import json
@@ -25,8 +26,14 @@ VARIANTS = {
         dict(use_dora=True, use_rslora=True),
     ),
     "ends": (LoRAArgs(r=3, targets=["q_proj", "embed", "lm_head"]), dict(adapt_embeddings=True)),
-    "dora of ends": (LoRAArgs(r=3, dora=True, targets=["embed", "o_proj"]), dict(adapt_embeddings=True, use_dora=True)),
-    "biases of adapted": (LoRAArgs(r=3, targets=["q_proj", "up_proj"], bias="lora"), dict(bias="lora_only")),
+    "dora of ends": (
+        LoRAArgs(r=3, dora=True, targets=["embed", "o_proj"]),
+        dict(adapt_embeddings=True, use_dora=True),
+    ),
+    "biases of adapted": (
+        LoRAArgs(r=3, targets=["q_proj", "up_proj"], bias="lora"),
+        dict(bias="lora_only"),
+    ),
     "all biases": (LoRAArgs(r=3, targets=["v_proj", "o_proj"], bias="all"), dict(bias="all")),
     "whole ends, norm": (
         LoRAArgs(r=3, targets=["k_proj"], modules_to_save=["embed", "lm_head", "norm"]),
@@ -43,7 +50,8 @@ FOLDERS = {
 }
 
 
-# every variant on the two families that differ most; DoRA and fully trained modules on the others, with other layouts
+# every variant on the two families that differ most; DoRA and fully trained modules on the others,
+# with other layouts
 CASES = [(variant, family) for family in ("llama, tied", "gpt2") for variant in VARIANTS]
 CASES += [
     (variant, family)
@@ -61,7 +69,9 @@ def folders(make_model):
     def folder(name):
         if name not in folder_by_name:
             config_class = ROWS[name.partition(",")[0]][0]
-            folder_by_name[name] = make_model(getattr(transformers, config_class), **FOLDERS[name])[1]
+            folder_by_name[name] = make_model(getattr(transformers, config_class), **FOLDERS[name])[
+                1
+            ]
         return folder_by_name[name]
 
     return folder
@@ -98,14 +108,37 @@ def test_reads_what_peft_wrote(folders, tmp_path, family, variant):
 
     folder, values = folders(family), dict(VARIANTS[variant][1])
     base = load_hf(folder)
-    embed = next(n for n, m in base.named_modules() if m is base.get_input_embeddings()).rpartition(".")[2]
+    embed = next(n for n, m in base.named_modules() if m is base.get_input_embeddings()).rpartition(
+        "."
+    )[2]
     head = next(n for n, m in base.named_modules() if m is base.get_output_embeddings())
-    norm = "model.norm" if hasattr(base, "model") else "final_layer_norm" if family == "gpt_neox" else "ln_f"
-    inner = ["c_attn"] if family == "gpt2" else ["query_key_value"] if family == "gpt_neox" else ["o_proj", "down_proj"]
-    adapt_embeddings, save_modules = values.pop("adapt_embeddings", False), values.pop("save_modules", False)
-    settings = dict(r=3, lora_alpha=7, target_modules=[*inner, embed] if adapt_embeddings else inner, **values)
+    norm = (
+        "model.norm"
+        if hasattr(base, "model")
+        else "final_layer_norm"
+        if family == "gpt_neox"
+        else "ln_f"
+    )
+    inner = (
+        ["c_attn"]
+        if family == "gpt2"
+        else ["query_key_value"]
+        if family == "gpt_neox"
+        else ["o_proj", "down_proj"]
+    )
+    adapt_embeddings, save_modules = (
+        values.pop("adapt_embeddings", False),
+        values.pop("save_modules", False),
+    )
+    settings = dict(
+        r=3, lora_alpha=7, target_modules=[*inner, embed] if adapt_embeddings else inner, **values
+    )
     if save_modules:
-        settings |= dict(modules_to_save=[embed, norm] if base.config.tie_word_embeddings else [embed, head, norm])
+        settings |= dict(
+            modules_to_save=[embed, norm]
+            if base.config.tie_word_embeddings
+            else [embed, head, norm]
+        )
         settings["ensure_weight_tying"] = bool(base.config.tie_word_embeddings)
     reference = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
     perturb(p for p in reference.parameters() if p.requires_grad)
@@ -135,7 +168,9 @@ def test_new_tokens_match_pefts_trainable_tokens(folders, tmp_path, family):
     tokens[0, ::5] = torch.tensor([96, 97, 40, 96, 97])
     reference = PeftModel.from_pretrained(base, tmp_path).eval()
     assert relative(reference(tokens).logits, model(tokens)) <= 1e-5
-    saved_values = sum(value.numel() for name, value in method.values(model).items() if "token" in name)
+    saved_values = sum(
+        value.numel() for name, value in method.values(model).items() if "token" in name
+    )
     assert saved_values == 3 * 32 * (1 if family.endswith("tied") else 2)
 
 
@@ -144,7 +179,9 @@ def prompts(model):
     return [(n, p) for n, p in model.named_parameters() if "adaption_" in n]
 
 
-@pytest.mark.parametrize("values", [{}, dict(num_key_value_heads=4), dict(num_key_value_heads=1)], ids=str)
+@pytest.mark.parametrize(
+    "values", [{}, dict(num_key_value_heads=4), dict(num_key_value_heads=1)], ids=str
+)
 @pytest.mark.parametrize("config_class", ["LlamaConfig", "MistralConfig"])
 def test_adapter_matches_pefts_adaption_prompt(make_model, tmp_path, config_class, values):
     """Compare logits and gradients with nonzero gates, and exchange files in both directions."""
@@ -161,27 +198,39 @@ def test_adapter_matches_pefts_adaption_prompt(make_model, tmp_path, config_clas
     method.load(model, tensors)
     losses = []
     for forward in (lambda t: model(t), lambda t: reference(t).logits):
-        loss = torch.nn.functional.cross_entropy(forward(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            forward(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten()
+        )
         loss.backward()
         losses.append(float(loss))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     parameters = list(method.parameters(model).values())
     assert len(parameters) == 4
-    largest = max(float(parameter.grad.abs().max()) for parameter in parameters)  # a gate's own may cancel
+    # a gate's own may cancel
+    largest = max(float(parameter.grad.abs().max()) for parameter in parameters)
     for (_, reference_parameter), parameter in zip(prompts(reference), parameters, strict=True):
         assert float((parameter.grad - reference_parameter.grad).abs().max()) <= 1e-5 * largest
     with torch.no_grad():
         assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
         assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
         (tmp_path / "litft").mkdir()
-        method.write(tmp_path / "litft", source, method.values(model), {"base_model_name_or_path": str(folder)})
+        method.write(
+            tmp_path / "litft",
+            source,
+            method.values(model),
+            {"base_model_name_or_path": str(folder)},
+        )
         reread = PeftModel.from_pretrained(load_hf(folder), tmp_path / "litft").eval()
         assert relative(reread(TOKENS).logits, model(TOKENS)) <= 1e-5
-    assert json.loads((tmp_path / "litft" / "adapter_config.json").read_text())["peft_type"] == "ADAPTION_PROMPT"
+    assert (
+        json.loads((tmp_path / "litft" / "adapter_config.json").read_text())["peft_type"]
+        == "ADAPTION_PROMPT"
+    )
 
 
 def test_adapters_that_peft_would_compute_differently_are_not_offered_to_it(folders, tmp_path):
-    """PEFT adds a Llama's o_proj bias twice and supports few families: other adapters have a type that PEFT rejects."""
+    """PEFT adds a Llama's o_proj bias twice and supports few families: other adapters have a type
+    that PEFT rejects."""
     from peft import PeftConfig
 
     for number, name in enumerate(("llama", "gpt2", "phi3")):
@@ -196,8 +245,9 @@ def test_adapters_that_peft_would_compute_differently_are_not_offered_to_it(fold
 
 
 FLAGS = (
-    "--data.val_fraction 0 --train.max_steps 10 --train.lr_schedule constant --train.warmup_fraction 0 "
-    "--train.global_batch_size 30 --train.micro_batch_size 30 --train.weight_decay 0 --train.learning_rate 0.003"
+    "--data.val_fraction 0 --train.max_steps 10 --train.lr_schedule constant "
+    "--train.warmup_fraction 0 --train.global_batch_size 30 --train.micro_batch_size 30 "
+    "--train.weight_decay 0 --train.learning_rate 0.003"
 )
 TEN_STEPS = {
     "lora": ("", {}),
@@ -211,7 +261,8 @@ TEN_STEPS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", TEN_STEPS)
 def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
-    """Start from an adapter with random A and B; PiSSA and OLoRA start from their own initialization."""
+    """Start from an adapter with random A and B; PiSSA and OLoRA start from their own
+    initialization."""
     from peft import LoraConfig, get_peft_model
 
     flags, values = TEN_STEPS[variant]
@@ -229,7 +280,10 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
         checkpoint, flags = tmp_path / "adapter", ""
         reference.save_pretrained(checkpoint)
         (checkpoint / "adapter_config.json").write_text(
-            json.dumps(json.loads((checkpoint / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(tiny)})
+            json.dumps(
+                json.loads((checkpoint / "adapter_config.json").read_text())
+                | {"base_model_name_or_path": str(tiny)}
+            )
         )
     _, tokenizer = litft.load(tiny)
     samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train

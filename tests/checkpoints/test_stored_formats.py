@@ -15,7 +15,9 @@ from litft.args import ConvertArgs
 from litft.checkpoints.stored_formats import AWQ_ORDER
 from litft.export.convert import convert
 
-SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+SIZES = dict(
+    hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)
 GROUP = 32
 
 
@@ -29,7 +31,8 @@ def to_fp8(weight, block):
     """Return stored tensors of a weight with one scale for each block."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
-    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # (R, block[0], C, block[1])
+    # (R, block[0], C, block[1])
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
     scale = blocks.abs().amax((1, 3)) / 448
     quantized = (blocks / scale[:, None, :, None]).flatten(0, 1).flatten(1)[:rows, :columns]
     return {"weight": quantized.to(torch.float8_e4m3fn), "weight_scale_inv": scale.float()}
@@ -46,7 +49,8 @@ def integers(weight):
 
 
 def pack(numbers, order=range(8)):
-    """Pack groups of 8 numbers along the last dimension; the i-th lowest 4 bits hold the number order[i]."""
+    """Pack groups of 8 numbers along the last dimension; the i-th lowest 4 bits hold the number
+    order[i]."""
     packed = torch.zeros(*numbers.shape[:-1], numbers.size(-1) // 8, dtype=torch.int64)
     for position, column in enumerate(order):
         packed |= numbers[..., column::8].long() << 4 * position
@@ -54,31 +58,49 @@ def pack(numbers, order=range(8)):
 
 
 def to_gptq(weight, permuted):
-    """Return stored tensors; with a permutation, groups are those of the features that `g_idx` names."""
-    order = torch.randperm(weight.size(1), generator=torch.Generator().manual_seed(0)) if permuted else slice(None)
+    """Return stored tensors; with a permutation, groups are those of the features that `g_idx`
+    names."""
+    order = (
+        torch.randperm(weight.size(1), generator=torch.Generator().manual_seed(0))
+        if permuted
+        else slice(None)
+    )
     values, zeros, scales = integers(weight[:, order])
     groups = torch.arange(weight.size(1)) // GROUP
     inverse = order.argsort() if permuted else slice(None)
-    stored = {"qweight": pack(values[:, inverse]).mT, "qzeros": pack((zeros - 1).mT), "scales": scales.mT.half()}
-    return stored | {"g_idx": groups[inverse].int()}, (scales[:, groups] * (values - zeros[:, groups]))[:, inverse]
+    stored = {
+        "qweight": pack(values[:, inverse]).mT,
+        "qzeros": pack((zeros - 1).mT),
+        "scales": scales.mT.half(),
+    }
+    return stored | {"g_idx": groups[inverse].int()}, (
+        scales[:, groups] * (values - zeros[:, groups])
+    )[:, inverse]
 
 
 def to_awq(weight):
     """Return stored tensors, and the weight that they mean."""
     values, zeros, scales = integers(weight)
     groups = torch.arange(weight.size(1)) // GROUP
-    stored = {"qweight": pack(values.mT, AWQ_ORDER), "qzeros": pack(zeros.mT, AWQ_ORDER), "scales": scales.mT.half()}
+    stored = {
+        "qweight": pack(values.mT, AWQ_ORDER),
+        "qzeros": pack(zeros.mT, AWQ_ORDER),
+        "scales": scales.mT.half(),
+    }
     return stored, scales[:, groups] * (values - zeros[:, groups])
 
 
 def write(folder, base, out, quantize, settings):
-    """Write the base's folder with quantized Linears; return the weights that they mean, by name."""
+    """Write the base's folder with quantized Linears; return the weights that they mean, by
+    name."""
     shutil.copytree(folder, out, dirs_exist_ok=True)
     tensors, meant = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith("_proj.weight"):
             stored, value = quantize(tensor)
-            tensors |= {name.removesuffix("weight") + part: x.contiguous() for part, x in stored.items()}
+            tensors |= {
+                name.removesuffix("weight") + part: x.contiguous() for part, x in stored.items()
+            }
             meant[name] = value
         else:
             tensors[name] = meant[name] = tensor
@@ -89,9 +111,18 @@ def write(folder, base, out, quantize, settings):
 
 
 FORMATS = {
-    "gptq": (lambda w: to_gptq(w, False), dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=False)),
-    "gptq, act order": (lambda w: to_gptq(w, True), dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=True)),
-    "awq": (to_awq, dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")),
+    "gptq": (
+        lambda w: to_gptq(w, False),
+        dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=False),
+    ),
+    "gptq, act order": (
+        lambda w: to_gptq(w, True),
+        dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=True),
+    ),
+    "awq": (
+        to_awq,
+        dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm"),
+    ),
 }
 
 
@@ -106,23 +137,37 @@ def test_integers_are_read_as_they_are_meant(base, tmp_path, name):
     model, _ = litft.load(tmp_path / "model", precision="fp32")
     tokens = draw(1, 20, seed=1)
     assert relative(model(tokens), reference(tokens).logits) <= 1e-5
-    out = convert(ConvertArgs(checkpoint_dir=str(tmp_path / "model"), out_dir=str(tmp_path / "out"), precision="fp32"))
+    out = convert(
+        ConvertArgs(
+            checkpoint_dir=str(tmp_path / "model"), out_dir=str(tmp_path / "out"), precision="fp32"
+        )
+    )
     written = load_file(out / "model.safetensors")
-    assert all(torch.equal(written[n], meant[n].half().float()) for n in meant if n.endswith("_proj.weight"))
+    assert all(
+        torch.equal(written[n], meant[n].half().float())
+        for n in meant
+        if n.endswith("_proj.weight")
+    )
     assert "quantization_config" not in json.loads((out / "config.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("block", [(128, 128), (32, 16)])
 def test_fp8_blocks_equal_transformers(base, tmp_path, block):
     reference, folder = base
-    settings = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=list(block), fmt="e4m3")
+    settings = dict(
+        quant_method="fp8", activation_scheme="dynamic", weight_block_size=list(block), fmt="e4m3"
+    )
     write(folder, reference, tmp_path, lambda w: (to_fp8(w, block), w), settings)
     config = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=block)
-    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, dtype=torch.bfloat16
+    )
     model, _ = litft.load(tmp_path, precision="bf16")
     for index, layer in enumerate(expected.model.layers):
         assert torch.equal(model.blocks[index].mlp.down_proj.weight, layer.mlp.down_proj.weight)
-        assert torch.equal(model.blocks[index].attention.q_proj.weight, layer.self_attn.q_proj.weight)
+        assert torch.equal(
+            model.blocks[index].attention.q_proj.weight, layer.self_attn.q_proj.weight
+        )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +176,14 @@ def test_fp8_blocks_equal_transformers(base, tmp_path, block):
         (dict(quant_method="gptq", bits=3), "3 bits"),
         (dict(quant_method="awq", bits=4, version="gemv"), "gemv"),
         (dict(quant_method="hqq"), "hqq"),
-        (dict(quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": {}}), "pack-quantized"),
+        (
+            dict(
+                quant_method="compressed-tensors",
+                format="pack-quantized",
+                config_groups={"group_0": {}},
+            ),
+            "pack-quantized",
+        ),
     ],
 )
 def test_other_formats_are_refused(base, tmp_path, settings, message):
@@ -143,18 +195,30 @@ def test_other_formats_are_refused(base, tmp_path, settings, message):
 
 def test_a_missing_scale_is_reported(base, tmp_path):
     reference, folder = base
-    write(folder, reference, tmp_path, lambda w: ({"weight": w.to(torch.float8_e4m3fn)}, w), dict(quant_method="fp8"))
+    write(
+        folder,
+        reference,
+        tmp_path,
+        lambda w: ({"weight": w.to(torch.float8_e4m3fn)}, w),
+        dict(quant_method="fp8"),
+    )
     with pytest.raises(ValueError, match="its scale is missing"):
         litft.load(tmp_path)
 
 
-FP8_BLOCKS = dict(quant_method="fp8", weight_block_size=[32, 16], activation_scheme="dynamic", fmt="e4m3")
-STORED = {name: (lambda weight, to=quantize: to(weight)[0], settings) for name, (quantize, settings) in FORMATS.items()}
+FP8_BLOCKS = dict(
+    quant_method="fp8", weight_block_size=[32, 16], activation_scheme="dynamic", fmt="e4m3"
+)
+STORED = {
+    name: (lambda weight, to=quantize: to(weight)[0], settings)
+    for name, (quantize, settings) in FORMATS.items()
+}
 STORED["fp8"] = (lambda weight: to_fp8(weight, (32, 16)), FP8_BLOCKS)
 
 
 def damaged(tensor, generator):
-    """Return a stored tensor of another shape or type, or with numbers that mean nothing; and what was done."""
+    """Return a stored tensor of another shape or type, or with numbers that mean nothing; and what
+    was done."""
     kinds = {
         "a row less": lambda: tensor[:-1],
         "a row more": lambda: torch.cat([tensor, tensor[:1]]),
@@ -189,7 +253,9 @@ def test_damaged_parts_are_refused(base, tmp_path, count):
         part = generator.choice([part for part in whole if "_proj." in part])
         tensor, kind = damaged(whole[part], generator)
         save_file(whole | {part: tensor}, path, metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=r"download (the folder|it) (again|in bf16)|expected shape"):
+        with pytest.raises(
+            ValueError, match=r"download (the folder|it) (again|in bf16)|expected shape"
+        ):
             pytest.fail(f"{name}, {part}, {kind}: {litft.load(tmp_path / name)}")
         save_file(whole, path, metadata={"format": "pt"})
     for name in STORED:

@@ -45,8 +45,12 @@ def test_shards_bin_and_sharded_bin_are_the_same_model(model_folder, folder, tmp
     torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
     weight_map = {name: f"pytorch_model-{n % 2}.bin" for n, name in enumerate(tensors)}
     for file in set(weight_map.values()):
-        torch.save({n: t for n, t in tensors.items() if weight_map[n] == file}, tmp_path / "bins" / file)
-    (tmp_path / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        torch.save(
+            {n: t for n, t in tensors.items() if weight_map[n] == file}, tmp_path / "bins" / file
+        )
+    (tmp_path / "bins" / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     for name in ("shards", "bin", "bins"):
         assert torch.equal(litft.load(tmp_path / name)[0](TOKENS), expected), name
 
@@ -57,7 +61,9 @@ def test_one_file_is_read_before_an_index(folder):
     from transformers import AutoModelForCausalLM
 
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / "model-1.safetensors")
+    save_file(
+        {name: 2 * tensor for name, tensor in tensors.items()}, folder / "model-1.safetensors"
+    )
     index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     expected = AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
@@ -66,7 +72,10 @@ def test_one_file_is_read_before_an_index(folder):
 
 @torch.no_grad()
 def test_a_stored_head_of_a_tied_model_is_used(make_model, tmp_path):
-    """As in transformers; a head with the embedding's values changes nothing. Exports say that the model is not tied."""
+    """As in transformers; a head with the embedding's values changes nothing.
+
+    Exports say that the model is not tied.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     _, folder = make_model(LlamaConfig, tie_word_embeddings=True)
@@ -80,7 +89,10 @@ def test_a_stored_head_of_a_tied_model_is_used(make_model, tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     expected = AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
     torch.testing.assert_close(litft.load(folder)[0](TOKENS), expected, rtol=1e-4, atol=1e-5)
-    out = litft.cli.run("convert_hf_checkpoint", ["--checkpoint_dir", str(folder), "--out_dir", str(tmp_path / "out")])
+    out = litft.cli.run(
+        "convert_hf_checkpoint",
+        ["--checkpoint_dir", str(folder), "--out_dir", str(tmp_path / "out")],
+    )
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
     torch.testing.assert_close(litft.load(out)[0](TOKENS), expected, rtol=1e-4, atol=1e-5)
 
@@ -108,7 +120,9 @@ def test_dtype_is_that_of_the_folder_unless_requested(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file({n: t.bfloat16() for n, t in tensors.items()}, folder / "model.safetensors")
     assert {p.dtype for p in litft.load(folder)[0].parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in litft.load(folder, precision="fp32")[0].parameters()} == {torch.float32}
+    assert {p.dtype for p in litft.load(folder, precision="fp32")[0].parameters()} == {
+        torch.float32
+    }
     with pytest.raises(ValueError, match="precision 'int4' is not supported"):
         litft.load(folder, precision="int4")
 
@@ -156,18 +170,27 @@ def drop_weights(folder):
 
 
 def lfs_pointer(folder):
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 12\n")
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 12\n"
+    )
 
 
 def lost_shard(folder):
     (folder / "model.safetensors").unlink()
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        }
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def stray_shard(folder):
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../../secret.safetensors"}})
+    )
 
 
 def bad_index(folder):
@@ -203,7 +226,9 @@ def torn_config(folder):
 
 def stored_as(dtype):
     def change(folder):
-        rewrite(folder, lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
+        rewrite(
+            folder, lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()})
+        )
 
     return change
 
@@ -215,9 +240,17 @@ def invalid(**values):
 
 
 def rope(**values):
-    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, **values}
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 1e4,
+        **values,
+    }
     ((name, value),) = values.items()
-    return config(rope_parameters=scaling), rf"rope_parameters\.{name} must be .*, found {re.escape(repr(value))}"
+    return config(
+        rope_parameters=scaling
+    ), rf"rope_parameters\.{name} must be .*, found {re.escape(repr(value))}"
 
 
 BROKEN = [
@@ -242,7 +275,10 @@ BROKEN = [
     rope(original_max_position_embeddings="32"),
     rope(rope_theta=float("inf")),
     (truncate, "is truncated or not a safetensors file"),
-    (drop_weights, r"holds no weights: expected model.safetensors, .* found config.json, .*weights.safetensors"),
+    (
+        drop_weights,
+        r"holds no weights: expected model.safetensors, .* found config.json, .*weights.safetensors",
+    ),
     (lfs_pointer, "is a git-lfs pointer"),
     (lost_shard, "lacks 2 of 2 weight files: model-00001-of-00002.safetensors"),
     (stray_shard, "not a plain file name; do not trust this folder"),
@@ -259,7 +295,10 @@ BROKEN = [
     (config(hidden_size=...), "lacks the field 'hidden_size'"),
     (config(hidden_act="swish9"), "activation 'swish9' is not supported; known: silu"),
     (config(num_key_value_heads=3), "4 query heads cannot share 3 key/value heads"),
-    (config(intermediate_size=57), r"mlp.gate_proj.weight: expected shape \(57, 32\), found \(56, 32\)"),
+    (
+        config(intermediate_size=57),
+        r"mlp.gate_proj.weight: expected shape \(57, 32\), found \(56, 32\)",
+    ),
     (config(num_hidden_layers=4), "missing model.layers.3"),
     (config(attention_bias=True), "missing model.layers.0.self_attn.q_proj.bias"),
 ]

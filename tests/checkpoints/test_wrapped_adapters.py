@@ -1,4 +1,5 @@
-"""Adapters of multimodal bases have the names that the class has which opens the folder, and apply in it."""
+"""Adapters of multimodal bases have the names that the class has which opens the folder, and apply
+in it."""
 
 import json
 import shutil
@@ -14,9 +15,18 @@ from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_tensors
 from litft.methods import LoRA
 from litft.pretrained import resolve
 
-TEXT = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
+TEXT = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4
+)
 TEXT |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
-TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=14, image_size=28)
+TOWER = dict(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    patch_size=14,
+    image_size=28,
+)
 EXPERTS = dict(intermediate_size_mlp=40, num_local_experts=4)
 LLAMA4_TOWER = TOWER | dict(
     intermediate_size=64,
@@ -25,12 +35,23 @@ LLAMA4_TOWER = TOWER | dict(
     projector_output_dim=16,
     pixel_shuffle_ratio=0.5,
 )
-LINEAR = dict(linear_key_head_dim=6, linear_value_head_dim=10, linear_num_key_heads=2, linear_num_value_heads=4)
-QWEN_TOWER = dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16)
+LINEAR = dict(
+    linear_key_head_dim=6,
+    linear_value_head_dim=10,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+QWEN_TOWER = dict(
+    depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
+)
 PER_LAYER = dict(global_head_dim=12, hidden_size_per_layer_input=10, vocab_size_per_layer_input=96)
 # class of the wrapper -> (text_config, vision_config, other values)
 WRAPPERS = {
-    "Gemma3": (TEXT | dict(sliding_window=6), TOWER, dict(mm_tokens_per_image=4, image_token_id=90)),
+    "Gemma3": (
+        TEXT | dict(sliding_window=6),
+        TOWER,
+        dict(mm_tokens_per_image=4, image_token_id=90),
+    ),
     "Gemma4": (TEXT | PER_LAYER, TOWER, {}),
     "Mistral3": (TEXT | dict(model_type="mistral"), TOWER, dict(tie_word_embeddings=False)),
     "Llama4": (TEXT | EXPERTS, LLAMA4_TOWER, {}),
@@ -54,7 +75,8 @@ def wrapper(request, tmp_path_factory):
     """The name of a wrapper, and the folder of a random model of it."""
     text, vision, values = WRAPPERS[request.param]
     config_class, model_class = (
-        getattr(transformers, f"{request.param}{end}") for end in ("Config", "ForConditionalGeneration")
+        getattr(transformers, f"{request.param}{end}")
+        for end in ("Config", "ForConditionalGeneration")
     )
     torch.manual_seed(0)
     model = model_class(config_class(text_config=text, vision_config=vision, **values)).eval()
@@ -114,11 +136,15 @@ def test_the_wrapper_applies_what_we_wrote(wrapper, tmp_path, kind):
     expected = model(TOKENS)
     assert relative(expected[..., :96], litft.load(folder)[0](TOKENS)) > 1e-2
     tokens = flags.get("tokens", 0)
-    logits = peft_logits(name, folder, tmp_path / "adapter", transformers.AutoModelForImageTextToText, tokens)
+    logits = peft_logits(
+        name, folder, tmp_path / "adapter", transformers.AutoModelForImageTextToText, tokens
+    )
     assert relative(logits, expected) <= 1e-5
     assert relative(litft.load(tmp_path / "adapter", base_dir=folder)[0](TOKENS), expected) <= 1e-5
     if name == "Gemma3":  # AutoModelForCausalLM opens the wrapper too
-        logits = peft_logits(name, folder, tmp_path / "adapter", transformers.AutoModelForCausalLM, tokens)
+        logits = peft_logits(
+            name, folder, tmp_path / "adapter", transformers.AutoModelForCausalLM, tokens
+        )
         assert relative(logits, expected) <= 1e-5
 
 

@@ -1,4 +1,5 @@
-"""Answers taken apart into reasoning, content and tool calls: what templates write is read back, whole and streamed."""
+"""Answers taken apart into reasoning, content and tool calls: what templates write is read back,
+whole and streamed."""
 
 import time
 from functools import partial
@@ -24,9 +25,18 @@ JSON = '{"town": "Köln \\"x\\"", "days": 3}'
 # the text between a template's marks, for CALL alone or followed by SECOND
 SYNTAXES = {
     "Hermes": (f'\n{{"name": "weather", "arguments": {JSON}}}\n', [CALL]),
-    "Llama": (f'{{"name": "weather", "parameters": {JSON}}}; {{"name": "clock", "parameters": {{}}}}', [CALL, SECOND]),
-    "Mistral": (f'[{{"name": "weather", "arguments": {JSON}, "id": "a1"}}, {{"name": "clock"}}]', [CALL, SECOND]),
-    "Mistral, named": (f"weather[CALL_ID]a1[ARGS]{JSON}[TOOL_CALLS]clock[ARGS]{{}}", [CALL, SECOND]),
+    "Llama": (
+        f'{{"name": "weather", "parameters": {JSON}}}; {{"name": "clock", "parameters": {{}}}}',
+        [CALL, SECOND],
+    ),
+    "Mistral": (
+        f'[{{"name": "weather", "arguments": {JSON}, "id": "a1"}}, {{"name": "clock"}}]',
+        [CALL, SECOND],
+    ),
+    "Mistral, named": (
+        f"weather[CALL_ID]a1[ARGS]{JSON}[TOOL_CALLS]clock[ARGS]{{}}",
+        [CALL, SECOND],
+    ),
     "arguments as text": ('{"name": "clock", "arguments": ""}', [SECOND]),
     "Command": (f'[{{"tool_call_id": "0", "tool_name": "weather", "parameters": {JSON}}}]', [CALL]),
     "Apertus": (f'[{{"weather": {JSON}}}, {{"clock": {{}}}}]', [CALL, SECOND]),
@@ -48,7 +58,10 @@ SYNTAXES = {
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>",
         [CALL],
     ),
-    "DeepSeek V3.1": (f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>", [CALL]),
+    "DeepSeek V3.1": (
+        f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>",
+        [CALL],
+    ),
     "Kimi K2": (
         f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>",
         [CALL],
@@ -71,12 +84,25 @@ def test_every_syntax_is_read(name):
 
 
 def test_values_without_quotes_have_their_declared_types():
-    text = "weather\n<arg_key>town</arg_key>\n<arg_value>1984</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
+    text = (
+        "weather\n"
+        "<arg_key>town</arg_key>\n"
+        "<arg_value>1984</arg_value>\n"
+        "<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>"
+    )
     assert read_calls(text, TOOLS) == [ToolCall("weather", {"town": "1984", "days": 2})]
-    types = {"town": {"type": ["string", "null"]}, "days": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
-    nullable = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": types}}}]
+    types = {
+        "town": {"type": ["string", "null"]},
+        "days": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    }
+    nullable = [
+        {"type": "function", "function": {"name": "weather", "parameters": {"properties": types}}}
+    ]
     assert read_calls(text, nullable) == [ToolCall("weather", {"town": "1984", "days": "2"})]
-    assert read_calls(text.replace("1984", "null"), nullable) == [ToolCall("weather", {"town": None, "days": "2"})]
+    assert read_calls(text.replace("1984", "null"), nullable) == [
+        ToolCall("weather", {"town": None, "days": "2"})
+    ]
     types["town"] = {"enum": ["1984", "2001"]}
     assert read_calls(text, nullable) == [ToolCall("weather", {"town": "1984", "days": "2"})]
     nested = 'call:f{a:{b:[1,<|"|>x, y<|"|>,{c:true}],d:null}}'
@@ -101,8 +127,16 @@ NO_CALLS += [
     "[f(x=b'a')]",
 ]
 NO_CALLS += ["[f(x={1, 2})]", "prose <function=f></function> more", "<function=" * 8000]
-NO_CALLS += ["<function=f><parameter=a>\nx\n</parameter><parameter=b>\nlost</function>", "text f[ARGS]{} and more"]
-NO_CALLS += ["<function=weather><parameter=town>Os</function>", "call:weather{town:", "[" * 5000, '{"a":' * 5000]
+NO_CALLS += [
+    "<function=f><parameter=a>\nx\n</parameter><parameter=b>\nlost</function>",
+    "text f[ARGS]{} and more",
+]
+NO_CALLS += [
+    "<function=weather><parameter=town>Os</function>",
+    "call:weather{town:",
+    "[" * 5000,
+    '{"a":' * 5000,
+]
 
 
 @pytest.mark.parametrize("text", NO_CALLS, ids=lambda text: text[:20])
@@ -148,14 +182,22 @@ def test_reasoning_and_content_keep_their_text():
     for size in (1, 3, 100):
         expected = ParsedAnswer("It  is", "Let me\n\nsee.", [SECOND])
         assert parsed_in_pieces(thoughtful, text, size) == expected
-        assert parsed_in_pieces(thoughtful, text.removeprefix("<think>"), size, in_thought=True) == expected
+        assert (
+            parsed_in_pieces(thoughtful, text.removeprefix("<think>"), size, in_thought=True)
+            == expected
+        )
         assert parsed_in_pieces(thoughtful, "</think>\n\nYes.", size) == ParsedAnswer("Yes.")
-        assert parsed_in_pieces(thoughtful, "<think>never closed", size) == ParsedAnswer("", "never closed")
+        assert parsed_in_pieces(thoughtful, "<think>never closed", size) == ParsedAnswer(
+            "", "never closed"
+        )
 
 
 def test_channels():
     channels = AnswerFormat(channels=True)
-    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Eve likes white."
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Eve "
+        "likes white."
+    )
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     call = f"{thought} to=functions.weather<|channel|>commentary json<|message|>{JSON}"
     for size in (1, 4, 1000):
@@ -165,9 +207,10 @@ def test_channels():
 
 
 SHARED_TEMPLATES = """
-    HuggingFaceTB-SmolLM3-3B NousResearch-Hermes-3-Llama-3.1-8B-tool_use Qwen-QwQ-32B Qwen-Qwen2.5-7B-Instruct
-    deepseek-ai-DeepSeek-R1-Distill-Llama-8B google-gemma-2-2b-it ibm-granite-granite-3.3-2B-Instruct
-    meta-llama-Llama-3.1-8B-Instruct meta-llama-Llama-3.2-3B-Instruct microsoft-Phi-3.5-mini-instruct
+    HuggingFaceTB-SmolLM3-3B NousResearch-Hermes-3-Llama-3.1-8B-tool_use Qwen-QwQ-32B
+    Qwen-Qwen2.5-7B-Instruct deepseek-ai-DeepSeek-R1-Distill-Llama-8B google-gemma-2-2b-it
+    ibm-granite-granite-3.3-2B-Instruct meta-llama-Llama-3.1-8B-Instruct
+    meta-llama-Llama-3.2-3B-Instruct microsoft-Phi-3.5-mini-instruct
     mistralai-Mistral-Nemo-Instruct-2407 openai-gpt-oss-120b
 """.split()
 STOPS = (
@@ -185,7 +228,8 @@ STOPS = (
 
 @pytest.mark.parametrize("name", SHARED_TEMPLATES)
 def test_what_a_template_writes_is_read_back(shared, name):
-    """The answers of learned_spans.py: the content, the calls, and the reasoning where the template writes it."""
+    """The answers of learned_spans.py: the content, the calls, and the reasoning where the template
+    writes it."""
     source = (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
     ends = EndTokens(STOPS, STOPS)
     found = answer_format(source, TOKENS, ends)
@@ -207,7 +251,8 @@ def test_what_a_template_writes_is_read_back(shared, name):
         in_thought = opens_thought(turn.text[: turn.start])
         content = ANSWER if message["content"] else ""
         reasoning = REASONING if REASONING in text else ""
-        if "channel" in source and content and calls:  # gpt-oss writes content beside a call as reasoning
+        # gpt-oss writes content beside a call as reasoning
+        if "channel" in source and content and calls:
             content, reasoning = "", content
         expected = ParsedAnswer(content, reasoning, calls)
         for size in (1, 7, 10_000):
@@ -221,10 +266,15 @@ def test_what_a_template_writes_is_read_back(shared, name):
 def test_the_marks_of_a_template_are_found_by_what_it_writes():
     body = "{{ '<|turn|>' + m.role + '\\n' + (m.content or '') }}"
     calls = (
-        "{%- for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.function.arguments | tojson }}"
+        "{%- for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + "
+        "c.function.arguments | tojson }}"
     )
-    loop = "{%- for m in messages %}" + body + calls + "{%- endfor %}{{ '<|end|>\\n' }}{%- endfor %}"
-    template = loop + "{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}{# tools #}"
+    loop = (
+        "{%- for m in messages %}" + body + calls + "{%- endfor %}{{ '<|end|>\\n' }}{%- endfor %}"
+    )
+    template = (
+        loop + "{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}{# tools #}"
+    )
     ends = EndTokens(("<|end|>",), ("<|end|>",))
     assert answer_format(template, {}, ends).calls == CallMarks("[TOOL_CALLS]")
     assert answer_format(template.replace("[TOOL_CALLS]", "<call>"), {}, ends).calls is None
@@ -233,11 +283,20 @@ def test_the_marks_of_a_template_are_found_by_what_it_writes():
 def test_templates_that_take_arguments_as_text_get_text(tiny):
     tokenizer = Tokenizer(tiny)
     loop = "{%- for m in messages %}{{ m.role + ':' }}{%- for c in m.tool_calls or [] %}"
-    template = loop + "{{ c.function.name + ARGS }}{%- endfor %}{{ (m.content or '') + '</s>' }}{%- endfor %}{# tools #}"
-    messages = check_messages(
-        [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_entry(CALL)]}], "the test"
+    template = (
+        loop
+        + "{{ c.function.name + ARGS }}{%- endfor %}{{ (m.content or '') + '</s>' }}{%- endfor "
+        "%}{# tools #}"
     )
-    for form in ("c.function.arguments", "c.function.arguments | string", "c.function.arguments | tojson"):
+    messages = check_messages(
+        [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_entry(CALL)]}],
+        "the test",
+    )
+    for form in (
+        "c.function.arguments",
+        "c.function.arguments | string",
+        "c.function.arguments | tojson",
+    ):
         tokenizer.use_template(template.replace("ARGS", f"({form})"))
         assert JSON in tokenizer.apply_chat_template(messages, TOOLS), form
 
@@ -249,11 +308,23 @@ HERMES = AnswerFormat(calls=CallMarks("<tool_call>", "</tool_call>"))
     ("answer_format", "text", "expected"),
     [
         # a closing mark within an argument
-        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call>', [{"x": "a</tool_call>b"}]),
+        (
+            HERMES,
+            '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call>',
+            [{"x": "a</tool_call>b"}],
+        ),
         # a mark that opens no call, before one that does
-        (HERMES, 'I use <tool_call> now. <tool_call>{"name": "f", "arguments": {}}</tool_call>', [{}]),
+        (
+            HERMES,
+            'I use <tool_call> now. <tool_call>{"name": "f", "arguments": {}}</tool_call>',
+            [{}],
+        ),
         # a call within the text of an argument is none
-        (AnswerFormat(calls=CallMarks("[TOOL_CALLS]")), '[TOOL_CALLS]f[ARGS]{"q": "g[ARGS]{}"}', [{"q": "g[ARGS]{}"}]),
+        (
+            AnswerFormat(calls=CallMarks("[TOOL_CALLS]")),
+            '[TOOL_CALLS]f[ARGS]{"q": "g[ARGS]{}"}',
+            [{"q": "g[ARGS]{}"}],
+        ),
         (
             AnswerFormat(calls=CallMarks("[TOOL_CALLS]")),
             '[TOOL_CALLS][{"name": "f", "arguments": {}}][TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
@@ -282,7 +353,10 @@ def test_channels_that_are_cut_or_continued():
     channels = AnswerFormat(channels=True)
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin"
     plain = "Hello there<|end|><|start|>assistant<|channel|>final<|message|>bye"
-    both = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>final<|message|>Done."
+    both = (
+        "<|channel|>commentary<|message|>Let me "
+        "look.<|end|><|start|>assistant<|channel|>final<|message|>Done."
+    )
     for size in (1, 5, 1000):
         assert parsed_in_pieces(channels, thought, size) == ParsedAnswer("", "Hm.")
         assert parsed_in_pieces(channels, plain, size) == ParsedAnswer(plain)
@@ -298,7 +372,11 @@ def test_channels_that_are_cut_or_continued():
 
 def test_a_continued_answer_ends_with_its_content(tiny):
     tokenizer = Tokenizer(tiny)
-    for name, source in {"chatml": STYLES["chatml"], "header": HEADER, "plain": QUIRKS["plain"]}.items():
+    for name, source in {
+        "chatml": STYLES["chatml"],
+        "header": HEADER,
+        "plain": QUIRKS["plain"],
+    }.items():
         tokenizer.use_template(source)
         for content in ("<", "|", "end", "turn", "Once upon a", "e"):
             text = tokenizer.continued_chat([QUESTION, {"role": "assistant", "content": content}])
@@ -319,9 +397,14 @@ REPEATED = {
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_repeated_marks_are_read_in_time(name):
-    """The time grows with the length of the answer, whole and streamed; a call before them is found."""
+    """The time grows with the length of the answer, whole and streamed; a call before them is
+    found."""
     opening, closing, unit = REPEATED[name]
-    text = f'{opening}{{"name": "weather", "arguments": {{"town": "Oslo"}}}}{closing}' if closing else ""
+    text = (
+        f'{opening}{{"name": "weather", "arguments": {{"town": "Oslo"}}}}{closing}'
+        if closing
+        else ""
+    )
     text += unit * 3000
     answer_format = AnswerFormat(calls=CallMarks(opening, closing))
     start = time.process_time()

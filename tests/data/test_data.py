@@ -1,4 +1,5 @@
-"""Examples become samples: masks, length limits, splits, the token cache, and errors for bad records."""
+"""Examples become samples: masks, length limits, splits, the token cache, and errors for bad
+records."""
 
 import copy
 import json
@@ -31,14 +32,12 @@ from litft.data.encoder import (
     CUT_AWAY,
     EMPTY,
     END_TEXT,
-    ID_MASK,
     MASKED,
-    SUPERVISED,
     UNANSWERED,
     Encoder,
-    to_sample,
 )
 from litft.data.readers import read_records
+from litft.data.sample import ID_MASK, SUPERVISED, to_sample
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
 from litft.pretrained import DEMO
@@ -79,12 +78,23 @@ def supervised_text(sample, tokenizer) -> str:
     return tokenizer.decode(sample.targets[sample.targets != IGNORED].tolist(), skip_special=False)
 
 
-NAMES = [*WRITERS, "stories", "demo", "SmolLM2-135M-Instruct", "llama-3.1", "qwen2.5", "tinyllama-1.1b-chat"]
+NAMES = [
+    *WRITERS,
+    "stories",
+    "demo",
+    "SmolLM2-135M-Instruct",
+    "llama-3.1",
+    "qwen2.5",
+    "tinyllama-1.1b-chat",
+]
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def tokenizer(request, tokenizer_folder, checkpoints):
-    """Tokenizers with and without BOS and chat template. In SmolLM2 and the demo, the padding token is the end token."""
+    """Tokenizers with and without BOS and chat template.
+
+    In SmolLM2 and the demo, the padding token is the end token.
+    """
     name = request.param
     if name in ("demo", "stories", "SmolLM2-135M-Instruct"):
         return Tokenizer(checkpoints[name])
@@ -95,39 +105,57 @@ def test_the_loss_is_computed_on_each_answer_and_its_end_token(tokenizer):
     sample = make_sample(CHAT, tokenizer)
     text = supervised_text(sample, tokenizer)
     first, second = (text.index(part) for part in ("Hi there.", "I am a model."))
-    rest = text.replace("Hi there.", "").replace("I am a model.", "").replace(" ", "").replace("\n", "")
-    end_token = tokenizer.decode([int(sample.targets[sample.targets != IGNORED][-1])], skip_special=False)
+    rest = (
+        text.replace("Hi there.", "")
+        .replace("I am a model.", "")
+        .replace(" ", "")
+        .replace("\n", "")
+    )
+    end_token = tokenizer.decode(
+        [int(sample.targets[sample.targets != IGNORED][-1])], skip_special=False
+    )
     assert first < second and rest == end_token * 2
     assert tokenizer.token_id(end_token) in tokenizer.special_ids
     assert "Hello?" not in text and "Be brief" not in text
 
 
 def test_plain_prompts_have_no_marks(tokenizer):
-    """The plain template leaves prompt and completion as they are, with the loss on the completion and the end token."""
+    """The plain template leaves prompt and completion as they are, with the loss on the completion
+    and the end token."""
     plain = copy.copy(tokenizer)
     plain.use_template(STYLES["plain"])
     (encoded,) = encode_record({"prompt": "Add: 2 + 2 =", "completion": " four"}, plain).samples
     sample = to_sample(encoded)
     end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
     whole = tokenizer.decode([*sample.tokens.tolist(), tokenizer.eos_id], skip_special=False)
-    assert whole.removeprefix(tokenizer.special.get("bos_token", "")).strip() == f"Add: 2 + 2 = four{end}"
+    assert (
+        whole.removeprefix(tokenizer.special.get("bos_token", "")).strip()
+        == f"Add: 2 + 2 = four{end}"
+    )
     assert supervised_text(sample, tokenizer).strip() == f"four{end}"
 
 
 def test_all_tokens_are_supervised_without_a_prompt_mask(tokenizer):
     sample = make_sample(CHAT, tokenizer, False)
-    assert sample.supervised == sample.targets.numel() and torch.equal(sample.targets[:-1], sample.tokens[1:])
+    assert sample.supervised == sample.targets.numel() and torch.equal(
+        sample.targets[:-1], sample.tokens[1:]
+    )
 
 
 def test_training_tokens_equal_inference_tokens(tokenizer):
-    """There is one BOS if the tokenizer adds it, and the inference prompt is a prefix of the sample."""
+    """There is one BOS if the tokenizer adds it, and the inference prompt is a prefix of the
+    sample."""
     sample = make_sample(CHAT, tokenizer)
     if tokenizer.adds_bos:
         assert sample.tokens[0] == tokenizer.bos_id
         assert (sample.tokens == tokenizer.bos_id).sum() == 1
-    prompt = tokenizer.encode(tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True), bos=False)
+    prompt = tokenizer.encode(
+        tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True), bos=False
+    )
     start = int((sample.targets != IGNORED).nonzero()[0])
-    first_prompt = tokenizer.encode(tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True), bos=False)
+    first_prompt = tokenizer.encode(
+        tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True), bos=False
+    )
     assert sample.tokens[: start + 1].tolist() == first_prompt
     assert sample.tokens[: len(prompt)].tolist() == prompt
 
@@ -145,10 +173,18 @@ def test_rendered_text_equals_transformers(checkpoints, shared):
 
     folder = checkpoints["SmolLM2-135M-Instruct"]
     tokenizer, reference = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    for _, record in [pair for pair, _ in zip(read_records(shared / "data" / "alpaca_2k.json"), range(200), strict=False)]:
+    for _, record in [
+        pair
+        for pair, _ in zip(
+            read_records(shared / "data" / "alpaca_2k.json"), range(200), strict=False
+        )
+    ]:
         (encoded,) = encode_record(record, tokenizer).samples
         content = "\n\n".join(filter(None, (record["instruction"], record["input"])))
-        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": record["output"]}]
+        messages = [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": record["output"]},
+        ]
         expected = reference.apply_chat_template(messages, tokenize=True, return_dict=False)
         assert (encoded & ID_MASK).tolist() == expected
 
@@ -157,15 +193,20 @@ def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
     _, tokenizer = litft.load(tiny)
     record = {"instruction": "a", "input": "", "output": "once upon a time " * 20}
     long = {"instruction": "once upon a time " * 30, "input": "", "output": "a"}
-    path = write_records(tmp_path / "a.jsonl", [record, long, {"instruction": "a", "input": "", "output": "b"}])
+    path = write_records(
+        tmp_path / "a.jsonl", [record, long, {"instruction": "a", "input": "", "output": "b"}]
+    )
     data = load(path, tokenizer, max_seq_length=150)
     assert (len(data.train), data.count(CUT, CUT_AWAY), data.skipped) == (2, 2, 1)
     assert max(sample.tokens.numel() for sample in data.train) == 150
     assert min(sample.supervised for sample in data.train) > 0
-    assert [sample.answer is not None for sample in data.train] == [False, True]  # a truncated answer is no expected answer
+    # a truncated answer is no expected answer
+    assert [sample.answer is not None for sample in data.train] == [False, True]
     assert data.train.lengths.tolist() == [sample.tokens.numel() for sample in data.train]
     assert data.train.supervised.tolist() == [sample.supervised for sample in data.train]
-    with pytest.raises(ValueError, match="no example has an answer within 5 tokens: all 3 were skipped"):
+    with pytest.raises(
+        ValueError, match="no example has an answer within 5 tokens: all 3 were skipped"
+    ):
         load(path, tokenizer, max_seq_length=5)
 
 
@@ -176,7 +217,12 @@ QUESTION, ANSWER = {"role": "user", "content": "one"}, {"role": "assistant", "co
     "messages, settings, supervised, notes",
     [
         ([QUESTION, ANSWER, QUESTION, ANSWER], {}, "two two", []),
-        ([QUESTION, ANSWER | {"content": "three"}, QUESTION, ANSWER], {"last_only": True}, "two", []),
+        (
+            [QUESTION, ANSWER | {"content": "three"}, QUESTION, ANSWER],
+            {"last_only": True},
+            "two",
+            [],
+        ),
         ([QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER], {}, "two", []),
         ([QUESTION, ANSWER | {"loss_weight": 0}], {}, None, [MASKED]),
         ([QUESTION, ANSWER, QUESTION], {}, "two", [UNANSWERED]),
@@ -191,11 +237,15 @@ def test_which_turns_are_supervised(tiny, messages, settings, supervised, notes)
     tokenizer = Tokenizer(tiny)
     result = encode_record({"messages": messages}, tokenizer, **settings)
     assert result.notes == notes
-    texts = [supervised_text(to_sample(encoded), tokenizer).replace("</s>", " ").split() for encoded in result.samples]
+    texts = [
+        supervised_text(to_sample(encoded), tokenizer).replace("</s>", " ").split()
+        for encoded in result.samples
+    ]
     assert texts == ([supervised.split()] if supervised else [])
 
 
-# the third keeps the reasoning of a field for the last answer only, and that of a content is rewritten for it
+# the third keeps the reasoning of a field for the last answer only, and that of a content is
+# rewritten for it
 LONG_CHAT_TEMPLATES = (
     "chatml",
     "thoughts of earlier answers are dropped",
@@ -214,15 +264,24 @@ def test_turns_beyond_the_limit_are_not_rendered(tiny, monkeypatch, template, se
     for number in range(1000):
         thought = "<think>\n" + "hm " * 20 + "\n</think>\n\n" if "thought" in template else ""
         answer = f"{thought}answer {number}" + " so" * (number * 7 % 20)
-        messages += [{"role": "user", "content": f"ask {number}"}, {"role": "assistant", "content": answer}]
+        messages += [
+            {"role": "user", "content": f"ask {number}"},
+            {"role": "assistant", "content": answer},
+        ]
     for limit in (100, 400):
         results = []
         for threshold in (40, 10_000):
             monkeypatch.setattr(encoder, "LONG_CONVERSATION", threshold)
-            results.append(Encoder(tokenizer, limit=limit, **settings)("here", {"messages": messages[:81]}))
+            results.append(
+                Encoder(tokenizer, limit=limit, **settings)("here", {"messages": messages[:81]})
+            )
         short, whole = results
-        assert short.notes == whole.notes and short.turns == whole.turns and short.ends == whole.ends
-        assert all(map(np.array_equal, short.samples, whole.samples)) and len(short.samples) == len(whole.samples)
+        assert (
+            short.notes == whole.notes and short.turns == whole.turns and short.ends == whole.ends
+        )
+        assert all(map(np.array_equal, short.samples, whole.samples)) and len(short.samples) == len(
+            whole.samples
+        )
     monkeypatch.setattr(encoder, "LONG_CONVERSATION", 40)
     began = time.monotonic()
     Encoder(tokenizer, limit=400, **settings)("here", {"messages": messages})
@@ -237,7 +296,8 @@ def test_a_template_that_rewrites_history_gives_each_turn_a_sample(tiny):
     samples = [to_sample(encoded) for encoded in result.samples]
     assert len(samples) == 2 and len(set(result.units)) == 1
     assert all(
-        "1+1" in supervised_text(sample, tokenizer) and "two" in supervised_text(sample, tokenizer) for sample in samples
+        "1+1" in supervised_text(sample, tokenizer) and "two" in supervised_text(sample, tokenizer)
+        for sample in samples
     )
     second = tokenizer.decode(samples[1].tokens.tolist())
     assert second.count("1+1") == 1  # earlier reasoning is not in the prompt
@@ -253,9 +313,15 @@ def test_a_text_becomes_windows_in_which_each_token_is_a_target_once(tmp_path, t
     assert torch.cat([sample.targets for sample in data.train]).tolist() == ids[1:]
     assert torch.cat([sample.tokens for sample in data.train]).tolist() == ids[:-1]
     split_data = load(tmp_path / "a.txt", tokenizer, max_seq_length=64, val_fraction=0.3)
-    starts = np.concatenate([split.sample_index.starts for split in (split_data.train, split_data.val)])
-    runs = sum(start not in starts + 64 for start in starts)  # the first token of a run is not a target
-    assert runs > 3 and split_data.train.lengths.sum() + split_data.val.lengths.sum() == len(ids) - runs
+    starts = np.concatenate(
+        [split.sample_index.starts for split in (split_data.train, split_data.val)]
+    )
+    # the first token of a run is not a target
+    runs = sum(start not in starts + 64 for start in starts)
+    assert (
+        runs > 3
+        and split_data.train.lengths.sum() + split_data.val.lengths.sum() == len(ids) - runs
+    )
 
 
 @pytest.mark.parametrize("text", ["Once upon", "<s>Once upon", "Once upon</s>", "<s>Once upon</s>"])
@@ -271,9 +337,17 @@ def test_splits(tmp_path, tiny):
     _, tokenizer = litft.load(tiny)
     records = [{"instruction": str(n), "input": "", "output": str(n)} for n in range(20)]
     path = write_records(tmp_path / "whole.json", records)
-    first, again, other = (load(path, tokenizer, val_fraction=0.25, seed=seed) for seed in (1, 1, 2))
-    val_tokens = [{tuple(sample.tokens.tolist()) for sample in data.val} for data in (first, again, other)]
-    assert len(first.train) + len(first.val) == 20 and len(first.val) and val_tokens[0] == val_tokens[1] != val_tokens[2]
+    first, again, other = (
+        load(path, tokenizer, val_fraction=0.25, seed=seed) for seed in (1, 1, 2)
+    )
+    val_tokens = [
+        {tuple(sample.tokens.tolist()) for sample in data.val} for data in (first, again, other)
+    ]
+    assert (
+        len(first.train) + len(first.val) == 20
+        and len(first.val)
+        and val_tokens[0] == val_tokens[1] != val_tokens[2]
+    )
     assert first.train_digest == again.train_digest != other.train_digest
     assert not val_tokens[0] & {tuple(sample.tokens.tolist()) for sample in first.train}
     (tmp_path / "folder").mkdir()
@@ -283,29 +357,48 @@ def test_splits(tmp_path, tiny):
     assert (len(data.train), len(data.val)) == (12, 8)
 
 
-@pytest.mark.parametrize("name, text", [("a.txt", "once upon a time there was a girl " * 90), ("a.json", None)])
+@pytest.mark.parametrize(
+    "name, text", [("a.txt", "once upon a time there was a girl " * 90), ("a.json", None)]
+)
 def test_examples_longer_than_the_models_context_are_refused(tmp_path, tiny, name, text):
     """Packed rows may be longer than the context, but no example in them may."""
     tokenizer = Tokenizer(tiny)
     if text:
         (tmp_path / name).write_text(text)
     else:
-        write_records(tmp_path / name, [{"instruction": "Count.", "output": "one two three " * n} for n in (1, 2, 70)])
-    with pytest.raises(ValueError, match=r"max_seq_length 4000: the longest example has .* was made for 256; use 256"):
+        write_records(
+            tmp_path / name,
+            [{"instruction": "Count.", "output": "one two three " * n} for n in (1, 2, 70)],
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"max_seq_length 4000: the longest example has .* was made for 256; use 256",
+    ):
         load(tmp_path / name, tokenizer, max_seq_length=4000)
-    write_records(tmp_path / "short.json", [{"instruction": "Count.", "output": "one two " * n} for n in (1, 2, 3)])
+    write_records(
+        tmp_path / "short.json",
+        [{"instruction": "Count.", "output": "one two " * n} for n in (1, 2, 3)],
+    )
     assert load(tmp_path / "short.json", tokenizer, max_seq_length=4000).limit == 4000
 
 
 def record_numbers(samples, tokenizer):
     """Return the record numbers of samples; the text of each record contains its number."""
-    return {int(re.search(r"No (\d+)", tokenizer.decode(sample.tokens.tolist()))[1]) for sample in samples}
+    return {
+        int(re.search(r"No (\d+)", tokenizer.decode(sample.tokens.tolist()))[1])
+        for sample in samples
+    }
 
 
 def test_each_record_stays_in_its_split(tmp_path, tiny):
-    """design.md 4.16: the split of a record depends neither on other records nor on the settings."""
+    """design.md 4.16: the split of a record depends neither on other records nor on the
+    settings."""
     records = [
-        {"instruction": f"No {n}", "input": "x" * (n % 3 * 30), "output": "once upon a time " * (n % 9)}
+        {
+            "instruction": f"No {n}",
+            "input": "x" * (n % 3 * 30),
+            "output": "once upon a time " * (n % 9),
+        }
         for n in range(1, 300)
     ]
     path, flags = write_records(tmp_path / "a.json", records), dict(val_fraction=0.1)
@@ -315,7 +408,8 @@ def test_each_record_stays_in_its_split(tmp_path, tiny):
     assert 15 <= len(val) <= 45 and not train & val
     shuffled = random.Random(0).sample(records, len(records))
     questions = [
-        {"question": record["instruction"], "say": record["input"], "answer": record["output"]} for record in records
+        {"question": record["instruction"], "say": record["input"], "answer": record["output"]}
+        for record in records
     ]
     for changed_records, settings in (
         (records, dict(max_seq_length=232)),  # skips some records
@@ -325,8 +419,16 @@ def test_each_record_stays_in_its_split(tmp_path, tiny):
         (records[7:], {}),
         ([record for record in records if record["input"]] * 2, {}),
     ):
-        data = load(write_records(tmp_path / "b.json", changed_records), Tokenizer(tiny), **flags, **settings)
-        assert not record_numbers(data.train, tokenizer) & val and not record_numbers(data.val, tokenizer) & train
+        data = load(
+            write_records(tmp_path / "b.json", changed_records),
+            Tokenizer(tiny),
+            **flags,
+            **settings,
+        )
+        assert (
+            not record_numbers(data.train, tokenizer) & val
+            and not record_numbers(data.val, tokenizer) & train
+        )
         assert len(data.train) + len(data.val) + data.skipped == len(changed_records)
         assert "max_seq_length" not in settings or 20 < data.skipped < 150
     plain = [record["instruction"] for record in records if not record["input"]]
@@ -342,15 +444,24 @@ def test_each_record_stays_in_its_split(tmp_path, tiny):
 
 
 def test_text_stays_in_its_split_for_every_window_length(tmp_path, tiny, checkpoints):
-    (tmp_path / "a.txt").write_text(text := "".join(f"There were {n} girls in town {n % 97}.\n" for n in range(3000)))
+    (tmp_path / "a.txt").write_text(
+        text := "".join(f"There were {n} girls in town {n % 97}.\n" for n in range(3000))
+    )
     numbers = []
     for folder, limit in ((tiny, 64), (tiny, 200), (checkpoints["demo"], 200)):
         tokenizer = Tokenizer(folder)
-        data = load(tmp_path / "a.txt", tokenizer, vocab_size=32000, max_seq_length=limit, val_fraction=0.1)
-        targets = [torch.cat([sample.targets for sample in split]) for split in (data.train, data.val)]
+        data = load(
+            tmp_path / "a.txt", tokenizer, vocab_size=32000, max_seq_length=limit, val_fraction=0.1
+        )
+        targets = [
+            torch.cat([sample.targets for sample in split]) for split in (data.train, data.val)
+        ]
         texts = [tokenizer.decode(ids.tolist()) for ids in targets]
         numbers.append([set(re.findall(r"were (\d+) girls", split_text)) for split_text in texts])
-        assert 0.03 * len(text) < len(texts[1]) < 0.25 * len(text) and len(numbers[-1][0] & numbers[-1][1]) < 40
+        assert (
+            0.03 * len(text) < len(texts[1]) < 0.25 * len(text)
+            and len(numbers[-1][0] & numbers[-1][1]) < 40
+        )
     for train, val in numbers[1:]:  # except lines that cross a split boundary
         assert len(train ^ numbers[0][0]) < 60 and len(val ^ numbers[0][1]) < 60
 
@@ -359,14 +470,21 @@ def test_extreme_val_fractions(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
     records = [{"instruction": f"No {n}", "output": "Yes."} for n in range(4)]
     for count, fraction, val_count in ((4, 1e-9, 1), (4, 0.999999, 3), (1, 0.5, 0), (4, 0.0, 0)):
-        data = load(write_records(tmp_path / f"{count}.json", records[:count]), tokenizer, val_fraction=fraction)
+        data = load(
+            write_records(tmp_path / f"{count}.json", records[:count]),
+            tokenizer,
+            val_fraction=fraction,
+        )
         assert (len(data.train), len(data.val)) == (count - val_count, val_count)
-    data = load(write_records(tmp_path / "same.json", records[:2] * 50), tokenizer, val_fraction=0.5)
+    data = load(
+        write_records(tmp_path / "same.json", records[:2] * 50), tokenizer, val_fraction=0.5
+    )
     assert (len(data.train), len(data.val)) == (50, 50) and not len(data.duplicates)
 
 
 def test_only_the_first_records_of_each_path_are_read(tmp_path, tiny):
-    """Of training paths; the same file as validation data is read whole, and the cache keeps both."""
+    """Of training paths; the same file as validation data is read whole, and the cache keeps
+    both."""
     tokenizer = Tokenizer(tiny)
     records = [{"instruction": f"No {n}", "output": "Yes."} for n in range(9)]
     paths = [write_records(tmp_path / f"{name}.json", records) for name in "ab"]
@@ -377,21 +495,32 @@ def test_only_the_first_records_of_each_path_are_read(tmp_path, tiny):
     assert (len(data.train), len(data.val)) == (3, 9)
     texts = [tokenizer.decode(data.train[n].tokens.tolist()) for n in range(3)]
     assert all(f"No {n}" in text for n, text in enumerate(texts))
-    both = load_data(DataArgs(path=list(map(str, paths)), val_fraction=0.0, limit=4), tokenizer, 512, 256)
+    both = load_data(
+        DataArgs(path=list(map(str, paths)), val_fraction=0.0, limit=4), tokenizer, 512, 256
+    )
     assert both.train.sizes == [4, 4]
     assert DataArgs(limit=0).problems() == ["--data.limit 0: must be at least 1"]
 
 
 def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
-    answers = [{"role": "assistant", "content": f"<think>\n{n}\n</think>\n\n{n}"} for n in range(40)]
-    path = write_records(tmp_path / "a.json", [{"messages": [QUESTION, answer, QUESTION, answer]} for answer in answers])
+    answers = [
+        {"role": "assistant", "content": f"<think>\n{n}\n</think>\n\n{n}"} for n in range(40)
+    ]
+    path = write_records(
+        tmp_path / "a.json",
+        [{"messages": [QUESTION, answer, QUESTION, answer]} for answer in answers],
+    )
     template = tmp_path / "thoughts_dropped.jinja"
     template.write_text(THOUGHTS_DROPPED)
     data = load(path, tokenizer, val_fraction=0.25, template=str(template))
-    train_texts, val_texts = ({supervised_text(sample, tokenizer) for sample in split} for split in (data.train, data.val))
+    train_texts, val_texts = (
+        {supervised_text(sample, tokenizer) for sample in split} for split in (data.train, data.val)
+    )
     assert (
-        len(data.train) == 2 * len(train_texts) and len(data.val) == 2 * len(val_texts) > 0 and not train_texts & val_texts
+        len(data.train) == 2 * len(train_texts)
+        and len(data.val) == 2 * len(val_texts) > 0
+        and not train_texts & val_texts
     )
 
 
@@ -412,22 +541,33 @@ def test_texts_with_a_common_start_are_not_duplicates(tmp_path, tiny):
     for name in ("a", "b"):
         rest = "".join(f"{name} saw {n} dogs. " for n in range(300))
         (tmp_path / f"{name}.txt").write_text(start + rest)
-    data = load(tmp_path / "a.txt", tokenizer, val_path=[str(tmp_path / "b.txt")], max_seq_length=100)
+    data = load(
+        tmp_path / "a.txt", tokenizer, val_path=[str(tmp_path / "b.txt")], max_seq_length=100
+    )
     val_tokens = {tuple(sample.tokens.tolist()) for sample in data.val}
-    duplicates = [number for number, sample in enumerate(data.train) if tuple(sample.tokens.tolist()) in val_tokens]
+    duplicates = [
+        number
+        for number, sample in enumerate(data.train)
+        if tuple(sample.tokens.tolist()) in val_tokens
+    ]
     assert data.duplicates.tolist() == duplicates and 2 < len(duplicates) < len(data.train) / 2
 
 
 def test_names_of_answers_do_not_depend_on_the_template(tmp_path, tiny):
     """One template turns a conversation into one example, another into one example per turn."""
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\n1\n</think>\n\none"}]
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "<think>\n1\n</think>\n\none"},
+    ]
     path, answers = write_records(tmp_path / "a.json", [{"messages": chat + chat}] * 2), []
     thoughts_dropped = tmp_path / "thoughts_dropped.jinja"
     thoughts_dropped.write_text(THOUGHTS_DROPPED)
     for template in ("alpaca", str(thoughts_dropped)):
         tokenizer = Tokenizer(tiny)
         data = load(path, tokenizer, vocab_size=600, template=template).train
-        answers.append({name: sample.answer[1].tolist() for name, sample in zip(data.names, data, strict=True)})
+        answers.append(
+            {name: sample.answer[1].tolist() for name, sample in zip(data.names, data, strict=True)}
+        )
     per_chat, per_turn = answers
     assert len(per_chat) == 2 and len(per_turn) == 4 and per_chat.keys() <= per_turn.keys()
     assert {turn for _, turn, _ in per_chat} == {6} and {turn for _, turn, _ in per_turn} == {2, 6}
@@ -437,11 +577,14 @@ def test_an_example_with_a_truncated_answer_has_another_name(tmp_path, tiny):
     """Its loss includes tokens of that answer, unlike the example without it."""
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one"}]
     path = write_records(
-        tmp_path / "a.json", [{"messages": [*chat, chat[0], {"role": "assistant", "content": "two " * 50}]}]
+        tmp_path / "a.json",
+        [{"messages": [*chat, chat[0], {"role": "assistant", "content": "two " * 50}]}],
     )
     turns = set()
     for length in (125, 200):
-        samples = load(path, Tokenizer(tiny), template="vicuna", val_fraction=0.0, max_seq_length=length).train
+        samples = load(
+            path, Tokenizer(tiny), template="vicuna", val_fraction=0.0, max_seq_length=length
+        ).train
         turns |= {turn for _, turn, _ in samples.names}
     assert turns == {2, 3}
 
@@ -453,7 +596,12 @@ def test_several_paths_with_weights(tmp_path, tiny):
     paths = []
     for name, count in (("a", 10), ("b", 6)):
         paths.append(
-            str(write_records(tmp_path / f"{name}.json", [{"instruction": name, "output": str(n)} for n in range(count)]))
+            str(
+                write_records(
+                    tmp_path / f"{name}.json",
+                    [{"instruction": name, "output": str(n)} for n in range(count)],
+                )
+            )
         )
     args = DataArgs(path=paths, weights=[0.5, 2], val_fraction=0.0)
     data = load_data(args, tokenizer, 512, 256)
@@ -469,12 +617,32 @@ def test_several_paths_with_weights(tmp_path, tiny):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.json", '[{"instruction": "a", "output": "b"}, {"foo": "c"}]', "record 1: no known format has the fields 'foo'"),
-        ("a.json", '[{"instruction": "a", "output": 3}]', "record 0: field 'output' must be text, found a number"),
-        ("a.json", '[{"messages": [{"role": "user", "content": "a"}]}]', "record 0: no message is from the assistant"),
-        ("a.jsonl", '{"text": "a"}\n{"x": }\n3', "(?s)line 2: invalid JSON.*line 3: an example must.*2 of 3 records"),
+        (
+            "a.json",
+            '[{"instruction": "a", "output": "b"}, {"foo": "c"}]',
+            "record 1: no known format has the fields 'foo'",
+        ),
+        (
+            "a.json",
+            '[{"instruction": "a", "output": 3}]',
+            "record 0: field 'output' must be text, found a number",
+        ),
+        (
+            "a.json",
+            '[{"messages": [{"role": "user", "content": "a"}]}]',
+            "record 0: no message is from the assistant",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"x": }\n3',
+            "(?s)line 2: invalid JSON.*line 3: an example must.*2 of 3 records",
+        ),
         ("a.json", '[{"text": "a"}', "line 1: invalid JSON"),
-        ("a.csv", "Are you open?,Yes.\nWhere?,Here.", "line 2: .*; its first line seems to be a record; the first line of"),
+        (
+            "a.csv",
+            "Are you open?,Yes.\nWhere?,Here.",
+            "line 2: .*; its first line seems to be a record; the first line of",
+        ),
     ],
 )
 def test_errors_name_the_file_and_the_line_or_record(tmp_path, tiny, name, content, message):
@@ -487,11 +655,15 @@ def test_errors_name_the_file_and_the_line_or_record(tmp_path, tiny, name, conte
 def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
     records = [{"instruction": "a", "output": "b"}] * 18 + [{"foo": 1}, {"bar": 2}]
     path = write_records(tmp_path / "a.json", records)
-    with pytest.raises(ValueError, match=r"(?s)record 18.*record 19.*2 of 20 records .* are bad; --data.skip_bad"):
+    with pytest.raises(
+        ValueError, match=r"(?s)record 18.*record 19.*2 of 20 records .* are bad; --data.skip_bad"
+    ):
         load(path, Tokenizer(tiny), skip_bad=0.05)
     data = load(path, Tokenizer(tiny), skip_bad=0.1)
     count, first = data.reports[str(path)].bad
-    assert len(data.train) == 18 and count == 2 and "record 18" in first[0] and "record 19" in first[1]
+    assert (
+        len(data.train) == 18 and count == 2 and "record 18" in first[0] and "record 19" in first[1]
+    )
     with pytest.raises(ValueError, match=r"2 of 20 records"):
         load(path, Tokenizer(tiny), skip_bad=0.05)  # also when read from the cache
 
@@ -501,14 +673,25 @@ def test_a_format_and_columns_by_name(tmp_path, tiny):
     path = write_records(tmp_path / "a.json", [{"text": "one", "label": "two"}])
     ((sample),) = load(path, tokenizer, columns=["prompt=text", "completion=label"]).train
     assert supervised_text(sample, tokenizer).split() == ["two</s>"]
-    with pytest.raises(ValueError, match=r"--data.columns foo=...: no format has that field; known: answer, "):
+    with pytest.raises(
+        ValueError, match=r"--data.columns foo=...: no format has that field; known: answer, "
+    ):
         load(path, tokenizer, columns=["foo=text"])
     with pytest.raises(ValueError, match=r"is a folder; name a file of examples in it"):
-        load(path, tokenizer, val_path=[str(tmp_path)], columns=["prompt = text", "completion=label"])
+        load(
+            path, tokenizer, val_path=[str(tmp_path)], columns=["prompt = text", "completion=label"]
+        )
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(ValueError, match=r"is a pipe or a device, which can be read only once"):
-        load(path, tokenizer, val_path=[str(tmp_path / "pipe.jsonl")], columns=["prompt = text", "completion=label"])
-    with pytest.raises(ValueError, match=r"record 0: --data.format alpaca needs the fields instruction, output"):
+        load(
+            path,
+            tokenizer,
+            val_path=[str(tmp_path / "pipe.jsonl")],
+            columns=["prompt = text", "completion=label"],
+        )
+    with pytest.raises(
+        ValueError, match=r"record 0: --data.format alpaca needs the fields instruction, output"
+    ):
         load(path, tokenizer, format="alpaca")
 
 
@@ -535,22 +718,33 @@ def test_an_end_token_outside_the_vocabulary_is_reported(tmp_path, tokenizer_fol
     tokenizer = Tokenizer(tokenizer_folder("header"))
     end = tokenizer.token_id("<|eot_id|>")
     # a template without BOS, whose id is also outside the vocabulary
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<|eot_id|>' if m.role == 'assistant' }}{% endfor %}"
-    with pytest.raises(ValueError, match=rf"eot_id.* has the id {end}, .* vocabulary ends at {end - 1}"):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ '<|eot_id|>' if m.role == 'assistant' }}{% "
+        "endfor %}"
+    )
+    with pytest.raises(
+        ValueError, match=rf"eot_id.* has the id {end}, .* vocabulary ends at {end - 1}"
+    ):
         load(path, tokenizer, end, 4096)
 
 
 def test_ids_outside_the_vocabulary_are_reported(tmp_path, tiny):
     path = write_records(tmp_path / "a.json", [{"instruction": "a", "output": "zebra"}])
-    with pytest.raises(ValueError, match=r"record 0: token .* has the id \d+, but the model's vocabulary ends at 63"):
+    with pytest.raises(
+        ValueError,
+        match=r"record 0: token .* has the id \d+, but the model's vocabulary ends at 63",
+    ):
         load(path, Tokenizer(tiny), 64)
     largest = max(store.report.largest[0] for store in load(path, Tokenizer(tiny)).train.stores)
     assert len(load(path, Tokenizer(tiny), largest + 1).train) == 1
-    with pytest.raises(ValueError, match=f"has the id {largest}, but the model's vocabulary ends at {largest - 1}"):
+    with pytest.raises(
+        ValueError, match=f"has the id {largest}, but the model's vocabulary ends at {largest - 1}"
+    ):
         load(path, Tokenizer(tiny), largest)
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------
+# ---- the cache
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -571,7 +765,12 @@ def test_the_cache_key_contains_all_that_affects_the_tokens(tmp_path, tiny, cach
     (first,) = cache_entries(cache_dir)
     load(path, Tokenizer(tiny))
     assert cache_entries(cache_dir) == {first}
-    changes = [{"mask_prompt": False}, {"train_on": "last"}, {"max_seq_length": 250}, {"template": "vicuna"}]
+    changes = [
+        {"mask_prompt": False},
+        {"train_on": "last"},
+        {"max_seq_length": 250},
+        {"template": "vicuna"},
+    ]
     changes += [{"columns": ["messages=messages"]}, {"format": "messages"}]
     for number, change in enumerate(changes, 2):
         load(path, Tokenizer(tiny), **change)
@@ -606,7 +805,9 @@ def test_parallel_tokenization_gives_the_same_samples(tokenizer_folder, tmp_path
         parallel = list(token_cache._in_parallel(chunks, pool, 2))
     assert [result.where for result in parallel] == [result.where for result in sequential]
     for one, other in zip(sequential, parallel, strict=True):
-        assert all(map(np.array_equal, one.samples, other.samples)) and len(one.samples) == len(other.samples)
+        assert all(map(np.array_equal, one.samples, other.samples)) and len(one.samples) == len(
+            other.samples
+        )
 
 
 def test_one_process_tokenizes_where_processes_cannot_share_memory(tiny, tmp_path, capsys):
@@ -636,24 +837,31 @@ print(data.train_digest, len(data.train), len(data.val))
 def prepare(path, folder) -> subprocess.Popen:
     command = [sys.executable, "-c", PREPARE, str(path), str(folder)]
     env = {**ENV, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def test_an_unchanged_file_is_hashed_once(tmp_path, cache_dir, monkeypatch):
     """A replaced file is hashed again, even if its size and modification time are the same."""
     hashed_paths = []
     hash_file = digests._hash_file
-    monkeypatch.setattr(digests, "_hash_file", lambda path: hashed_paths.append(path) or hash_file(path))
+    monkeypatch.setattr(
+        digests, "_hash_file", lambda path: hashed_paths.append(path) or hash_file(path)
+    )
     path = tmp_path / "a.json"
     path.write_text("one")
     first = digest_of(path)
-    assert digest_of(path) == first == hash_file(path) and len(hashed_paths) == 2  # the file is too new to be cached
+    # the file is too new to be cached
+    assert digest_of(path) == first == hash_file(path) and len(hashed_paths) == 2
     monkeypatch.setattr(digests, "SETTLED", 0)
     assert digest_of(path) == first and len(hashed_paths) == 2
     times = path.stat()
     path.write_text("two")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert path.stat().st_mtime_ns == times.st_mtime_ns and digest_of(path) == hash_file(path) != first
+    assert (
+        path.stat().st_mtime_ns == times.st_mtime_ns and digest_of(path) == hash_file(path) != first
+    )
     replacement = tmp_path / "b.json"
     replacement.write_text("six")
     os.utime(replacement, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -666,7 +874,8 @@ def test_an_unchanged_file_is_hashed_once(tmp_path, cache_dir, monkeypatch):
 
 def test_processes_that_prepare_at_the_same_time_do_not_collide(tmp_path, tiny, cache_dir):
     path = write_records(
-        tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 9} for n in range(3000)]
+        tmp_path / "a.jsonl",
+        [{"instruction": str(n), "output": "once upon a time " * 9} for n in range(3000)],
     )
     processes = [prepare(path, tiny) for _ in range(2)]
     answers = [process.communicate()[0] for process in processes]
@@ -677,13 +886,15 @@ def test_processes_that_prepare_at_the_same_time_do_not_collide(tmp_path, tiny, 
 
 def test_a_process_killed_during_preparation_does_not_block_the_next(tmp_path, tiny, cache_dir):
     path = write_records(
-        tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 30} for n in range(6000)]
+        tmp_path / "a.jsonl",
+        [{"instruction": str(n), "output": "once upon a time " * 30} for n in range(6000)],
     )
     process = prepare(path, tiny)
     while not list(cache_dir.glob("*.partial/tokens.bin")):
         assert process.poll() is None
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)  # not its process group: its workers must end by themselves
+    # not its process group: its workers must end by themselves
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert list(cache_dir.glob("*.partial"))
     assert len(load(path, Tokenizer(tiny)).train) == 6000
@@ -718,7 +929,10 @@ def test_a_damaged_cache_entry_is_rebuilt(tmp_path, tiny, cache_dir, damage):
         "a bit of the counts": lambda: flip_a_bit(entry / "supervised.npy"),
     }[damage]()
     rebuilt = load(path, Tokenizer(tiny))
-    assert rebuilt.train_digest == original.train_digest and rebuilt.train[8].tokens.tolist() == expected
+    assert (
+        rebuilt.train_digest == original.train_digest
+        and rebuilt.train[8].tokens.tolist() == expected
+    )
     assert rebuilt.train.supervised.tolist() == original.train.supervised.tolist()
 
 
@@ -736,8 +950,14 @@ def test_a_date_in_the_template_is_part_of_the_data(tmp_path, tiny, cache_dir):
     template.write_text("{{ strftime_now('%d %b %Y') }}\n" + STYLES["vicuna"])
     path = write_records(tmp_path / "a.json", [{"messages": CHAT[1:]}])
     tokenizer = Tokenizer(tiny)
-    days = [load(path, tokenizer, template=str(template), date=day) for day in ("2026-01-01", "2026-06-01", "2026-01-01")]
-    assert days[0].train_digest == days[2].train_digest != days[1].train_digest and len(cache_entries(cache_dir)) == 2
+    days = [
+        load(path, tokenizer, template=str(template), date=day)
+        for day in ("2026-01-01", "2026-06-01", "2026-01-01")
+    ]
+    assert (
+        days[0].train_digest == days[2].train_digest != days[1].train_digest
+        and len(cache_entries(cache_dir)) == 2
+    )
     assert "01 Jan 2026" in tokenizer.decode(days[0].train[0].tokens.tolist())
 
 
@@ -749,7 +969,8 @@ def test_an_unwritable_cache_raises_with_a_remedy(tmp_path, tiny, monkeypatch):
         load(path, Tokenizer(tiny))
 
 
-# ---- styles ---------------------------------------------------------------------------------------------------------
+# ---- styles
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -758,9 +979,22 @@ def test_every_style_supervises_each_answer_and_its_end_token(tiny, style):
     tokenizer.use_template(STYLES[style])
     for chat in (CHAT, CHAT[1:]):
         result = encode_record({"messages": chat}, tokenizer)
-        texts = "".join(supervised_text(to_sample(encoded), tokenizer) for encoded in result.samples)
-        rest = texts.replace("Hi there.", "").replace("I am a model.", "").replace(" ", "").replace("\n", "")
-        assert rest.replace("</s>", "") in ("", "<|im_end|>" * 2, "<|eot_id|>" * 2, "<end_of_turn>" * 2, "<|end|>" * 2)
+        texts = "".join(
+            supervised_text(to_sample(encoded), tokenizer) for encoded in result.samples
+        )
+        rest = (
+            texts.replace("Hi there.", "")
+            .replace("I am a model.", "")
+            .replace(" ", "")
+            .replace("\n", "")
+        )
+        assert rest.replace("</s>", "") in (
+            "",
+            "<|im_end|>" * 2,
+            "<|eot_id|>" * 2,
+            "<end_of_turn>" * 2,
+            "<|end|>" * 2,
+        )
         assert texts.count("</s>") == 2 and "Hello?" not in texts and "Be brief" not in texts
 
 
@@ -776,8 +1010,12 @@ def test_a_supervised_prompt_is_supervised_once(tiny):
     tokenizer = Tokenizer(tiny)
     tokenizer.use_template(THOUGHTS_DROPPED)
     answer = {"role": "assistant", "content": "<think>\n1+1\n</think>\n\ntwo"}
-    first, second = encode_record({"messages": [QUESTION, answer, QUESTION, answer]}, tokenizer, mask_prompt=False).samples
-    common_length = next(i for i, (a, b) in enumerate(zip(first & ID_MASK, second & ID_MASK, strict=False)) if a != b)
+    first, second = encode_record(
+        {"messages": [QUESTION, answer, QUESTION, answer]}, tokenizer, mask_prompt=False
+    ).samples
+    common_length = next(
+        i for i, (a, b) in enumerate(zip(first & ID_MASK, second & ID_MASK, strict=False)) if a != b
+    )
     assert (first & SUPERVISED).all() and not (second[:common_length] & SUPERVISED).any()
     assert (second[common_length:] & SUPERVISED).all() and common_length > 5
 
@@ -785,7 +1023,9 @@ def test_a_supervised_prompt_is_supervised_once(tiny):
 def test_columns_missing_from_all_records_are_reported(tmp_path, tiny):
     record = {"instruction": "a", "output": "b"}
     path = write_records(tmp_path / "a.jsonl", [record | {"ctx": "c"}, record])
-    with pytest.raises(ValueError, match=r"--data.columns input=contxt: no record has the field 'contxt'"):
+    with pytest.raises(
+        ValueError, match=r"--data.columns input=contxt: no record has the field 'contxt'"
+    ):
         load(path, Tokenizer(tiny), columns=["input=contxt"])
     data = load(path, Tokenizer(tiny), columns=["input=ctx"])
     assert data.count("without the field ctx") == 1 and len(data.train) == 2
@@ -817,29 +1057,45 @@ def test_token_ids_and_labels_are_used_as_they_are(tiny, tmp_path):
     records = []
     for sample in expected:
         ids = [*sample.tokens.tolist(), int(sample.targets[-1])]
-        records.append({"input_ids": ids, "labels": [IGNORED, *sample.targets.tolist()], "text": "not read"})
+        records.append(
+            {"input_ids": ids, "labels": [IGNORED, *sample.targets.tolist()], "text": "not read"}
+        )
     padded = [
-        {**record, "input_ids": [0, *record["input_ids"]], "labels": [IGNORED, *record["labels"]]} for record in records
+        {**record, "input_ids": [0, *record["input_ids"]], "labels": [IGNORED, *record["labels"]]}
+        for record in records
     ]
-    padded = [{**record, "attention_mask": [0] + [1] * (len(record["input_ids"]) - 1)} for record in padded]
+    padded = [
+        {**record, "attention_mask": [0] + [1] * (len(record["input_ids"]) - 1)}
+        for record in padded
+    ]
     for name, variant in {"plain": records, "padded": padded}.items():
         data = load(write_records(tmp_path / f"{name}.jsonl", variant), tokenizer, format="tokens")
         for ours, theirs in zip(data.train, expected, strict=True):
-            assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.targets, theirs.targets)
+            assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(
+                ours.targets, theirs.targets
+            )
             assert ours.answer is None
-    model, reference = litft.load(tiny, "fp32")[0], AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    model, reference = (
+        litft.load(tiny, "fp32")[0],
+        AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
+    )
     for record, sample in zip(records, data.train, strict=True):
         ids, labels = (torch.tensor([record[name]]) for name in ("input_ids", "labels"))
         loss, count = model(sample.tokens[None], targets=sample.targets[None])
-        assert float(loss / count) == pytest.approx(float(reference(ids, labels=labels).loss), rel=1e-5)
+        assert float(loss / count) == pytest.approx(
+            float(reference(ids, labels=labels).loss), rel=1e-5
+        )
 
 
 def test_a_cut_record_of_token_ids_adds_no_stop_token(tokenizer_folder, tmp_path):
-    """Where another program's length limit has cut one record, its last token is that of no answer."""
+    """Where another program's length limit has cut one record, its last token is that of no
+    answer."""
     tokenizer = Tokenizer(tokenizer_folder("header"))
     stops = list(tokenizer.stop_ids)
     end, cut = (tokenizer.token_id(text) for text in ("<|eot_id|>", "<|start_header_id|>"))
-    records = [{"input_ids": [5, 6, 7, end], "labels": [IGNORED, IGNORED, 7, end]} for _ in range(20)]
+    records = [
+        {"input_ids": [5, 6, 7, end], "labels": [IGNORED, IGNORED, 7, end]} for _ in range(20)
+    ]
     records[3] = {"input_ids": [5, 6, 7, cut], "labels": [IGNORED, IGNORED, 7, cut]}
     load(write_records(tmp_path / "a.jsonl", records), tokenizer, vocab_size=1000, format="tokens")
     assert tokenizer.stop_ids == [*stops, end]
@@ -848,13 +1104,18 @@ def test_a_cut_record_of_token_ids_adds_no_stop_token(tokenizer_folder, tmp_path
 def test_token_ids_are_cut_and_masked(tiny, tmp_path):
     tokenizer = Tokenizer(tiny)
     path = write_records(
-        tmp_path / "a.jsonl", [{"input_ids": list(range(5, 25))}, {"input_ids": [1, 2], "labels": [-100, -100]}]
+        tmp_path / "a.jsonl",
+        [{"input_ids": list(range(5, 25))}, {"input_ids": [1, 2], "labels": [-100, -100]}],
     )
     data = load(path, tokenizer, max_seq_length=8)
     (sample,) = data.train
-    assert sample.tokens.tolist() == list(range(5, 13)) and sample.targets.tolist() == list(range(6, 14))
+    assert sample.tokens.tolist() == list(range(5, 13)) and sample.targets.tolist() == list(
+        range(6, 14)
+    )
     assert data.count(CUT) == 1 and data.count(MASKED) == 1
-    path = write_records(tmp_path / "b.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}])
+    path = write_records(
+        tmp_path / "b.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
+    )
     assert load(path, tokenizer).train[0].targets.tolist() == [IGNORED, 3]
     assert load(path, tokenizer, mask_prompt=False).train[0].targets.tolist() == [2, 3]
 
@@ -863,7 +1124,10 @@ def test_token_ids_are_cut_and_masked(tiny, tmp_path):
     ("record", "message"),
     [
         ({"input_ids": [1, 2], "labels": [1]}, "must have the same length"),
-        ({"input_ids": [1, 2], "labels": [-100, 3]}, "the label 3 is neither -100 nor the token id"),
+        (
+            {"input_ids": [1, 2], "labels": [-100, 3]},
+            "the label 3 is neither -100 nor the token id",
+        ),
         ({"input_ids": [1, -2]}, "a negative token id"),
         ({"input_ids": "1 2"}, "field 'input_ids' must be a list of whole numbers"),
         ({"input_ids": [1, 2.0]}, "must be a list of whole numbers"),

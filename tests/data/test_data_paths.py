@@ -1,4 +1,5 @@
-"""Data sets with their own format, columns, template, weight and limit, as a list of mappings in a --config file."""
+"""Data sets with their own format, columns, template, weight and limit, as a list of mappings in a
+--config file."""
 
 import json
 
@@ -14,10 +15,19 @@ from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
 
 CHATS = [
-    {"messages": [{"role": "user", "content": f"Chat {n}?"}, {"role": "assistant", "content": "Yes."}]} for n in range(5)
+    {
+        "messages": [
+            {"role": "user", "content": f"Chat {n}?"},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    }
+    for n in range(5)
 ]
 FAQ = [{"asked": f"Question {n}?", "reply": f"Answer {n}.", "text": "unused"} for n in range(7)]
-PLAIN = [{"prompt": f"Prompt {n}", "completion": "done", "text": f"A text, number {n}."} for n in range(9)]
+PLAIN = [
+    {"prompt": f"Prompt {n}", "completion": "done", "text": f"A text, number {n}."}
+    for n in range(9)
+]
 
 
 def load(tiny, args):
@@ -26,36 +36,61 @@ def load(tiny, args):
 
 def same(left, right):
     pairs = zip(left, right, strict=True)
-    return all(torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) for a, b in pairs)
+    return all(
+        torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) for a, b in pairs
+    )
 
 
 @pytest.fixture
 def files(tmp_path):
     names = {"chats": CHATS, "faq": FAQ, "plain": PLAIN}
-    return {name: str(write_records(tmp_path / f"{name}.jsonl", records)) for name, records in names.items()}
+    return {
+        name: str(write_records(tmp_path / f"{name}.jsonl", records))
+        for name, records in names.items()
+    }
 
 
 def test_each_data_set_is_read_with_its_own_settings(tiny, files, tmp_path):
-    """A set's samples are those that the same settings give as flags; they are kept in config.yaml."""
+    """A set's samples are those that the same settings give as flags; they are kept in
+    config.yaml."""
     items = [
         files["chats"],
-        {"path": files["faq"], "columns": {"question": "asked", "answer": "reply"}, "weight": 2, "template": "chatml"},
+        {
+            "path": files["faq"],
+            "columns": {"question": "asked", "answer": "reply"},
+            "weight": 2,
+            "template": "chatml",
+        },
         {"path": files["plain"], "format": "text", "limit": 4},
     ]
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"data": {"path": items, "val_fraction": 0.0, "template": "zephyr"}}))
+    config.write_text(
+        yaml.safe_dump({"data": {"path": items, "val_fraction": 0.0, "template": "zephyr"}})
+    )
     args = parse(LoRAFinetuneArgs, ["--config", str(config), "--checkpoint_dir", str(tiny)])
     data, common = load(tiny, args.data), {"val_fraction": 0.0}
     alone = [
         DataArgs(path=[files["chats"]], template="zephyr", **common),
-        DataArgs(path=[files["faq"]], columns=["question=asked", "answer=reply"], template="chatml", **common),
+        DataArgs(
+            path=[files["faq"]],
+            columns=["question=asked", "answer=reply"],
+            template="chatml",
+            **common,
+        ),
         DataArgs(path=[files["plain"]], format="text", limit=4, **common),
     ]
     assert same(data.train, [sample for args in alone for sample in load(tiny, args).train])
     assert data.train.sizes == [5, 7, 4] and data.weights == [1, 2, 1]
-    for words in (["--data.path", json.dumps(items)], ["--data.path", items[0], "--data.path", json.dumps(items[1])]):
+    for words in (
+        ["--data.path", json.dumps(items)],
+        ["--data.path", items[0], "--data.path", json.dumps(items[1])],
+    ):
         again = parse(LoRAFinetuneArgs, ["--checkpoint_dir", str(tiny), *words]).data
-        assert again.paths == args.data.paths[: len(again.path)] if len(words) == 2 else again.paths == args.data.paths[1:2]
+        assert (
+            again.paths == args.data.paths[: len(again.path)]
+            if len(words) == 2
+            else again.paths == args.data.paths[1:2]
+        )
     entries = [item.entry() for item in args.data.paths]
     assert entries == items
     text = yaml.safe_dump({"checkpoint_dir": str(tiny), "data": {"path": entries, "val_path": []}})
@@ -64,8 +99,18 @@ def test_each_data_set_is_read_with_its_own_settings(tiny, files, tmp_path):
 
 
 def test_validation_sets_have_settings_too(tiny, files):
-    val_path = [json.dumps({"name": "faq", "path": files["faq"], "columns": {"question": "asked", "answer": "reply"}})]
-    data = load(tiny, DataArgs(path=[files["chats"]], val_path=[*val_path, f"plain={files['plain']}"]))
+    val_path = [
+        json.dumps(
+            {
+                "name": "faq",
+                "path": files["faq"],
+                "columns": {"question": "asked", "answer": "reply"},
+            }
+        )
+    ]
+    data = load(
+        tiny, DataArgs(path=[files["chats"]], val_path=[*val_path, f"plain={files['plain']}"])
+    )
     assert {name: len(indices) for name, indices in data.val_sets.items()} == {"faq": 7, "plain": 9}
 
 
@@ -88,7 +133,9 @@ def test_validation_sets_have_settings_too(tiny, files):
 )
 def test_invalid_settings_are_reported(item, message):
     problems = DataArgs(path=[item if isinstance(item, str) else json.dumps(item)]).problems()
-    assert any(message in problem and problem.startswith("--data.path ") for problem in problems), problems
+    assert any(message in problem and problem.startswith("--data.path ") for problem in problems), (
+        problems
+    )
 
 
 def test_a_file_is_a_file_whatever_its_name(tiny, tmp_path, monkeypatch):
@@ -96,7 +143,9 @@ def test_a_file_is_a_file_whatever_its_name(tiny, tmp_path, monkeypatch):
     for name in ("{a}.jsonl", "a=b.jsonl"):
         write_records(tmp_path / name, CHATS)
         item = DataPath.parse(name)
-        assert item == DataPath(name) == DataPath.parse(item.text()) and len(load(tiny, DataArgs(path=[name])).train)
+        assert item == DataPath(name) == DataPath.parse(item.text()) and len(
+            load(tiny, DataArgs(path=[name])).train
+        )
         assert DataPath.parse(DataPath(name, "set").text()) == DataPath(name, "set")
     with pytest.raises(ValueError, match="only data sets on the hub have a split"):
         load(tiny, DataArgs(path=[json.dumps({"path": "a=b.jsonl", "split": "train"})]))
@@ -114,20 +163,25 @@ def test_a_field_that_only_one_set_should_have(tiny, files):
         load(tiny, DataArgs(path=[json.dumps(item), files["plain"]]))
 
 
-@pytest.mark.parametrize("item", ["a.jsonl", "code=a.jsonl", '{"path": "a.jsonl", "format": "text", "weight": 0.5}'])
+@pytest.mark.parametrize(
+    "item", ["a.jsonl", "code=a.jsonl", '{"path": "a.jsonl", "format": "text", "weight": 0.5}']
+)
 def test_an_item_is_written_as_it_is_read(item):
     assert DataPath.parse(item).text() == item
 
 
 def test_numbered_files_and_patterns_are_read_as_one(tiny, tmp_path):
-    """A folder of shards, as data sets on the hub have them, and a pattern: the samples of one file with all records."""
+    """A folder of shards, as data sets on the hub have them, and a pattern: the samples of one file
+    with all records."""
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").Table
     folder = tmp_path / "shards"
     folder.mkdir()
     for number in range(3):
         rows = PLAIN[3 * number : 3 * number + 3]
-        parquet.write_table(table.from_pylist(rows), folder / f"train-0000{number}-of-00003.parquet")
+        parquet.write_table(
+            table.from_pylist(rows), folder / f"train-0000{number}-of-00003.parquet"
+        )
     parquet.write_table(table.from_pylist(PLAIN[:2]), folder / "validation-00000-of-00001.parquet")
     whole = DataArgs(path=[str(write_records(tmp_path / "whole.jsonl", PLAIN))], val_fraction=0.0)
     expected = load(tiny, whole).train
@@ -144,9 +198,21 @@ def test_numbered_files_and_patterns_are_read_as_one(tiny, tmp_path):
 
 
 ERRORS = {
-    "a missing field": ("a.jsonl", '{"prompt": "q"}', "field 'completion' is missing, which belongs to prompt"),
-    "an open quote": ("a.csv", 'prompt,completion\nq,a\nq,"a\nq,a\nq,a\n', "line 3: a quotation mark opens"),
-    "an object": ("a.json", '{"data": [{"prompt": "q", "completion": "a"}]}', "its field 'data' has 1 of them"),
+    "a missing field": (
+        "a.jsonl",
+        '{"prompt": "q"}',
+        "field 'completion' is missing, which belongs to prompt",
+    ),
+    "an open quote": (
+        "a.csv",
+        'prompt,completion\nq,a\nq,"a\nq,a\nq,a\n',
+        "line 3: a quotation mark opens",
+    ),
+    "an object": (
+        "a.json",
+        '{"data": [{"prompt": "q", "completion": "a"}]}',
+        "its field 'data' has 1 of them",
+    ),
 }
 
 
@@ -166,10 +232,23 @@ def test_a_folder_of_shards_never_mixes_splits(tiny, tmp_path):
             write_records(path / file, PLAIN[number : number + 2])
         return str(path)
 
-    named = folder("named", "train_part_0.jsonl", "train_part_1.jsonl", "val_part_0.jsonl", "test_0.jsonl", ".cache.jsonl")
+    named = folder(
+        "named",
+        "train_part_0.jsonl",
+        "train_part_1.jsonl",
+        "val_part_0.jsonl",
+        "test_0.jsonl",
+        ".cache.jsonl",
+    )
     data = load(tiny, DataArgs(path=[named]))
     assert (len(data.train), len(data.val)) == (4, 2)
-    one_file = folder("one file and parts", "train.jsonl", "validation-0.jsonl", "validation-1.jsonl", "notes.json")
+    one_file = folder(
+        "one file and parts",
+        "train.jsonl",
+        "validation-0.jsonl",
+        "validation-1.jsonl",
+        "notes.json",
+    )
     data = load(tiny, DataArgs(path=[one_file]))
     assert (len(data.train), len(data.val)) == (2, 4)
     with pytest.raises(ValueError, match=r"a.jsonl, b.jsonl belong to no split"):
@@ -191,6 +270,9 @@ def test_times_beyond_the_years_of_python_are_text(tiny, tmp_path):
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     columns = {name: [record[name] for record in PLAIN[:2]] for name in ("prompt", "completion")}
-    parquet.write_table(pa.table(columns | {"when": pa.array([10**15, 5], pa.timestamp("s"))}), tmp_path / "own.parquet")
+    parquet.write_table(
+        pa.table(columns | {"when": pa.array([10**15, 5], pa.timestamp("s"))}),
+        tmp_path / "own.parquet",
+    )
     data = load(tiny, DataArgs(path=[str(tmp_path / "own.parquet")], val_fraction=0.0))
     assert len(data.train) == 2

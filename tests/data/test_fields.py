@@ -1,4 +1,5 @@
-"""Fields of records: which are read, what is learned of joined answers, and which are named because nothing reads them."""
+"""Fields of records: which are read, what is learned of joined answers, and which are named because
+nothing reads them."""
 
 import json
 
@@ -7,12 +8,16 @@ from quirks import QUIRKS
 
 from litft.args import DataArgs
 from litft.data.dataset import load_data
-from litft.data.encoder import EMPTY_PROMPT, SUPERVISED, TOOLS_LOST, Encoder
+from litft.data.encoder import EMPTY_PROMPT, TOOLS_LOST, Encoder
 from litft.data.formats import to_example
+from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
 from litft.training.dry_run import file_line
 
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.fixture
@@ -72,14 +77,17 @@ def test_a_dry_run_counts_empty_thoughts_and_fields_that_are_not_used(tokenizer,
     data = load_data(DataArgs([str(tmp_path / "data.jsonl")]), tokenizer, tokenizer.vocab_size, 500)
     line = file_line(next(iter(data.reports.values())))
     assert "12 of 12 answers have an empty thought: not learned" in line
-    assert line.endswith("fields that are not used: source in 12 records, messages[].audio in 1 record")
+    assert line.endswith(
+        "fields that are not used: source in 12 records, messages[].audio in 1 record"
+    )
 
 
 def test_variables_of_the_template_come_with_the_record(tokenizer):
     """As in transformers: SmolLM3's data for /no_think says so in this field."""
     tokenizer.use_template(
-        "{%- for m in messages %}{{ m.role + (' quick' if quick else '') + ': ' + m.content + '<|end|>' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{ 'assistant' + (' quick' if quick else '') + ': ' }}{% endif %}"
+        "{%- for m in messages %}{{ m.role + (' quick' if quick else '') + ': ' + m.content + "
+        "'<|end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{ 'assistant' + (' quick' if "
+        "quick else '') + ': ' }}{% endif %}"
     )
     encoder = Encoder(tokenizer, 500)
     for value in ({"quick": True}, json.dumps({"quick": True}), {"quick": True, "slow": None}):
@@ -91,7 +99,9 @@ def test_variables_of_the_template_come_with_the_record(tokenizer):
 
 def test_earlier_turns_of_alpaca():
     record = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}
-    roles = [(message["role"], message["content"]) for message in to_example(record, "here", "").messages]
+    roles = [
+        (message["role"], message["content"]) for message in to_example(record, "here", "").messages
+    ]
     assert roles == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     with pytest.raises(ValueError, match="history must be a list of pairs"):
         to_example(record | {"history": ["a"]}, "here", "")
@@ -106,19 +116,29 @@ def test_openais_older_calls_are_read():
         {"role": "assistant", "content": "21 °C"},
     ]
     example = to_example({"messages": messages}, "here", "")
-    assert example.messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"town": "Bonn"}}
+    assert example.messages[1]["tool_calls"][0]["function"] == {
+        "name": "weather",
+        "arguments": {"town": "Bonn"},
+    }
     assert example.messages[1]["content"] == "Let me see." and example.messages[2]["role"] == "tool"
 
 
 def test_parts_with_a_thought_are_read():
-    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "So."}]}, {"type": "text", "text": "Warm."}]
+    parts = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "So."}]},
+        {"type": "text", "text": "Warm."},
+    ]
     (_, answer) = to_example(chat(content=parts), "here", "").messages
     assert (answer["content"], answer["reasoning_content"]) == ("Warm.", "So.")
 
 
 def test_answers_in_the_prompt_are_not_learned(tokenizer):
     """As TRL's SFTTrainer does with prompt and completion of messages."""
-    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    prompt = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     record = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
     assert learned(tokenizer, record)[0] == "d<|end|>"
 
@@ -128,7 +148,10 @@ def test_an_empty_prompt_is_counted(tokenizer, empty):
     assert learned(tokenizer, {"prompt": empty, "completion": "d"})[1].notes == [EMPTY_PROMPT]
 
 
-@pytest.mark.parametrize("weights, expected", [((1, 0), "Yes."), ((0, 1), "<call>"), ((1, 1), "Yes.<call>"), ((0, 0), "")])
+@pytest.mark.parametrize(
+    "weights, expected",
+    [((1, 0), "Yes."), ((0, 1), "<call>"), ((1, 1), "Yes.<call>"), ((0, 0), "")],
+)
 def test_each_part_of_a_joined_answer_has_its_weight(tokenizer, weights, expected):
     """An answer and the call after it are one turn of the assistant."""
     tokenizer.use_template(QUIRKS["plain"])
@@ -149,7 +172,9 @@ def test_each_part_of_a_joined_answer_has_its_weight(tokenizer, weights, expecte
 
 def test_tools_that_the_template_leaves_out_are_noted(tokenizer):
     assert learned(tokenizer, chat() | {"tools": [TOOL]})[1].notes == []
-    tokenizer.use_template("{%- for m in messages %}{{ m.role + m.content + '<|end|>' }}{%- endfor %}")
+    tokenizer.use_template(
+        "{%- for m in messages %}{{ m.role + m.content + '<|end|>' }}{%- endfor %}"
+    )
     assert TOOLS_LOST in learned(tokenizer, chat() | {"tools": [TOOL]})[1].notes
 
 
@@ -164,7 +189,10 @@ def test_blank_reasoning_is_none(tokenizer, reasoning):
     [
         ({"reasoning_content": ["step"]}, "reasoning_content must be text, found an array"),
         ({"reasoning": "a", "thinking": "b"}, "different reasoning in two fields"),
-        ({"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "reasoning in several places"),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]},
+            "reasoning in several places",
+        ),
     ],
 )
 def test_reasoning_that_cannot_be_read_is_an_error(tokenizer, fields, message):
@@ -173,11 +201,16 @@ def test_reasoning_that_cannot_be_read_is_an_error(tokenizer, fields, message):
 
 @pytest.mark.parametrize("name", ["messages", "self", "day", "tools"])
 def test_reserved_variables_are_an_error_of_the_record(tokenizer, name):
-    assert "cannot set" in Encoder(tokenizer, 500)("here", chat() | {"chat_template_kwargs": {name: []}}).error
+    assert (
+        "cannot set"
+        in Encoder(tokenizer, 500)("here", chat() | {"chat_template_kwargs": {name: []}}).error
+    )
 
 
 def test_variables_that_the_template_does_not_have_are_named(tokenizer):
-    record = chat() | {"chat_template_kwargs": {"enable_thinkin": False, "documents": [], "enable_thinking": True}}
+    record = chat() | {
+        "chat_template_kwargs": {"enable_thinkin": False, "documents": [], "enable_thinking": True}
+    }
     assert learned(tokenizer, record)[1].unused == [
         f"chat_template_kwargs.{name}" for name in ("enable_thinkin", "documents")
     ]
@@ -193,12 +226,19 @@ def test_a_joined_answer_is_found_after_its_reasoning(tokenizer):
     call = json.dumps({"name": "weather", "arguments": ""})
     calls = [{"from": "function_call", "value": call, "weight": weight} for weight in (1, 0)]
     tokenizer.use_template(QUIRKS["plain"])
-    record = {"conversations": [turns[0], {"from": "gpt", "value": "b", "weight": 0}, *calls], "tools": [TOOL]}
-    assert "the calls of one turn have different weights" in Encoder(tokenizer, 500)("here", record).error
+    record = {
+        "conversations": [turns[0], {"from": "gpt", "value": "b", "weight": 0}, *calls],
+        "tools": [TOOL],
+    }
+    assert (
+        "the calls of one turn have different weights"
+        in Encoder(tokenizer, 500)("here", record).error
+    )
 
 
 def test_a_second_system_prompt_is_named(tokenizer):
-    """A conversation with a system prompt of its own keeps that; the field of the record is not read."""
+    """A conversation with a system prompt of its own keeps that; the field of the record is not
+    read."""
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},

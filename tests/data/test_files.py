@@ -19,7 +19,11 @@ RECORDS = [
 
 def write(path: Path, records: list[dict]) -> Path:
     """Write records in the format and compression given by the suffix."""
-    suffix, compression = (path.suffix, "") if path.suffix not in (".gz", ".zst") else (Path(path.stem).suffix, path.suffix)
+    suffix, compression = (
+        (path.suffix, "")
+        if path.suffix not in (".gz", ".zst")
+        else (Path(path.stem).suffix, path.suffix)
+    )
     if suffix == ".parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         arrow = pytest.importorskip("pyarrow")
@@ -27,7 +31,9 @@ def write(path: Path, records: list[dict]) -> Path:
         return path
     if suffix in (".csv", ".tsv"):
         with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(records[0]), delimiter="\t" if suffix == ".tsv" else ",")
+            writer = csv.DictWriter(
+                file, list(records[0]), delimiter="\t" if suffix == ".tsv" else ","
+            )
             writer.writeheader()
             writer.writerows(records)
         data = path.read_bytes()
@@ -43,12 +49,25 @@ def write(path: Path, records: list[dict]) -> Path:
     return path
 
 
-SUFFIXES = [".json", ".jsonl", ".csv", ".tsv", ".parquet", ".json.gz", ".jsonl.gz", ".jsonl.zst", ".csv.zst", ".JSON"]
+SUFFIXES = [
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".json.gz",
+    ".jsonl.gz",
+    ".jsonl.zst",
+    ".csv.zst",
+    ".JSON",
+]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_format_gives_the_same_records(tmp_path, suffix):
-    assert [record for _, record in read_records(write(tmp_path / f"a{suffix}", RECORDS))] == RECORDS
+    assert [
+        record for _, record in read_records(write(tmp_path / f"a{suffix}", RECORDS))
+    ] == RECORDS
 
 
 def test_a_zst_file_of_several_frames_is_read_to_its_end(tmp_path):
@@ -93,7 +112,10 @@ def test_a_text_of_one_repeated_line_is_read_in_parts(tmp_path):
 
 def test_null_fields_added_by_arrow_are_removed(tmp_path):
     """Arrow gives every struct the union of all fields, filled with null."""
-    records = [{"tools": [{"name": "f", "arguments": {"x": 1}}]}, {"tools": [{"name": "g", "arguments": {"y": "a"}}]}]
+    records = [
+        {"tools": [{"name": "f", "arguments": {"x": 1}}]},
+        {"tools": [{"name": "g", "arguments": {"y": "a"}}]},
+    ]
     assert [record for _, record in read_records(write(tmp_path / "a.parquet", records))] == records
 
 
@@ -105,20 +127,32 @@ def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
 def test_utf_16_with_a_byte_order_mark(tmp_path, encoding):
     """Excel's "Unicode text"; the file is longer than a block."""
-    mark, rows = "\ufeff" * (encoding == "utf-16-be"), [f"Gr\u00fc\u00dfe {n} \U0001f43b\t{n}" for n in range(50_000)]
-    (tmp_path / "a.tsv").write_bytes((mark + "question\tanswer\n" + "\n".join(rows)).encode(encoding))
+    mark, rows = (
+        "\ufeff" * (encoding == "utf-16-be"),
+        [f"Gr\u00fc\u00dfe {n} \U0001f43b\t{n}" for n in range(50_000)],
+    )
+    (tmp_path / "a.tsv").write_bytes(
+        (mark + "question\tanswer\n" + "\n".join(rows)).encode(encoding)
+    )
     records = [record for _, record in read_records(tmp_path / "a.tsv")]
-    assert len(records) == 50_000 and records[49_999] == {"question": "Gr\u00fc\u00dfe 49999 \U0001f43b", "answer": "49999"}
+    assert len(records) == 50_000 and records[49_999] == {
+        "question": "Gr\u00fc\u00dfe 49999 \U0001f43b",
+        "answer": "49999",
+    }
 
 
 def test_a_table_that_excel_writes_with_semicolons(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfQuestion;Answer\r\n"Bread; or rolls?";1,20\r\n')
-    assert [record for _, record in read_records(tmp_path / "a.csv")] == [{"Question": "Bread; or rolls?", "Answer": "1,20"}]
+    assert [record for _, record in read_records(tmp_path / "a.csv")] == [
+        {"Question": "Bread; or rolls?", "Answer": "1,20"}
+    ]
     (tmp_path / "a.csv").write_text("sep=|\nquestion|answer||\na|b||\nc|d\n")
     expected = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
     assert [record for _, record in read_records(tmp_path / "a.csv")] == expected
     (tmp_path / "a.csv").write_text("question,answer;unit\na;b,c\n")
-    assert [record for _, record in read_records(tmp_path / "a.csv")] == [{"question": "a;b", "answer;unit": "c"}]
+    assert [record for _, record in read_records(tmp_path / "a.csv")] == [
+        {"question": "a;b", "answer;unit": "c"}
+    ]
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20, 5 << 20])
@@ -152,7 +186,11 @@ def test_a_file_larger_than_memory_is_streamed(tmp_path, suffix):
             '[{"text": "a"},\n {"text" "b"}]',
             r"a.json, line 2: invalid JSON \(Expecting ':' delimiter, column 10\)",
         ),
-        ("a.json", '[{"text": "a"} {"text": "b"}]', "line 1: invalid JSON .Expecting ',' delimiter, column 16"),
+        (
+            "a.json",
+            '[{"text": "a"} {"text": "b"}]',
+            "line 1: invalid JSON .Expecting ',' delimiter, column 16",
+        ),
         ("a.json", '{"text": "a"}\n{"text": "b"}', "one object per line must be named .jsonl"),
         ("a.json", '[{"text": "a"}', "line 1: invalid JSON"),
         ("a.json", '[{"text": "a"}] x', "line 1: invalid JSON .Extra data, column 17"),
@@ -182,8 +220,16 @@ def test_errors_name_the_file_and_the_position(tmp_path, name, content, message)
     "name, content, message",
     [
         ("a.jsonl", '{"text": "a"}\n\n{"x": }\n{"text": "b"}', "line 3: invalid JSON"),
-        ("a.jsonl", '{"text": "a"}\n3\n{"text": "b"}', "line 2: an example must be an object with fields, found a number"),
-        ("a.json", '[{"text": "a"}, null, {"text": "b"}]', "record 1: an example must be an object with fields, found null"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n3\n{"text": "b"}',
+            "line 2: an example must be an object with fields, found a number",
+        ),
+        (
+            "a.json",
+            '[{"text": "a"}, null, {"text": "b"}]',
+            "record 1: an example must be an object with fields, found null",
+        ),
         ("a.csv", "text,b\na,1\nx\nb,1\n", "line 3: 1 cells for 2 columns"),
     ],
 )
@@ -232,7 +278,10 @@ def test_a_zst_file_with_a_long_window_is_not_called_damaged(tmp_path):
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(compressor.compress(b'{"text": "a"}\n' * 10) + compressor.flush())
-    with pytest.raises(ValueError, match=r"a window of more than 128 MiB, .*; compress it without --long or --ultra"):
+    with pytest.raises(
+        ValueError,
+        match=r"a window of more than 128 MiB, .*; compress it without --long or --ultra",
+    ):
         list(read_records(path))
 
 
@@ -254,4 +303,7 @@ def test_odd_text_files_are_named_as_what_they_are(tmp_path, name, content, mess
 
 def test_files_that_were_joined_have_several_byte_order_marks(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n')
-    assert [record for _, record in read_records(tmp_path / "a.jsonl")] == [{"text": "a"}, {"text": "b"}]
+    assert [record for _, record in read_records(tmp_path / "a.jsonl")] == [
+        {"text": "a"},
+        {"text": "b"},
+    ]

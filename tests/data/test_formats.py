@@ -11,7 +11,14 @@ from litft.data.readers import read_records
 CHAT = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 PARTS = [
-    dict(m, content=[{"type": "text", "text": m["content"][:2]}, {"type": "text", "value": m["content"][2:]}]) for m in CHAT
+    dict(
+        m,
+        content=[
+            {"type": "text", "text": m["content"][:2]},
+            {"type": "text", "value": m["content"][2:]},
+        ],
+    )
+    for m in CHAT
 ]
 TOOL = {"name": "add", "parameters": {"type": "object"}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -40,16 +47,46 @@ ARGUMENTS_AS_TEXT = {"type": "function", "function": {"name": "add", "arguments"
         ("messages", {"messages": [SYSTEM, *CHAT], "system": "Be long."}, [SYSTEM, *CHAT]),
         (
             "messages",
-            {"messages": [TOOL_CHAT[0], dict(TOOL_CHAT[1], content=None, tool_calls=[ARGUMENTS_AS_TEXT])]},
+            {
+                "messages": [
+                    TOOL_CHAT[0],
+                    dict(TOOL_CHAT[1], content=None, tool_calls=[ARGUMENTS_AS_TEXT]),
+                ]
+            },
             TOOL_CHAT[:2],
         ),
-        ("sharegpt", {"conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}]}, CHAT),
+        (
+            "sharegpt",
+            {
+                "conversations": [
+                    {"from": "human", "value": "Add 1 and 2."},
+                    {"from": "gpt", "value": "3"},
+                ]
+            },
+            CHAT,
+        ),
         ("sharegpt", {"conversations": ["Add 1 and 2.", "3"], "source": "lima"}, CHAT),
-        ("sharegpt", {"conversations": SHAREGPT, "tools": json.dumps([TOOL]), "system": "Be brief."}, [SYSTEM, *TOOL_CHAT]),
-        ("prompt", {"prompt": [SYSTEM, *CHAT[:1]], "completion": CHAT[1:], "system": "Be long."}, [SYSTEM, *CHAT]),
+        (
+            "sharegpt",
+            {"conversations": SHAREGPT, "tools": json.dumps([TOOL]), "system": "Be brief."},
+            [SYSTEM, *TOOL_CHAT],
+        ),
+        (
+            "prompt",
+            {"prompt": [SYSTEM, *CHAT[:1]], "completion": CHAT[1:], "system": "Be long."},
+            [SYSTEM, *CHAT],
+        ),
         ("alpaca", {"instruction": "Add 1 and 2.", "input": "", "output": "3"}, CHAT),
-        ("alpaca", {"instruction": "Add 1 and 2.", "output": "3", "system": "Be brief."}, [SYSTEM, *CHAT]),
-        ("dolly", {"instruction": "Add 1 and 2.", "context": "", "response": "3", "category": "qa"}, CHAT),
+        (
+            "alpaca",
+            {"instruction": "Add 1 and 2.", "output": "3", "system": "Be brief."},
+            [SYSTEM, *CHAT],
+        ),
+        (
+            "dolly",
+            {"instruction": "Add 1 and 2.", "context": "", "response": "3", "category": "qa"},
+            CHAT,
+        ),
         ("prompt", {"prompt": "Add 1 and 2.", "completion": "3"}, CHAT),
         ("prompt", {"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT),
         ("question", {"question": "Add 1 and 2.", "answer": "3"}, CHAT),
@@ -68,18 +105,27 @@ def test_every_format_can_be_selected_by_name():
 
 def test_dialogues_and_plain_text():
     example = to_example({"dialogue": "A: hi", "summary": "They greet."}, "here", "")
-    assert example.messages[0]["content"].endswith("A: hi") and example.messages[1]["content"] == "They greet."
+    assert (
+        example.messages[0]["content"].endswith("A: hi")
+        and example.messages[1]["content"] == "They greet."
+    )
     assert to_example({"text": "Once upon a time"}, "here", "").text == "Once upon a time"
     tools = to_example({"conversations": SHAREGPT, "tools": json.dumps([TOOL])}, "here", "").tools
     assert tools == [{"type": "function", "function": TOOL}]
-    for record in ({"prompt": "Add 1 and 2.", "completion": "3"}, {"conversations": ["Add 1 and 2.", "3"]}):
+    for record in (
+        {"prompt": "Add 1 and 2.", "completion": "3"},
+        {"conversations": ["Add 1 and 2.", "3"]},
+    ):
         assert to_example(record | {"tools": [TOOL]}, "here", "").tools == tools
 
 
 def test_an_input_is_formatted_for_the_template():
     record = {"instruction": "Add.", "input": "1, 2", "output": "3"}
     assert to_example(record, "here", "").messages[0]["content"] == "Add.\n\n1, 2"
-    assert to_example(record, "here", "### Response:").messages[0]["content"] == "Add.\n\n### Input:\n1, 2"
+    assert (
+        to_example(record, "here", "### Response:").messages[0]["content"]
+        == "Add.\n\n### Input:\n1, 2"
+    )
 
 
 def test_unsupervised_turns_are_marked():
@@ -105,7 +151,9 @@ def test_consecutive_turns_of_one_speaker_are_joined():
 def test_no_content_is_lost():
     guanaco = to_example({"text": "### System: Be nice\n### Human: a### Assistant: b"}, "here", "")
     assert guanaco.messages[0] == {"role": "system", "content": "Be nice"}
-    from_lists = to_example({"prompt": CHAT[:1], "completion": CHAT[1:], "system": "Be brief."}, "here", "")
+    from_lists = to_example(
+        {"prompt": CHAT[:1], "completion": CHAT[1:], "system": "Be brief."}, "here", ""
+    )
     assert from_lists.messages == [SYSTEM, *CHAT]
     answer = {"role": "assistant", "content": "3", "reasoning_content": "1+2"}
     assert to_example({"messages": [CHAT[0], answer]}, "here", "").messages[-1] == answer
@@ -115,31 +163,53 @@ def test_no_content_is_lost():
 
 def test_empty_columns_do_not_determine_the_format():
     for empty in (None, ""):
-        record = {"messages": empty, "instruction": "Add 1 and 2.", "output": "3", "input": empty, "system": empty}
+        record = {
+            "messages": empty,
+            "instruction": "Add 1 and 2.",
+            "output": "3",
+            "input": empty,
+            "system": empty,
+        }
         assert to_example(record, "here", "").messages == CHAT
 
 
 def test_capitals_and_spaces_of_field_names_do_not_matter():
-    assert rename_columns({"Question": "a", "Answer ": "b", "ID": 1}, {}) == {"question": "a", "answer": "b", "ID": 1}
+    assert rename_columns({"Question": "a", "Answer ": "b", "ID": 1}, {}) == {
+        "question": "a",
+        "answer": "b",
+        "ID": 1,
+    }
     exact = {"text": "a", "Text": "b"}
     assert rename_columns(exact, {}) == exact
-    assert rename_columns({"Text": "b", "Notes": "c"}, {"text": "Notes"}) == {"Text": "b", "text": "c"}
+    assert rename_columns({"Text": "b", "Notes": "c"}, {"text": "Notes"}) == {
+        "Text": "b",
+        "text": "c",
+    }
 
 
 @pytest.mark.parametrize(
     "record, message",
     [
         ({"foo": 1}, "no known format has the fields 'foo'.*--data.columns OURS=THEIRS"),
-        ({"messages": [{"speaker": "a", "text": "b"}]}, "message 0 has the fields 'speaker', 'text'; litft needs role and"),
+        (
+            {"messages": [{"speaker": "a", "text": "b"}]},
+            "message 0 has the fields 'speaker', 'text'; litft needs role and",
+        ),
         ({"instruction": "a", "output": 3}, "field 'output' must be text, found a number"),
         ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "message 0 has the role 'robot'; known: system"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "message 0 has the role 'robot'; known: system",
+        ),
         ({"messages": [{"role": "user", "content": None}]}, "message 0 must have text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "a part of type 'image_url', but litft reads",
         ),
-        ({"messages": [{"role": "user", "content": "a", "weight": 0.5}]}, "weight is 0.5; use true .1. to compute the loss"),
+        (
+            {"messages": [{"role": "user", "content": "a", "weight": 0.5}]},
+            "weight is 0.5; use true .1. to compute the loss",
+        ),
         (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": 3}]},
             "tool_calls must be a list, found a number",
@@ -175,6 +245,8 @@ def test_real_files(shared, name, form, count, turns):
     from litft.data.formats import detect_format
 
     records = list(read_records(shared / "data" / name))
-    assert len(records) == count and {detect_format(record, where) for where, record in records} == {form}
+    assert len(records) == count and {
+        detect_format(record, where) for where, record in records
+    } == {form}
     messages = [to_example(record, where, "").messages for where, record in records]
     assert turns is None or sum(map(len, messages)) == turns

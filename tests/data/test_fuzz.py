@@ -1,4 +1,5 @@
-"""Five thousand broken records and files: each is read, or rejected with an error that names its position."""
+"""Five thousand broken records and files: each is read, or rejected with an error that names its
+position."""
 
 import copy
 import gzip
@@ -19,13 +20,20 @@ from litft.data.tokenizer import Tokenizer
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Hi?"}]},
-    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}],
+    },
     {"role": "tool", "content": "3", "name": "f"},
     {"role": "assistant", "content": "Three.", "train": True, "loss_weight": 1.0},
 ]
 SEEDS = [
     {"messages": CHAT, "tools": [{"name": "f", "parameters": {}}]},
-    {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}], "system": "Be brief."},
+    {
+        "conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}],
+        "system": "Be brief.",
+    },
     {"conversations": ["Hi?", "Ho."]},
     {"instruction": "Add.", "input": "1, 2", "output": "3"},
     {"instruction": "Add.", "context": "1, 2", "response": "3"},
@@ -75,8 +83,17 @@ SKIPPED = {CUT_AWAY, MASKED, EMPTY, BLANK}
 
 def paths_in(value: Any, path: tuple = ()) -> list[tuple]:
     """Return the paths of all values in a nested value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(inner_path for key, item in items for inner_path in paths_in(item, (*path, key)))]
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [
+        path,
+        *(inner_path for key, item in items for inner_path in paths_in(item, (*path, key))),
+    ]
 
 
 def mutate(rng: random.Random, record: Any) -> Any:
@@ -99,7 +116,9 @@ def mutate(rng: random.Random, record: Any) -> Any:
         elif kind == 2 and isinstance(container, list):
             container.insert(rng.randint(0, len(container)), copy.deepcopy(container[key]))
         elif isinstance(container, dict):
-            container[rng.choice(["content", "role", "value", "text", "from", "x"])] = container.pop(key)
+            container[rng.choice(["content", "role", "value", "text", "from", "x"])] = (
+                container.pop(key)
+            )
     return record
 
 
@@ -114,9 +133,14 @@ def encoder(request, tiny):
 
 
 def check(encoded, where: str) -> str:
-    """Return the outcome of a record: "learned", "skipped" for a reason, or "explained" by an error with its position."""
+    """Return the outcome of a record: "learned", "skipped" for a reason, or "explained" by an error
+    with its position."""
     if encoded.error is not None:
-        assert encoded.error.startswith(where) and len(encoded.error) > len(where) + 10 and not encoded.samples
+        assert (
+            encoded.error.startswith(where)
+            and len(encoded.error) > len(where) + 10
+            and not encoded.samples
+        )
         return "explained"
     assert encoded.form
     if not encoded.samples:
@@ -128,7 +152,10 @@ def check(encoded, where: str) -> str:
 def test_mutated_records(encoder):
     """One thousand records per template, three thousand in total."""
     rng = random.Random(0)
-    outcomes = [check(encoder(f"here, record {n}", random_record(rng)), f"here, record {n}") for n in range(1000)]
+    outcomes = [
+        check(encoder(f"here, record {n}", random_record(rng)), f"here, record {n}")
+        for n in range(1000)
+    ]
     print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
     assert all(outcomes.count(outcome) > 5 for outcome in ("learned", "skipped", "explained"))
 
@@ -136,7 +163,11 @@ def test_mutated_records(encoder):
 def random_record(rng: random.Random) -> Any:
     """Return a mutated record as read from a file."""
     record = mutate(rng, rng.choice(SEEDS))
-    return record if isinstance(record, dict) else ValueError("an example must be an object with fields")
+    return (
+        record
+        if isinstance(record, dict)
+        else ValueError("an example must be an object with fields")
+    )
 
 
 FLAT = [{"instruction": f"Say {n}.", "input": "", "output": f'{n}, "said"\n'} for n in range(4)]
@@ -157,7 +188,20 @@ def damage(rng: random.Random, data: bytes) -> bytes:
         elif kind == 3:
             data = (
                 data[:start]
-                + rng.choice([b'"', b"\n", b"{", b"]", b",", b"\xff", b"\x00", b"\\", b"NaN", b"\xef\xbb\xbf"])
+                + rng.choice(
+                    [
+                        b'"',
+                        b"\n",
+                        b"{",
+                        b"]",
+                        b",",
+                        b"\xff",
+                        b"\x00",
+                        b"\\",
+                        b"NaN",
+                        b"\xef\xbb\xbf",
+                    ]
+                )
                 + data[start:]
             )
         else:
@@ -179,7 +223,8 @@ def damage(rng: random.Random, data: bytes) -> bytes:
     ],
 )
 def test_damaged_files(tmp_path, tiny, suffix, count):
-    """Two thousand files: every record is accounted for, or an error names the file and the reason."""
+    """Two thousand files: every record is accounted for, or an error names the file and the
+    reason."""
     rng, encoder = random.Random(suffix), Encoder(Tokenizer(tiny), 256)
     path = tmp_path / f"a{suffix}"
     if suffix == ".txt":
@@ -202,6 +247,8 @@ def test_damaged_files(tmp_path, tiny, suffix, count):
 
 def test_a_compressed_file_with_one_huge_line_is_read(tmp_path):
     """One line of 40 MB, compressed to 40 kB, is read as one record."""
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "x" * 40_000_000}).encode()))
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(json.dumps({"text": "x" * 40_000_000}).encode())
+    )
     ((_, record),) = read_records(Path(tmp_path / "a.jsonl.gz"))
     assert len(record["text"]) == 40_000_000

@@ -1,4 +1,5 @@
-"""Records of preferences: formats, what is learned, what is cut or skipped, and which split they go into."""
+"""Records of preferences: formats, what is learned, what is cut or skipped, and which split they go
+into."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,10 @@ from litft.data.preferences import EQUAL, PROMPT_CUT, to_preferences
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
 
-USER, SYSTEM = {"role": "user", "content": "Add 1 and 2."}, {"role": "system", "content": "Be brief."}
+USER, SYSTEM = (
+    {"role": "user", "content": "Add 1 and 2."},
+    {"role": "system", "content": "Be brief."},
+)
 GOOD, BAD = {"role": "assistant", "content": "3"}, {"role": "assistant", "content": "12"}
 MORE = {"role": "user", "content": "And 4?"}
 TEXTS = {"chosen": "3", "rejected": "12"}
@@ -28,17 +32,46 @@ def human(text: str) -> dict[str, str]:
     [
         ({"prompt": "Add 1 and 2.", **TEXTS}, [USER]),
         ({"question": "Add 1 and 2.", "system": "Be brief.", **TEXTS}, [SYSTEM, USER]),
-        ({"instruction": "Add.", "input": "1, 2", **TEXTS}, [{"role": "user", "content": "Add.\n\n1, 2"}]),
+        (
+            {"instruction": "Add.", "input": "1, 2", **TEXTS},
+            [{"role": "user", "content": "Add.\n\n1, 2"}],
+        ),
         ({"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [BAD]}, [SYSTEM, USER]),
         ({"prompt": [USER], "chosen": GOOD, "rejected": BAD}, [USER]),
         ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
         ({"prompt": "Add 1 and 2.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER]),
-        ({"prompt": "Add 1 and 2.", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
-        ({"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, BAD]}, [USER, GOOD, MORE]),
+        (
+            {
+                "prompt": "Add 1 and 2.",
+                "chosen": [SYSTEM, USER, GOOD],
+                "rejected": [SYSTEM, USER, BAD],
+            },
+            [SYSTEM, USER],
+        ),
+        (
+            {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, BAD]},
+            [USER, GOOD, MORE],
+        ),
         ({"conversations": [human("Add 1 and 2.")], **TEXTS}, [USER]),
-        # UltraFeedback: `messages` is the chosen dialogue again; a prompt that differs in white space
-        ({"prompt": "Add 1 and 2. ", "chosen": [USER, GOOD], "rejected": [USER, BAD], "messages": [USER, GOOD]}, [USER]),
-        ({"prompt": "And 4?", "chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, BAD]}, [USER, GOOD, MORE]),
+        # UltraFeedback: `messages` is the chosen dialogue again; a prompt that differs in white
+        # space
+        (
+            {
+                "prompt": "Add 1 and 2. ",
+                "chosen": [USER, GOOD],
+                "rejected": [USER, BAD],
+                "messages": [USER, GOOD],
+            },
+            [USER],
+        ),
+        (
+            {
+                "prompt": "And 4?",
+                "chosen": [USER, GOOD, MORE, GOOD],
+                "rejected": [USER, GOOD, MORE, BAD],
+            },
+            [USER, GOOD, MORE],
+        ),
         ({"system": "Be brief.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [SYSTEM, USER]),
         ({"system": "Be brief.", "prompt": [SYSTEM, USER], **TEXTS}, [SYSTEM, USER]),
         ({"system": None, "prompt": "\n\nHuman: Add 1 and 2.\n\nAssistant:", **TEXTS}, [USER]),
@@ -51,7 +84,10 @@ def human(text: str) -> dict[str, str]:
             [USER],
         ),
         (
-            {"chosen": "\n\nHuman: Add 1 and 2.\n\nAssistant: 3", "rejected": "\n\nHuman: Add 1 and 2.\n\nAssistant: 12"},
+            {
+                "chosen": "\n\nHuman: Add 1 and 2.\n\nAssistant: 3",
+                "rejected": "\n\nHuman: Add 1 and 2.\n\nAssistant: 12",
+            },
             [USER],
         ),
     ],
@@ -61,7 +97,10 @@ def test_the_prompt_is_explicit_or_common(record, prompt):
     for answer, expected in zip(pair.answers, (GOOD, BAD), strict=True):
         assert answer.messages == [{**message, "train": False} for message in prompt] + [expected]
     answers = to_preferences(record, "here", "", "labels")  # a pair is an answer of each kind
-    assert [(a.answers, a.desirable) for a in answers] == [((pair.answers[0],), True), ((pair.answers[1],), False)]
+    assert [(a.answers, a.desirable) for a in answers] == [
+        ((pair.answers[0],), True),
+        ((pair.answers[1],), False),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,15 +116,26 @@ def test_the_prompt_is_explicit_or_common(record, prompt):
 )
 def test_answers_with_labels(record, desirable):
     (answer,) = to_preferences(record, "here", "", "labels")
-    assert answer.desirable is desirable and answer.answers[0].messages == [{**USER, "train": False}, GOOD]
+    assert answer.desirable is desirable and answer.answers[0].messages == [
+        {**USER, "train": False},
+        GOOD,
+    ]
 
 
 @pytest.mark.parametrize(
     ("record", "kind", "message"),
     [
-        ({"prompt": "a", "completion": "b"}, "pairs", "need the fields chosen and rejected, found 'prompt', 'completion'"),
+        (
+            {"prompt": "a", "completion": "b"},
+            "pairs",
+            "need the fields chosen and rejected, found 'prompt', 'completion'",
+        ),
         ({"chosen": "a", "rejected": "b"}, "pairs", "there is no prompt"),
-        ({"messages": [USER, GOOD], "chosen": "a", "rejected": "b"}, "pairs", "the prompt ends with an answer"),
+        (
+            {"messages": [USER, GOOD], "chosen": "a", "rejected": "b"},
+            "pairs",
+            "the prompt ends with an answer",
+        ),
         ({"prompt": "a", "completion": "b", "label": "maybe"}, "labels", "label is 'maybe'"),
         ({"completion": "b", "label": True}, "labels", "there is no prompt"),
         ({"prompt": "a", "label": True}, "labels", "there is no answer"),
@@ -134,7 +184,9 @@ def test_both_answers_are_learned_after_the_prompt(encoder, tmp_path):
     ]
     (first, second), report, data = samples_of(encoder, tmp_path, records)
     (chosen, learned), (rejected, learned_too) = texts(encoder, first)
-    assert chosen.endswith("<|im_start|>assistant\n3<|im_end|>") and rejected.endswith("assistant\n12<|im_end|>")
+    assert chosen.endswith("<|im_start|>assistant\n3<|im_end|>") and rejected.endswith(
+        "assistant\n12<|im_end|>"
+    )
     assert (learned, learned_too) == ("3<|im_end|>", "12<|im_end|>")
     assert [learned for _, learned in texts(encoder, second)] == ["3<|im_end|>", "12<|im_end|>"]
     assert encoder.tokenizer.decode(first.answer[1].tolist()) == "3"
@@ -166,33 +218,56 @@ def test_the_prompt_is_cut_before_the_answers(encoder, tmp_path):
     assert (learned, learned_too) == ("yes it is<|im_end|>", "no<|im_end|>")
     assert sample.documents[0] == 32 and PROMPT_CUT in report.notes and CUT not in report.notes
     common = chosen.partition("yes")[0]
-    assert rejected.startswith(common) and common.startswith("<|im_start|>") and "59<|im_end|>" in common
-    (sample,), report, _ = samples_of(encoder, tmp_path, [{"prompt": "Hi", "chosen": long, "rejected": "no"}], limit=32)
-    assert {PROMPT_CUT, CUT} <= report.notes.keys() and sample.documents[0] == 32 and sample.answer is None
+    assert (
+        rejected.startswith(common)
+        and common.startswith("<|im_start|>")
+        and "59<|im_end|>" in common
+    )
+    (sample,), report, _ = samples_of(
+        encoder, tmp_path, [{"prompt": "Hi", "chosen": long, "rejected": "no"}], limit=32
+    )
+    assert (
+        {PROMPT_CUT, CUT} <= report.notes.keys()
+        and sample.documents[0] == 32
+        and sample.answer is None
+    )
     with pytest.raises(ValueError, match="no example"):
-        samples_of(encoder, tmp_path, [{"prompt": "Hi", "chosen": "yes", "rejected": "no"}], limit=1)
+        samples_of(
+            encoder, tmp_path, [{"prompt": "Hi", "chosen": "yes", "rejected": "no"}], limit=1
+        )
 
 
 def test_pairs_of_one_prompt_go_into_one_split(encoder, tmp_path):
-    records = [{"prompt": f"prompt {n // 4}", "chosen": f"good {n}", "rejected": f"bad {n}", "id": n} for n in range(200)]
+    records = [
+        {"prompt": f"prompt {n // 4}", "chosen": f"good {n}", "rejected": f"bad {n}", "id": n}
+        for n in range(200)
+    ]
     path = write_records(tmp_path / "records.jsonl", records)
     args = DataArgs(path=[str(path)], val_fraction=0.2, max_seq_length=64)
     data = load_data(args, encoder.tokenizer, 200_000, 4096, kind="pairs")
-    prompts = [{texts(encoder, s[n])[0][0].split("assistant\n")[0] for n in range(len(s))} for s in (data.train, data.val)]
+    prompts = [
+        {texts(encoder, s[n])[0][0].split("assistant\n")[0] for n in range(len(s))}
+        for s in (data.train, data.val)
+    ]
     assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]
     assert len(data.train) + len(data.val) == 200
 
 
 def test_equal_answers_are_not_both_desirable_and_undesirable(tokenizer_folder, tmp_path):
     encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind="labels")
-    records = [{"prompt": "Hi", "chosen": "same", "rejected": "same"}, {"prompt": "Hi", "chosen": "a", "rejected": "b"}]
+    records = [
+        {"prompt": "Hi", "chosen": "same", "rejected": "same"},
+        {"prompt": "Hi", "chosen": "a", "rejected": "b"},
+    ]
     samples, report, _ = samples_of(encoder, tmp_path, records)
     assert [sample.desirable for sample in samples] == [True, False] and report.notes[EQUAL][0] == 1
 
 
 def test_mismatches_have_the_answer_of_another_example(tokenizer_folder, tmp_path):
     encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind="labels")
-    records = [{"prompt": f"prompt {n}", "completion": f"answer {n}", "label": n > 0} for n in range(3)]
+    records = [
+        {"prompt": f"prompt {n}", "completion": f"answer {n}", "label": n > 0} for n in range(3)
+    ]
     samples, _, data = samples_of(encoder, tmp_path, records)
     assert [sample.desirable for sample in samples] == [False, True, True]
     ((text, learned),) = texts(encoder, data.train.mismatched(0, 2, 64))
@@ -201,11 +276,21 @@ def test_mismatches_have_the_answer_of_another_example(tokenizer_folder, tmp_pat
 
 
 def test_the_dry_run_shows_both_sides(tiny, tmp_path):
-    write_records(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}] * 2)
+    write_records(
+        tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}] * 2
+    )
     flags = f"--checkpoint_dir {tiny} --data.path pairs.jsonl --data.val_fraction 0 --objective dpo"
-    for command, more in (("finetune/lora.py", "--dry_run"), ("scripts/prepare_data.py", "--show 1")):
+    for command, more in (
+        ("finetune/lora.py", "--dry_run"),
+        ("scripts/prepare_data.py", "--show 1"),
+    ):
         text = script(command, *flags.split(), *more.split(), cwd=tmp_path).stdout
-        assert ", chosen: " in text and ", rejected: " in text and "⟦good</s>⟧" in text and "⟦bad</s>⟧" in text
+        assert (
+            ", chosen: " in text
+            and ", rejected: " in text
+            and "⟦good</s>⟧" in text
+            and "⟦bad</s>⟧" in text
+        )
         assert "2 records (pairs)" in text
 
 
@@ -227,7 +312,14 @@ def test_data_for_another_objective_is_pointed_to_it(tokenizer_folder, record, k
 def test_a_label_with_another_meaning_is_ignored(tokenizer_folder, label):
     encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64)
     assert len(encoder("here", {"prompt": "a", "completion": "b", "label": label}).samples) == 1
-    assert len(replace(encoder, form="prompt")("here", {"prompt": "a", "completion": "b", "label": 1}).samples) == 1
+    assert (
+        len(
+            replace(encoder, form="prompt")(
+                "here", {"prompt": "a", "completion": "b", "label": 1}
+            ).samples
+        )
+        == 1
+    )
     assert len(encoder("here", {"text": "a b c d", "label": 1}).samples) == 1
 
 
@@ -236,7 +328,9 @@ def test_equal_reasons_are_said_once(tokenizer_folder, tmp_path):
     records = [{"prompt": "a", "completion": "b"}] * 9 + [{"chosen": "a", "rejected": "b"}]
     with pytest.raises(ValueError, match="there is no prompt") as error:
         samples_of(encoder, tmp_path, records)
-    assert str(error.value).count("preferences need the fields") == 1 and "(and 8 more like it)" in str(error.value)
+    assert str(error.value).count(
+        "preferences need the fields"
+    ) == 1 and "(and 8 more like it)" in str(error.value)
 
 
 def test_preferences_without_an_objective_are_pointed_to_it(tiny, tmp_path):

@@ -1,4 +1,5 @@
-"""Chat templates: rendering as in transformers, the sandbox, and the supervised parts of the text."""
+"""Chat templates: rendering as in transformers, the sandbox, and the supervised parts of the
+text."""
 
 from functools import partial
 
@@ -18,9 +19,10 @@ CHAT = [
 SYSTEM = {"role": "system", "content": "Be brief."}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = """
-    HuggingFaceTB-SmolLM3-3B NousResearch-Hermes-3-Llama-3.1-8B-tool_use Qwen-QwQ-32B Qwen-Qwen2.5-7B-Instruct
-    deepseek-ai-DeepSeek-R1-Distill-Llama-8B google-gemma-2-2b-it ibm-granite-granite-3.3-2B-Instruct
-    meta-llama-Llama-3.1-8B-Instruct meta-llama-Llama-3.2-3B-Instruct microsoft-Phi-3.5-mini-instruct
+    HuggingFaceTB-SmolLM3-3B NousResearch-Hermes-3-Llama-3.1-8B-tool_use Qwen-QwQ-32B
+    Qwen-Qwen2.5-7B-Instruct deepseek-ai-DeepSeek-R1-Distill-Llama-8B google-gemma-2-2b-it
+    ibm-granite-granite-3.3-2B-Instruct meta-llama-Llama-3.1-8B-Instruct
+    meta-llama-Llama-3.2-3B-Instruct microsoft-Phi-3.5-mini-instruct
     mistralai-Mistral-Nemo-Instruct-2407 openai-gpt-oss-120b
 """.split()
 
@@ -43,11 +45,17 @@ def test_rendered_text_equals_transformers(tokenizer_folder, name):
 
     reference = AutoTokenizer.from_pretrained(tokenizer_folder("fallback"))
     source = source_of(name)
-    tokens = {"bos_token": reference.bos_token, "eos_token": reference.eos_token, "unk_token": "<unk>"}
+    tokens = {
+        "bos_token": reference.bos_token,
+        "eos_token": reference.eos_token,
+        "unk_token": "<unk>",
+    }
     tools = [] if "tool_use" in name else None
     for messages in (CHAT, CHAT[:1], *([[SYSTEM, *CHAT]] if "gemma" not in name else [])):
         for prompt in (False, True):
-            settings = dict(chat_template=source, tokenize=False, add_generation_prompt=prompt, tools=tools)
+            settings = dict(
+                chat_template=source, tokenize=False, add_generation_prompt=prompt, tools=tools
+            )
             expected = reference.apply_chat_template(messages, **settings)
             assert render(source, messages, tools, prompt, **tokens) == expected
 
@@ -57,10 +65,18 @@ TOOL = {
     "function": {
         "name": "weather",
         "description": 'The "weather" of a town & its <region>.',
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string"}},
+            "required": ["town"],
+        },
     },
 }
-CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "weather", "arguments": {"town": "Köln"}}}
+CALL = {
+    "type": "function",
+    "id": "a1b2c3d4e",
+    "function": {"name": "weather", "arguments": {"town": "Köln"}},
+}
 TOOL_CHAT = [
     {"role": "user", "content": "How warm is it?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -77,9 +93,15 @@ def test_tool_conversations_render_as_transformers_do(tokenizer_folder, name):
 
     reference = AutoTokenizer.from_pretrained(tokenizer_folder("fallback"))
     source = source_of(name)
-    tokens = {"bos_token": reference.bos_token, "eos_token": reference.eos_token, "unk_token": "<unk>"}
+    tokens = {
+        "bos_token": reference.bos_token,
+        "eos_token": reference.eos_token,
+        "unk_token": "<unk>",
+    }
     for messages in (TOOL_CHAT[:1], TOOL_CHAT[:3], TOOL_CHAT):
-        settings = dict(chat_template=source, tokenize=False, add_generation_prompt=True, tools=[TOOL])
+        settings = dict(
+            chat_template=source, tokenize=False, add_generation_prompt=True, tools=[TOOL]
+        )
         try:
             expected = reference.apply_chat_template(messages, **settings)
         except (TemplateError, TypeError):
@@ -90,25 +112,46 @@ def test_tool_conversations_render_as_transformers_do(tokenizer_folder, name):
 
 
 def test_alpaca_is_stanfords_wording():
-    text = render(ALPACA, [{"role": "user", "content": "Add."}], add_generation_prompt=True, **TOKENS)
+    text = render(
+        ALPACA, [{"role": "user", "content": "Add."}], add_generation_prompt=True, **TOKENS
+    )
     assert text == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nAdd.\n\n### Response:\n"
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n"
+        "\n"
+        "### Instruction:\n"
+        "Add.\n"
+        "\n"
+        "### Response:\n"
     )
     content = user_content("Add.", "1, 2", ALPACA)
-    assert render(ALPACA, [{"role": "user", "content": content}, {"role": "assistant", "content": "3"}], **TOKENS) == (
-        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-        "response that appropriately completes the request.\n\n"
-        "### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n### Response:\n3</s>"
+    assert render(
+        ALPACA,
+        [{"role": "user", "content": content}, {"role": "assistant", "content": "3"}],
+        **TOKENS,
+    ) == (
+        "Below is an instruction that describes a task, paired with an input that provides further "
+        "context. Write a response that appropriately completes the request.\n"
+        "\n"
+        "### Instruction:\n"
+        "Add.\n"
+        "\n"
+        "### Input:\n"
+        "1, 2\n"
+        "\n"
+        "### Response:\n"
+        "3</s>"
     )
 
 
 ENDS = EndTokens(
     tuple(
-        "<|im_end|> <|eot_id|> <end_of_turn> <|end|> <|return|> <|call|> <|end_of_text|> <｜end▁of▁sentence｜> </s>".split()
+        "<|im_end|> <|eot_id|> <end_of_turn> <|end|> <|return|> <|call|> <|end_of_text|> "
+        "<｜end▁of▁sentence｜> </s>".split()
     )
 )
-# the end token of a turn per template; gpt-oss also has channels, and the prompt of R1 contains <think>
+# the end token of a turn per template; gpt-oss also has channels, and the prompt of R1 contains
+# <think>
 END_TOKENS = {
     "HuggingFaceTB": "<|im_end|>",
     "NousResearch": "<|im_end|>",
@@ -122,7 +165,8 @@ END_TOKENS = {
     "openai": "<|return|>",
 }
 TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
-RENDERED_CALLS = {  # the text of a tool call; the other templates omit calls or do not support tools
+# the text of a tool call; the other templates omit calls or do not support tools
+RENDERED_CALLS = {
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": TAGGED_CALL,
     "Qwen-QwQ-32B": TAGGED_CALL,
     "Qwen-Qwen2.5-7B-Instruct": TAGGED_CALL,
@@ -148,24 +192,33 @@ def supervised(texts) -> list[str]:
 def as_turn(name: str, text: str) -> str:
     """Return a plain answer as rendered by a template, with its end token."""
     prefix = "<|channel|>final<|message|>" if "gpt-oss" in name else ""
-    return prefix + text + next(end_token for family, end_token in END_TOKENS.items() if name.startswith(family))
+    return (
+        prefix
+        + text
+        + next(end_token for family, end_token in END_TOKENS.items() if name.startswith(family))
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_each_answer_and_its_end_token_are_supervised(name):
-    """design.md 4.3: with and without a system prompt, over several turns, with the prompts of inference."""
+    """design.md 4.3: with and without a system prompt, over several turns, with the prompts of
+    inference."""
     chats = [CHAT, CHAT[:2]] + ([[SYSTEM, *CHAT]] if "gemma" not in name else [])
     for chat in chats:
         render_chat = renderer(name)
         texts = assistant_turns(render_chat, chat, None, ENDS)
-        assert supervised(texts) == [as_turn(name, m["content"]) for m in chat if m["role"] == "assistant"]
+        assert supervised(texts) == [
+            as_turn(name, m["content"]) for m in chat if m["role"] == "assistant"
+        ]
         for rendered in texts:
             for turn in rendered.turns:
                 prompt = render_chat(chat[: turn.message], add_generation_prompt=True)
                 if any(
                     word in name for word in ("QwQ", "R1")
                 ):  # the thought that they open is none of an answer without one
-                    prompt = prompt.rstrip().removesuffix("</think>").rstrip().removesuffix("<think>")
+                    prompt = (
+                        prompt.rstrip().removesuffix("</think>").rstrip().removesuffix("<think>")
+                    )
                 assert rendered.text[: turn.start] == prompt
         if len(texts) == 1:
             assert texts[0].text == render_chat(chat)
@@ -180,7 +233,8 @@ def test_supervised_texts_of_a_tool_conversation(name):
         return
     call, answer = supervised(assistant_turns(render_chat, TOOL_CHAT, [TOOL], ENDS))
     assert answer == as_turn(name, "21 °C.")
-    end = {"openai-gpt-oss-120b": "<|call|>", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ""}  # R1 writes no end token
+    # R1 writes no end token
+    end = {"openai-gpt-oss-120b": "<|call|>", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ""}
     assert call == RENDERED_CALLS[name] + end.get(name, as_turn(name, ""))
 
 
@@ -189,7 +243,10 @@ def test_the_styles_render_in_one_text(name):
     chat = [SYSTEM, *CHAT]
     (rendered,) = assistant_turns(renderer(name), chat, None, ENDS)
     text, turns = rendered.text, rendered.turns
-    assert [text[turn.start : turn.end].rstrip("<|>/setoumdnrif_").strip() for turn in turns] == ["Five.", 'Yes, "sure".']
+    assert [text[turn.start : turn.end].rstrip("<|>/setoumdnrif_").strip() for turn in turns] == [
+        "Five.",
+        'Yes, "sure".',
+    ]
     assert text.count("Be brief.") == 1 and text.count("What is <b>2</b> & 3?") == 1
     with pytest.raises(ValueError, match="leaves out a tool call"):
         assistant_turns(renderer(name), TOOL_CHAT, [TOOL], ENDS)
@@ -210,11 +267,15 @@ def test_a_template_that_drops_reasoning_is_refused(name):
 
 
 def test_the_generation_tag_is_rendered_as_its_content():
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    source = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    )
     assert render(source, CHAT[:2], **TOKENS) == "What is <b>2</b> & 3?;Five.;"
 
 
-THOUGHTFUL_CHAT = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in CHAT]
+THOUGHTFUL_CHAT = [
+    dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in CHAT
+]
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,31 @@ from transformers import AutoTokenizer
 
 from litft.args import DataArgs
 from litft.data.dataset import load_data
-from litft.data.encoder import SUPERVISED, Encoder
+from litft.data.encoder import Encoder
 from litft.data.reasoning import InlineThought
+from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
 
-# as in Qwen 3: the reasoning of the last answer is rendered, and a prompt without thinking opens with an empty thought
+# as in Qwen 3: the reasoning of the last answer is rendered, and a prompt without thinking opens
+# with an empty thought
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n"
+    "{{ m.reasoning_content or '' }}\n"
+    "</think>\n"
+    "\n"
+    "{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n"
+    "\n"
+    "</think>\n"
+    "\n"
+    "{% endif %}{% endif %}"
 )
-FIELD = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "reasoning_content": "two and two", "content": "four"}]
+FIELD = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "reasoning_content": "two and two", "content": "four"},
+]
 CONTENT = [FIELD[0], {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\nfour"}]
 
 
@@ -32,7 +44,9 @@ def learned(tokenizer, messages, **settings):
     encoded = Encoder(tokenizer, 500, **settings)("here", {"messages": messages})
     assert encoded.error is None
     (sample,) = encoded.samples
-    return tokenizer.decode([int(x & ~SUPERVISED & 0x0FFFFFFF) for x in sample if x & SUPERVISED], skip_special=False)
+    return tokenizer.decode(
+        [int(x & ~SUPERVISED & 0x0FFFFFFF) for x in sample if x & SUPERVISED], skip_special=False
+    )
 
 
 @pytest.fixture
@@ -47,23 +61,37 @@ def test_reasoning_is_learned_or_masked(tokenizer):
     """It is a field of the message, or a part of its content."""
     assert learned(tokenizer, FIELD) == "<think>\ntwo and two\n</think>\n\nfour<|im_end|>"
     assert learned(tokenizer, FIELD, reasoning="mask") == "four<|im_end|>"
-    plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    tokenizer.use_template(plain + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    plain = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer.use_template(
+        plain + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     assert "two and two" in learned(tokenizer, CONTENT)
     assert learned(tokenizer, CONTENT, reasoning="mask").strip() == "four<|im_end|>"
 
 
 def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_folder, tmp_path):
-    """transformers renders the saved template like litft, and its callers can still pass another value."""
+    """transformers renders the saved template like litft, and its callers can still pass another
+    value."""
     folder = tokenizer_folder("bytes")
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     records = [{"messages": [FIELD[0], FIELD[1] | {"content": content}]} for content in "abcdef"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer = Tokenizer(folder)
     arguments = ["enable_thinking=false"]
-    args = DataArgs([str(tmp_path / "data.jsonl")], template=str(tmp_path / "template.jinja"), template_args=arguments)
+    args = DataArgs(
+        [str(tmp_path / "data.jsonl")],
+        template=str(tmp_path / "template.jinja"),
+        template_args=arguments,
+    )
     with pytest.raises(ValueError, match="the chat template has no variable enable_thinkng"):
-        load_data(replace(args, template_args=["enable_thinkng=false"]), Tokenizer(folder), tokenizer.vocab_size, 500)
+        load_data(
+            replace(args, template_args=["enable_thinkng=false"]),
+            Tokenizer(folder),
+            tokenizer.vocab_size,
+            500,
+        )
     load_data(args, tokenizer, tokenizer.vocab_size, 500)
     rendered = tokenizer.apply_chat_template(FIELD[:1], add_generation_prompt=True)
     assert rendered.endswith("<think>\n\n</think>\n\n")
@@ -77,7 +105,10 @@ def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_fold
 
 @pytest.mark.parametrize("item", ["thinking", "=1", "a b=1", "{{x}}=1"])
 def test_invalid_template_arguments_are_reported(item):
-    assert any("expected NAME=VALUE" in problem for problem in DataArgs(["x"], template_args=[item]).problems())
+    assert any(
+        "expected NAME=VALUE" in problem
+        for problem in DataArgs(["x"], template_args=[item]).problems()
+    )
 
 
 # what InlineThought finds, in one expression, which needs quadratic time for runs of white space

@@ -9,8 +9,8 @@ from parity import ROWS
 import litft
 from litft.args import DataArgs
 from litft.data.dataset import load_data
-from litft.data.encoder import Sample
 from litft.data.packing import Layout, collate, pack
+from litft.data.sample import Sample
 from litft.data.sampler import Sampler
 from litft.data.tokenizer import Tokenizer
 from litft.model.attention import attend
@@ -19,7 +19,9 @@ from litft.model.packed_sequences import PackedSequences
 from litft.pretrained import resolve
 
 
-def random_samples(count: int, vocab_size: int = 96, max_length: int = 40, seed: int = 0) -> list[Sample]:
+def random_samples(
+    count: int, vocab_size: int = 96, max_length: int = 40, seed: int = 0
+) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(count):
@@ -52,9 +54,15 @@ def test_packed_alpaca_rows_are_95_percent_full(shared, checkpoints, count):
     sampler, lengths = Sampler(train.sizes, 42), train.lengths
     for ranks in (1, 2):
         for step in range(len(train) // count):
-            step_lengths = [int(lengths[i]) for i in sampler.indices(step * count, (step + 1) * count)]
+            step_lengths = [
+                int(lengths[i]) for i in sampler.indices(step * count, (step + 1) * count)
+            ]
             batches = Layout(1, 2048, ranks).plan(step_lengths)
-            slots = sum(len(rows) * max(sum(step_lengths[i] for i in row) for row in rows) for rows in batches if rows)
+            slots = sum(
+                len(rows) * max(sum(step_lengths[i] for i in row) for row in rows)
+                for rows in batches
+                if rows
+            )
             assert sum(step_lengths) / slots >= 0.95
             row_lengths = [sum(step_lengths[i] for i in row) for rows in batches for row in rows]
             assert len(row_lengths) % ranks == 0
@@ -62,32 +70,45 @@ def test_packed_alpaca_rows_are_95_percent_full(shared, checkpoints, count):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "phi3", "gpt2", "qwen3_moe", "cohere2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "gpt_oss", "phi3", "gpt2", "qwen3_moe", "cohere2"]
+)
 def test_a_packed_loss_is_the_sum_of_single_losses(make_model, family):
     """Also with sliding windows, softcaps, sinks, learned positions and experts."""
     config, variations = ROWS[family]
     source = resolve(make_model(config, **next(iter(variations.values())))[1])
     model = source.base_model()
     samples = random_samples(7, model.config.vocab_size)
-    single_losses = [model(sample.tokens[None], targets=sample.targets[None])[0] for sample in samples]
+    single_losses = [
+        model(sample.tokens[None], targets=sample.targets[None])[0] for sample in samples
+    ]
     for layout in (Layout(1, 512), Layout(2, 100), Layout(4, 60)):
         packed = [model(batch.tokens, **batch.inputs()) for batch in layout.batches(samples)]
-        assert float(sum(loss for loss, _ in packed)) == pytest.approx(float(sum(single_losses)), rel=1e-6)
-        assert sum(int(count) for _, count in packed) == sum(sample.supervised for sample in samples)
+        assert float(sum(loss for loss, _ in packed)) == pytest.approx(
+            float(sum(single_losses)), rel=1e-6
+        )
+        assert sum(int(count) for _, count in packed) == sum(
+            sample.supervised for sample in samples
+        )
 
 
 @torch.no_grad()
 def test_packed_samples_are_isolated(tiny):
-    """Changing one sample leaves the logits of the others bit-identical; positions restart; targets stay within a sample."""
+    """Changing one sample leaves the logits of the others bit-identical; positions restart; targets
+    stay within a sample."""
     model, _ = litft.load(tiny)
     samples = random_samples(3, 512)
     batch = collate([samples])
     changed_sample = Sample((samples[0].tokens + 1) % 512, samples[0].targets)
     changed_batch = collate([[changed_sample, *samples[1:]]])
     logits = model(batch.tokens, positions=batch.positions, documents=batch.documents)
-    changed = model(changed_batch.tokens, positions=changed_batch.positions, documents=changed_batch.documents)
+    changed = model(
+        changed_batch.tokens, positions=changed_batch.positions, documents=changed_batch.documents
+    )
     border = samples[0].tokens.numel()
-    assert torch.equal(logits[:, border:], changed[:, border:]) and not torch.equal(logits[:, :border], changed[:, :border])
+    assert torch.equal(logits[:, border:], changed[:, border:]) and not torch.equal(
+        logits[:, :border], changed[:, :border]
+    )
     expected = torch.cat([torch.arange(sample.tokens.numel()) for sample in samples])
     assert torch.equal(batch.positions[0], expected)
     assert torch.equal(batch.targets[0], torch.cat([sample.targets for sample in samples]))
@@ -97,12 +118,15 @@ def test_padding_belongs_to_no_sample(tiny):
     short, long = random_samples(1, 512, 4)[0], random_samples(9, 512)[-1]
     batch = collate([[long, long], [short]])
     length = short.tokens.numel()
-    assert (batch.documents.ids[1, length:] == -1).all() and (batch.positions[1, length:] == 0).all()
+    assert (batch.documents.ids[1, length:] == -1).all() and (
+        batch.positions[1, length:] == 0
+    ).all()
     assert (batch.targets[1, length:] == -100).all()
 
 
 @pytest.mark.parametrize(
-    "window, softcap, sinks", [(None, None, False), (5, None, False), (7, 3.0, False), (None, None, True)]
+    "window, softcap, sinks",
+    [(None, None, False), (5, None, False), (7, 3.0, False), (None, None, True)],
 )
 def test_attention_per_document_equals_masked_attention(window, softcap, sinks):
     torch.manual_seed(0)

@@ -28,7 +28,10 @@ def golden(shared, name) -> list[tuple[str, list[int]]]:
     folder = shared / "golden_ids"
     texts = (folder / f"{name}.inp").read_text("utf-8").split("\n__ggml_vocab_test__\n")
     lines = (folder / f"{name}.out").read_text("utf-8").split("\n")
-    return [(text, [int(word) for word in line.split()]) for text, line in zip(texts, lines, strict=False)]
+    return [
+        (text, [int(word) for word in line.split()])
+        for text, line in zip(texts, lines, strict=False)
+    ]
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -41,15 +44,23 @@ def test_ids_equal_the_golden_ids(shared, name):
 
 
 OWN_FAST = ("bytes", "header", "fallback", "words")  # those with a tokenizer.json
-PROPERTIES = [(name, values) for name in OWN_FAST for values in itertools.product((False, True), repeat=4)]
+PROPERTIES = [
+    (name, values) for name in OWN_FAST for values in itertools.product((False, True), repeat=4)
+]
 # writing a large vocabulary takes seconds: here, each pair of values of two properties occurs
 for name in ("tinyllama-1.1b-chat", "qwen2.5"):
-    PROPERTIES += [(name, tuple(value == "1" for value in word)) for word in ("0000", "0111", "1011", "1101", "1110")]
+    PROPERTIES += [
+        (name, tuple(value == "1" for value in word))
+        for word in ("0000", "0111", "1011", "1101", "1110")
+    ]
 
 
 @pytest.mark.parametrize(("name", "properties"), PROPERTIES, ids=str)
-def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(tokenizer_folder, tmp_path, name, properties):
-    """A token may strip the spaces around it (Phi-3's <|end|> does), and its offsets then include them."""
+def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(
+    tokenizer_folder, tmp_path, name, properties
+):
+    """A token may strip the spaces around it (Phi-3's <|end|> does), and its offsets then include
+    them."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
@@ -75,24 +86,31 @@ def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(tokenizer_fold
 
 
 NAMES = """
-    falcon-40b gemma-2 gpt-neox-20b gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2 qwen2.5 tinyllama-1.1b-chat
+    falcon-40b gemma-2 gpt-neox-20b gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2
+    qwen2.5 tinyllama-1.1b-chat
 """.split()
-# AutoTokenizer of transformers 5 rebuilds these, and then splits leading spaces unlike sentencepiece and the golden ids
+# AutoTokenizer of transformers 5 rebuilds these, and then splits leading spaces unlike
+# sentencepiece and the golden ids
 REBUILT_BY_TRANSFORMERS = ("llama-2-7b", "tinyllama-1.1b-chat", "fallback")
 
 
 @pytest.fixture(scope="module")
 def texts():
-    """Stories, code, several scripts and odd spaces; prose, chats and JSON from real data where there are."""
+    """Stories, code, several scripts and odd spaces; prose, chats and JSON from real data where
+    there are."""
     data = SHARED / "data"
     own_texts = [*corpus()[:20], *OTHER_SCRIPTS, "  two  leading, \t tab\r\n\n\n end "]
     own_texts += ["\u00a0½ ﬁ ≠ 🦙👩‍👩‍👧 \u200b日本語 العربية ภาษาไทย", " ", "\n"]
     if not data.is_dir():
         return own_texts
     parts = [(data / "wikitext2_valid.txt").read_text("utf-8")[:6000]]
-    parts += [json.dumps(json.loads((data / name).read_text("utf-8"))[:30], ensure_ascii=False) for name in JSON_FILES]
     parts += [
-        (data / name).read_text("utf-8")[:6000] for name in ("gsm8k_500.jsonl", "samsum_1400.jsonl", "messages_500.jsonl")
+        json.dumps(json.loads((data / name).read_text("utf-8"))[:30], ensure_ascii=False)
+        for name in JSON_FILES
+    ]
+    parts += [
+        (data / name).read_text("utf-8")[:6000]
+        for name in ("gsm8k_500.jsonl", "samsum_1400.jsonl", "messages_500.jsonl")
     ]
     return parts + own_texts
 
@@ -105,7 +123,11 @@ LARGE = ("falcon-40b", "gemma-2", "llama-3.1", "qwen2.5")
 
 
 @pytest.mark.parametrize(
-    "name", [*OWN_FAST, *(pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in NAMES)]
+    "name",
+    [
+        *OWN_FAST,
+        *(pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in NAMES),
+    ],
 )
 def test_ids_and_texts_equal_transformers(tokenizer_folder, texts, tmp_path, name):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -120,11 +142,18 @@ def test_ids_and_texts_equal_transformers(tokenizer_folder, texts, tmp_path, nam
         ids = reference(text, add_special_tokens=False).input_ids
         assert tokenizer.encode(text, bos=False) == ids, text[:80]
         for skip in (True, False):
-            expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            expected = reference.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
             assert tokenizer.decode(ids, skip_special=skip) == expected, text[:80]
-        assert "".join(pieces_of(tokenizer, [], ids[:400])).rstrip("\ufffd") == tokenizer.decode(ids[:400]).rstrip("\ufffd")
+        assert "".join(pieces_of(tokenizer, [], ids[:400])).rstrip("\ufffd") == tokenizer.decode(
+            ids[:400]
+        ).rstrip("\ufffd")
     special_text = "".join(reference.all_special_tokens) + "a"
-    assert tokenizer.encode(special_text, bos=False) == reference(special_text, add_special_tokens=False).input_ids
+    assert (
+        tokenizer.encode(special_text, bos=False)
+        == reference(special_text, add_special_tokens=False).input_ids
+    )
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "unigram"])
@@ -133,7 +162,8 @@ def test_ids_and_texts_equal_sentencepiece(tokenizer_folder, texts, name):
     reference = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     tokenizer = Tokenizer(folder)
     for original in texts:
-        text = original.replace("<unk>", "unknown")  # WikiText has it; litft reads special tokens in a text
+        # WikiText has it; litft reads special tokens in a text
+        text = original.replace("<unk>", "unknown")
         ids = reference.encode(text)
         assert tokenizer.encode(text, bos=False) == ids, text[:80]
         assert tokenizer.decode(ids) == reference.decode(ids), text[:80]
@@ -141,7 +171,9 @@ def test_ids_and_texts_equal_sentencepiece(tokenizer_folder, texts, name):
 
 def without_json(folder, tmp_path) -> Tokenizer:
     """Return a tokenizer that has both files, in the sentencepiece back-end."""
-    shutil.copytree(folder, tmp_path / "sentencepiece", ignore=shutil.ignore_patterns("tokenizer.json"))
+    shutil.copytree(
+        folder, tmp_path / "sentencepiece", ignore=shutil.ignore_patterns("tokenizer.json")
+    )
     return Tokenizer(tmp_path / "sentencepiece")
 
 
@@ -182,7 +214,10 @@ def test_exactly_one_bos(tokenizer_folder, name):
     bos = None if name in ("bytes", "words", "qwen2.5") else tokenizer.bos_id
     assert tokenizer.bos_id == bos
     messages = [{"role": "user", "content": "hi"}]
-    texts = [tokenizer.encode("hi"), tokenizer.encode(tokenizer.apply_chat_template(messages), bos=False)]
+    texts = [
+        tokenizer.encode("hi"),
+        tokenizer.encode(tokenizer.apply_chat_template(messages), bos=False),
+    ]
     texts.append(tokenizer.encode(tokenizer.apply_chat_template(messages)))
     for ids in texts:
         assert ids.count(bos) == (bos is not None) and (bos is None or ids[0] == bos)
@@ -202,7 +237,9 @@ def pieces_of(tokenizer, prompt_ids, ids):
     return [text for text in (*map(stream.push, ids), stream.rest()) if text]
 
 
-@pytest.mark.parametrize("name", "bytes header fallback sentencepiece unigram llama-2-7b llama-3.1 qwen2.5".split())
+@pytest.mark.parametrize(
+    "name", "bytes header fallback sentencepiece unigram llama-2-7b llama-3.1 qwen2.5".split()
+)
 def test_streamed_pieces_join_to_the_full_text(tokenizer_folder, name):
     text = "The Äpfel cost 5 €, 日本語 and 🦙🦙 too.\n\n  - indented\n\tδείγμα"
     tokenizer = Tokenizer(tokenizer_folder(name))
@@ -221,12 +258,18 @@ def test_tokens_of_the_config_alone_are_tokens(tmp_path):
     folder = shutil.copytree(ROOT / "litft" / "demo" / "base", tmp_path / "model")
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    entry = dict(content="<a>", lstrip=False, rstrip=False, normalized=False, single_word=False, special=True)
+    entry = dict(
+        content="<a>", lstrip=False, rstrip=False, normalized=False, single_word=False, special=True
+    )
     path.write_text(json.dumps(config | {"added_tokens_decoder": {"1024": entry}}))
-    expected = AutoTokenizer.from_pretrained(folder)("the <a> cat", add_special_tokens=False)["input_ids"]
+    expected = AutoTokenizer.from_pretrained(folder)("the <a> cat", add_special_tokens=False)[
+        "input_ids"
+    ]
     assert 1024 in expected and Tokenizer(folder).encode("the <a> cat", bos=False) == expected
     path.write_text(json.dumps(config | {"added_tokens_decoder": {"1030": entry}}))
-    with pytest.raises(ValueError, match=r"has the token '<a>' with the id 1030, but tokenizer\.json lacks it"):
+    with pytest.raises(
+        ValueError, match=r"has the token '<a>' with the id 1030, but tokenizer\.json lacks it"
+    ):
         Tokenizer(folder)
     path.write_text(json.dumps(config | {"eos_token": "<zzz>"}))
     with pytest.raises(ValueError, match="the eos_token '<zzz>' is not in the vocabulary"):

@@ -1,4 +1,5 @@
-"""The learned part of an answer in chat templates: ours, one for each way in which they differ, and published ones."""
+"""The learned part of an answer in chat templates: ours, one for each way in which they differ, and
+published ones."""
 
 from functools import partial
 
@@ -31,7 +32,8 @@ STOPS = ("<|end|>", "<|return|>", "<|call|>", "<|result|>", "<|user|>", "<|tool|
 
 @pytest.mark.parametrize("name", QUIRKS)
 def test_the_learned_part_has_all_that_the_model_must_produce(name):
-    """Over all conversations: content, calls, reasoning and an end, in a text that the template renders; or refused."""
+    """Over all conversations: content, calls, reasoning and an end, in a text that the template
+    renders; or refused."""
     for kind, messages in CONVERSATIONS.items():
         result = outcome(QUIRKS[name], messages, STOPS)
         assert not result.findings, (kind, result)
@@ -101,14 +103,20 @@ LEARNED = {
     "channels": {
         "plain": [f"<|channel|>final\n{ANSWER}<|return|>"],
         "text and call, result": [
-            f"<|channel|>analysis\n{ANSWER}<|end|><|turn|>assistant to=weather<|channel|>call\n{CALL[14:-7]}<|call|>",
+            "<|channel|>analysis\n"
+            f"{ANSWER}<|end|><|turn|>assistant to=weather<|channel|>call\n"
+            f"{CALL[14:-7]}<|call|>",
             f"<|channel|>final\n{LAST}<|return|>",
         ],
         "reasoning_content": [
-            f"<|channel|>analysis\n{REASONING}<|end|><|turn|>assistant<|channel|>final\n{ANSWER}<|return|>"
+            "<|channel|>analysis\n"
+            f"{REASONING}<|end|><|turn|>assistant<|channel|>final\n"
+            f"{ANSWER}<|return|>"
         ],
         "thinking and call": [
-            f"<|channel|>analysis\n{REASONING}<|end|><|turn|>assistant to=weather<|channel|>call\n{CALL[14:-7]}<|call|>"
+            "<|channel|>analysis\n"
+            f"{REASONING}<|end|><|turn|>assistant to=weather<|channel|>call\n"
+            f"{CALL[14:-7]}<|call|>"
         ],
     },
     "parts": {
@@ -116,11 +124,23 @@ LEARNED = {
         "reasoning and call": [f"[THINK]{REASONING}[/THINK]{CALL}<|end|>"],
     },
     "arguments as text": {"call": [f"{CALL}<|end|>"]},
-    "content or calls": {"call": [f"{CALL}<|end|>"], "text and call": "leaves out the assistant's content"},
+    "content or calls": {
+        "call": [f"{CALL}<|end|>"],
+        "text and call": "leaves out the assistant's content",
+    },
     "the system prompt comes last": {"system": [f"{ANSWER}</s>"]},
-    "the system prompt comes last, a space": {"system": [f" {ANSWER}</s>"], "plain": [f" {ANSWER}</s>"]},
-    "instructions come last": {"plain, later": [f"{ANSWER}<|end|>", f"{LAST}<|end|>"], "call": [CALL]},
-    "content alone": {"call": "leaves out a tool call", "reasoning": "leaves out the assistant's reasoning"},
+    "the system prompt comes last, a space": {
+        "system": [f" {ANSWER}</s>"],
+        "plain": [f" {ANSWER}</s>"],
+    },
+    "instructions come last": {
+        "plain, later": [f"{ANSWER}<|end|>", f"{LAST}<|end|>"],
+        "call": [CALL],
+    },
+    "content alone": {
+        "call": "leaves out a tool call",
+        "reasoning": "leaves out the assistant's reasoning",
+    },
 }
 
 
@@ -137,7 +157,9 @@ def test_the_learned_texts(name):
 def turns_of(source: str, messages: list[dict], tools: list | None = None):
     """Return the turns of a conversation."""
     special = tuple(dict.fromkeys([*SPECIAL.findall(source), "</s>"]))
-    texts = assistant_turns(partial(render, source, **TOKENS), messages, tools, EndTokens(special, ("</s>", *STOPS)))
+    texts = assistant_turns(
+        partial(render, source, **TOKENS), messages, tools, EndTokens(special, ("</s>", *STOPS))
+    )
     return [turn for rendered in texts for turn in rendered.turns]
 
 
@@ -182,7 +204,11 @@ def test_earlier_answers_keep_their_own_text_where_the_template_changes_it_later
 
 def test_calls_and_their_values_may_be_anything():
     """Values that templates escape, and calls of one function with different values."""
-    arguments = [{"town": 'a"b\\c\nd', "n": [1, 2.5, None, True], "x": {"y": "ü"}}, {}, {"town": ""}]
+    arguments = [
+        {"town": 'a"b\\c\nd', "n": [1, 2.5, None, True], "x": {"y": "ü"}},
+        {},
+        {"town": ""},
+    ]
     message = answer(
         "",
         tool_calls=[
@@ -206,14 +232,22 @@ def test_calls_and_their_values_may_be_anything():
 def texts_of(source: str, messages: list[dict], tools: list | None = None) -> list[tuple[str, str]]:
     """Return the reasoning and the answer of each turn."""
     turns = turns_of(source, messages, tools)
-    return [(turn.text[turn.start : turn.answer], turn.text[turn.answer : turn.end]) for turn in turns]
+    return [
+        (turn.text[turn.start : turn.answer], turn.text[turn.answer : turn.end]) for turn in turns
+    ]
 
 
 def test_a_conversation_may_begin_with_the_assistant():
-    source = "{%- for m in messages %}{%- if loop.first %}{{ '<|turn|>system\\nBe kind.<|end|>\\n' }}{% endif %}"
+    source = (
+        "{%- for m in messages %}{%- if loop.first %}{{ '<|turn|>system\\nBe kind.<|end|>\\n' }}{% "
+        "endif %}"
+    )
     source += "{{ '<|turn|>' + m.role + '\\n' + m.content + '<|end|>\\n' }}{%- endfor %}"
     source += "{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
-    assert texts_of(source, [answer(), AGAIN, answer(LAST)]) == [("", f"{ANSWER}<|end|>"), ("", f"{LAST}<|end|>")]
+    assert texts_of(source, [answer(), AGAIN, answer(LAST)]) == [
+        ("", f"{ANSWER}<|end|>"),
+        ("", f"{LAST}<|end|>"),
+    ]
 
 
 @pytest.mark.parametrize("reasoning", ["42", "a", "assistant", "The answer is 42."])
@@ -231,24 +265,41 @@ def test_reasoning_that_is_a_part_of_the_answer_is_found(reasoning):
 def test_a_mark_inside_an_answer_is_a_part_of_it(name):
     text = "Use `</think>` to close, then <think> to open."
     ((before, after),) = texts_of(QUIRKS[name], [QUESTION, answer(text)])
-    assert text in after and "think" not in before.replace("<think>\n\n</think>", "").replace("</think>", "")
+    assert text in after and "think" not in before.replace("<think>\n\n</think>", "").replace(
+        "</think>", ""
+    )
     if name != "plain":
         for other in (text, "a\n</think>\nb"):
-            ((before, after),) = texts_of(QUIRKS[name], [QUESTION, answer(other, reasoning_content="So.")])
+            ((before, after),) = texts_of(
+                QUIRKS[name], [QUESTION, answer(other, reasoning_content="So.")]
+            )
             assert other in after and "So." in before
 
 
 @pytest.mark.parametrize("question", ["weather", "a", "assistant", "\n", "call"])
 def test_a_question_may_be_a_word_of_what_follows(question):
-    messages = [{"role": "user", "content": question}, ANSWERS["call"], {"role": "tool", "content": question}, answer()]
-    for name in ("an empty thought", "a thought in the prompt", "calls before the content", "instructions come last"):
+    messages = [
+        {"role": "user", "content": question},
+        ANSWERS["call"],
+        {"role": "tool", "content": question},
+        answer(),
+    ]
+    for name in (
+        "an empty thought",
+        "a thought in the prompt",
+        "calls before the content",
+        "instructions come last",
+    ):
         learned = texts_of(QUIRKS[name], messages, TOOLS)
         assert [CALL in learned[0][1], ANSWER in learned[1][1]] == [True, True], name
 
 
 def test_a_template_is_not_taken_for_one_that_thinks_because_of_a_question():
     with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
-        turns_of(QUIRKS["plain"], [{"role": "user", "content": "<think> x"}, answer(reasoning_content=REASONING)])
+        turns_of(
+            QUIRKS["plain"],
+            [{"role": "user", "content": "<think> x"}, answer(reasoning_content=REASONING)],
+        )
 
 
 NEEDS_A_QUESTION = """

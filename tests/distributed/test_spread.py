@@ -16,7 +16,8 @@ from litft.pretrained import resolve
     [
         ([None], [5] * 4, 9, [4, 0]),  # a CPU has room for all
         ([100, 100], [20] * 4, 9, [4, 0, 0]),  # all fit on the first
-        ([100, 100], [20] * 6, 20, [3, 3, 0]),  # 90 % of the memory is used; the first device also has the embedding
+        # 90 % of the memory is used; the first device also has the embedding
+        ([100, 100], [20] * 6, 20, [3, 3, 0]),
         ([100, 100], [20] * 12, 20, [3, 4, 5]),  # the rest is on the host
         ([10, 100], [20] * 4, 20, [0, 4, 0]),
         ([100, 100], [50, 10, 80], 0, [2, 1, 0]),  # layers keep their order
@@ -41,7 +42,8 @@ SPREAD = {
 )
 @pytest.mark.parametrize("family", SPREAD)
 def test_activations_move_between_devices(make_model, family):
-    """Two simulated devices that refuse to be mixed, and the CPU, give the same logits as one CPU."""
+    """Two simulated devices that refuse to be mixed, and the CPU, give the same logits as one
+    CPU."""
     config_class, variations = ROWS[family]
     folder = make_model(getattr(transformers, config_class), **variations[SPREAD[family]])[1]
     done = script("tests/elsewhere.py", folder, cwd=folder)
@@ -51,18 +53,32 @@ def test_activations_move_between_devices(make_model, family):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_layers_on_a_gpu_and_the_host(checkpoints):
     source, tokens = resolve(checkpoints["demo"]), torch.arange(3, 40)[None]
-    model = source.model("fp32", "cuda", None, DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2]))
+    model = source.model(
+        "fp32", "cuda", None, DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2])
+    )
     expected = litft.load(checkpoints["demo"], "fp32")[0](tokens)
     torch.testing.assert_close(model(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_per_device_flag(checkpoints, tmp_path):
-    argv = ["generate/base.py", "--checkpoint_dir", checkpoints["stories"], "--prompt", "One day", "--temperature", "0"]
+    argv = [
+        "generate/base.py",
+        "--checkpoint_dir",
+        checkpoints["stories"],
+        "--prompt",
+        "One day",
+        "--temperature",
+        "0",
+    ]
     argv += ["--max_new_tokens", "12"]
     options = ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
     results = [script(*argv, *flags.split(), cwd=tmp_path) for flags in options]
-    assert len({result.stdout for result in results}) == 1 and "layers: 5 on cpu" in results[1].stderr
-    stderr = script(*argv, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2).stderr
+    assert (
+        len({result.stdout for result in results}) == 1 and "layers: 5 on cpu" in results[1].stderr
+    )
+    stderr = script(
+        *argv, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2
+    ).stderr
     assert "the counts add up to 6, but the model has 5 layers" in stderr
     stderr = script(*argv, "--layers_per_device", "2,x", cwd=tmp_path, code=2).stderr
     assert "expected auto, or a number for each of --devices 1" in stderr

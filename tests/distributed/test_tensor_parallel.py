@@ -1,4 +1,5 @@
-"""A tensor-parallel model gives the logits of the unsplit one, for every family, method and quantization."""
+"""A tensor-parallel model gives the logits of the unsplit one, for every family, method and
+quantization."""
 
 import pytest
 import torch
@@ -34,27 +35,44 @@ def compare(cases, results, bound=1e-5):
             assert relative(actual, model(torch.tensor(case["tokens"]))) <= bound, name
 
 
-SHARED_HEADS = ("llama: grouped", "olmo2: norms after", "gpt_oss: sinks, experts")  # plain, with norms, with sinks
+# plain, with norms, with sinks
+SHARED_HEADS = ("llama: grouped", "olmo2: norms after", "gpt_oss: sinks, experts")
 
 
 def supports_split(folder):
-    """Whether tensor parallelism supports a network: not with mixers, sparse MLPs, or heads that differ between layers."""
+    """Whether tensor parallelism supports a network: not with mixers, sparse MLPs, or heads that
+    differ between layers."""
     layers = resolve(folder).config.layers
-    return not any(layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity for layer in layers)
+    return not any(
+        layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity for layer in layers
+    )
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_family(folders, tmp_path, processes):
-    """Two processes have two heads each; of four, some share key/value heads. The split leaves rotary embeddings alone."""
-    rotations = {f"llama: {name}" for name, values in ROWS["llama"][1].items() if "rope_parameters" in values}
-    selected = {name: folder for name, folder in folders.items() if name not in rotations and supports_split(folder)}
+    """Two processes have two heads each; of four, some share key/value heads.
+
+    The split leaves rotary embeddings alone.
+    """
+    rotations = {
+        f"llama: {name}" for name, values in ROWS["llama"][1].items() if "rope_parameters" in values
+    }
+    selected = {
+        name: folder
+        for name, folder in folders.items()
+        if name not in rotations and supports_split(folder)
+    }
     if processes == 4:
         selected = {name: folders[name] for name in SHARED_HEADS}
-    cases = {name: {"folder": str(folder), "tokens": TOKENS.tolist()} for name, folder in selected.items()}
+    cases = {
+        name: {"folder": str(folder), "tokens": TOKENS.tolist()}
+        for name, folder in selected.items()
+    }
     compare(cases, logits(list(cases.values()), tmp_path, processes))
 
 
-# one of each way to change a module: low-rank factors and magnitudes, every kind of target, prefixes with scales and biases
+# one of each way to change a module: low-rank factors and magnitudes, every kind of target,
+# prefixes with scales and biases
 EVERYWHERE = ("dora", "lora, all it has", "adapter_v2")
 
 
@@ -71,7 +89,10 @@ def test_every_method(folders, tmp_path):
             method.attach(model)
             perturb(method.parameters(model).values())
             folder = save_result(model, method, source, tmp_path / f"{family}{index}")
-            cases[f"{name} / {family}"] = {"folder": str(folder), "tokens": tokens_for(method).tolist()}
+            cases[f"{name} / {family}"] = {
+                "folder": str(folder),
+                "tokens": tokens_for(method).tolist(),
+            }
     compare(cases, logits(list(cases.values()), tmp_path))
 
 
@@ -79,16 +100,24 @@ def test_every_method(folders, tmp_path):
 def test_each_process_quantizes_its_shard(folders, tmp_path):
     """The logits equal those of an unsplit model whose shards were quantized one by one."""
     cases = [
-        (name, kind) for name in ("llama: grouped", "phi3: fused", "qwen3_moe: renormalized") for kind in ("nf4", "int8")
+        (name, kind)
+        for name in ("llama: grouped", "phi3: fused", "qwen3_moe: renormalized")
+        for kind in ("nf4", "int8")
     ]
-    requests = [{"folder": str(folders[name]), "tokens": TOKENS.tolist(), "quantize": kind} for name, kind in cases]
+    requests = [
+        {"folder": str(folders[name]), "tokens": TOKENS.tolist(), "quantize": kind}
+        for name, kind in cases
+    ]
     for (name, kind), actual in zip(cases, logits(requests, tmp_path), strict=True):
         model, _ = litft.load(folders[name], "fp32")
         slices = [TensorParallelPlacement(model.config, rank, 2) for rank in range(2)]
         for key, parameter in model.named_parameters():
             if is_quantizable(key, model):
                 dim = -1 if key.split(".")[-2] in ("o_proj", "down_proj") else -2
-                shards = [quantize_dequantize(placement.shard(key, parameter), kind, torch.float32) for placement in slices]
+                shards = [
+                    quantize_dequantize(placement.shard(key, parameter), kind, torch.float32)
+                    for placement in slices
+                ]
                 parameter.copy_(torch.cat(shards, dim))
         assert relative(actual, model(TOKENS)) <= 1e-5, (name, kind)
 
@@ -96,26 +125,42 @@ def test_each_process_quantizes_its_shard(folders, tmp_path):
 def test_real_models(checkpoints, tmp_path):
     """stories15M has 6 heads, stories 8 query heads with 4 key/value heads."""
     tokens = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0)).tolist()
-    cases = {name: {"folder": str(checkpoints[name]), "tokens": tokens} for name in ("stories15M", "stories")}
+    cases = {
+        name: {"folder": str(checkpoints[name]), "tokens": tokens}
+        for name in ("stories15M", "stories")
+    }
     compare(cases, logits(list(cases.values()), tmp_path))
 
 
 def test_heads_shared_by_several_processes(make_model, tmp_path):
     """Six query heads with one or three key/value heads on three processes."""
     sizes = dict(hidden_size=48, num_attention_heads=6, intermediate_size=48, head_dim=8)
-    folders = {heads: make_model(transformers.LlamaConfig, num_key_value_heads=heads, **sizes)[1] for heads in (1, 3)}
-    cases = {heads: {"folder": str(folder), "tokens": TOKENS.tolist()} for heads, folder in folders.items()}
+    folders = {
+        heads: make_model(transformers.LlamaConfig, num_key_value_heads=heads, **sizes)[1]
+        for heads in (1, 3)
+    }
+    cases = {
+        heads: {"folder": str(folder), "tokens": TOKENS.tolist()}
+        for heads, folder in folders.items()
+    }
     compare(cases, logits(list(cases.values()), tmp_path, 3))
 
 
 def test_dimensions_that_do_not_divide_are_named(checkpoints, folders):
     config = resolve(checkpoints["SmolLM2-135M-Instruct"]).config
-    with pytest.raises(ValueError, match="--devices 2 cannot evenly split num_attention_heads 9, num_key_value_heads 3"):
+    with pytest.raises(
+        ValueError,
+        match="--devices 2 cannot evenly split num_attention_heads 9, num_key_value_heads 3",
+    ):
         check_divides(config, 2)
     with pytest.raises(ValueError, match="this model supports 1, 3"):
         check_divides(config, 6)
     check_divides(config, 3)
     moe = resolve(folders["qwen2_moe: some dense, renormalized"]).config
-    with pytest.raises(ValueError, match="the MLP's hidden size 56, an expert's hidden size 24, the shared expert's"):
+    with pytest.raises(
+        ValueError,
+        match="the MLP's hidden size 56, an expert's hidden size 24, the shared expert's",
+    ):
         check_divides(moe, 64)
-    check_divides(resolve(folders["llama: grouped"]).config, 4)  # two key/value heads, each on two processes
+    # two key/value heads, each on two processes
+    check_divides(resolve(folders["llama: grouped"]).config, 4)

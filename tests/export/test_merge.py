@@ -20,7 +20,9 @@ from litft.save_pretrained import Result, model_entries
 @pytest.fixture
 def adapter(tiny, tmp_path):
     """Return the folder of an adapter whose ranks and scales differ between modules."""
-    write_adapter(tiny, tmp_path / "adapter", rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32})
+    write_adapter(
+        tiny, tmp_path / "adapter", rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}
+    )
     for path in tiny.glob("*token*"):
         (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
     return tmp_path / "adapter"
@@ -31,7 +33,9 @@ def test_merged_equals_unmerged(adapter, tmp_path):
     from transformers import AutoModelForCausalLM
 
     expected = litft.load(adapter)[0](TOKENS)
-    script("scripts/merge_lora.py", "--checkpoint_dir", adapter, "--out_dir", "merged", cwd=tmp_path)
+    script(
+        "scripts/merge_lora.py", "--checkpoint_dir", adapter, "--out_dir", "merged", cwd=tmp_path
+    )
     model, tokenizer = litft.load(tmp_path / "merged")
     assert (model(TOKENS) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert tokenizer.encode("Once") == litft.load(adapter)[1].encode("Once")
@@ -43,12 +47,18 @@ def test_merged_equals_unmerged(adapter, tmp_path):
 @torch.no_grad()
 def test_weights_are_summed_in_fp32(tiny, adapter, tmp_path):
     """A merge in bf16 would round twice; the fp32 sum is rounded once, to the requested dtype."""
-    merge(MergeArgs(checkpoint_dir=str(adapter), precision="bf16", out_dir=str(tmp_path / "merged")))
+    merge(
+        MergeArgs(checkpoint_dir=str(adapter), precision="bf16", out_dir=str(tmp_path / "merged"))
+    )
     base, tuned = litft.load(tiny)[0], litft.load(adapter)[0]
     merged, _ = litft.load(tmp_path / "merged")
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    )
     linear = tuned.blocks[1].attention.v_proj
-    exact = base.blocks[1].attention.v_proj.weight + linear.lora_scale * linear.lora_b @ linear.lora_a
+    exact = (
+        base.blocks[1].attention.v_proj.weight + linear.lora_scale * linear.lora_b @ linear.lora_a
+    )
     assert torch.equal(merged.blocks[1].attention.v_proj.weight, exact.bfloat16())
 
 
@@ -64,7 +74,9 @@ def test_a_tied_model_is_merged_in_shards(make_model, tmp_path):
     write_weights(tmp_path / "out", entries, shard_bytes=30_000)
     (tmp_path / "out" / "config.json").write_bytes((folder / "config.json").read_bytes())
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert "lm_head.weight" not in index["weight_map"] and len(set(index["weight_map"].values())) > 2
+    assert (
+        "lm_head.weight" not in index["weight_map"] and len(set(index["weight_map"].values())) > 2
+    )
     expected = litft.load(tmp_path / "adapter")[0](TOKENS)
     model, _ = litft.load(tmp_path / "out")
     assert model.lm_head.weight is model.embed.weight
@@ -82,7 +94,9 @@ def test_an_incomplete_adapter_is_not_merged(adapter, tmp_path, damage):
         tensors[a][0, 0] = torch.nan
     else:
         name = b if damage == "wrong B" else a
-        tensors[name] = tensors[name][:-1].contiguous() if damage == "wrong B" else tensors[name].flatten()
+        tensors[name] = (
+            tensors[name][:-1].contiguous() if damage == "wrong B" else tensors[name].flatten()
+        )
     save_file(tensors, path)
     with pytest.raises(ValueError, match=r"does not fit its base model: .*q_proj "):
         merge(MergeArgs(checkpoint_dir=str(adapter), out_dir=str(tmp_path / "out")))
@@ -90,7 +104,8 @@ def test_an_incomplete_adapter_is_not_merged(adapter, tmp_path, damage):
 
 
 def test_generation_settings_of_the_base_hold_for_an_adapter(tiny, tmp_path):
-    """transformers and PEFT save an adapter with its tokenizer, and without a generation_config.json."""
+    """transformers and PEFT save an adapter with its tokenizer, and without a
+    generation_config.json."""
     base = shutil.copytree(tiny, tmp_path / "base")
     settings = {"eos_token_id": [2, 7], "top_k": 5}
     (base / "generation_config.json").write_text(json.dumps(settings))
@@ -105,8 +120,14 @@ def test_generation_settings_of_the_base_hold_for_an_adapter(tiny, tmp_path):
 
 def test_invalid_merges_are_refused(tiny, adapter, tmp_path):
     command = "scripts/merge_lora.py", "--checkpoint_dir"
-    assert "is not an adapter" in script(*command, tiny, "--out_dir", "out", cwd=tmp_path, code=2).stderr
+    assert (
+        "is not an adapter"
+        in script(*command, tiny, "--out_dir", "out", cwd=tmp_path, code=2).stderr
+    )
     assert "--out_dir is missing" in script(*command, adapter, cwd=tmp_path, code=2).stderr
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "a").touch()
-    assert "already exists" in script(*command, adapter, "--out_dir", "taken", cwd=tmp_path, code=2).stderr
+    assert (
+        "already exists"
+        in script(*command, adapter, "--out_dir", "taken", cwd=tmp_path, code=2).stderr
+    )

@@ -1,4 +1,5 @@
-"""Parts of model cards: the licence of the base, what vLLM does not load, and its parser of tool calls."""
+"""Parts of model cards: the licence of the base, what vLLM does not load, and its parser of tool
+calls."""
 
 import pytest
 
@@ -25,7 +26,11 @@ OTHER = "license: other\nlicense_name: gemma-terms\nlicense_link: LICENSE"
         ),
         (
             OTHER.replace("LICENSE", "https://x.example/terms"),
-            {"license": "other", "license_name": "gemma-terms", "license_link": "https://x.example/terms"},
+            {
+                "license": "other",
+                "license_name": "gemma-terms",
+                "license_link": "https://x.example/terms",
+            },
             "[gemma-terms](https://x.example/terms)",
         ),
         ("tags: [a]", {}, "see the base model"),
@@ -40,5 +45,15 @@ def test_a_licence_keeps_its_name_and_link(tmp_path, header, expected, text):
 
 def test_what_vllm_does_not_load_is_named():
     assert vllm_obstacles({"r": 8, "bias": "none", "modules_to_save": None}) == []
-    config = {"use_dora": True, "modules_to_save": ["lm_head"], "trainable_token_indices": {"embed": [5]}, "bias": "all"}
-    assert vllm_obstacles(config) == ["DoRA", "modules trained in full", "new tokens", "trained biases"]
+    config = {
+        "use_dora": True,
+        "modules_to_save": ["lm_head"],
+        "trainable_token_indices": {"embed": [5]},
+        "bias": "all",
+    }
+    assert vllm_obstacles(config) == [
+        "DoRA",
+        "modules trained in full",
+        "new tokens",
+        "trained biases",
+    ]

@@ -1,6 +1,8 @@
-"""What litft writes in the real vLLM, if LITFT_VLLM_PYTHON names the interpreter of an environment with it.
+"""What litft writes in the real vLLM, if LITFT_VLLM_PYTHON names the interpreter of an environment
+with it.
 
-Merged folders and adapters of several families give litft's greedy tokens; `vllm serve` with the flags of a model card
+Merged folders and adapters of several families give litft's greedy tokens; `vllm serve` with the
+flags of a model card
 answers as litft does: chat template, end of answers, tool calls, new tokens.
 """
 
@@ -23,7 +25,15 @@ from agents import ANSWER, ARGUMENTS, QUESTION, TOOL, trained  # noqa: F401
 from conftest import write_records
 
 import litft
-from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, MergeArgs, TrainArgs, UploadArgs
+from litft.args import (
+    DataArgs,
+    EvalArgs,
+    LoRAArgs,
+    LoRAFinetuneArgs,
+    MergeArgs,
+    TrainArgs,
+    UploadArgs,
+)
 from litft.export.convert import merge
 from litft.export.model_card import model_card
 from litft.export.publish import _card_info
@@ -33,16 +43,40 @@ from litft.pretrained import DEMO, resolve
 VLLM = os.environ.get("LITFT_VLLM_PYTHON")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not VLLM, reason="set LITFT_VLLM_PYTHON to the interpreter of an environment with vLLM"),
+    pytest.mark.skipif(
+        not VLLM, reason="set LITFT_VLLM_PYTHON to the interpreter of an environment with vLLM"
+    ),
 ]
 # head sizes that vLLM has on a CPU
-TEXT = dict(vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+TEXT = dict(
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+)
 TEXT |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=512)
 TEXT |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-TOWER = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-PER_LAYER = dict(global_head_dim=64, hidden_size_per_layer_input=16, vocab_size_per_layer_input=1024, sliding_window=16)
+TOWER = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+)
+PER_LAYER = dict(
+    global_head_dim=64,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=1024,
+    sliding_window=16,
+)
 WRAPPERS = {
-    "Gemma3": (TEXT | dict(sliding_window=16), TOWER, dict(mm_tokens_per_image=4, image_token_id=90)),
+    "Gemma3": (
+        TEXT | dict(sliding_window=16),
+        TOWER,
+        dict(mm_tokens_per_image=4, image_token_id=90),
+    ),
     "Gemma4": (TEXT | PER_LAYER, TOWER, {}),
     "Mistral3": (TEXT | dict(model_type="mistral"), TOWER, dict(tie_word_embeddings=False)),
 }
@@ -67,10 +101,13 @@ def greedy_tokens(folder, base):
 
 
 def add_processor(name, folder, scratch):
-    """Write the files of a processor, which vLLM opens even for text alone; Gemma 4's needs more than a tiny tower."""
+    """Write the files of a processor, which vLLM opens even for text alone; Gemma 4's needs more
+    than a tiny tower."""
     special = ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
     names = dict(zip(("boi_token", "eoi_token", "image_token"), special, strict=True))
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=names)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+        folder, extra_special_tokens=names
+    )
     tokenizer.add_tokens(special, special_tokens=True)
     images = transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28})
     transformers.Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(scratch)
@@ -129,7 +166,11 @@ def test_adapters_and_merged_folders_give_the_same_tokens(tmp_path, name):
     base, adapter, merged = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
     tiny_base(name, base)
     write_adapter(base, adapter)
-    merge(MergeArgs(checkpoint_dir=str(adapter), base_dir=str(base), out_dir=str(merged), precision="fp32"))
+    merge(
+        MergeArgs(
+            checkpoint_dir=str(adapter), base_dir=str(base), out_dir=str(merged), precision="fp32"
+        )
+    )
     expected = {"base": greedy_tokens(base, None), "adapter": greedy_tokens(adapter, base)}
     assert expected["base"] != expected["adapter"] == greedy_tokens(merged, None)
     if name != "Qwen3Moe":  # on a CPU, vLLM has no kernel for experts beside adapters
@@ -144,18 +185,34 @@ def serve(tmp_path):
 
     def start(*words):
         port = free_port()
-        settings = dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
-        command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--port", port, "--dtype", "float32"]
+        settings = dict(
+            VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1"
+        )
+        command = [
+            VLLM,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--port",
+            port,
+            "--dtype",
+            "float32",
+        ]
         command += ["--enforce-eager", "--max-num-seqs", "2", *words]
         with (tmp_path / "vllm.log").open("w") as log:
-            process = subprocess.Popen(list(map(str, command)), env=os.environ | settings, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                list(map(str, command)), env=os.environ | settings, stdout=log, stderr=log
+            )
         processes.append(process)
         deadline = time.monotonic() + 180
         while True:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "vllm.log").read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "vllm.log"
+            ).read_text()[-3000:]
             with suppress(httpx.HTTPError):
                 if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+                    return openai.OpenAI(
+                        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
+                    )
             time.sleep(1)
 
     yield start
@@ -170,8 +227,11 @@ def free_port():
 
 
 def card_flags(folder, base):
-    """Return the flags of `vllm serve` on the model card of a folder, with its path in place of the repository's name."""
-    arguments = UploadArgs(repo_id="me/mine", checkpoint_dir=str(folder), base_model="me/base" if base else None)
+    """Return the flags of `vllm serve` on the model card of a folder, with its path in place of the
+    repository's name."""
+    arguments = UploadArgs(
+        repo_id="me/mine", checkpoint_dir=str(folder), base_model="me/base" if base else None
+    )
     card = model_card(_card_info(resolve(folder, base), arguments))
     (command,) = re.findall(r"^vllm serve (.*)$", card, re.MULTILINE)
     command = command.replace("me/mine", str(folder)).replace("me/base", str(base))
@@ -181,28 +241,42 @@ def card_flags(folder, base):
 
 @pytest.mark.parametrize("name", ["Qwen", "Llama"])
 def test_served_with_the_flags_of_the_card_it_calls_tools(trained, serve, name):  # noqa: F811
-    """A model with new tokens: its calls, the end of its answers and the text after a result are litft's."""
+    """A model with new tokens: its calls, the end of its answers and the text after a result are
+    litft's."""
     folder = trained(name)
-    client = serve(*card_flags(folder, None), "--served-model-name", "agent", "--max-model-len", "4096")
+    client = serve(
+        *card_flags(folder, None), "--served-model-name", "agent", "--max-model-len", "4096"
+    )
     settings = dict(model="agent", tools=[TOOL], max_tokens=100, temperature=0)
     choice = client.chat.completions.create(messages=[QUESTION], **settings).choices[0]
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
     called = {"role": "assistant", "content": "", "tool_calls": [call.model_dump()]}
     result = {"role": "tool", "name": "weather", "tool_call_id": call.id, "content": "20 degrees"}
-    choice = client.chat.completions.create(messages=[QUESTION, called, result], **settings).choices[0]
+    choice = client.chat.completions.create(
+        messages=[QUESTION, called, result], **settings
+    ).choices[0]
     assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
 
 
-def test_an_adapter_served_with_the_flags_of_the_card_has_its_template(serve, checkpoints, tmp_path):
+def test_an_adapter_served_with_the_flags_of_the_card_has_its_template(
+    serve, checkpoints, tmp_path
+):
     """The base has another template, and another end token."""
     base = checkpoints["SmolLM2-135M-Instruct"]
-    records = [{"prompt": f"What is {a} plus 2?", "completion": f"The sum is {a + 2}, friend."} for a in range(8)] * 4
+    records = [
+        {"prompt": f"What is {a} plus 2?", "completion": f"The sum is {a + 2}, friend."}
+        for a in range(8)
+    ] * 4
     args = LoRAFinetuneArgs(
         checkpoint_dir=str(base),
         out_dir=str(tmp_path / "run"),
         accelerator="cpu",
-        data=DataArgs(path=[str(write_records(tmp_path / "data.jsonl", records))], template="zephyr", val_fraction=0),
+        data=DataArgs(
+            path=[str(write_records(tmp_path / "data.jsonl", records))],
+            template="zephyr",
+            val_fraction=0,
+        ),
         train=TrainArgs(max_steps=10, global_batch_size=8, learning_rate=2e-3),
         eval=EvalArgs(max_new_tokens=0),
     )
@@ -212,16 +286,21 @@ def test_an_adapter_served_with_the_flags_of_the_card_has_its_template(serve, ch
     expected = litft.generate(*litft.load(final), messages, temperature=0, max_new_tokens=40)
     assert expected.startswith("The sum is")
     client = serve(*card_flags(final, base), "--max-model-len", "256")
-    choice = client.chat.completions.create(model="mine", messages=messages, temperature=0, max_tokens=40).choices[0]
+    choice = client.chat.completions.create(
+        model="mine", messages=messages, temperature=0, max_tokens=40
+    ).choices[0]
     assert (choice.message.content, choice.finish_reason) == (expected, "stop")
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_vllm_applies_an_adapter_of_a_multimodal_base(tmp_path, name):
-    """It passes over modules that it does not know: with other names, the tokens were those of the base."""
+    """It passes over modules that it does not know: with other names, the tokens were those of the
+    base."""
     text, vision, values = WRAPPERS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **values)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, **values
+    )
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     change(model.parameters())
     base, adapter = tmp_path / "base", tmp_path / "adapter"

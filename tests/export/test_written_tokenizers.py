@@ -1,4 +1,5 @@
-"""The tokenizer and the chat templates of written folders: in transformers as in training, one template in each folder."""
+"""The tokenizer and the chat templates of written folders: in transformers as in training, one
+template in each folder."""
 
 import json
 import shutil
@@ -8,13 +9,26 @@ from conftest import copy_unpacked, script
 from quirks import QUIRKS
 from transformers import AutoTokenizer
 
-from litft.data.encoder import SUPERVISED, Encoder
+from litft.data.encoder import Encoder
+from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
 from litft.save_pretrained import copy_tokenizer
 
-TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}},
+}
 CHAT = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Warm."}]
-RUN = ["--train.max_steps", "1", "--train.global_batch_size", "1", "--data.val_fraction", "0", "--out_dir", "run"]
+RUN = [
+    "--train.max_steps",
+    "1",
+    "--train.global_batch_size",
+    "1",
+    "--data.val_fraction",
+    "0",
+    "--out_dir",
+    "run",
+]
 
 
 def with_config(tiny, folder, **settings):
@@ -45,7 +59,10 @@ TEXTS = [
 
 
 NAMES = "bytes header fallback words".split()
-NAMES += "gemma-2 gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2 qwen2.5 tinyllama-1.1b-chat".split()
+NAMES += (
+    "gemma-2 gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 "
+    "phi-2 qwen2.5 tinyllama-1.1b-chat".split()
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +71,9 @@ def test_ids_in_transformers_equal_those_of_training(tokenizer_folder, tmp_path,
     reference = AutoTokenizer.from_pretrained(written(tokenizer, tmp_path / "written"))
     for text in TEXTS:
         assert reference(text).input_ids == tokenizer.encode(text), text
-        assert reference(text, add_special_tokens=False).input_ids == tokenizer.encode(text, bos=False), text
+        assert reference(text, add_special_tokens=False).input_ids == tokenizer.encode(
+            text, bos=False
+        ), text
 
 
 def test_a_tokenizer_whose_ids_may_differ_elsewhere_is_announced(tiny, tokenizer_folder):
@@ -62,12 +81,16 @@ def test_a_tokenizer_whose_ids_may_differ_elsewhere_is_announced(tiny, tokenizer
     assert Tokenizer(tokenizer_folder("bytes")).portability_note() is None
 
 
-NAMED = {"default": "{%- for m in messages %}{{ m.role + m.content }}{% endfor %}", "tool_use": QUIRKS["plain"]}
+NAMED = {
+    "default": "{%- for m in messages %}{{ m.role + m.content }}{% endfor %}",
+    "tool_use": QUIRKS["plain"],
+}
 
 
 @pytest.mark.parametrize("as_files", [False, True])
 def test_the_template_for_tools_is_used_and_kept(tiny, tmp_path, as_files):
-    """As in Hermes and Command-R: a template for conversations with tools beside the default one."""
+    """As in Hermes and Command-R: a template for conversations with tools beside the default
+    one."""
     entries = [{"name": name, "template": source} for name, source in NAMED.items()]
     folder = with_config(tiny, tmp_path / "base", chat_template=None if as_files else entries)
     if as_files:
@@ -87,7 +110,9 @@ def test_the_template_for_tools_is_used_and_kept(tiny, tmp_path, as_files):
     again = AutoTokenizer.from_pretrained(written(tokenizer, tmp_path / "written"))
     assert again.chat_template.keys() == NAMED.keys()
     for tools in (None, [TOOL]):
-        assert again.apply_chat_template(CHAT, tools=tools, tokenize=False) == tokenizer.apply_chat_template(CHAT, tools)
+        assert again.apply_chat_template(
+            CHAT, tools=tools, tokenize=False
+        ) == tokenizer.apply_chat_template(CHAT, tools)
 
 
 def test_a_folder_has_one_template(tiny, tmp_path):
@@ -101,7 +126,9 @@ def test_a_folder_has_one_template(tiny, tmp_path):
     assert "chat_template" not in json.loads((final / "tokenizer_config.json").read_text())
     assert "<|im_start|>" in (final / "chat_template.jinja").read_text()
     reference = AutoTokenizer.from_pretrained(final)
-    assert reference.apply_chat_template(CHAT, tokenize=False) == Tokenizer(final).apply_chat_template(CHAT)
+    assert reference.apply_chat_template(CHAT, tokenize=False) == Tokenizer(
+        final
+    ).apply_chat_template(CHAT)
 
 
 def test_no_template_is_invented(tiny, tmp_path):
@@ -113,7 +140,9 @@ def test_no_template_is_invented(tiny, tmp_path):
     script("finetune/lora.py", *flags, *RUN, cwd=tmp_path)
     final = tmp_path / "run" / "final"
     assert not (final / "chat_template.jinja").exists() and Tokenizer(final).own_template is None
-    script("scripts/convert_to_gguf.py", "--checkpoint_dir", tiny, "--out_dir", "gguf", cwd=tmp_path)
+    script(
+        "scripts/convert_to_gguf.py", "--checkpoint_dir", tiny, "--out_dir", "gguf", cwd=tmp_path
+    )
     assert "TEMPLATE" not in (tmp_path / "gguf" / "Modelfile").read_text()
     from gguf import GGUFReader
 

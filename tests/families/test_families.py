@@ -1,6 +1,8 @@
-"""Every family against transformers: configs are read from disk, and every tensor has random values.
+"""Every family against transformers: configs are read from disk, and every tensor has random
+values.
 
-There is one row per variation. `python scripts/parity_table.py` writes tutorials/families.md from the same rows.
+There is one row per variation. `python scripts/parity_table.py` writes tutorials/families.md from
+the same rows.
 """
 
 import copy
@@ -60,7 +62,8 @@ def variation(request, make_model) -> "Variation":
 
 
 REAL_CONFIGS = (
-    "gemma-2-2b llama-3-8b llama-3.2-1b phi-2 pythia-6.9b qwen2-7b qwen3-0.6b qwen3-30b-a3b tinyllama-1.1b".split()
+    "gemma-2-2b llama-3-8b llama-3.2-1b phi-2 pythia-6.9b qwen2-7b qwen3-0.6b qwen3-30b-a3b "
+    "tinyllama-1.1b".split()
 )
 
 
@@ -72,19 +75,31 @@ def test_a_real_config_gives_the_parameters_of_transformers(name):
     path = config_folder(name) / "config.json"
     config = read_config(json.loads(path.read_text("utf-8")))
     with torch.device("meta"):
-        reference = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+        reference = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(path)
+        )
         model = GPT(config)
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
-    reference_shapes = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+    assert sum(p.numel() for p in model.parameters()) == sum(
+        p.numel() for p in reference.parameters()
+    )
+    reference_shapes = {
+        name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()
+    }
     params = dict(model.named_parameters())
     for mapping in mappings_to_hf(module_of(config.model_type).rules(config), params):
         if "embed_out" in mapping.targets[0] or ".experts." in mapping.targets[0]:
             continue  # transformers 5 has different names for these in memory and on disk
-        for target, tensor in zip(mapping.targets, mapping.convert([params[name] for name in mapping.sources]), strict=True):
+        for target, tensor in zip(
+            mapping.targets,
+            mapping.convert([params[name] for name in mapping.sources]),
+            strict=True,
+        ):
             assert reference_shapes[target] == tuple(tensor.shape)
 
 
-@pytest.mark.parametrize("measure", [plain_difference, padded_difference, cached_difference, packed_difference])
+@pytest.mark.parametrize(
+    "measure", [plain_difference, padded_difference, cached_difference, packed_difference]
+)
 def test_logits_equal_transformers(variation, measure):
     reference, model = variation.reference, variation.model
     assert measure(reference, model) <= tolerance(model.config)
@@ -106,8 +121,16 @@ def test_packed_documents_are_isolated(variation):
 
 
 PUBLISHED = {
-    "gemma, its first spelling": ("GemmaConfig", dict(head_dim=16), dict(hidden_act="gelu", hidden_activation=None)),
-    "mixtral without a base": ("MixtralConfig", dict(head_dim=8, num_local_experts=4), dict(rope_parameters=None)),
+    "gemma, its first spelling": (
+        "GemmaConfig",
+        dict(head_dim=16),
+        dict(hidden_act="gelu", hidden_activation=None),
+    ),
+    "mixtral without a base": (
+        "MixtralConfig",
+        dict(head_dim=8, num_local_experts=4),
+        dict(rope_parameters=None),
+    ),
     "llama, whole heads": ("LlamaConfig", {}, dict(partial_rotary_factor=0.5)),
     "yarn without its context": (
         "LlamaConfig",
@@ -117,14 +140,27 @@ PUBLISHED = {
     "rope_scaling, added as a card says": (
         "LlamaConfig",
         {},
-        dict(rope_theta=5e3, rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)),
+        dict(
+            rope_theta=5e3,
+            rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+        ),
     ),
     "cohere2_moe, windows by rule": (
         "Cohere2MoeConfig",
-        dict(head_dim=8, num_experts=5, num_hidden_layers=6, sliding_window=6, first_k_dense_replace=2),
+        dict(
+            head_dim=8,
+            num_experts=5,
+            num_hidden_layers=6,
+            sliding_window=6,
+            first_k_dense_replace=2,
+        ),
         dict(layer_types=None, mlp_layer_types=None, first_k_dense_replace=2),
     ),
-    "ernie4_5_moe, biases": ("Ernie4_5_MoeConfig", dict(moe_num_experts=5, moe_k=2, use_bias=True), {}),
+    "ernie4_5_moe, biases": (
+        "Ernie4_5_MoeConfig",
+        dict(moe_num_experts=5, moe_k=2, use_bias=True),
+        {},
+    ),
     "kimi_linear, attention alone": (
         "KimiLinearConfig",
         dict(
@@ -142,7 +178,11 @@ PUBLISHED = {
     ),
     "lfm2, the old name of its width": (
         "Lfm2Config",
-        dict(layer_types=["conv", "full_attention", "conv"], intermediate_size=48, block_multiple_of=8),
+        dict(
+            layer_types=["conv", "full_attention", "conv"],
+            intermediate_size=48,
+            block_multiple_of=8,
+        ),
         dict(intermediate_size=None, block_ff_dim=48),
     ),
     "gemma4, bidirectional images": (
@@ -162,9 +202,13 @@ def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
     hf = json.loads((folder / "config.json").read_text("utf-8")) | change
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     (tmp_path / "config.json").write_text(
-        json.dumps({k: v for k, v in hf.items() if v or k not in ("rope_parameters", "intermediate_size")})
+        json.dumps(
+            {k: v for k, v in hf.items() if v or k not in ("rope_parameters", "intermediate_size")}
+        )
     )
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="float32", attn_implementation="eager"
+    )
     assert plain_difference(reference.eval(), litft.load(tmp_path)[0]) <= 1e-5
 
 
@@ -172,22 +216,35 @@ def test_a_rope_scaling_that_loses_the_base_is_refused(make_model):
     """transformers ignores all of rope_parameters where there is a rope_scaling."""
     _, folder = make_model(transformers.LlamaConfig)
     hf = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps(hf | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
-    with pytest.raises(ValueError, match=r"only the latter has rope_theta; .* \(rope_type, factor\) into rope_parameters"):
+    (folder / "config.json").write_text(
+        json.dumps(hf | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"only the latter has rope_theta; .* \(rope_type, factor\) into rope_parameters",
+    ):
         litft.load(folder)
 
 
 def test_fields_that_no_family_reads_are_found():
     """They may mean another network, where a folder is read as another family."""
-    read = dict(hidden_size=8, first_k_dense_replace=1, partial_rotary_factor=0.5, torch_dtype="bfloat16")
-    assert unread_fields(read | dict(hidden_sizes=8, attention_of_my_own=True)) == ["attention_of_my_own", "hidden_sizes"]
+    read = dict(
+        hidden_size=8, first_k_dense_replace=1, partial_rotary_factor=0.5, torch_dtype="bfloat16"
+    )
+    assert unread_fields(read | dict(hidden_sizes=8, attention_of_my_own=True)) == [
+        "attention_of_my_own",
+        "hidden_sizes",
+    ]
 
 
 def test_a_family_sees_only_declared_fields():
     """What a family reads has a type and a range: a field without a declaration has no effect."""
     read = dict(hidden_size=8, my_own_size=10**30, rope_scaling=dict(factor=2.0, my_factor="x"))
     assert declared_fields(read) == dict(hidden_size=8, rope_scaling=dict(factor=2.0))
-    with pytest.raises(ValueError, match=r"^config.json: rope_scaling.factor must be a number above 0, or null, found 'x'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^config.json: rope_scaling.factor must be a number above 0, or null, found 'x'$",
+    ):
         declared_fields(dict(rope_scaling=dict(factor="x")))
 
 
@@ -201,7 +258,8 @@ INCOMPLETE_DEFAULTS = {
 
 @pytest.mark.parametrize("family", ROWS)
 def test_missing_fields_have_the_defaults_of_transformers(family):
-    """Without each field of the default config in turn, the Config is the same, or an error names the field."""
+    """Without each field of the default config in turn, the Config is the same, or an error names
+    the field."""
     hf = getattr(transformers, ROWS[family][0])(**INCOMPLETE_DEFAULTS.get(family, {})).to_dict()
     expected = read_config(hf)
     for name in hf:
@@ -213,9 +271,24 @@ def test_missing_fields_have_the_defaults_of_transformers(family):
 
 
 REFUSED = [
-    ("qwen3_moe", "renormalized", dict(num_local_experts=None), "num_local_experts must be a whole number from 0 to 10,000"),
-    ("qwen3_moe", "renormalized", dict(num_local_experts=10**12), "num_local_experts must be a whole number from 0 to"),
-    ("qwen3_moe", "renormalized", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is more than the 5 experts"),
+    (
+        "qwen3_moe",
+        "renormalized",
+        dict(num_local_experts=None),
+        "num_local_experts must be a whole number from 0 to 10,000",
+    ),
+    (
+        "qwen3_moe",
+        "renormalized",
+        dict(num_local_experts=10**12),
+        "num_local_experts must be a whole number from 0 to",
+    ),
+    (
+        "qwen3_moe",
+        "renormalized",
+        dict(num_experts_per_tok=9),
+        "num_experts_per_tok 9 is more than the 5 experts",
+    ),
     (
         "llama",
         "grouped",
@@ -229,26 +302,55 @@ REFUSED = [
         dict(max_window_layers=None),
         "max_window_layers must be a whole number from 0 to 10,000, found None",
     ),
-    ("qwen2", "late windows", dict(layer_types=[[], [], []]), "layer_types must be a list of texts, or null"),
-    ("gemma3_text", "two rope bases", dict(rope_parameters=dict(full_attention=[1])), "must be an object, or null, found"),
+    (
+        "qwen2",
+        "late windows",
+        dict(layer_types=[[], [], []]),
+        "layer_types must be a list of texts, or null",
+    ),
+    (
+        "gemma3_text",
+        "two rope bases",
+        dict(rope_parameters=dict(full_attention=[1])),
+        "must be an object, or null, found",
+    ),
     (
         "gpt_neox",
         "sequential",
         dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
         "dynamic with 2 rotated",
     ),
-    ("qwen3_moe", "renormalized", dict(num_experts_per_tok=0), "num_experts_per_tok 0 selects no expert"),
-    ("llama", "grouped", dict(hidden_act="snake"), "activation 'snake' is not supported; known: silu"),
+    (
+        "qwen3_moe",
+        "renormalized",
+        dict(num_experts_per_tok=0),
+        "num_experts_per_tok 0 selects no expert",
+    ),
+    (
+        "llama",
+        "grouped",
+        dict(hidden_act="snake"),
+        "activation 'snake' is not supported; known: silu",
+    ),
     ("falcon", "untied", dict(alibi=True), "alibi true is not supported"),
-    ("ernie4_5_moe", next(iter(ROWS["ernie4_5_moe"][1])), dict(moe_norm_min=0.5), "moe_norm_min 0.5 is not supported"),
+    (
+        "ernie4_5_moe",
+        next(iter(ROWS["ernie4_5_moe"][1])),
+        dict(moe_norm_min=0.5),
+        "moe_norm_min 0.5 is not supported",
+    ),
 ]
 
 
-@pytest.mark.parametrize("family, name, change, message", REFUSED, ids=[message for *_, message in REFUSED])
+@pytest.mark.parametrize(
+    "family, name, change, message", REFUSED, ids=[message for *_, message in REFUSED]
+)
 def test_invalid_values_are_reported(make_model, tmp_path, family, name, change, message):
     config_class, variations = ROWS[family]
     _, folder = make_model(getattr(transformers, config_class), **variations[name])
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text("utf-8")) | change))
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text("utf-8")) | change)
+    )
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(message)):
         litft.load(tmp_path)
@@ -267,8 +369,13 @@ def to_older_config(hf: dict) -> dict:
     neox = hf["model_type"] == "gpt_neox"
     hf |= {"rotary_emb_base" if neox else "rope_theta": theta} if theta else {}
     hf |= {"rotary_pct" if neox else "partial_rotary_factor": fraction} if fraction else {}
-    key = "rope_type" if "rope_local_base_freq" in hf else "type"  # newer families never had the older name
-    hf["rope_scaling"] = {key: rope.pop("rope_type"), **rope} if rope.get("rope_type", "default") != "default" else None
+    # newer families never had the older name
+    key = "rope_type" if "rope_local_base_freq" in hf else "type"
+    hf["rope_scaling"] = (
+        {key: rope.pop("rope_type"), **rope}
+        if rope.get("rope_type", "default") != "default"
+        else None
+    )
     return hf
 
 
@@ -281,8 +388,19 @@ def test_older_configs_are_read_as_newer_ones(family):
         assert read_config(to_older_config(hf)) == read_config(hf), name
 
 
-OLDER = ["llama: linear", "llama: dynamic", "llama: llama3", "llama: yarn mscale", "llama: longrope"]
-OLDER += ["gpt_neox: parallel, partial", "gemma3_text: scaled, six layers", "phi3: longrope, partial, tied", "phi: partial"]
+OLDER = [
+    "llama: linear",
+    "llama: dynamic",
+    "llama: llama3",
+    "llama: yarn mscale",
+    "llama: longrope",
+]
+OLDER += [
+    "gpt_neox: parallel, partial",
+    "gemma3_text: scaled, six layers",
+    "phi3: longrope, partial, tied",
+    "phi: partial",
+]
 
 
 @pytest.mark.parametrize("case", OLDER)
@@ -294,22 +412,31 @@ def test_older_configs_equal_transformers(make_model, tmp_path, case):
     hf = json.loads((folder / "config.json").read_text("utf-8"))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(to_older_config(hf)))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="float32", attn_implementation="eager"
+    )
     model, _ = litft.load(tmp_path)
     assert plain_difference(reference.eval(), model) <= 1e-5
 
 
-@pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES])
+@pytest.mark.parametrize(
+    ("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES]
+)
 def test_linears_have_the_names_of_transformers_in_memory(family, name):
     """PEFT names the modules that it adapts by these, whatever the checkpoint calls them."""
     config = getattr(transformers, ROWS[family][0])(**{**TINY, **ROWS[family][1][name]})
     with torch.device("meta"):
         reference = transformers.AutoModelForCausalLM.from_config(config)
         model = GPT(read_config(config.to_dict()))
-    targets = peft_targets(model, [*peft_rules(model.config), *module_of(family).rules(model.config)]).values()
+    targets = peft_targets(
+        model, [*peft_rules(model.config), *module_of(family).rules(model.config)]
+    ).values()
     is_linear = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
     expected = {name for name, module in reference.named_modules() if isinstance(module, is_linear)}
-    heads, parameters = {"lm_head", "output_projection", "embed_out"}, {name for name, _ in reference.named_parameters()}
+    heads, parameters = (
+        {"lm_head", "output_projection", "embed_out"},
+        {name for name, _ in reference.named_parameters()},
+    )
     routers = {name for name in expected if re.search(r"\b(router|wg)\b", name)}
     linears = [target for target in targets if not (target.experts or target.embedding)]
     named = {target.name for target in linears if not target.linears[0].endswith(".router")}
@@ -322,7 +449,9 @@ def test_every_tensor_matters(variation):
     model = variation.model
     tokens = draw(1, 40, seed=1)
     expected = model(tokens)
-    one_per_kind = {re.sub(r"\d+", "N", name): parameter for name, parameter in model.named_parameters()}
+    one_per_kind = {
+        re.sub(r"\d+", "N", name): parameter for name, parameter in model.named_parameters()
+    }
     if not model.rotaries:
         # without rotation it shifts all scores of a query equally
         one_per_kind.pop("blocks.N.attention.k_proj.bias", None)
@@ -348,8 +477,12 @@ def test_packed_loss_is_the_sum_of_single_losses(variation):
 
 
 def test_gradients_equal_transformers(variation, tmp_path):
-    """The gradients of transformers are saved as weights, so that they are read under litft's names."""
-    reference, model = copy.deepcopy(variation.reference), copy.deepcopy(variation.model).requires_grad_(True)
+    """The gradients of transformers are saved as weights, so that they are read under litft's
+    names."""
+    reference, model = (
+        copy.deepcopy(variation.reference),
+        copy.deepcopy(variation.model).requires_grad_(True),
+    )
     tokens = draw(2, 24, seed=7)
     reference(tokens, labels=tokens).loss.backward()
     for parameter in reference.parameters():
@@ -364,14 +497,17 @@ def test_gradients_equal_transformers(variation, tmp_path):
             continue  # it shifts all scores of a query equally, so its gradient is rounding
         if parameter.grad is not None:
             scale = max(expected[name].abs().max(), 1e-3 * largest)
-            assert (parameter.grad - expected[name]).abs().max() <= 10 * tolerance(model.config) * scale, name
+            assert (parameter.grad - expected[name]).abs().max() <= 10 * tolerance(
+                model.config
+            ) * scale, name
         else:
             assert name.endswith(CONSTANTS), name
 
 
 @torch.no_grad()
 def test_a_converted_folder_is_bit_identical(variation, tmp_path):
-    """Folder -> litft -> folder. transformers loads the result for the first variation of each family."""
+    """Folder -> litft -> folder. transformers loads the result for the first variation of each
+    family."""
     from safetensors.torch import load_file
 
     reference, folder, model, number = variation
@@ -382,6 +518,8 @@ def test_a_converted_folder_is_bit_identical(variation, tmp_path):
     assert litft.load(out)[0].config == model.config
     if number:
         return
-    reloaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32", attn_implementation="eager").eval()
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype="float32", attn_implementation="eager"
+    ).eval()
     tokens = draw(1, 20, seed=6)
     assert relative(reloaded(tokens).logits, reference(tokens).logits) <= 1e-6

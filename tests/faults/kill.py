@@ -1,9 +1,11 @@
-"""Kill a run many times, a third of them during a save, and resume it: its final weights must not change.
+"""Kill a run many times, a third of them during a save, and resume it: its final weights must not
+change.
 
 python tests/faults/kill.py --checkpoint_dir tests/stories --kills 30
 
-After every kill the newest checkpoint must be complete and at most twice --interval steps old, since checkpoints are written
-in the background. At the end the weights must have the sha256 of an uninterrupted run. Each run is a fork of this process,
+After every kill the newest checkpoint must be complete and at most twice --interval steps old,
+since checkpoints are written in the background. At the end the weights must have the sha256 of an
+uninterrupted run. Each run is a fork of this process,
 with everything imported: thirty starts would take longer than thirty runs.
 """
 
@@ -55,13 +57,16 @@ def alive(child: int) -> bool:
 
 
 def wait(child: int, folder: Path, saving: bool, max_seconds: float, max_step: float) -> None:
-    """Wait until a random time, soon after the step `max_step` at the latest; if `saving`, until the next save has begun."""
+    """Wait until a random time, soon after the step `max_step` at the latest; if `saving`, until
+    the next save has begun."""
     deadline = time.monotonic() + random.uniform(0.05, 1) * max_seconds
     while True:
         if not alive(child):
             raise SystemExit("a run ended before it was killed; raise --steps")
         checkpoint_names = sorted(path.name for path in folder.glob("checkpoints/step-*"))
-        due = time.monotonic() > deadline or (checkpoint_names and int(checkpoint_names[-1][5:11]) > max_step)
+        due = time.monotonic() > deadline or (
+            checkpoint_names and int(checkpoint_names[-1][5:11]) > max_step
+        )
         if due and not saving:
             return
         if due and any(name.endswith(".partial") for name in checkpoint_names):
@@ -71,7 +76,8 @@ def wait(child: int, folder: Path, saving: bool, max_seconds: float, max_step: f
 
 
 def lost_steps(folder: Path) -> int:
-    """Return the number of steps in metrics.csv after the newest checkpoint, which must be complete."""
+    """Return the number of steps in metrics.csv after the newest checkpoint, which must be
+    complete."""
     path, newest = folder / "metrics.csv", run_checkpoints.newest(folder)
     saved = run_checkpoints.read_progress(newest)["step"] if newest else 0
     if newest:
@@ -97,7 +103,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--interval", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--flags", default="", help="more flags of the run, with spaces between them")
+    parser.add_argument(
+        "--flags", default="", help="more flags of the run, with spaces between them"
+    )
     args = parser.parse_args()
     random.seed(args.seed)
     import_module("litft.training.finetune")  # imported once, before the first fork
@@ -117,17 +125,27 @@ def main() -> None:
         "--data.path",
         str(root / "data.json"),
     ]
-    arguments += f"--train.max_steps {args.steps} --train.global_batch_size 4 --save.interval {args.interval}".split()
+    arguments += (
+        f"--train.max_steps {args.steps} --train.global_batch_size 4 --save.interval "
+        f"{args.interval}".split()
+    )
     arguments += f"--eval.interval 50 --data.val_fraction 0.1 {args.flags}".split()
     started_at = time.monotonic()
     child = start([*arguments, "--out_dir", str(root / "undisturbed")], root / "log")
     assert os.waitpid(child, 0)[1] == 0, (root / "log").read_text()
-    max_seconds = 1 + 1.5 * (time.monotonic() - started_at) / args.kills  # of one run: its start and some steps
+    # of one run: its start and some steps
+    max_seconds = 1 + 1.5 * (time.monotonic() - started_at) / args.kills
     max_lost = during_save = kills = 0
     folder = root / "killed"
     while kills < args.kills:
         child = start([*arguments, "--out_dir", str(folder), "--resume"], root / "log")
-        wait(child, folder, kills % 3 == 2, max_seconds, max_step=args.steps * (kills + 1) / (args.kills + 2))
+        wait(
+            child,
+            folder,
+            kills % 3 == 2,
+            max_seconds,
+            max_step=args.steps * (kills + 1) / (args.kills + 2),
+        )
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         kills += 1
@@ -136,7 +154,10 @@ def main() -> None:
     child = start([*arguments, "--out_dir", str(folder), "--resume"], root / "log")
     assert os.waitpid(child, 0)[1] == 0, (root / "log").read_text()[-3000:]
     equal = digest(folder) == digest(root / "undisturbed")
-    print(f"{kills} kills, {during_save} of them inside a save; at most {max_lost} steps lost; equal weights: {equal}")
+    print(
+        f"{kills} kills, {during_save} of them inside a save; at most {max_lost} steps lost; equal "
+        f"weights: {equal}"
+    )
     assert equal and max_lost <= 2 * args.interval and during_save >= kills // 3, root
 
 

@@ -1,4 +1,5 @@
-"""Shared by the tests on a GPU: comparisons that also hold, for shapes and dtypes, on a GPU that computes nothing."""
+"""Shared by the tests on a GPU: comparisons that also hold, for shapes and dtypes, on a GPU that
+computes nothing."""
 
 import os
 import subprocess
@@ -15,27 +16,33 @@ CUDA = torch.device("cuda")
 
 
 def skip_host_counts(is_fp32_mixture: bool) -> None:
-    """Skip a test of experts in fp32 on the pretended GPU: there the host reads the experts' row counts from the GPU."""
+    """Skip a test of experts in fp32 on the pretended GPU: there the host reads the experts' row
+    counts from the GPU."""
     if PRETENDED and is_fp32_mixture:
         pytest.skip("the host reads counts that the pretended GPU has not computed")
 
 
 def script(*arguments: object, cwd: Path) -> str:
-    """Run a script in an interpreter of its own, since CUDA does not survive a fork; return what it printed."""
+    """Run a script in an interpreter of its own, since CUDA does not survive a fork; return what it
+    printed."""
     command = [sys.executable, ROOT / str(arguments[0]), *map(str, arguments[1:])]
     done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
     return done.stdout
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference, relative to the norm of the expected values; both on any device."""
+    """Return the norm of the difference, relative to the norm of the expected values; both on any
+    device."""
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
 def check(actual: Tensor, expected: Tensor, limit: float, what: str = "") -> None:
-    """Check that a tensor on the GPU equals the expected one up to a relative error; on the pretended GPU, its shape."""
+    """Check that a tensor on the GPU equals the expected one up to a relative error; on the
+    pretended GPU, its shape."""
     assert actual.is_cuda and actual.shape == expected.shape, what
     if not PRETENDED:
         assert error(actual, expected) < limit, f"{what}: {error(actual, expected):.2e}"

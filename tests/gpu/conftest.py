@@ -1,4 +1,7 @@
-"""Tests that need a GPU: without one they skip. On the pretended GPU (README.md), those marked `numbers` skip too."""
+"""Tests that need a GPU: without one they skip.
+
+On the pretended GPU (README.md), those marked `numbers` skip too.
+"""
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         count = next((mark.args[0] for mark in item.iter_markers("devices")), 1)
         if not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU; tests/gpu/README.md says how to pretend one"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a GPU; tests/gpu/README.md says how to pretend one")
+            )
         elif torch.cuda.device_count() < count:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs"))
         elif PRETENDED and item.get_closest_marker("numbers"):

@@ -22,7 +22,11 @@ def model(request):
     """A tiny network in fp32 on the CPU."""
     config_class, variations = ROWS[request.param]
     values = {**TINY, **next(iter(variations.values())), "max_position_embeddings": 1024}
-    model = GPT(read_config(getattr(transformers, config_class)(**values).to_dict())).eval().requires_grad_(False)
+    model = (
+        GPT(read_config(getattr(transformers, config_class)(**values).to_dict()))
+        .eval()
+        .requires_grad_(False)
+    )
     redraw(model)
     return model
 

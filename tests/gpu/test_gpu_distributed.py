@@ -6,7 +6,10 @@ import pytest
 
 from gpu.comparisons import script
 
-FLAGS = "--accelerator cuda --train.max_steps 4 --eval.interval 2 --save.interval 2 --eval.max_new_tokens 8".split()
+FLAGS = (
+    "--accelerator cuda --train.max_steps 4 --eval.interval 2 --save.interval 2 "
+    "--eval.max_new_tokens 8".split()
+)
 
 
 def losses(run):
@@ -44,9 +47,26 @@ def test_several_gpus_train_as_one(devices, strategy, method, more, tmp_path):
     shared = [*FLAGS, "--precision", "fp32", *more.replace("--shard_size 2", "").split()]
     single = [flag for flag in shared if flag not in ("--train.cpu_offload", "parameters")]
     script(f"finetune/{method}.py", *single, "--out_dir", "one", cwd=tmp_path)
-    flags = ["--devices", devices, "--strategy", strategy, *(["--shard_size", "2"] if strategy == "hsdp" else [])]
-    script(f"finetune/{method}.py", *shared, *flags, "--out_dir", "several", "--train.max_time", "1s", cwd=tmp_path)
-    script(f"finetune/{method}.py", *shared, *flags, "--out_dir", "several", "--resume", cwd=tmp_path)
+    flags = [
+        "--devices",
+        devices,
+        "--strategy",
+        strategy,
+        *(["--shard_size", "2"] if strategy == "hsdp" else []),
+    ]
+    script(
+        f"finetune/{method}.py",
+        *shared,
+        *flags,
+        "--out_dir",
+        "several",
+        "--train.max_time",
+        "1s",
+        cwd=tmp_path,
+    )
+    script(
+        f"finetune/{method}.py", *shared, *flags, "--out_dir", "several", "--resume", cwd=tmp_path
+    )
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 
@@ -55,7 +75,16 @@ def test_several_gpus_train_as_one(devices, strategy, method, more, tmp_path):
 def test_tensor_parallel_answers_equal_one_gpus(tmp_path):
     """Greedy answers of a run's result on one GPU and on two."""
     script("finetune/lora.py", *FLAGS, "--out_dir", "run", cwd=tmp_path)
-    prompt = ["--checkpoint_dir", "run", "--accelerator", "cuda", "--precision", "fp32", "--temperature", "0"]
+    prompt = [
+        "--checkpoint_dir",
+        "run",
+        "--accelerator",
+        "cuda",
+        "--precision",
+        "fp32",
+        "--temperature",
+        "0",
+    ]
     prompt += ["--prompt", "Hello", "--max_new_tokens", "16"]
     answers = [script("generate/base.py", *prompt, "--devices", n, cwd=tmp_path) for n in (1, 2)]
     assert answers[0] == answers[1]

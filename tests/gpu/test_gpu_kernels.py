@@ -1,4 +1,5 @@
-"""The kernels of a GPU beside their plain forms: attention, experts, the loss, quantized weights."""
+"""The kernels of a GPU beside their plain forms: attention, experts, the loss, quantized
+weights."""
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ def inputs(heads, kv_heads, head_dim, dtype):
     """Return queries, keys and values on the GPU, (2, heads, 128, head_dim)."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, count, 128, head_dim) for count in (heads, kv_heads, kv_heads)]
-    return [torch.randn(shape, generator=generator).to(CUDA, dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator).to(CUDA, dtype).requires_grad_() for shape in shapes
+    ]
 
 
 def gradients(function, tensors):
@@ -31,7 +34,9 @@ def gradients(function, tensors):
 
 
 @pytest.mark.parametrize("window", [None, 17])
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 2, 64), (4, 4, 128), (6, 3, 20), (4, 1, 256)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim", [(8, 2, 64), (4, 4, 128), (6, 3, 20), (4, 1, 256)]
+)
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("packed", [True, False])
 def test_attention_equals_the_eager_form(packed, dtype, limit, heads, kv_heads, head_dim, window):
@@ -41,7 +46,9 @@ def test_attention_equals_the_eager_form(packed, dtype, limit, heads, kv_heads, 
     actual = gradients(lambda q, k, v: attend(q, k, v, documents, window), tensors)
     wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
     mask = attention_mask(wide[0], wide[1], documents, window)
-    for got, expected in zip(actual, gradients(lambda q, k, v: eager_attention(q, k, v, mask), wide), strict=True):
+    for got, expected in zip(
+        actual, gradients(lambda q, k, v: eager_attention(q, k, v, mask), wide), strict=True
+    ):
         check(got, expected, limit)
 
 
@@ -51,7 +58,9 @@ def test_flex_attention_equals_the_eager_form(monkeypatch, softcap, with_sinks, 
     """Softcaps and sinks in compiled blocks: only there does FlexAttention run as one kernel."""
     monkeypatch.setattr(attention, "flex_attention", torch.compile(flex_attention))
     documents = PackedSequences.of(IDS.to(CUDA)).with_masks({window})
-    sinks = torch.randn(8, generator=torch.Generator().manual_seed(1)).to(CUDA) if with_sinks else None
+    sinks = (
+        torch.randn(8, generator=torch.Generator().manual_seed(1)).to(CUDA) if with_sinks else None
+    )
     tensors = inputs(8, 2, 64, torch.bfloat16)
     actual = gradients(lambda q, k, v: attend(q, k, v, documents, window, softcap, sinks), tensors)
     wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
@@ -75,7 +84,9 @@ def test_grouped_products_equal_a_loop(dtype, limit, in_dim, out_dim):
     wide = [x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()]
 
     def loop(x, weight):
-        return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), weight, strict=True)])
+        return torch.cat(
+            [rows @ matrix for rows, matrix in zip(x.split(counts), weight, strict=True)]
+        )
 
     for got, expected in zip(actual, gradients(loop, wide), strict=True):
         check(got, expected, limit)

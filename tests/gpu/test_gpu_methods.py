@@ -18,14 +18,20 @@ from litft.training.activation_checkpointing import recompute
 from litft.training.compile import compile_blocks
 from litft.training.optimizers import OPTIMIZERS, make_optimizer, set_learning_rate
 
-CONFIG = read_config(transformers.LlamaConfig(**{**TINY, "hidden_size": 64, "intermediate_size": 128}).to_dict())
+CONFIG = read_config(
+    transformers.LlamaConfig(**{**TINY, "hidden_size": 64, "intermediate_size": 128}).to_dict()
+)
 RULES = [*peft_rules(CONFIG), *family("llama").rules(CONFIG)]
 QUICK = ("lora", "dora", "adapter_v2", "full")
 
 
 def quantize(model, kind, unquantized):
     """Quantize the frozen Linears of a network on the CPU, in place."""
-    names = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_quantizable(name, model)} - unquantized
+    names = {
+        name.rpartition(".")[0]
+        for name, _ in model.named_parameters()
+        if is_quantizable(name, model)
+    } - unquantized
     weights = {name: model.get_submodule(name).weight.detach().clone() for name in names}
     quantize_modules(model, sorted(names), kind)
     for name, weight in weights.items():
@@ -65,7 +71,9 @@ def check_losses(on_gpu, on_cpu, limit):
 
 
 @pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.quick] if n in QUICK else []) for n in METHODS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.quick] if n in QUICK else []) for n in METHODS]
+)
 def test_ten_steps_equal_the_cpus(name, kind):
     """A method's values are drawn on the CPU; both then take the same steps in fp32."""
     method = METHODS[name]()
@@ -79,7 +87,11 @@ def test_ten_steps_equal_the_cpus(name, kind):
     method.attach(model, keep=False)
     on_gpu = copy.deepcopy(model).to(CUDA)
     args = TrainArgs(learning_rate=0.3 if name.startswith("adapter") and "v2" not in name else 2e-2)
-    check_losses(losses(on_gpu, method, CUDA, args), losses(model, method, "cpu", args), 0.05 if kind == "int8" else 2e-3)
+    check_losses(
+        losses(on_gpu, method, CUDA, args),
+        losses(model, method, "cpu", args),
+        0.05 if kind == "int8" else 2e-3,
+    )
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
@@ -125,7 +137,9 @@ def test_bf16_weights_are_rounded_stochastically(in_backward):
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            loss, count = model.train()(tokens[:, :-1], targets=tokens[:, 1:], target_indices=torch.arange(44, device=CUDA))
+            loss, count = model.train()(
+                tokens[:, :-1], targets=tokens[:, 1:], target_indices=torch.arange(44, device=CUDA)
+            )
             with optimizer.stepping() if in_backward else torch.enable_grad():
                 (loss / count).backward()
             if not in_backward:

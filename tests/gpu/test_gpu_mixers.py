@@ -1,6 +1,7 @@
 """The kernels of flash-linear-attention equal the plain PyTorch forms, on packed rows in bf16.
 
-Their first launch compiles all block sizes that they choose from, which takes a minute or two for each kind of recurrence.
+Their first launch compiles all block sizes that they choose from, which takes a minute or two for
+each kind of recurrence.
 """
 
 import pytest
@@ -22,8 +23,15 @@ def test_recurrences_equal_the_plain_form(kind):
     """Those of flash-linear-attention in bf16."""
     by_row, heads = kind == "decay of each row", 2 if kind == "decay of each row" else 4
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 128, 2, 64), (2, 128, 2, 64), (2, 128, heads, 64), (2, 128, 2, 64) if by_row else (2, 128, heads))
-    q, k, v, g, b = (torch.randn(shape, generator=generator) for shape in (*shapes, (2, 128, heads)))
+    shapes = (
+        (2, 128, 2, 64),
+        (2, 128, 2, 64),
+        (2, 128, heads, 64),
+        (2, 128, 2, 64) if by_row else (2, 128, heads),
+    )
+    q, k, v, g, b = (
+        torch.randn(shape, generator=generator) for shape in (*shapes, (2, 128, heads))
+    )
     tensors = [
         q / 8,
         k / k.norm(dim=-1, keepdim=True),
@@ -37,7 +45,10 @@ def test_recurrences_equal_the_plain_form(kind):
         return recurrence(q, k, v, g, b, documents, None)[0].float()
 
     wide = [tensor.to(CUDA).requires_grad_() for tensor in tensors]
-    half = [tensor.to(CUDA, torch.bfloat16 if index < 3 else None).requires_grad_() for index, tensor in enumerate(tensors)]
+    half = [
+        tensor.to(CUDA, torch.bfloat16 if index < 3 else None).requires_grad_()
+        for index, tensor in enumerate(tensors)
+    ]
     assert kernels.can_run(half[0]) and not kernels.can_run(wide[0])
     for got, expected in zip(gradients(compute, half), gradients(compute, wide), strict=True):
         check(got, expected, 0.02)

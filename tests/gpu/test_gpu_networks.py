@@ -1,4 +1,5 @@
-"""Every variation of every family on a GPU beside the CPU in fp32: loss, gradients, and logits with a KV cache."""
+"""Every variation of every family on a GPU beside the CPU in fp32: loss, gradients, and logits with
+a KV cache."""
 
 import copy
 
@@ -8,14 +9,19 @@ import transformers
 from parity import ROWS, TINY, draw, redraw
 
 from gpu.comparisons import CUDA, check, error, skip_host_counts
-from litft.data.encoder import Sample
 from litft.data.packing import Layout
+from litft.data.sample import Sample
 from litft.families import read_config
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
 
 CASES = [
-    pytest.param(family, variation, marks=[pytest.mark.quick] if number == 0 else [], id=f"{family}: {variation}")
+    pytest.param(
+        family,
+        variation,
+        marks=[pytest.mark.quick] if number == 0 else [],
+        id=f"{family}: {variation}",
+    )
     for family, (_, variations) in ROWS.items()
     for number, variation in enumerate(variations)
 ]
@@ -39,10 +45,15 @@ def batch(packed):
 
 
 def loss_and_gradients(model, micro_batch):
-    """Return the summed loss, and the gradients by name; constants, such as Gemma 4's scales of layers, have none."""
+    """Return the summed loss, and the gradients by name; constants, such as Gemma 4's scales of
+    layers, have none."""
     loss, _ = model(micro_batch.tokens, **micro_batch.inputs())
     loss.backward()
-    return loss, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return loss, {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -53,7 +64,9 @@ def test_loss_and_gradients_equal_the_cpus(family, variation, packed):
     skip_host_counts(any(layer.experts for layer in model.config.layers))
     loss, gradients = loss_and_gradients(copy.deepcopy(model), micro_batch)
     for dtype in (torch.float32, torch.bfloat16):
-        actual, on_gpu = loss_and_gradients(copy.deepcopy(model).to(CUDA, dtype), micro_batch.to(CUDA))
+        actual, on_gpu = loss_and_gradients(
+            copy.deepcopy(model).to(CUDA, dtype), micro_batch.to(CUDA)
+        )
         if dtype == torch.float32:
             limits = dict.fromkeys(gradients, 1e-4)
         else:
@@ -67,7 +80,8 @@ def test_loss_and_gradients_equal_the_cpus(family, variation, packed):
 @pytest.mark.parametrize("family, variation", CASES)
 @torch.no_grad()
 def test_cached_logits_equal_the_cpus(family, variation):
-    """A prompt in two chunks, then single tokens; two rows, of which the second is three tokens behind at the end."""
+    """A prompt in two chunks, then single tokens; two rows, of which the second is three tokens
+    behind at the end."""
     model = network(family, variation).eval()
     skip_host_counts(any(layer.experts for layer in model.config.layers))
     tokens = draw(2, 40, seed=3)

@@ -1,4 +1,5 @@
-"""Whole runs on a GPU: the demo with every method, resuming to the bit, out of memory, and no wait within a step."""
+"""Whole runs on a GPU: the demo with every method, resuming to the bit, out of memory, and no wait
+within a step."""
 
 import csv
 import json
@@ -11,7 +12,10 @@ from gpu.comparisons import PRETENDED, script
 from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
 from litft.training.trainer import Trainer
 
-FLAGS = "--accelerator cuda --train.max_steps 4 --eval.interval 2 --save.interval 2 --eval.max_new_tokens 8".split()
+FLAGS = (
+    "--accelerator cuda --train.max_steps 4 --eval.interval 2 --save.interval 2 "
+    "--eval.max_new_tokens 8".split()
+)
 WAYS = {
     "lora": "",
     "lora eager": "--train.compile false",
@@ -25,7 +29,8 @@ WAYS = {
     "adapter_v2": "",
     "full": "",
     "full bf16-true": "--precision bf16-true",
-    "full in backward": "--train.optimizer_in_backward true --train.max_grad_norm 0 --train.micro_batch_size 16",
+    "full in backward": "--train.optimizer_in_backward true "
+    "--train.max_grad_norm 0 --train.micro_batch_size 16",
     "full paged": "--train.optimizer paged_adamw_8bit",
 }
 QUICK = ("lora", "lora nf4", "full bf16-true")
@@ -37,15 +42,28 @@ def losses(run):
         return [row["loss"] for row in csv.DictReader(file) if row["loss"]]
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.quick] if way in QUICK else []) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.quick] if way in QUICK else []) for way in WAYS]
+)
 def test_a_run_from_the_command_line(way, tmp_path):
     """Training, validation, sample answers, a checkpoint and the result; then its chat answers."""
     if PRETENDED and way == "full paged":
-        pytest.skip("the pretended driver has no cudaMallocManaged, which paged optimizer states need")
+        pytest.skip(
+            "the pretended driver has no cudaMallocManaged, which paged optimizer states need"
+        )
     method = way.split()[0]
     script(f"finetune/{method}.py", *FLAGS, *WAYS[way].split(), "--out_dir", "run", cwd=tmp_path)
     assert len(losses(tmp_path / "run")) >= 1 and (tmp_path / "run" / "final").is_dir()
-    flags = ["--checkpoint_dir", "run", "--accelerator", "cuda", "--prompt", "Hello", "--max_new_tokens", "8"]
+    flags = [
+        "--checkpoint_dir",
+        "run",
+        "--accelerator",
+        "cuda",
+        "--prompt",
+        "Hello",
+        "--max_new_tokens",
+        "8",
+    ]
     script("generate/base.py", *flags, cwd=tmp_path)
 
 
@@ -56,23 +74,33 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
     script("finetune/lora.py", *flags, "--out_dir", "parts", "--train.max_time", "1s", cwd=tmp_path)
     script("finetune/lora.py", *flags, "--out_dir", "parts", "--resume", cwd=tmp_path)
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
-    whole, parts = (tmp_path / name / "final" / "adapter_model.safetensors" for name in ("whole", "parts"))
+    whole, parts = (
+        tmp_path / name / "final" / "adapter_model.safetensors" for name in ("whole", "parts")
+    )
     assert whole.read_bytes() == parts.read_bytes()
 
 
 @pytest.mark.numbers
 def test_out_of_memory_halves_the_micro_batch(tmp_path):
-    """With a small part of the GPU's memory, the probe runs out of memory for real, and the losses stay the same."""
-    records = [{"instruction": "Say it", "input": "", "output": "once upon a time " * 40} for _ in range(64)]
+    """With a small part of the GPU's memory, the probe runs out of memory for real, and the losses
+    stay the same."""
+    records = [
+        {"instruction": "Say it", "input": "", "output": "once upon a time " * 40}
+        for _ in range(64)
+    ]
     (tmp_path / "data.json").write_text(json.dumps(records))
     results = []
     for fraction in (1.0, 0.004):
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(fraction)
-        train = TrainArgs(max_steps=2, global_batch_size=64, micro_batch_size=64, oom_retry=True, compile=False)
+        train = TrainArgs(
+            max_steps=2, global_batch_size=64, micro_batch_size=64, oom_retry=True, compile=False
+        )
         data = DataArgs(path=[str(tmp_path / "data.json")], packing=False)
         out = str(tmp_path / f"run{fraction}")
-        args = LoRAFinetuneArgs(accelerator="cuda", train=train, data=data, out_dir=out, eval=EvalArgs(max_new_tokens=0))
+        args = LoRAFinetuneArgs(
+            accelerator="cuda", train=train, data=data, out_dir=out, eval=EvalArgs(max_new_tokens=0)
+        )
         try:
             results.append(litft.finetune(args).metrics)
         finally:
@@ -91,7 +119,8 @@ def test_no_step_waits_for_the_gpu(args, compiled, tmp_path, monkeypatch):
     def checked_step(self, *arguments):
         nonlocal count
         count += 1
-        torch.cuda.set_sync_debug_mode("error" if count > 1 else "default")  # the first step compiles
+        # the first step compiles
+        torch.cuda.set_sync_debug_mode("error" if count > 1 else "default")
         try:
             step(self, *arguments)
         finally:

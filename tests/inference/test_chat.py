@@ -36,7 +36,9 @@ class ScriptedScreen(Screen):
 
 def open_session(folder, max_new_tokens=16, **settings):
     model, tokenizer = litft.load(folder, precision="fp32")
-    return Session(model, tokenizer, Sampling(**{"temperature": 0} | settings), max_new_tokens, [], False)
+    return Session(
+        model, tokenizer, Sampling(**{"temperature": 0} | settings), max_new_tokens, [], False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +47,44 @@ def session(checkpoints):
 
 
 def ask(conversation, question, notice=lambda text: None):
-    return "".join(part.text for step in conversation.answer(question, notice) for part in step.parts)
+    return "".join(
+        part.text for step in conversation.answer(question, notice) for part in step.parts
+    )
 
 
 def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
     folder = checkpoints["stories"]
     model, tokenizer = litft.load(folder, precision="fp32")
-    system, answers, messages = "You are terse.", [], [{"role": "system", "content": "You are terse."}]
+    system, answers, messages = (
+        "You are terse.",
+        [],
+        [{"role": "system", "content": "You are terse."}],
+    )
     lines = ["What is the capital of France?", "Which country did I ask about?"]
     for line in lines:
         messages.append({"role": "user", "content": line})
         # the white space before an answer is no part of its content
-        answers.append("".join(litft.stream(model, tokenizer, messages, max_new_tokens=16, temperature=0)).lstrip())
+        answers.append(
+            "".join(
+                litft.stream(model, tokenizer, messages, max_new_tokens=16, temperature=0)
+            ).lstrip()
+        )
         messages.append({"role": "assistant", "content": answers[-1]})
     flags = ["--system", system, "--max_new_tokens", "16", "--temperature", "0", "--debug"]
-    done = script("generate/chat.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path, text="\n".join(lines) + "\n")
+    done = script(
+        "generate/chat.py",
+        "--checkpoint_dir",
+        folder,
+        *flags,
+        cwd=tmp_path,
+        text="\n".join(lines) + "\n",
+    )
     assert done.stdout == "".join(answer + "\n" for answer in answers)
     assert tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True) in done.stderr
-    assert "note: the model has no chat template, so messages are written in Alpaca style" in done.stderr
+    assert (
+        "note: the model has no chat template, so messages are written in Alpaca style"
+        in done.stderr
+    )
 
 
 def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):
@@ -82,7 +104,8 @@ def test_reset_clears_the_history(checkpoints, tmp_path):
 
 
 def test_only_new_tokens_are_computed(session):
-    """Each turn computes the question with its template tokens, and the answer's tokens except the last."""
+    """Each turn computes the question with its template tokens, and the answer's tokens except the
+    last."""
     conversation, decoder = (chat := Conversation(session)), chat.decoder
     for question in ("What is the capital of France?", "Which country did I ask about?", "Thanks"):
         processed, cached = decoder.processed, len(decoder.texts[0])
@@ -94,15 +117,20 @@ def test_only_new_tokens_are_computed(session):
 
 
 def test_an_answer_keeps_its_generated_tokens(checkpoints):
-    """The answer is generated letter by letter; the tokenizer would encode the same text with fewer tokens."""
+    """The answer is generated letter by letter; the tokenizer would encode the same text with fewer
+    tokens."""
     session = open_session(checkpoints["SmolLM2-135M-Instruct"])
     tokenizer = session.tokenizer
     (letter,) = tokenizer.encode("a", bos=False)
     bias = {letter: 100.0} | dict.fromkeys(tokenizer.stop_ids, 110.0)
-    conversation = Conversation(session._replace(sampling=Sampling(8.0, logit_bias=bias, seed=2), max_new_tokens=60))
+    conversation = Conversation(
+        session._replace(sampling=Sampling(8.0, logit_bias=bias, seed=2), max_new_tokens=60)
+    )
     pieces = [step.chunk for step in conversation.answer("Hello", print)][:-1]
     tokens = [token for piece in pieces for token in piece.tokens]
-    assert pieces[-1].finish_reason == "stop" and len(tokens) > len(tokenizer.encode(conversation.output_text, bos=False))
+    assert pieces[-1].finish_reason == "stop" and len(tokens) > len(
+        tokenizer.encode(conversation.output_text, bos=False)
+    )
     cached_ids = list(conversation.decoder.texts[0])
     next(iter(conversation.answer("And now?", print)))
     assert conversation.decoder.texts[0][: len(cached_ids) + 1] == [*cached_ids, tokens[-1]]
@@ -116,7 +144,11 @@ def test_answers_equal_those_without_a_cache(session):
     )
     for question in ("What is the capital of France?", "Which country did I ask about?"):
         messages.append({"role": "user", "content": question})
-        expected = "".join(litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0))
+        expected = "".join(
+            litft.stream(
+                session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0
+            )
+        )
         assert ask(conversation, question) == expected.lstrip()
         messages.append({"role": "assistant", "content": expected.lstrip()})
     assert conversation.messages == messages
@@ -132,7 +164,9 @@ def test_an_interrupted_answer_keeps_its_partial_text(session):
 
 
 def ask_without_cache(session, messages):
-    return "".join(litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0)).lstrip()
+    return "".join(
+        litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0)
+    ).lstrip()
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(session):
@@ -148,9 +182,14 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(session):
             ask(conversation, f"Question {number}: what is {number} plus {number}?", notices.append)
     finally:
         model.config = original_config
-    assert conversation.messages[0]["content"] == "Be brief." and "Question 0" not in str(conversation.messages)
+    assert conversation.messages[0]["content"] == "Be brief." and "Question 0" not in str(
+        conversation.messages
+    )
     assert "Question 5" in conversation.messages[-2]["content"]
-    assert notices and "the context of 200 tokens is full: the oldest 1 turns are dropped" in notices[0]
+    assert (
+        notices
+        and "the context of 200 tokens is full: the oldest 1 turns are dropped" in notices[0]
+    )
 
 
 def test_a_question_longer_than_the_context_is_refused(checkpoints):
@@ -201,14 +240,21 @@ def test_commands(checkpoints, tmp_path):
         assert part in notices, part
     assert "there is no adapter" in notices and "/retry" in notices and screen.lines == ["never"]
     settings = chat.conversation.session
-    assert settings.sampling.temperature == 0.5 and settings.sampling.top_k is None and settings.max_new_tokens == 3
+    assert (
+        settings.sampling.temperature == 0.5
+        and settings.sampling.top_k is None
+        and settings.max_new_tokens == 3
+    )
     loaded = Chat(
         Conversation(open_session(checkpoints["stories"], 8)),
         ScriptedScreen([f"/load {path}", "/reset", "/stats", "/undo", "/retry"]),
     )
     loaded.run()
     assert "0 messages, 0 of" in loaded.screen.notices[-3]
-    assert loaded.screen.notices[-2:] == ["there is nothing to undo", "error: there is no question to answer again"]
+    assert loaded.screen.notices[-2:] == [
+        "there is nothing to undo",
+        "error: there is no question to answer again",
+    ]
 
 
 def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(checkpoints, capsys):
@@ -230,7 +276,13 @@ def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(checkp
 def test_blocks_end_at_empty_lines_outside_code_and_at_thoughts():
     thought = "Let me\n\nsee"
     content = "One *line*\n\n```py\na\n\nb\n```\n\nlast"
-    expected = [("Let me", True), ("see", True), ("One *line*", False), ("```py\na\n\nb\n```", False), ("last", False)]
+    expected = [
+        ("Let me", True),
+        ("see", True),
+        ("One *line*", False),
+        ("```py\na\n\nb\n```", False),
+        ("last", False),
+    ]
     for size in (1, 3, 1000):
         blocks = Blocks()
         found = []
@@ -259,13 +311,15 @@ class TerminalOutput:
         self.terminal, self.text, self.position, self.queries = terminal, "", 0, 0
 
     def until(self, text, seconds=120):
-        """Return the output from the current position to the end of the next occurrence of a text, and move there."""
+        """Return the output from the current position to the end of the next occurrence of a text,
+        and move there."""
         end = time.monotonic() + seconds
         while (start := self.text.find(text, self.position)) < 0:
             assert time.monotonic() < end, self.text[self.position :][-2000:]
             if select.select([self.terminal], [], [], 0.2)[0]:
                 self.text += os.read(self.terminal, 65536).decode(errors="replace")
-            if (queries := self.text.count("\x1b[6n")) > self.queries:  # prompt_toolkit asks where the cursor is
+            # prompt_toolkit asks where the cursor is
+            if (queries := self.text.count("\x1b[6n")) > self.queries:
                 os.write(self.terminal, b"\x1b[1;1R")
                 self.queries = queries
         previous, self.position = self.position, start + len(text)
@@ -273,9 +327,17 @@ class TerminalOutput:
 
 
 def test_in_a_terminal(checkpoints, tmp_path):
-    """Prompt, Markdown, speeds, lines typed ahead, Ctrl-C that stops only the answer, history, Ctrl-D."""
+    """Prompt, Markdown, speeds, lines typed ahead, Ctrl-C that stops only the answer, history,
+    Ctrl-D."""
     controller, terminal = pty.openpty()
-    flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--temperature", "0", "--max_new_tokens", "60"]
+    flags = [
+        "--checkpoint_dir",
+        checkpoints["SmolLM2-135M-Instruct"],
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        "60",
+    ]
     flags += ["--precision", "fp32"]
     env = ENV | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     command = [sys.executable, ROOT / "generate" / "chat.py", *map(str, flags)]

@@ -1,4 +1,5 @@
-"""Greedy tokens against transformers' generate: plain, batched, in chunks, compiled, with speculative decoding."""
+"""Greedy tokens against transformers' generate: plain, batched, in chunks, compiled, with
+speculative decoding."""
 
 from dataclasses import replace
 
@@ -26,7 +27,11 @@ PROMPTS = {
         [{"role": "user", "content": "Tell me a story."}],
         [{"role": "user", "content": "Name a color, then the same color again."}],
     ],
-    "stories15M": ["Once upon a time, a small", "The dog", "Lily and Tom went to the big park with their mom and"],
+    "stories15M": [
+        "Once upon a time, a small",
+        "The dog",
+        "Lily and Tom went to the big park with their mom and",
+    ],
     "SmolLM2-135M-Instruct": [
         [{"role": "user", "content": "What is the capital of France, and what is it known for?"}],
         [{"role": "user", "content": "Tell me a story."}],
@@ -47,10 +52,14 @@ class Case:
         self.expected = [self.reference(reference, ids) for ids in self.ids]
 
     def reference(self, model, ids):
-        settings = dict(max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False, eos_token_id=None)
+        settings = dict(
+            max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False, eos_token_id=None
+        )
         prompt = torch.tensor([ids])
         # without a mask, generate mistakes the end tokens of earlier turns for padding
-        return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, len(ids) :].tolist()
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[
+            0, len(ids) :
+        ].tolist()
 
     def generate(self, decoder, drafter=None, new=None):
         """Return the tokens and the statistics of each answer."""
@@ -59,10 +68,15 @@ class Case:
         for number, piece in generate_batch(decoder, self.tokenizer, requests, drafter):
             tokens.setdefault(number, []).extend(piece.tokens)
             stats[number] = piece.stats
-        return [tokens[number] for number in sorted(tokens)], [stats[number] for number in sorted(stats)]
+        return [tokens[number] for number in sorted(tokens)], [
+            stats[number] for number in sorted(stats)
+        ]
 
 
-@pytest.fixture(scope="module", params=["demo", "stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["demo", "stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)],
+)
 def case(request, checkpoints):
     return Case(checkpoints[request.param], PROMPTS[request.param], NEW[request.param])
 
@@ -95,7 +109,9 @@ def test_prefill_in_small_chunks(case, monkeypatch):
 def test_speculative_decoding_with_prompt_lookup(case):
     actual, stats = case.generate(Decoder(case.model, 1, capacity(case)), PromptLookup())
     assert actual == case.expected
-    assert all(0 <= answer.accepted <= answer.drafted for answer in stats) and sum(answer.accepted for answer in stats)
+    assert all(0 <= answer.accepted <= answer.drafted for answer in stats) and sum(
+        answer.accepted for answer in stats
+    )
 
 
 @small
@@ -103,14 +119,23 @@ def test_speculative_decoding_with_a_draft_model(case):
     """Drafts of the model itself are always accepted; without its last layer, some are."""
     draft, _ = litft.load(case.folder, precision="fp32")
     vocab_size, length = draft.config.vocab_size, capacity(case) + 4
-    _, stats = case.generate(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, length), vocab_size), FEW)
+    _, stats = case.generate(
+        Decoder(case.model, 1, capacity(case)),
+        DraftModel(Decoder(draft, 1, length), vocab_size),
+        FEW,
+    )
     assert all(answer.accepted == answer.drafted for answer in stats)
     draft.blocks, draft.rotary_indices = draft.blocks[:-1], draft.rotary_indices[:-1]
     draft.config = replace(draft.config, layers=draft.config.layers[:-1])
     actual, stats = case.generate(
-        Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, length), vocab_size), FEW
+        Decoder(case.model, 1, capacity(case)),
+        DraftModel(Decoder(draft, 1, length), vocab_size),
+        FEW,
     )
-    assert actual == [tokens[:FEW] for tokens in case.expected] and 0 < stats[0].accepted < stats[0].drafted
+    assert (
+        actual == [tokens[:FEW] for tokens in case.expected]
+        and 0 < stats[0].accepted < stats[0].drafted
+    )
 
 
 @small
@@ -121,20 +146,28 @@ def test_fused_linears_compute_the_same(case):
     fuse_linears(model.requires_grad_(False))
     assert torch.equal(model(tokens), case.model(tokens))
     assert sum(parameter.nbytes for parameter in model.parameters()) == size, "no second copy"
-    assert case.generate(Decoder(model, 1, capacity(case)), new=FEW)[0] == [tokens[:FEW] for tokens in case.expected]
+    assert case.generate(Decoder(model, 1, capacity(case)), new=FEW)[0] == [
+        tokens[:FEW] for tokens in case.expected
+    ]
 
 
 def test_packed_weights_compute_the_same(case):
-    """Weights in oneDNN's layout give the same logits, tokens and loss; an embedding tied to the head stays unpacked."""
+    """Weights in oneDNN's layout give the same logits, tokens and loss; an embedding tied to the
+    head stays unpacked."""
     tokens = torch.tensor(case.ids[:1])
     model, _ = litft.load(case.folder, precision="fp32")
     fuse_linears(model.requires_grad_(False), pack=True)
     assert model.blocks[0].attention.o_proj.weight.is_mkldnn and not model.embed.weight.is_mkldnn
     assert model.lm_head.weight.is_mkldnn is not model.config.tied
     assert relative(model(tokens), case.model(tokens)) <= 1e-5
-    assert case.generate(Decoder(model, 1, capacity(case)), new=FEW)[0] == [tokens[:FEW] for tokens in case.expected]
+    assert case.generate(Decoder(model, 1, capacity(case)), new=FEW)[0] == [
+        tokens[:FEW] for tokens in case.expected
+    ]
     targets = tokens.roll(-1, 1)
-    (total, count), (expected, _) = model(tokens, targets=targets), case.model(tokens, targets=targets)
+    (total, count), (expected, _) = (
+        model(tokens, targets=targets),
+        case.model(tokens, targets=targets),
+    )
     assert count == tokens.numel() and abs(total - expected) <= 1e-4 * expected
 
 
@@ -154,7 +187,8 @@ def test_weights_under_an_adapter_are_packed(case, dora):
         logits.append(model(torch.tensor(case.ids[:1])))
     assert model.blocks[0].attention.o_proj.weight.is_mkldnn is not dora
     assert model.blocks[0].attention.q_proj.weight.is_mkldnn
-    # thirty perturbed blocks amplify rounding: packed or not, fp32 differs from double precision by up to 1.2e-4
+    # thirty perturbed blocks amplify rounding: packed or not, fp32 differs from double precision by
+    # up to 1.2e-4
     assert relative(*logits) <= 1e-3
 
 
@@ -167,7 +201,9 @@ def test_compiled(case):
 @pytest.fixture
 def windowed(make_model):
     """A model whose sliding window is 8 tokens."""
-    return litft.load(make_model(MistralConfig, vocab_size=64, sliding_window=8, max_position_embeddings=200)[1])[0]
+    return litft.load(
+        make_model(MistralConfig, vocab_size=64, sliding_window=8, max_position_embeddings=200)[1]
+    )[0]
 
 
 def test_the_cache_is_on_the_compute_device(windowed):
@@ -187,18 +223,26 @@ def greedy_tokens(model, ids, count):
 
 
 @pytest.mark.parametrize(
-    "compiled, async_steps", [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)]
+    "compiled, async_steps",
+    [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)],
 )
 def test_rows_are_reused_by_waiting_requests(windowed, compiled, async_steps):
     """Five answers of different lengths share two rows; each equals the answer without a cache."""
-    prompts, counts = [[1, 2, 3], [9] * 30, [5, 6], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4]], [9, 20, 3, 14, 1]
+    prompts, counts = (
+        [[1, 2, 3], [9] * 30, [5, 6], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4]],
+        [9, 20, 3, 14, 1],
+    )
     decoder = Decoder(windowed, 2, 60, compiled)
     decoder.async_steps = async_steps
-    requests = [Request(ids, count, Sampling(0.0)) for ids, count in zip(prompts, counts, strict=True)]
+    requests = [
+        Request(ids, count, Sampling(0.0)) for ids, count in zip(prompts, counts, strict=True)
+    ]
     tokens = {number: [] for number in range(5)}
     for number, piece in generate_batch(decoder, LetterTokenizer(), requests):
         tokens[number] += piece.tokens
-    assert list(tokens.values()) == [greedy_tokens(windowed, *arguments) for arguments in zip(prompts, counts, strict=True)]
+    assert list(tokens.values()) == [
+        greedy_tokens(windowed, *arguments) for arguments in zip(prompts, counts, strict=True)
+    ]
 
 
 def test_a_model_that_does_not_compile_runs_uncompiled(windowed):
@@ -208,9 +252,17 @@ def test_a_model_that_does_not_compile_runs_uncompiled(windowed):
         raise RuntimeError("no compiler\nand more")
 
     decoder._forward_chunk = decoder._forward_token = broken
-    with pytest.warns(UserWarning, match="decoding runs uncompiled, since torch.compile fails: RuntimeError: no compiler$"):
-        (_, piece), *_ = generate_batch(decoder, LetterTokenizer(), [Request([1, 2, 3], 5, Sampling(0.0))])
-    assert decoder._forward_token is windowed and piece.tokens[0] == greedy_tokens(windowed, [1, 2, 3], 1)[0]
+    with pytest.warns(
+        UserWarning,
+        match="decoding runs uncompiled, since torch.compile fails: RuntimeError: no compiler$",
+    ):
+        (_, piece), *_ = generate_batch(
+            decoder, LetterTokenizer(), [Request([1, 2, 3], 5, Sampling(0.0))]
+        )
+    assert (
+        decoder._forward_token is windowed
+        and piece.tokens[0] == greedy_tokens(windowed, [1, 2, 3], 1)[0]
+    )
 
 
 class LetterTokenizer:
@@ -238,17 +290,30 @@ def test_a_shared_prefix_is_prefilled_once(windowed):
     assert decoder.processed == 31, "all but the last token are copied from the other row"
     longer = decoder.prefill(1, [*prompt[:20], 40, 41])
     assert decoder.processed == 33 and decoder.texts[1] == [*prompt[:20], 40, 41]
-    torch.testing.assert_close(longer, windowed(torch.tensor([decoder.texts[1]]))[0, -1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        longer, windowed(torch.tensor([decoder.texts[1]]))[0, -1], rtol=1e-4, atol=1e-5
+    )
 
 
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [3.0] * 8,
+    "factor": 2.0,
+}
 
 
-@pytest.mark.parametrize("scaling", [None, LONGROPE | {"original_max_position_embeddings": 16}], ids=["plain", "longrope"])
+@pytest.mark.parametrize(
+    "scaling",
+    [None, LONGROPE | {"original_max_position_embeddings": 16}],
+    ids=["plain", "longrope"],
+)
 def test_the_cache_grows_in_place(make_model, scaling):
     """The text is only recomputed where the rotary embedding depends on the length."""
     parameters = {"rope_parameters": {**scaling, "rope_theta": 10000.0}} if scaling else {}
-    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40)
+    sizes = dict(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40
+    )
     model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, **sizes, **parameters)[1])
     decoder, ids = Decoder(model, 1, 12), [3, 1, 4, 1, 5, 9, 2, 6]
     decoder.prefill(0, ids)
@@ -264,15 +329,32 @@ def test_the_cache_grows_in_place(make_model, scaling):
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_length_dependent_rope_ignores_the_other_rows(make_model, kind):
-    """Some rotary embeddings depend on the final length of a text: on its own, not on the longest in the batch."""
-    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8} if kind == "longrope" else {"factor": 2.0}
-    scaling = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 24} | factors
-    sizes = dict(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=24 if kind == "dynamic" else 90
+    """Some rotary embeddings depend on the final length of a text: on its own, not on the longest
+    in the batch."""
+    factors = (
+        {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+        if kind == "longrope"
+        else {"factor": 2.0}
     )
-    model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, rope_parameters=scaling, **sizes)[1])
+    scaling = {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 24,
+    } | factors
+    sizes = dict(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=24 if kind == "dynamic" else 90,
+    )
+    model, _ = litft.load(
+        make_model(LlamaConfig, vocab_size=64, rope_parameters=scaling, **sizes)[1]
+    )
     model.config = replace(model.config, max_positions=90)
-    requests = [Request([5, 6, 7], 12, Sampling(0.0)), Request([5, 6, 7, *range(8, 40)], 12, Sampling(0.0))]
+    requests = [
+        Request([5, 6, 7], 12, Sampling(0.0)),
+        Request([5, 6, 7, *range(8, 40)], 12, Sampling(0.0)),
+    ]
     requests.append(Request([5, 6, 7, *range(8, 30)], 12, Sampling(0.0)))
 
     def tokens(rows, requests):
@@ -284,13 +366,17 @@ def test_length_dependent_rope_ignores_the_other_rows(make_model, kind):
     single = [tokens(1, [request])[0] for request in requests]
     assert tokens(2, requests) == single == tokens(3, requests) == tokens(1, requests)
     fresh = [
-        list(litft.stream(model, LetterTokenizer(request.ids), "", max_new_tokens=12, temperature=0)) for request in requests
+        list(
+            litft.stream(model, LetterTokenizer(request.ids), "", max_new_tokens=12, temperature=0)
+        )
+        for request in requests
     ]
     assert [[token for piece in pieces for token in piece.tokens] for pieces in fresh] == single
 
 
 def test_a_step_of_some_rows_leaves_the_others_unchanged(windowed):
-    """Active rows get the same logits as in a full step; the texts of the other rows stay unchanged."""
+    """Active rows get the same logits as in a full step; the texts of the other rows stay
+    unchanged."""
     texts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
     tokens = torch.tensor([20, 21, 22, 23])
     full, partial = (Decoder(windowed, 4, 40) for _ in range(2))
@@ -303,7 +389,9 @@ def test_a_step_of_some_rows_leaves_the_others_unchanged(windowed):
     assert not actual[[0, 3]].any() and partial.lengths == [3, 6, 3, 4]
     actual = partial.step(tokens, [True, False, False, True])
     torch.testing.assert_close(actual[[0, 3]], expected[[0, 3]], rtol=1e-5, atol=1e-5)
-    assert partial.span([False] * 4) == slice(0, 4) and partial.span([False, True, False, False]) == slice(1, 2)
+    assert partial.span([False] * 4) == slice(0, 4) and partial.span(
+        [False, True, False, False]
+    ) == slice(1, 2)
 
 
 def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
@@ -332,4 +420,6 @@ def test_nan_in_a_query_projection_is_found_with_a_short_prompt(tiny):
 
 
 def test_common_prefix_length():
-    assert [common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])] == [3, 2, 1, 0, 0]
+    assert [
+        common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])
+    ] == [3, 2, 1, 0, 0]

@@ -1,4 +1,5 @@
-"""Text streamed after prompts that are cut at every token: whole characters, special tokens, stop texts."""
+"""Text streamed after prompts that are cut at every token: whole characters, special tokens, stop
+texts."""
 
 import pytest
 from conftest import copy_unpacked
@@ -11,7 +12,8 @@ from litft.inference.generation import Answer, ChosenToken, Request
 # the unknown token of "words" is not shown, so that a stop text could be found across it
 NAMES = [name for name in WRITERS if name != "words"]
 NAMES += """
-    falcon-40b gemma-2 gpt-neox-20b gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2 qwen2.5 tinyllama-1.1b-chat
+    falcon-40b gemma-2 gpt-neox-20b gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2
+    qwen2.5 tinyllama-1.1b-chat
 """.split()
 
 WORDS = [
@@ -30,7 +32,9 @@ WORDS = [
     "𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
 ]
 TEXTS = [f"{first} {second}" for first, second in zip(WORDS, [*WORDS[1:], WORDS[0]], strict=True)]
-TEXTS += [first + second + first for first, second in zip(WORDS, [*WORDS[5:], *WORDS[:5]], strict=True)]
+TEXTS += [
+    first + second + first for first, second in zip(WORDS, [*WORDS[5:], *WORDS[:5]], strict=True)
+]
 TEXTS += [word[::-1] * 2 for word in WORDS] + ["龘龘龘 " * 3]
 assert len(TEXTS) == 40
 
@@ -55,7 +59,8 @@ def streamed(tokenizer: Tokenizer, before: list[int], tokens: list[int], **setti
 
 
 def test_text_after_every_cut_of_a_prompt(tokenizer):
-    """What follows is the rest of the text; a character that the prompt begins belongs to the answer."""
+    """What follows is the rest of the text; a character that the prompt begins belongs to the
+    answer."""
     for text in TEXTS:
         ids = tokenizer.encode(text, bos=False)
         whole = tokenizer.decode(ids)
@@ -69,7 +74,10 @@ def test_text_after_every_cut_of_a_prompt(tokenizer):
             stop = expected[len(expected) // 2 :][:3]
             if stop:
                 before_stop = expected[: expected.index(stop)]
-                assert streamed(tokenizer, ids[:cut], ids[cut:], stop=[stop]) == before_stop, (text, cut)
+                assert streamed(tokenizer, ids[:cut], ids[cut:], stop=[stop]) == before_stop, (
+                    text,
+                    cut,
+                )
 
 
 def test_an_answer_that_ends_within_a_character(tokenizer):
@@ -86,7 +94,8 @@ def test_an_answer_that_ends_within_a_character(tokenizer):
 
 
 def test_stop_texts_that_are_special_tokens(tokenizer):
-    """They are found whether or not generation ends at the token, and special tokens are not shown."""
+    """They are found whether or not generation ends at the token, and special tokens are not
+    shown."""
     special = next(i for i in sorted(tokenizer.special_ids) if tokenizer.special_text(i))
     mark = tokenizer.special_text(special)
     before = tokenizer.encode("One day", bos=False)
@@ -97,6 +106,8 @@ def test_stop_texts_that_are_special_tokens(tokenizer):
     assert streamed(tokenizer, before, answer) == shown
     assert mark not in shown
     assert streamed(tokenizer, before, answer, stop=[mark]) == streamed(tokenizer, before, first)
-    assert streamed(tokenizer, before, answer, stop=[mark[1:-1]]) == streamed(tokenizer, before, first)
+    assert streamed(tokenizer, before, answer, stop=[mark[1:-1]]) == streamed(
+        tokenizer, before, first
+    )
     kept = streamed(tokenizer, before, answer, shown_special_ids=frozenset([special]))
     assert kept.count(mark) == 1 and kept.replace(mark, "") == shown

@@ -20,7 +20,11 @@ def folder(checkpoints):
 
 def complete(folder, prompt="One day", **settings):
     model, tokenizer = litft.load(folder, precision="fp32")
-    return "".join(litft.stream(model, tokenizer, prompt, **{"temperature": 0, "max_new_tokens": 20} | settings))
+    return "".join(
+        litft.stream(
+            model, tokenizer, prompt, **{"temperature": 0, "max_new_tokens": 20} | settings
+        )
+    )
 
 
 def generate(folder, tmp_path, *arguments, code=0, greedy=True):
@@ -36,18 +40,41 @@ def test_only_the_completion_is_on_stdout(checkpoints, tmp_path):
     expected = "".join(litft.stream(model, tokenizer, "One day", max_new_tokens=20, temperature=0))
     assert done.stdout == expected + "\n" and "tokens/s" in done.stderr
     (tmp_path / "in.jsonl").write_text('{"prompt": "One day", "id": 7}\n{"prompt": "Lily"}\n')
-    script(*command, "--max_new_tokens", "20", "--prompts", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
+    script(
+        *command,
+        "--max_new_tokens",
+        "20",
+        "--prompts",
+        "in.jsonl",
+        "--out",
+        "out.jsonl",
+        cwd=tmp_path,
+    )
     first, second = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
     assert first == {"prompt": "One day", "id": 7, "completion": expected} and second["completion"]
 
 
 def test_all_prompts_are_checked_before_the_first_answer(checkpoints, tmp_path):
-    command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories"], "--prompts", "in.jsonl"]
-    for bad in ({"text": "a"}, {"messages": [{"role": "robot", "content": "a"}]}, {"prompt": "once upon a time " * 600}):
-        (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n" + json.dumps(bad) + "\n")
+    command = [
+        "generate/base.py",
+        "--checkpoint_dir",
+        checkpoints["stories"],
+        "--prompts",
+        "in.jsonl",
+    ]
+    for bad in (
+        {"text": "a"},
+        {"messages": [{"role": "robot", "content": "a"}]},
+        {"prompt": "once upon a time " * 600},
+    ):
+        (tmp_path / "in.jsonl").write_text(
+            json.dumps({"prompt": "One day"}) + "\n" + json.dumps(bad) + "\n"
+        )
         script(*command, "--out", "out.jsonl", cwd=tmp_path, code=2)
         assert not (tmp_path / "out.jsonl").exists()
-    assert "is the prompts file" in script(*command, "--out", "in.jsonl", cwd=tmp_path, code=2).stderr
+    assert (
+        "is the prompts file" in script(*command, "--out", "in.jsonl", cwd=tmp_path, code=2).stderr
+    )
 
 
 def lines(path):
@@ -60,15 +87,33 @@ def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
         {"prompt": "A"},
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
-    flags = ["--prompts", "in.jsonl", "--out", "out.jsonl", "--batch_size", "3", "--temperature", "1", "--seed", "3"]
+    flags = [
+        "--prompts",
+        "in.jsonl",
+        "--out",
+        "out.jsonl",
+        "--batch_size",
+        "3",
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+    ]
     generate(folder, tmp_path, *flags, greedy=False)
     expected, out = (tmp_path / "out.jsonl").read_text(), tmp_path / "out.jsonl"
     records = lines(out)
-    assert [{key: value for key, value in record.items() if key != "completion"} for record in records] == prompts
-    assert records[3]["completion"] == complete(folder, prompts[3]["prompt"], temperature=1, seed=6), "seeds increase by one"
+    assert [
+        {key: value for key, value in record.items() if key != "completion"} for record in records
+    ] == prompts
+    assert records[3]["completion"] == complete(
+        folder, prompts[3]["prompt"], temperature=1, seed=6
+    ), "seeds increase by one"
     assert len({record["completion"] for record in records[:3]}) == 3
     out.write_text(expected[: expected.index("\n") + 9])  # killed in the middle of the second line
-    assert "exists; --resume continues it" in generate(folder, tmp_path, *flags, greedy=False, code=2).stderr
+    assert (
+        "exists; --resume continues it"
+        in generate(folder, tmp_path, *flags, greedy=False, code=2).stderr
+    )
     generate(folder, tmp_path, *flags, "--resume", greedy=False)
     assert out.read_text() == expected
     generate(folder, tmp_path, *flags, "--resume", greedy=False)
@@ -85,7 +130,9 @@ def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
 def test_samples_share_one_prefill(folder, tmp_path):
     flags = ["--temperature", "1", "--seed", "1", "--num_samples", "3"]
     done = generate(folder, tmp_path, "--prompt", "One day", *flags, greedy=False)
-    assert done.stdout == "".join(complete(folder, temperature=1, seed=seed) + "\n" for seed in (1, 2, 3))
+    assert done.stdout == "".join(
+        complete(folder, temperature=1, seed=seed) + "\n" for seed in (1, 2, 3)
+    )
     assert "prefill: 1)" in done.stderr.split("--- 2 of 3")[1].split("\n")[0]
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n")
     generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", *flags, greedy=False)
@@ -105,7 +152,8 @@ def test_samples_share_one_prefill(folder, tmp_path):
     ids=str,
 )
 def test_default_sampling_settings(tiny, tmp_path, stored, expected):
-    """A file without sampling settings gives our defaults; otherwise missing settings get transformers' defaults."""
+    """A file without sampling settings gives our defaults; otherwise missing settings get
+    transformers' defaults."""
     folder = shutil.copytree(tiny, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(stored))
     assert open_session(ModelArgs(checkpoint_dir=str(folder))).sampling == expected
@@ -115,7 +163,11 @@ def test_default_sampling_settings(tiny, tmp_path, stored, expected):
 def test_generation_config_applies_and_flags_override_it(folder, tmp_path):
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
-    stored = json.loads((copy / "generation_config.json").read_text()) if (copy / "generation_config.json").is_file() else {}
+    stored = (
+        json.loads((copy / "generation_config.json").read_text())
+        if (copy / "generation_config.json").is_file()
+        else {}
+    )
 
     def write(**values):
         (copy / "generation_config.json").write_text(json.dumps(stored | values))
@@ -123,8 +175,17 @@ def test_generation_config_applies_and_flags_override_it(folder, tmp_path):
     command = ["generate/base.py", "--checkpoint_dir", copy, "--prompt", "One day"]
     write(do_sample=False, max_new_tokens=12)
     assert script(*command, cwd=tmp_path).stdout == complete(copy, max_new_tokens=12) + "\n"
-    write(do_sample=True, temperature=0.9, top_k=7, top_p=0.8, repetition_penalty=1.2, max_new_tokens=12)
-    settings = dict(temperature=0.9, top_k=7, top_p=0.8, repetition_penalty=1.2, max_new_tokens=12, seed=1)
+    write(
+        do_sample=True,
+        temperature=0.9,
+        top_k=7,
+        top_p=0.8,
+        repetition_penalty=1.2,
+        max_new_tokens=12,
+    )
+    settings = dict(
+        temperature=0.9, top_k=7, top_p=0.8, repetition_penalty=1.2, max_new_tokens=12, seed=1
+    )
     assert script(*command, "--seed", "1", cwd=tmp_path).stdout == complete(copy, **settings) + "\n"
     flags = ["--temperature", "0", "--repetition_penalty", "1", "--max_new_tokens", "15"]
     assert script(*command, *flags, cwd=tmp_path).stdout == complete(copy, max_new_tokens=15) + "\n"
@@ -136,7 +197,10 @@ def test_generation_config_applies_and_flags_override_it(folder, tmp_path):
     write(temperature="hot")
     assert "temperature 'hot': not valid" in script(*command, cwd=tmp_path, code=2).stderr
     write(top_p=3)
-    assert "generation_config.json: top_p 3: must lie in" in script(*command, cwd=tmp_path, code=2).stderr
+    assert (
+        "generation_config.json: top_p 3: must lie in"
+        in script(*command, cwd=tmp_path, code=2).stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,12 +231,16 @@ def test_other_fields_of_a_generation_config(folder, tmp_path):
     stored = {"top_k": 0, "suppress_tokens": [7, 100_000], "stop_strings": "\n", "do_sample": True}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
     session = open_session(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
-    assert session.sampling == Sampling(1.0, logit_bias={7: -float("inf")}) and session.stop == ["\n"]
+    assert session.sampling == Sampling(1.0, logit_bias={7: -float("inf")}) and session.stop == [
+        "\n"
+    ]
     assert session.request([1], 3).sampling.seed is None and session.max_new_tokens == 256
 
 
 def test_a_file_cut_inside_a_character_is_resumed(folder, tmp_path):
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"é{n}"}, ensure_ascii=False) + "\n" for n in range(3)))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"é{n}"}, ensure_ascii=False) + "\n" for n in range(3))
+    )
     flags = ["--prompts", "in.jsonl", "--out", "out.jsonl"]
     generate(folder, tmp_path, *flags)
     expected = (out := tmp_path / "out.jsonl").read_bytes()
@@ -180,7 +248,10 @@ def test_a_file_cut_inside_a_character_is_resumed(folder, tmp_path):
     generate(folder, tmp_path, *flags, "--resume")
     assert out.read_bytes() == expected
     failed = generate(folder, tmp_path, *flags, "--resume", "--num_samples", "2", code=2)
-    assert "does not answer in.jsonl with --num_samples 2" in failed.stderr and out.read_bytes() == expected
+    assert (
+        "does not answer in.jsonl with --num_samples 2" in failed.stderr
+        and out.read_bytes() == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +264,9 @@ def test_a_file_cut_inside_a_character_is_resumed(folder, tmp_path):
     ids=str,
 )
 def test_an_invalid_record_is_reported_with_its_line(folder, tmp_path, record, message):
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(record) + "\n")
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"prompt": "a"}) + "\n" + json.dumps(record) + "\n"
+    )
     failed = generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", code=2)
     assert "in.jsonl" in failed.stderr and "2" in failed.stderr and message in failed.stderr
     assert not (tmp_path / "out.jsonl").exists()
@@ -201,7 +274,10 @@ def test_an_invalid_record_is_reported_with_its_line(folder, tmp_path, record, m
 
 def test_an_empty_prompts_file_is_reported(folder, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n")
-    assert "in.jsonl contains no examples" in generate(folder, tmp_path, "--prompts", "in.jsonl", code=2).stderr
+    assert (
+        "in.jsonl contains no examples"
+        in generate(folder, tmp_path, "--prompts", "in.jsonl", code=2).stderr
+    )
 
 
 def test_speculative_decoding_does_not_change_the_output(folder, checkpoints, tmp_path):
@@ -210,7 +286,9 @@ def test_speculative_decoding_does_not_change_the_output(folder, checkpoints, tm
         done = generate(folder, tmp_path, "--prompt", "One day", *flags)
         assert done.stdout == plain
     assert "draft tokens accepted" in done.stderr
-    failed = generate(folder, tmp_path, "--prompt", "One day", "--draft_dir", checkpoints["demo"], code=2)
+    failed = generate(
+        folder, tmp_path, "--prompt", "One day", "--draft_dir", checkpoints["demo"], code=2
+    )
     assert "its vocabulary differs from the model's" in failed.stderr
 
 
@@ -242,7 +320,9 @@ def test_all_mistakes_are_reported_at_once(folder, tmp_path):
     failed = generate(folder, tmp_path, "--prompt", "a", "--logit_bias", '{"512": 1}', code=2)
     assert "--logit_bias 512: the model's vocabulary has 512 tokens" in failed.stderr
     banned = next(litft.stream(*litft.load(folder), "One day", temperature=0)).tokens[0]
-    biased = generate(folder, tmp_path, "--prompt", "One day", "--logit_bias", json.dumps({str(banned): -100}))
+    biased = generate(
+        folder, tmp_path, "--prompt", "One day", "--logit_bias", json.dumps({str(banned): -100})
+    )
     assert biased.stdout != complete(folder) + "\n"
 
 
@@ -250,23 +330,46 @@ def test_all_mistakes_are_reported_at_once(folder, tmp_path):
 def test_precision_auto_is_the_fastest_dtype_of_the_cpu(tiny, tmp_path, stored, monkeypatch):
     """bf16 only for bf16 weights and a CPU that has bf16 arithmetic, and never for scores."""
     folder = tmp_path / "model"
-    command("convert_hf_checkpoint", ["--checkpoint_dir", str(tiny), "--out_dir", str(folder), "--precision", stored])
+    command(
+        "convert_hf_checkpoint",
+        ["--checkpoint_dir", str(tiny), "--out_dir", str(folder), "--precision", stored],
+    )
     for has_bf16 in (True, False):
-        monkeypatch.setattr("litft.distributed.devices.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
+        monkeypatch.setattr(
+            "litft.distributed.devices.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16
+        )
         expected = torch.bfloat16 if has_bf16 and stored == "bf16" else torch.float32
-        for args, dtype in ((GenerateArgs, expected), (ServeArgs, expected), (ModelArgs, torch.float32)):
+        for args, dtype in (
+            (GenerateArgs, expected),
+            (ServeArgs, expected),
+            (ModelArgs, torch.float32),
+        ):
             assert open_session(args(checkpoint_dir=str(folder))).model.dtype == dtype
-        assert open_session(GenerateArgs(checkpoint_dir=str(folder), precision="fp32")).model.dtype == torch.float32
+        assert (
+            open_session(GenerateArgs(checkpoint_dir=str(folder), precision="fp32")).model.dtype
+            == torch.float32
+        )
 
 
 def test_settings_that_litft_does_not_support_are_named(folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path / "model")
-    stored = {"num_beams": 4, "no_repeat_ngram_size": 3, "bad_words_ids": [[5]], "length_penalty": 2.0}
-    stored |= {"typical_p": 1.0, "min_length": 0, "guidance_scale": None, "top_k": 0}  # these change nothing
+    stored = {
+        "num_beams": 4,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[5]],
+        "length_penalty": 2.0,
+    }
+    # these change nothing
+    stored |= {"typical_p": 1.0, "min_length": 0, "guidance_scale": None, "top_k": 0}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
     open_session(ModelArgs(checkpoint_dir=str(tmp_path / "model")))
     printed = capsys.readouterr().err
-    for name in ("num_beams 4", "no_repeat_ngram_size 3", "bad_words_ids [[5]]", "length_penalty 2.0"):
+    for name in (
+        "num_beams 4",
+        "no_repeat_ngram_size 3",
+        "bad_words_ids [[5]]",
+        "length_penalty 2.0",
+    ):
         assert name in printed
     for name in ("typical_p", "min_length", "guidance_scale"):
         assert name not in printed
@@ -276,4 +379,6 @@ def test_settings_that_litft_does_not_support_are_named(folder, tmp_path, capsys
 def test_a_top_k_of_0_or_minus_1_means_off(folder, top_k):
     model = litft.load(folder, precision="fp32")
     settings = dict(max_new_tokens=12, temperature=1.5, seed=4)
-    assert litft.generate(*model, "One day", top_k=top_k, **settings) == litft.generate(*model, "One day", **settings)
+    assert litft.generate(*model, "One day", top_k=top_k, **settings) == litft.generate(
+        *model, "One day", **settings
+    )

@@ -1,4 +1,5 @@
-"""Compiled decoding is one graph per forward pass: on a GPU, each graph break would be another CUDA graph to launch."""
+"""Compiled decoding is one graph per forward pass: on a GPU, each graph break would be another CUDA
+graph to launch."""
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ def model(request):
 
 
 def test_each_forward_pass_is_one_graph(model):
-    """Prompts of any length share one graph, tokens another one, whatever the number of cached keys."""
+    """Prompts of any length share one graph, tokens another one, whatever the number of cached
+    keys."""
     with counted_graphs() as counts:
         decoder = Decoder(model, rows=1, capacity=1024, compiled=True)
         tokens = [1 + i % 40 for i in range(PREFILL_CHUNK + 250)]

@@ -1,4 +1,5 @@
-"""Distributions against transformers' filters and closed forms, and sampled tokens against distributions."""
+"""Distributions against transformers' filters and closed forms, and sampled tokens against
+distributions."""
 
 import pytest
 import torch
@@ -45,8 +46,14 @@ def test_distributions_equal_transformers(settings):
 
     tokens = [3, 23, 23, 9, 43]  # their logits have both signs, and the largest is likely
     assert LOGITS[tokens].min() < 0 < LOGITS[tokens].max()
-    scores = RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))(torch.tensor([tokens]), LOGITS[None])
-    scores = TemperatureLogitsWarper(settings.temperature)(None, scores) if settings.temperature != 1 else scores
+    scores = RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))(
+        torch.tensor([tokens]), LOGITS[None]
+    )
+    scores = (
+        TemperatureLogitsWarper(settings.temperature)(None, scores)
+        if settings.temperature != 1
+        else scores
+    )
     scores = TopKLogitsWarper(settings.top_k)(None, scores) if settings.top_k else scores
     scores = TopPLogitsWarper(settings.top_p)(None, scores) if settings.top_p < 1 else scores
     scores = MinPLogitsWarper(settings.min_p)(None, scores) if settings.min_p else scores
@@ -55,7 +62,8 @@ def test_distributions_equal_transformers(settings):
 
 
 def test_presence_frequency_and_bias_equal_their_closed_form():
-    """OpenAI's penalties apply to tokens of the answer, not of the prompt: once, and per occurrence."""
+    """OpenAI's penalties apply to tokens of the answer, not of the prompt: once, and per
+    occurrence."""
     expected = LOGITS.clone()
     expected[[4, 5]] -= 1.5
     expected[4] -= 0.25
@@ -63,7 +71,11 @@ def test_presence_frequency_and_bias_equal_their_closed_form():
     expected[9] += 2.0
     expected[11] = -torch.inf
     bias = {9: 2.0, 11: -float("inf")}
-    actual = distribution(Sampling(1.0, presence_penalty=1.5, frequency_penalty=0.25, logit_bias=bias), [3, 4], [4, 5, 5])
+    actual = distribution(
+        Sampling(1.0, presence_penalty=1.5, frequency_penalty=0.25, logit_bias=bias),
+        [3, 4],
+        [4, 5, 5],
+    )
     torch.testing.assert_close(actual, expected.softmax(-1), rtol=1e-5, atol=1e-7)
     assert actual[11] == 0
 
@@ -85,7 +97,11 @@ def test_draws_follow_the_distribution_and_never_take_a_token_of_zero_weight():
 
 def test_rows_are_sampled_independently():
     """Each row has its own settings and starts at its own time."""
-    settings = [Sampling(1.0, seed=3, repetition_penalty=1.2), Sampling(0.0), Sampling(0.7, top_k=9, top_p=0.8, seed=4)]
+    settings = [
+        Sampling(1.0, seed=3, repetition_penalty=1.2),
+        Sampling(0.0),
+        Sampling(0.7, top_k=9, top_p=0.8, seed=4),
+    ]
     logits = torch.randn(6, V, generator=torch.Generator().manual_seed(1))
     expected = []
     for row_settings in settings:
@@ -97,7 +113,9 @@ def test_rows_are_sampled_independently():
         batched.begin(row, [1, 2], row_settings)
     actual = [batched.next(step.expand(3, -1)).tolist() for step in logits[:3]]
     batched.begin(2, [1, 2], settings[2])
-    assert [row[0] for row in actual] == expected[0][:3] and [row[1] for row in actual] == expected[1][:3]
+    assert [row[0] for row in actual] == expected[0][:3] and [row[1] for row in actual] == expected[
+        1
+    ][:3]
     actual = [batched.next(step.expand(3, -1)).tolist() for step in logits]
     assert [row[2] for row in actual] == expected[2]
 
@@ -142,7 +160,9 @@ def test_sampling_some_rows_leaves_the_others_unchanged():
         steps = torch.stack([logits[len(actual[row])] for row in range(first, last)])
         for row, token in zip(range(first, last), batched.next(steps).tolist(), strict=True):
             actual[row].append(token)
-    assert actual == [tokens[: len(sampled)] for tokens, sampled in zip(expected, actual, strict=True)]
+    assert actual == [
+        tokens[: len(sampled)] for tokens, sampled in zip(expected, actual, strict=True)
+    ]
 
 
 def test_a_top_p_below_the_smallest_fp32_number_keeps_the_likeliest_token():

@@ -1,4 +1,5 @@
-"""Speculative decoding keeps the distribution: chi-square tests on a tiny vocabulary against the exact one."""
+"""Speculative decoding keeps the distribution: chi-square tests on a tiny vocabulary against the
+exact one."""
 
 from collections import Counter
 from dataclasses import replace
@@ -19,9 +20,17 @@ PROMPT = [1, 2, 3, 1, 2]
 
 @pytest.fixture(scope="module")
 def models(make_model):
-    sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    sizes = dict(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     return [
-        litft.load(make_model(LlamaConfig, **sizes, num_key_value_heads=2, max_position_embeddings=32)[1])[0]
+        litft.load(
+            make_model(LlamaConfig, **sizes, num_key_value_heads=2, max_position_embeddings=32)[1]
+        )[0]
         for _ in range(2)
     ]
 
@@ -45,12 +54,17 @@ def exact(model, settings, length):
 
 
 def chi_square(counts, expected, runs):
-    """Return the statistic and its degrees of freedom; texts with an expected count below five form one group."""
+    """Return the statistic and its degrees of freedom; texts with an expected count below five form
+    one group."""
     rare = [text for text, probability in expected.items() if probability * runs < 5]
     groups = [[text] for text in expected if text not in rare] + ([rare] if rare else [])
-    pairs = [(sum(counts[t] for t in group), runs * sum(expected[t] for t in group)) for group in groups]
+    pairs = [
+        (sum(counts[t] for t in group), runs * sum(expected[t] for t in group)) for group in groups
+    ]
     pairs = [(observed, expected_count) for observed, expected_count in pairs if expected_count > 0]
-    return sum((observed - expected_count) ** 2 / expected_count for observed, expected_count in pairs), len(pairs) - 1
+    return sum(
+        (observed - expected_count) ** 2 / expected_count for observed, expected_count in pairs
+    ), len(pairs) - 1
 
 
 class ConstantDrafter:
@@ -61,7 +75,10 @@ class ConstantDrafter:
 
 
 def drafter(name, draft):
-    return {"draft": DraftModel(Decoder(draft, 1, 32), V, num_draft_tokens=2), "wrong": ConstantDrafter()}[name]
+    return {
+        "draft": DraftModel(Decoder(draft, 1, 32), V, num_draft_tokens=2),
+        "wrong": ConstantDrafter(),
+    }[name]
 
 
 CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
@@ -84,14 +101,17 @@ def test_speculative_decoding_keeps_the_distribution(models, name, settings):
         sampler = Sampler(1, V, decoder.device)
         sampler.begin(0, PROMPT, replace(settings, seed=seed))
         tokens = []
-        for accepted in speculative_rounds(decoder, sampler, text_drafter, decoder.prefill(0, PROMPT)):
+        for accepted in speculative_rounds(
+            decoder, sampler, text_drafter, decoder.prefill(0, PROMPT)
+        ):
             tokens += accepted.tokens
             if len(tokens) >= 3:
                 break
         counts[tuple(tokens[:3])] += 1
     statistic, degrees = chi_square(counts, expected, RUNS)
     assert degrees > 10
-    # four standard deviations of a chi-square: the probability of a false failure is at most 1/5,000
+    # four standard deviations of a chi-square: the probability of a false failure is at most
+    # 1/5,000
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5 + 8, (statistic, degrees)
 
 
@@ -109,7 +129,9 @@ def test_drafting_ends_at_the_context_limit(models):
     sampler.begin(0, PROMPT, Sampling(0.0))
     tokens = [
         token
-        for step in speculative_rounds(decoder, sampler, DraftModel(Decoder(target, 1, 12), V), decoder.prefill(0, PROMPT))
+        for step in speculative_rounds(
+            decoder, sampler, DraftModel(Decoder(target, 1, 12), V), decoder.prefill(0, PROMPT)
+        )
         for token in step.tokens
     ]
     assert len(tokens) == 12 - len(PROMPT) + 1 and len(decoder.texts[0]) == 12

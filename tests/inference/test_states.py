@@ -1,4 +1,5 @@
-"""Decoding with recurrent mixers: their states go only forward, so cut texts continue from snapshots."""
+"""Decoding with recurrent mixers: their states go only forward, so cut texts continue from
+snapshots."""
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ FAMILIES = {
 def model(request, make_model):
     """A network with recurrent mixers."""
     config_class, variations = ROWS[request.param]
-    _, folder = make_model(getattr(transformers, config_class), **variations[FAMILIES[request.param]])
+    _, folder = make_model(
+        getattr(transformers, config_class), **variations[FAMILIES[request.param]]
+    )
     return litft.load(folder)[0]
 
 
@@ -43,7 +46,12 @@ def test_rows_step_on_their_own(model):
     decoder, texts = Decoder(model, rows=3, capacity=60), [text(n, n) for n in (17, 30, 9)]
     for row, ids in enumerate(texts):
         assert relative(decoder.prefill(row, ids), logits_of(model, ids)) <= 3e-5
-    for active in ([True, True, True], [True, False, True], [False, True, False], [True, True, True]):
+    for active in (
+        [True, True, True],
+        [True, False, True],
+        [False, True, False],
+        [True, True, True],
+    ):
         tokens = torch.tensor([5, 6, 7])
         logits = decoder.step(tokens, active)
         for row in range(3):
@@ -54,7 +62,8 @@ def test_rows_step_on_their_own(model):
 
 
 def test_cut_texts_continue_from_a_snapshot(model):
-    """The next turn of a chat begins like the last prompt; an edited one before it; another row shares the prefix."""
+    """The next turn of a chat begins like the last prompt; an edited one before it; another row
+    shares the prefix."""
     decoder, prompt = Decoder(model, rows=2, capacity=100), text(40, 1)
     decoder.prefill(0, prompt)
     for token in (4, 5, 6):
@@ -66,7 +75,8 @@ def test_cut_texts_continue_from_a_snapshot(model):
     assert decoder.processed - before == 3  # the prompt's snapshot
     before = decoder.processed
     assert relative(decoder.prefill(1, [*prompt, 8]), logits_of(model, [*prompt, 8])) <= 3e-5
-    assert decoder.processed - before in (1, 41)  # the other row's prompt, unless its newer snapshots replaced it
+    # the other row's prompt, unless its newer snapshots replaced it
+    assert decoder.processed - before in (1, 41)
     again = decoder.prefill(1, [*prompt, 8])
     assert torch.equal(again, decoder.prefill(0, [*prompt, 8]))  # known logits, without a pass
     decoder.truncate(0, 20)

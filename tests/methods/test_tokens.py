@@ -1,4 +1,5 @@
-"""New tokens and control tokens: ids, initial rows, decoding, and the warning about untrained rows."""
+"""New tokens and control tokens: ids, initial rows, decoding, and the warning about untrained
+rows."""
 
 import shutil
 
@@ -9,13 +10,16 @@ from own_tokenizers import WRITERS
 from parity import draw
 
 from litft.data.chat_template import STYLES
-from litft.data.encoder import ID_MASK, SUPERVISED, Encoder, to_sample
+from litft.data.encoder import Encoder
+from litft.data.sample import ID_MASK, SUPERVISED, to_sample
 from litft.data.tokenizer import Tokenizer
 from litft.methods.new_tokens import extend_table, initial_rows, untrained_ids
 from litft.model.transformer import add_neftune_noise
 
 
-@pytest.mark.parametrize("name", [*WRITERS, "gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [*WRITERS, "gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)]
+)
 def test_added_tokens_are_saved_and_reloaded(tokenizer_folder, tmp_path, name):
     """Each is one id after the vocabulary and decodes to its text, in litft and in transformers."""
     from transformers import AutoTokenizer
@@ -38,7 +42,9 @@ def test_added_tokens_are_saved_and_reloaded(tokenizer_folder, tmp_path, name):
     assert reference.convert_tokens_to_ids(texts) == new
     for token in texts:
         assert token in reread.decode(reread.encode(text))
-    assert reread.vocab_size == vocab_size + 3 and reread.encode("plain") == Tokenizer(source).encode("plain")
+    assert reread.vocab_size == vocab_size + 3 and reread.encode("plain") == Tokenizer(
+        source
+    ).encode("plain")
 
 
 def test_initial_rows_are_the_mean_of_their_pieces():
@@ -60,7 +66,8 @@ def test_untrained_rows_are_found():
 
 @pytest.mark.slow
 def test_a_run_warns_about_untrained_rows(shared, make_model, examples, tmp_path):
-    """TinyLlama's <s> has a row of zeros; the warning disappears when it is trained as a new token."""
+    """TinyLlama's <s> has a row of zeros; the warning disappears when it is trained as a new
+    token."""
     from safetensors.torch import load_file, save_file
     from transformers import LlamaConfig
 
@@ -70,16 +77,34 @@ def test_a_run_warns_about_untrained_rows(shared, make_model, examples, tmp_path
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][1] = 0.0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    flags = ["finetune/adapter.py", "--checkpoint_dir", folder, "--data.path", examples, "--train.max_steps", 1, "--out_dir"]
+    flags = [
+        "finetune/adapter.py",
+        "--checkpoint_dir",
+        folder,
+        "--data.path",
+        examples,
+        "--train.max_steps",
+        1,
+        "--out_dir",
+    ]
     result = script(*flags, "one", cwd=tmp_path)
-    bos = "warning: the embeddings of the template's <s> look untrained; --data.new_tokens '<s>' trains them"
+    bos = (
+        "warning: the embeddings of the template's <s> look untrained; --data.new_tokens '<s>' "
+        "trains them"
+    )
     assert bos in result.stdout
-    assert "look untrained" not in script(*flags, "two", "--data.new_tokens", "<s>", cwd=tmp_path).stdout
-    assert "look untrained" not in script("finetune/full.py", *flags[1:], "three", cwd=tmp_path).stdout
+    assert (
+        "look untrained"
+        not in script(*flags, "two", "--data.new_tokens", "<s>", cwd=tmp_path).stdout
+    )
+    assert (
+        "look untrained" not in script("finetune/full.py", *flags[1:], "three", cwd=tmp_path).stdout
+    )
 
 
 def test_neftune_noise_depends_on_the_length_of_the_sample():
-    """NEFTune's bound is alpha / sqrt(L C) for each row of a padded batch and each document of a packed one."""
+    """NEFTune's bound is alpha / sqrt(L C) for each row of a padded batch and each document of a
+    packed one."""
     torch.manual_seed(0)
     x, targets = torch.zeros(2, 50, 16), torch.full((2, 50), -100)
     targets[0, 10:50], targets[1, 3:8] = 1, 1
@@ -118,7 +143,9 @@ def test_a_templates_new_end_token_ends_an_answer(tiny, tokenizer_folder, tmp_pa
     tokenizer.use_template(STYLES["chatml"])
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<other>"])
     end = tokenizer.token_id("<|im_end|>")
-    assert end in tokenizer.special_ids and tokenizer.token_id("<other>") not in tokenizer.special_ids
+    assert (
+        end in tokenizer.special_ids and tokenizer.token_id("<other>") not in tokenizer.special_ids
+    )
     encoded = Encoder(tokenizer, 500)("here", {"prompt": "a", "completion": "b"})
     (sample,) = encoded.samples
     assert (sample & ID_MASK)[(sample & SUPERVISED) > 0][-1] == end and encoded.ends == {end}

@@ -24,26 +24,45 @@ def random_qkv(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0)
 @pytest.mark.parametrize("window, packed", list(itertools.product([None, 1, 5, 64], [False, True])))
 def test_fused_equals_eager_attention(window, packed):
     q, k, v = random_qkv(19, 19)
-    documents = PackedSequences.of(torch.tensor([[0] * 7 + [1] * 12, [4] * 15 + [2] * 4])) if packed else None
+    documents = (
+        PackedSequences.of(torch.tensor([[0] * 7 + [1] * 12, [4] * 15 + [2] * 4]))
+        if packed
+        else None
+    )
     expected = eager_attention(q, k, v, attention_mask(q, k, documents, window))
     torch.testing.assert_close(attend(q, k, v, documents, window), expected, rtol=1e-5, atol=1e-6)
 
 
-LENGTHS = [40, 1, 200, 15, 6, 38, 195, 700]  # of documents: several similar ones, and one that is computed in blocks
+# of documents: several similar ones, and one that is computed in blocks
+LENGTHS = [40, 1, 200, 15, 6, 38, 195, 700]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(
     "packed, window, scale, head_dim, kv_heads",
-    [(True, None, None, 64, 2), (True, 37, None, 64, 2), (False, None, 0.3, 48, 2), (False, None, None, 64, 1)],
+    [
+        (True, None, None, 64, 2),
+        (True, 37, None, 64, 2),
+        (False, None, 0.3, 48, 2),
+        (False, None, None, 64, 1),
+    ],
 )
-def test_gradients_equal_those_of_fp64_attention(dtype, tolerance, packed, window, scale, head_dim, kv_heads):
-    """For packed documents and unpacked rows, with a scale that is not a power of two and scores of up to 30."""
+def test_gradients_equal_those_of_fp64_attention(
+    dtype, tolerance, packed, window, scale, head_dim, kv_heads
+):
+    """For packed documents and unpacked rows, with a scale that is not a power of two and scores of
+    up to 30."""
     torch.manual_seed(0)
     rows, length = (1, sum(LENGTHS)) if packed else (3, 250)
-    q, k, v = (torch.randn(rows, heads, length, head_dim).to(dtype) for heads in (6, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(rows, heads, length, head_dim).to(dtype) for heads in (6, kv_heads, kv_heads)
+    )
     documents = (
-        PackedSequences.of(torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]) if packed else None
+        PackedSequences.of(
+            torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
+        )
+        if packed
+        else None
     )
     inputs = [(2 * q).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
     fp64_inputs = [x.detach().double().requires_grad_() for x in inputs]
@@ -73,22 +92,30 @@ def test_fake_implementations_match_the_real_ones(dtype, ends):
 @pytest.mark.parametrize("window, softcap, sinks", [(None, 5.0, False), (4, None, True)])
 def test_softcap_and_sinks_are_isolated_per_document(window, softcap, sinks):
     inputs = [x.requires_grad_() for x in random_qkv(29, 29)]
-    documents = PackedSequences.of(torch.tensor([[0] * 7 + [1] * 12 + [2] * 10, [4] * 15 + [2] * 8 + [3] * 6]))
+    documents = PackedSequences.of(
+        torch.tensor([[0] * 7 + [1] * 12 + [2] * 10, [4] * 15 + [2] * 8 + [3] * 6])
+    )
     settings = (softcap, torch.randn(4) if sinks else None)
     expected = eager_attention(*inputs, attention_mask(*inputs[:2], documents, window), *settings)
     output, grad = attend(*inputs, documents, window, *settings), torch.randn_like(expected)
     torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(torch.autograd.grad(output, inputs, grad), torch.autograd.grad(expected, inputs, grad))
+    torch.testing.assert_close(
+        torch.autograd.grad(output, inputs, grad), torch.autograd.grad(expected, inputs, grad)
+    )
     with torch.no_grad():  # flex_attention has no backward pass on CPUs
         detached = [x.detach() for x in inputs]
-        torch.testing.assert_close(attend(*detached, documents.with_masks([window]), window, *settings), expected)
+        torch.testing.assert_close(
+            attend(*detached, documents.with_masks([window]), window, *settings), expected
+        )
 
 
 def test_strides_and_inference_mode_do_not_change_the_result():
     """Non-contiguous inputs; packed sequences that were first used in inference mode."""
     q, v = torch.randn(2, 4, 33, 8), torch.randn(2, 1, 33, 8)
     k = torch.randn(2, 33, 16)[..., ::2][:, None]
-    torch.testing.assert_close(attend(q, k, v), eager_attention(q, k, v, attention_mask(q, k, None, None)))
+    torch.testing.assert_close(
+        attend(q, k, v), eager_attention(q, k, v, attention_mask(q, k, None, None))
+    )
     documents = PackedSequences.of(torch.tensor([[0] * 20 + [1] * 13, [2] * 5 + [3] * 28]))
     with torch.inference_mode():
         expected = attend(q, k, v, documents, softcap=3.0)
@@ -100,7 +127,9 @@ def test_strides_and_inference_mode_do_not_change_the_result():
 
 def make_cache(capacity: int, window: int | None = None) -> KVCache:
     """Return a KV cache of one layer with 2 key/value heads of dim 8, for 2 rows."""
-    return KVCache(Config("x", 9, 99, 32, 9, 4, 2, 8, (LayerConfig(window=window),), NormConfig()), 2, capacity)
+    return KVCache(
+        Config("x", 9, 99, 32, 9, 4, 2, 8, (LayerConfig(window=window),), NormConfig()), 2, capacity
+    )
 
 
 def attend_cached(cache: KVCache, q, k, v, window=None, positions=None):
@@ -118,7 +147,9 @@ def test_with_a_cache_the_queries_are_the_last_tokens(window, new):
     cache = make_cache(12, window)
     attend_cached(cache, q[:, :, :-new], k[:, :, :-new], v[:, :, :-new], window)
     output = attend_cached(cache, q[:, :, -new:], k[:, :, -new:], v[:, :, -new:], window)
-    torch.testing.assert_close(output, attend(q, k, v, None, window)[:, :, -new:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        output, attend(q, k, v, None, window)[:, :, -new:], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -131,14 +162,23 @@ def test_rows_of_a_cache_may_have_different_lengths(window):
         rejected_kv = torch.full((1, 2, rejected, 8), 9.0)
         keys, values = (torch.cat((x[rows, :, :length], rejected_kv), 2) for x in (k, v))
         attend_cached(
-            cache.rows(row, row + 1), torch.cat((q[rows, :, :length], q[rows, :, :rejected]), 2), keys, values, window
+            cache.rows(row, row + 1),
+            torch.cat((q[rows, :, :length], q[rows, :, :rejected]), 2),
+            keys,
+            values,
+            window,
         )
     for step in range(3):
         positions = torch.tensor([[9 + step], [4 + step]])
-        step_qkv = [torch.stack([x[row, :, positions[row, 0]] for row in range(2)])[:, :, None] for x in (q, k, v)]
+        step_qkv = [
+            torch.stack([x[row, :, positions[row, 0]] for row in range(2)])[:, :, None]
+            for x in (q, k, v)
+        ]
         output = attend_cached(cache, *step_qkv, window, positions)
         for row in range(2):
-            torch.testing.assert_close(output[row, :, 0], expected[row, :, positions[row, 0]], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                output[row, :, 0], expected[row, :, positions[row, 0]], rtol=1e-5, atol=1e-6
+            )
 
 
 def test_softcap_and_sinks_match_the_closed_form():
@@ -163,7 +203,8 @@ def test_causal_attention_with_dynamic_shapes_is_one_graph():
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
     with counted_graphs() as counts:
         attention = torch.compile(
-            lambda q, k, v: _scaled_dot_product(q, k, v, None, 0.25, causal=q.size(2) == k.size(2)), dynamic=True
+            lambda q, k, v: _scaled_dot_product(q, k, v, None, 0.25, causal=q.size(2) == k.size(2)),
+            dynamic=True,
         )
         attention(q, k, k)
         assert counts.reset() == (1, 1) and not counts.breaks

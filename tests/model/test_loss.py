@@ -13,7 +13,9 @@ def unchunked_loss(hidden, head, targets, softcap=None, smoothing=0.0):
     """Compute the loss from the logits of the whole batch at once."""
     logits = head(hidden).float().flatten(0, 1)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(
+        logits, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+    )
 
 
 @pytest.fixture
@@ -70,7 +72,9 @@ def test_token_losses_and_their_gradients_equal_the_unchunked_ones(batch, kind, 
             losses = token_cross_entropy(hidden_states, head, targets, softcap)
         else:
             logits = loss_module.apply_softcap(head(hidden_states), softcap)[targets != IGNORED]
-            losses = nn.functional.cross_entropy(logits, targets[targets != IGNORED], reduction="none")
+            losses = nn.functional.cross_entropy(
+                logits, targets[targets != IGNORED], reduction="none"
+            )
         (losses * weights).sum().pow(2).backward()
         results.append([losses, hidden_states.grad, *(p.grad for p in head.parameters())])
     for actual, expected in zip(*results, strict=True):
@@ -95,7 +99,10 @@ def test_token_losses_of_a_frozen_head_keep_one_tensor(batch):
 def test_the_fused_form_equals_the_one_in_place(softcap, smoothing):
     """Values, and the gradient that replaces the logits."""
     generator = torch.Generator().manual_seed(0)
-    logits, targets = torch.randn(9, 50, generator=generator) * 3, torch.randint(50, (9,), generator=generator)
+    logits, targets = (
+        torch.randn(9, 50, generator=generator) * 3,
+        torch.randint(50, (9,), generator=generator),
+    )
     results = []
     for function in (loss_module.fused_softmax_loss, loss_module._softmax_loss):
         gradient = logits.clone()
@@ -125,7 +132,8 @@ def test_without_targets_loss_and_gradients_are_zero():
 
 
 def test_bf16_accumulates_in_fp32(monkeypatch):
-    """In bf16, a sum of 4,000 losses of about 7 stops growing at 2,048, where its resolution is 16."""
+    """In bf16, a sum of 4,000 losses of about 7 stops growing at 2,048, where its resolution is
+    16."""
     monkeypatch.setattr(loss_module, "CHUNK", 8)
     hidden, targets = torch.randn(1, 4000, 16).bfloat16(), torch.randint(1000, (1, 4000))
     head = nn.Linear(16, 1000, bias=False).bfloat16().requires_grad_(False)
@@ -143,6 +151,9 @@ def test_gradients_equal_finite_differences(batch):
     direction = torch.randn_like(hidden)
     with torch.no_grad():
         above, below = (
-            summed_cross_entropy(hidden + epsilon * direction, head, targets)[0].double() for epsilon in (1e-2, -1e-2)
+            summed_cross_entropy(hidden + epsilon * direction, head, targets)[0].double()
+            for epsilon in (1e-2, -1e-2)
         )
-    assert float((hidden_states.grad * direction).sum()) == pytest.approx(float(above - below) / 2e-2, rel=2e-3)
+    assert float((hidden_states.grad * direction).sum()) == pytest.approx(
+        float(above - below) / 2e-2, rel=2e-3
+    )

@@ -1,4 +1,5 @@
-"""Recurrent mixers: the recurrence in chunks equals a loop over tokens in fp64, and documents do not affect each other."""
+"""Recurrent mixers: the recurrence in chunks equals a loop over tokens in fp64, and documents do
+not affect each other."""
 
 import os
 import subprocess
@@ -44,7 +45,13 @@ def inputs(by_row, delta):
     generator = torch.Generator().manual_seed(0)
     q, k, v, g, b = (
         torch.randn(*shape, generator=generator)
-        for shape in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K) if by_row else (B, T, H), (B, T, H))
+        for shape in (
+            (B, T, H, K),
+            (B, T, H, K),
+            (B, T, H, V),
+            (B, T, H, K) if by_row else (B, T, H),
+            (B, T, H),
+        )
     )
     g = -softplus(g) / 20  # small decays, so that a token far back still counts
     return q, k / k.norm(dim=-1, keepdim=True), v, g, b.sigmoid() if delta else None
@@ -60,7 +67,8 @@ def test_strong_decays_of_packed_documents_have_finite_gradients(by_row):
     """The decay from a token of an earlier document to the end of the chunk would overflow."""
     q, k, v, g, b = (x.detach() for x in inputs(by_row, True))
     leaves = [x.requires_grad_() for x in (q, k, v, torch.full_like(g, -8.0), b)]
-    ids = torch.tensor([[0] * 50 + [1] * 100]).expand(B, -1)  # a long document, and few tokens of the next one in its chunk
+    # a long document, and few tokens of the next one in its chunk
+    ids = torch.tensor([[0] * 50 + [1] * 100]).expand(B, -1)
     y, _ = recurrence(*leaves, PackedSequences.of(ids), None)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(y.sum(), leaves))
 
@@ -74,11 +82,19 @@ def test_chunks_equal_a_loop_over_tokens(by_row, delta, packed):
     for compute in (loop, recurrence):
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs(by_row, delta)]
         y, state = compute(*leaves, packing, None)
-        weighted = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + (0 if packed else state.sum() / 7)
-        results.append(
-            (y, *torch.autograd.grad(weighted, [x for x in leaves if x is not None]), *([] if packed else [state]))
+        weighted = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + (
+            0 if packed else state.sum() / 7
         )
-    torch.testing.assert_close(*([x.double() for x in result] for result in results), atol=2e-5, rtol=2e-5)
+        results.append(
+            (
+                y,
+                *torch.autograd.grad(weighted, [x for x in leaves if x is not None]),
+                *([] if packed else [state]),
+            )
+        )
+    torch.testing.assert_close(
+        *([x.double() for x in result] for result in results), atol=2e-5, rtol=2e-5
+    )
     with torch.no_grad():
         y, state = recurrence_operator(*inputs(by_row, delta), [*(packing or [])][:3], None)
     assert torch.equal(y, results[1][0])
@@ -90,7 +106,10 @@ def test_chunks_equal_a_loop_over_tokens(by_row, delta, packed):
 def test_pieces_equal_the_whole(by_row, delta):
     """In pieces of any length, single tokens among them, with the state between them."""
     whole, expected_state = loop(*inputs(by_row, delta), None, None)
-    parts = zip(*([None] * 4 if x is None else x.split([70, 1, 1, 78], 1) for x in inputs(by_row, delta)), strict=True)
+    parts = zip(
+        *([None] * 4 if x is None else x.split([70, 1, 1, 78], 1) for x in inputs(by_row, delta)),
+        strict=True,
+    )
     state, outputs = torch.zeros(B, H, K, V), []
     for part in parts:
         y, state = recurrence(*part, None, state)
@@ -100,7 +119,11 @@ def test_pieces_equal_the_whole(by_row, delta):
 
 
 def test_convolution_equals_torchs_and_stays_within_documents():
-    conv, x, ids = CausalConv(4, 3, bias=True), torch.randn(2, 20, 4), torch.tensor([[0] * 9 + [1] * 11, [2] * 20])
+    conv, x, ids = (
+        CausalConv(4, 3, bias=True),
+        torch.randn(2, 20, 4),
+        torch.tensor([[0] * 9 + [1] * 11, [2] * 20]),
+    )
     torch.nn.init.normal_(conv.weight)
     torch.nn.init.normal_(conv.bias)
 
@@ -126,7 +149,9 @@ def test_convolution_equals_torchs_and_stays_within_documents():
 )
 def test_mixers_save_only_their_inputs(mixer):
     """Between its Linears, a mixer keeps nothing for the backward pass, which computes it again."""
-    llama = dict(model_type="llama", vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1)
+    llama = dict(
+        model_type="llama", vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1
+    )
     config = read_config(llama | dict(num_attention_heads=2, max_position_embeddings=8))
     module = make_mixer(config, config.layers[0].with_mixer(mixer))
     for parameter in module.parameters():
@@ -144,11 +169,18 @@ def test_mixers_save_only_their_inputs(mixer):
 
 
 def test_kernels_equal_the_plain_forms():
-    """Those of flash-linear-attention, in Triton's interpreter, with gradients: packed, and in pieces with a state."""
+    """Those of flash-linear-attention, in Triton's interpreter, with gradients: packed, and in
+    pieces with a state."""
     pytest.importorskip("fla", reason="tutorials/families.md says how to install it")
     pytest.importorskip("triton", reason="tutorials/families.md says how to install it")
     script = [sys.executable, ROOT / "tests" / "triton_on_cpu.py"]
-    done = subprocess.run(script, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        script,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split(" ", 1) for line in done.stdout.splitlines()]
     assert len(rows) == 16
@@ -157,11 +189,19 @@ def test_kernels_equal_the_plain_forms():
 
 def test_missing_kernels_are_named(monkeypatch):
     """On a GPU, for a network that would use them, if they are not installed."""
-    llama = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2)
+    llama = dict(
+        model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2
+    )
     llama |= dict(num_attention_heads=2, max_position_embeddings=8)
-    lfm2 = llama | dict(model_type="lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2)
+    lfm2 = llama | dict(
+        model_type="lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2
+    )
     monkeypatch.setattr(kernels, "are_installed", lambda: False)
-    notes = {kernels.note(read_config(config), device) for config in (llama, lfm2) for device in ("cpu", "cuda")}
+    notes = {
+        kernels.note(read_config(config), device)
+        for config in (llama, lfm2)
+        for device in ("cpu", "cuda")
+    }
     assert notes - {None} == {kernels.note(read_config(lfm2), "cuda")}
     assert "pip install 'litft[kernels]'" in kernels.note(read_config(lfm2), "cuda")
     monkeypatch.setattr(kernels, "are_installed", lambda: True)

@@ -14,9 +14,13 @@ from litft.training.memory_trace import AllocationTracker
 
 
 def test_positions_restart_with_each_document():
-    """Rotary embeddings are relative, so only length-dependent scalings would show an error in the logits."""
+    """Rotary embeddings are relative, so only length-dependent scalings would show an error in the
+    logits."""
     tokens, documents = torch.zeros(2, 6), torch.tensor([[7, 7, 3, 3, 3, 7], [1, 1, 1, 1, 1, 1]])
-    assert default_positions(tokens, documents, 0).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
+    assert default_positions(tokens, documents, 0).tolist() == [
+        [0, 1, 0, 1, 2, 0],
+        [0, 1, 2, 3, 4, 5],
+    ]
     assert default_positions(tokens, None, 4).tolist() == [[4, 5, 6, 7, 8, 9]]
 
 
@@ -26,7 +30,9 @@ def test_tied_embeddings_are_one_parameter(make_model):
     reference, folder = make_model(LlamaConfig, tie_word_embeddings=True)
     model, _ = litft.load(folder)
     assert model.lm_head.weight is model.embed.weight
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(
+        p.numel() for p in reference.parameters()
+    )
 
 
 @torch.no_grad()
@@ -40,7 +46,8 @@ def test_tokens_without_a_per_layer_embedding_equal_transformers(make_model):
 
 
 def test_zero_embeddings_have_finite_gradients_in_streams(make_model):
-    """A padding token has an embedding of zeros, to which the other streams of Gemma 3n are scaled."""
+    """A padding token has an embedding of zeros, to which the other streams of Gemma 3n are
+    scaled."""
     config_class, variations = ROWS["gemma3n_text"]
     folder = make_model(getattr(transformers, config_class), **variations["three streams"])[1]
     model, tokens = litft.load(folder)[0], torch.tensor([[5, 6, 0, 0]])
@@ -81,8 +88,11 @@ def test_logits_of_real_checkpoints_equal_transformers(checkpoints, shared, name
 @pytest.mark.slow
 @torch.no_grad()
 def test_perplexity_of_a_real_model(checkpoints, shared):
-    """An independent reference: the mean loss of SmolLM2 on the first 1,024 tokens of WikiText is 2.544."""
+    """An independent reference: the mean loss of SmolLM2 on the first 1,024 tokens of WikiText is
+    2.544."""
     model, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"], precision="fp32")
-    ids = tokenizer.encode((shared / "data" / "wikitext2_valid.txt").read_text("utf-8")[:8000], bos=False)[:1024]
+    ids = tokenizer.encode(
+        (shared / "data" / "wikitext2_valid.txt").read_text("utf-8")[:8000], bos=False
+    )[:1024]
     loss, count = model(torch.tensor([ids[:-1]]), targets=torch.tensor([ids[1:]]))
     assert float(loss / count) == pytest.approx(2.544, abs=5e-4)

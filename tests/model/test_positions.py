@@ -28,13 +28,21 @@ def test_alibi_equals_a_bias():
         q, k, v = torch.randn(3, 2, heads, 90, 16, generator=torch.Generator().manual_seed(0))
         slopes = alibi_slopes(heads)
         torch.testing.assert_close(
-            with_alibi(q, k, v, slopes).double(), biased_attention(q, k, v, slopes), atol=1e-5, rtol=0
+            with_alibi(q, k, v, slopes).double(),
+            biased_attention(q, k, v, slopes),
+            atol=1e-5,
+            rtol=0,
         )
 
 
 def test_alibi_in_bf16_is_exact_at_long_distances():
     """Only distances matter: queries and keys are zero, and slopes are powers of two."""
     slopes, length = alibi_slopes(8), 1500
-    zeros, values = torch.zeros(1, 8, length, 16), torch.randn(1, 8, length, 16, generator=torch.Generator().manual_seed(0))
+    zeros, values = (
+        torch.zeros(1, 8, length, 16),
+        torch.randn(1, 8, length, 16, generator=torch.Generator().manual_seed(0)),
+    )
     actual = with_alibi(zeros.bfloat16(), zeros.bfloat16(), values.bfloat16(), slopes)
-    torch.testing.assert_close(actual.double(), biased_attention(zeros, zeros, values, slopes), atol=0.03, rtol=0)
+    torch.testing.assert_close(
+        actual.double(), biased_attention(zeros, zeros, values, slopes), atol=0.03, rtol=0
+    )

@@ -1,4 +1,5 @@
-"""Quantized base models: equal to bitsandbytes, small memory while loading, checkpoints that are already quantized."""
+"""Quantized base models: equal to bitsandbytes, small memory while loading, checkpoints that are
+already quantized."""
 
 import json
 import re
@@ -26,7 +27,8 @@ WIDE = dict(hidden_size=64, intermediate_size=128)  # blocks of 64 do not cross 
 
 
 def load_bnb(folder, kind, plain=()):
-    """Load a folder in transformers with bitsandbytes layers, except the head and the modules in `plain`."""
+    """Load a folder in transformers with bitsandbytes layers, except the head and the modules in
+    `plain`."""
     settings = (
         dict(load_in_8bit=True)
         if kind == "int8"
@@ -42,27 +44,36 @@ def load_bnb(folder, kind, plain=()):
         folder, quantization_config=config, dtype=torch.float32, device_map="cpu"
     )
     for module in model.modules():
-        module.support_avx512bf16_for_cpu = False  # otherwise some CPUs multiply 4-bit weights in bf16
+        # otherwise some CPUs multiply 4-bit weights in bf16
+        module.support_avx512bf16_for_cpu = False
     return model.train()  # in eval mode int8 would round activations, too; there is no dropout
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_weights_equal_bitsandbytes(kind):
-    """Against bitsandbytes, and against the definition: each weight becomes the nearest code of its block or row."""
+    """Against bitsandbytes, and against the definition: each weight becomes the nearest code of its
+    block or row."""
     import bitsandbytes as bnb
 
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     if kind == "int8":
         parameter = bnb.nn.Int8Params(weight, requires_grad=False).to("cpu")
-        quantized, expected = parameter.CB, (weight / weight.abs().amax(1, keepdim=True) * 127).round()
+        quantized, expected = (
+            parameter.CB,
+            (weight / weight.abs().amax(1, keepdim=True) * 127).round(),
+        )
         assert (expected - quantized).abs().max() <= 1  # bitsandbytes rounds to fp16 first
         dense_weight = expected * weight.abs().amax(1, keepdim=True) / 127
     else:
         nested = kind.endswith("dq")
-        parameter = bnb.nn.Params4bit(weight, quant_type=kind[:3], compress_statistics=nested, requires_grad=False).to("cpu")
+        parameter = bnb.nn.Params4bit(
+            weight, quant_type=kind[:3], compress_statistics=nested, requires_grad=False
+        ).to("cpu")
         quantized, code = parameter.data, parameter.quant_state.code
         scaled = weight / weight.abs().amax(1, keepdim=True)
-        dense_weight = code[(scaled[..., None] - code).abs().argmin(-1)] * weight.abs().amax(1, keepdim=True)
+        dense_weight = code[(scaled[..., None] - code).abs().argmin(-1)] * weight.abs().amax(
+            1, keepdim=True
+        )
     packed = QuantizedTensor.quantize(weight, kind)
     assert torch.equal(packed.data, quantized) and packed.dequantize().shape == (48, 64)
     assert relative(packed.dequantize(), dense_weight) <= 0.02
@@ -73,34 +84,58 @@ def test_quantized_weights_equal_bitsandbytes(kind):
 @torch.no_grad()
 def test_a_quantized_llama_equals_transformers(make_model, kind):
     _, folder = make_model(transformers.LlamaConfig, **WIDE)
-    reference, (model, _) = load_bnb(folder, kind), litft.load(folder, precision="fp32", quantize=kind)
+    reference, (model, _) = (
+        load_bnb(folder, kind),
+        litft.load(folder, precision="fp32", quantize=kind),
+    )
     assert sum(isinstance(m, QuantizedLinear) for m in model.modules()) == 3 * 7
     assert type(model.lm_head) is Linear
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
     assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
 
 
-@pytest.mark.parametrize("family, name", [("llama", "grouped"), ("gpt_neox", "parallel, partial"), ("gpt2", "tied")])
+@pytest.mark.parametrize(
+    "family, name", [("llama", "grouped"), ("gpt_neox", "parallel, partial"), ("gpt2", "tied")]
+)
 @pytest.mark.parametrize("kind", ["nf4", "fp4-dq", "int8"])
 @torch.no_grad()
 def test_a_quantized_checkpoint_is_loaded_and_converted(make_model, tmp_path, family, name, kind):
-    """The checkpoint is loaded unchanged and converted to unquantized weights. Those of GPT-2 are transposed."""
+    """The checkpoint is loaded unchanged and converted to unquantized weights.
+
+    Those of GPT-2 are transposed.
+    """
     config_class, variations = ROWS[family]
-    values = dict(n_inner=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) if family == "gpt2" else {}
-    _, folder = make_model(getattr(transformers, config_class), **{**variations[name], **WIDE, **values})
+    values = (
+        dict(n_inner=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        if family == "gpt2"
+        else {}
+    )
+    _, folder = make_model(
+        getattr(transformers, config_class), **{**variations[name], **WIDE, **values}
+    )
     reference = load_bnb(folder, kind)
     reference.save_pretrained(tmp_path / "quantized")
     model, _ = litft.load(tmp_path / "quantized", precision="fp32")
     assert any(isinstance(module, QuantizedLinear) for module in model.modules())
-    # fused tensors are split and quantized again, which rounds double-quantized scales a second time
+    # fused tensors are split and quantized again, which rounds double-quantized scales a second
+    # time
     tolerance = 2e-2 if kind.endswith("dq") and family != "llama" else 1e-5
     assert relative(model(TOKENS), reference(TOKENS).logits) <= tolerance
-    convert(ConvertArgs(checkpoint_dir=str(tmp_path / "quantized"), out_dir=str(tmp_path / "plain"), precision="fp32"))
+    convert(
+        ConvertArgs(
+            checkpoint_dir=str(tmp_path / "quantized"),
+            out_dir=str(tmp_path / "plain"),
+            precision="fp32",
+        )
+    )
     plain, _ = litft.load(tmp_path / "plain")
     assert relative(plain(TOKENS), reference(TOKENS).logits) <= 1e-5
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     with pytest.raises(ValueError, match=f"is already quantized as {kind}"):
-        Setup(LoRAFinetuneArgs(quantize="nf4" if kind == "int8" else "int8"), resolve(tmp_path / "quantized"))
+        Setup(
+            LoRAFinetuneArgs(quantize="nf4" if kind == "int8" else "int8"),
+            resolve(tmp_path / "quantized"),
+        )
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -126,25 +161,57 @@ def test_quantization_statistics_move_with_the_weights(tiny, kind):
     assert torch.equal(model.to(torch.device("cpu"))(TOKENS), before)
     q = model.to("meta").blocks[0].attention.q_proj
     state, moved = q.state, [q.weight, q.base_row_squares]
-    moved += [state] if kind == "int8" else [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    moved += (
+        [state]
+        if kind == "int8"
+        else [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    )
     assert all(tensor.is_meta for tensor in moved) and q.base_row_squares.dtype == torch.float32
 
 
 @pytest.mark.slow
 def test_training_on_a_quantized_base(tiny, examples, tmp_path):
-    """With the scripts: two processes train as one, the result generates and merges both ways, with the right warnings."""
-    flags = f"--checkpoint_dir {tiny} --data.path {examples} --quantize nf4 --train.learning_rate 0.01 --train.max_steps 6"
+    """With the scripts: two processes train as one, the result generates and merges both ways, with
+    the right warnings."""
+    flags = (
+        f"--checkpoint_dir {tiny} --data.path {examples} --quantize nf4 --train.learning_rate 0.01 "
+        "--train.max_steps 6"
+    )
     for name, more_flags in (("one", ""), ("two", "--devices 2")):
         script("finetune/lora.py", *f"{flags} --out_dir {name} {more_flags}".split(), cwd=tmp_path)
     rows = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("one", "two")]
     losses = [[float(line.split(",")[4]) for line in lines[2:]] for lines in rows]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
-    ask = ("generate/base.py", "--checkpoint_dir", "one", "--prompt", "Say it", "--max_new_tokens", "4", "--quantize")
+    ask = (
+        "generate/base.py",
+        "--checkpoint_dir",
+        "one",
+        "--prompt",
+        "Say it",
+        "--max_new_tokens",
+        "4",
+        "--quantize",
+    )
     assert "warning" not in script(*ask, "nf4", cwd=tmp_path).stderr
-    assert "was trained with --quantize nf4, but is used with --quantize none" in script(*ask, "none", cwd=tmp_path).stderr
-    merged = script("scripts/merge_lora.py", "--checkpoint_dir", "one", "--out_dir", "original", cwd=tmp_path)
-    assert "quantized as nf4 in training; the updates are added to the original weights" in merged.stderr
-    merge = ("scripts/merge_lora.py", "--checkpoint_dir", "one", "--dequantized_base", "--out_dir", "rounded")
+    assert (
+        "was trained with --quantize nf4, but is used with --quantize none"
+        in script(*ask, "none", cwd=tmp_path).stderr
+    )
+    merged = script(
+        "scripts/merge_lora.py", "--checkpoint_dir", "one", "--out_dir", "original", cwd=tmp_path
+    )
+    assert (
+        "quantized as nf4 in training; the updates are added to the original weights"
+        in merged.stderr
+    )
+    merge = (
+        "scripts/merge_lora.py",
+        "--checkpoint_dir",
+        "one",
+        "--dequantized_base",
+        "--out_dir",
+        "rounded",
+    )
     assert "added to the dequantized weights of the base" in script(*merge, cwd=tmp_path).stderr
     with torch.no_grad():
         expected = litft.load(tmp_path / "one", quantize="nf4")[0](TOKENS)
@@ -158,7 +225,9 @@ def test_unsupported_quantization_is_refused(tiny, examples, tmp_path):
     flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--quantize"]
     result = script("finetune/full.py", *flags, "nf4", cwd=tmp_path, code=2)
     assert "full fine-tuning cannot train quantized weights" in result.stderr
-    assert "expected none" in script("finetune/lora.py", *flags, "nf8", cwd=tmp_path, code=2).stderr.replace("'", "")
+    assert "expected none" in script(
+        "finetune/lora.py", *flags, "nf8", cwd=tmp_path, code=2
+    ).stderr.replace("'", "")
 
 
 LOADS = """
@@ -186,22 +255,41 @@ print(before, param_bytes, peak)
 
 @pytest.mark.slow
 def test_memory_stays_near_the_quantized_size(tmp_path):
-    """For a sharded model of 1.1 GB, the peak is the size of the parameters plus some copies of one Linear."""
+    """For a sharded model of 1.1 GB, the peak is the size of the parameters plus some copies of one
+    Linear."""
     from safetensors.torch import save_file
 
-    config = dict(model_type="llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16)
+    config = dict(
+        model_type="llama",
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+    )
     config |= dict(vocab_size=512, num_key_value_heads=16)
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = {f"self_attn.{name}_proj": (2048, 2048) for name in "qkvo"}
-    shapes |= {"mlp.gate_proj": (8192, 2048), "mlp.up_proj": (8192, 2048), "mlp.down_proj": (2048, 8192)}
-    index, weights = {}, {name: torch.randn(shape).bfloat16() * 0.02 for name, shape in shapes.items()}
+    shapes |= {
+        "mlp.gate_proj": (8192, 2048),
+        "mlp.up_proj": (8192, 2048),
+        "mlp.down_proj": (2048, 8192),
+    }
+    index, weights = (
+        {},
+        {name: torch.randn(shape).bfloat16() * 0.02 for name, shape in shapes.items()},
+    )
     for layer in range(8):
         file = f"model-{layer + 1:05d}-of-00008.safetensors"
         tensors = {f"model.layers.{layer}.{name}.weight": value for name, value in weights.items()}
         norms = ("input_layernorm", "post_attention_layernorm")
-        tensors |= {f"model.layers.{layer}.{name}.weight": torch.ones(2048).bfloat16() for name in norms}
+        tensors |= {
+            f"model.layers.{layer}.{name}.weight": torch.ones(2048).bfloat16() for name in norms
+        }
         if layer == 0:
-            tensors |= {name: torch.randn(512, 2048).bfloat16() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+            tensors |= {
+                name: torch.randn(512, 2048).bfloat16()
+                for name in ("model.embed_tokens.weight", "lm_head.weight")
+            }
             tensors["model.norm.weight"] = torch.ones(2048).bfloat16()
         save_file(tensors, tmp_path / file)
         index |= dict.fromkeys(tensors, file)
@@ -213,7 +301,10 @@ def test_memory_stays_near_the_quantized_size(tmp_path):
         env = ENV | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"}
         result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         before, params, peak = map(int, re.findall(r"\d+", result.stdout)[-3:])
-        print(f"{kind}: {on_disk / 1e9:.2f} GB on disk, {params / 1e9:.2f} kept, a peak of {(peak - before) / 1e9:.2f} more")
+        print(
+            f"{kind}: {on_disk / 1e9:.2f} GB on disk, {params / 1e9:.2f} kept, a peak of "
+            f"{(peak - before) / 1e9:.2f} more"
+        )
         assert params <= max_ratio * on_disk
         # bitsandbytes makes some fp32 copies of one Linear while it quantizes on a CPU
         assert peak - before <= params * 1.15 + 8 * 8192 * 2048 * 4
@@ -255,22 +346,43 @@ def test_quantized_tensors_of_the_wrong_size_are_refused(make_model, tmp_path, d
 
 @pytest.mark.slow
 def test_bitsandbytes_does_not_access_the_network(tmp_path):
-    """On some CPUs its import would download code with `kernels`. Both the download and its warning are suppressed."""
+    """On some CPUs its import would download code with `kernels`.
+
+    Both the download and its warning are suppressed.
+    """
     (tmp_path / "kernels.py").write_text("raise SystemExit('fetched from the hub')")
-    code = "from litft.model.quantization import bitsandbytes; bitsandbytes(); import sys; print('kernels' in sys.modules)"
+    code = (
+        "from litft.model.quantization import bitsandbytes; bitsandbytes(); import sys; "
+        "print('kernels' in sys.modules)"
+    )
     env = ENV | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert result.stdout == "False\n" and not result.stderr
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("shape", [(64, 64), (288, 288), (96, 32), (10, 96), (7, 100), (3, 33), (1, 5), (48, 56)])
+@pytest.mark.parametrize(
+    "shape", [(64, 64), (288, 288), (96, 32), (10, 96), (7, 100), (3, 33), (1, 5), (48, 56)]
+)
 def test_packed_codes_dequantize_as_in_the_paper(shape, kind):
-    """The value of a code times the maximum of its block of 64 in row-major order, also if blocks cross rows."""
+    """The value of a code times the maximum of its block of 64 in row-major order, also if blocks
+    cross rows."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     packed = QuantizedTensor.quantize(weight, kind)
     count, codes = weight.numel(), packed.data.view(-1).to(torch.long)
     code_values = packed.state.code[torch.stack((codes >> 4, codes & 15), 1).view(-1)[:count]]
-    block_max = F.pad(weight.view(-1), (0, -count % 64)).view(-1, 64).abs().amax(1).repeat_interleave(64)[:count]
-    torch.testing.assert_close(packed.dequantize(), (code_values * block_max).view(shape), rtol=1e-6, atol=0)
-    torch.testing.assert_close(packed.dequantize(torch.bfloat16).float(), packed.dequantize(), rtol=8e-3, atol=0)
+    block_max = (
+        F.pad(weight.view(-1), (0, -count % 64))
+        .view(-1, 64)
+        .abs()
+        .amax(1)
+        .repeat_interleave(64)[:count]
+    )
+    torch.testing.assert_close(
+        packed.dequantize(), (code_values * block_max).view(shape), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(
+        packed.dequantize(torch.bfloat16).float(), packed.dequantize(), rtol=8e-3, atol=0
+    )

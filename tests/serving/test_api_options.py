@@ -1,4 +1,5 @@
-"""Options of the server: hosts, CORS, keys, a full queue, JSON schemas, template variables, continued messages."""
+"""Options of the server: hosts, CORS, keys, a full queue, JSON schemas, template variables,
+continued messages."""
 
 import json
 import shutil
@@ -24,7 +25,10 @@ TEMPLATE = (
 MESSAGES = [{"role": "user", "content": "Lily went to the park."}]
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["Lily", "Tom"]}, "age": {"type": "integer", "maximum": 99, "minimum": 1}},
+    "properties": {
+        "name": {"enum": ["Lily", "Tom"]},
+        "age": {"type": "integer", "maximum": 99, "minimum": 1},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -40,7 +44,14 @@ def folder(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    flags = ["--allow_host", "my.tunnel.example", "--cors_origin", "https://app.example", "--api_key", "secret"]
+    flags = [
+        "--allow_host",
+        "my.tunnel.example",
+        "--cors_origin",
+        "https://app.example",
+        "--api_key",
+        "secret",
+    ]
     with Server(folder, *flags, "--max_waiting", "0", "--batch_size", "1") as server:
         yield server
 
@@ -60,7 +71,9 @@ def test_other_hosts_are_refused_with_the_remedy(server):
     error = response.json()["error"]
     assert response.status_code == 400 and error["code"] == "invalid_host"
     assert "--allow_host somewhere.else" in error["message"]
-    assert httpx.get(f"{server.url}/health", headers={"Host": "my.tunnel.example"}).status_code == 200
+    assert (
+        httpx.get(f"{server.url}/health", headers={"Host": "my.tunnel.example"}).status_code == 200
+    )
 
 
 def test_pages_of_an_allowed_origin_may_call_the_api(server):
@@ -70,20 +83,27 @@ def test_pages_of_an_allowed_origin_may_call_the_api(server):
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://app.example"
     assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
-    other = httpx.options(f"{server.url}/v1/chat/completions", headers=headers | {"Origin": "https://evil.example"})
+    other = httpx.options(
+        f"{server.url}/v1/chat/completions", headers=headers | {"Origin": "https://evil.example"}
+    )
     assert "access-control-allow-origin" not in other.headers
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 def test_the_scheme_of_the_key_has_no_case(server, scheme):
     for key, status in (("secret", 200), ("wrong", 401)):
-        response = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"{scheme} {key}"})
+        response = httpx.get(
+            f"{server.url}/v1/models", headers={"Authorization": f"{scheme} {key}"}
+        )
         assert response.status_code == status
-    assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": "secret"}).status_code == 401
+    assert (
+        httpx.get(f"{server.url}/v1/models", headers={"Authorization": "secret"}).status_code == 401
+    )
 
 
 def test_an_answer_that_has_ended_takes_no_place(folder):
-    """With --max_waiting 0, a client may send its next request as soon as it has the end of an answer."""
+    """With --max_waiting 0, a client may send its next request as soon as it has the end of an
+    answer."""
     session = open_session(ModelArgs(checkpoint_dir=str(folder), accelerator="cpu"))
     engine = Engine({"stories": session}, rows=1, capacity=50, max_waiting=0)
     outcomes = SimpleQueue()
@@ -108,7 +128,11 @@ def test_answers_follow_a_json_schema(client):
     for temperature in (0, 2):
         choice = ask(client, response_format=described, temperature=temperature, seed=1)
         person = json.loads(choice.message.content)
-        assert person.keys() == {"name", "age"} and person["name"] in ("Lily", "Tom") and 1 <= person["age"] <= 99
+        assert (
+            person.keys() == {"name", "age"}
+            and person["name"] in ("Lily", "Tom")
+            and 1 <= person["age"] <= 99
+        )
         assert choice.finish_reason == "stop"
     first = ask(client, response_format={"type": "json_object"}, max_tokens=8)
     assert first.message.content.startswith("{")
@@ -118,29 +142,44 @@ def test_answers_follow_a_json_schema(client):
 
 @pytest.mark.parametrize(
     "schema",
-    [{"type": "nonsense"}, {"$ref": "#/none"}, {"$ref": "#"}, {"enum": []}, {"type": "string", "pattern": "(?=a)b"}],
+    [
+        {"type": "nonsense"},
+        {"$ref": "#/none"},
+        {"$ref": "#"},
+        {"enum": []},
+        {"type": "string", "pattern": "(?=a)b"},
+    ],
     ids=str,
 )
 def test_a_schema_that_no_answer_follows_is_refused(client, schema):
     described = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    with pytest.raises(openai.BadRequestError, match="response_format: the schema cannot be followed"):
+    with pytest.raises(
+        openai.BadRequestError, match="response_format: the schema cannot be followed"
+    ):
         ask(client, response_format=described)
 
 
-@pytest.mark.parametrize("variables", [{"reasoning_effort": "high"}, {"extra_body": {"chat_template_kwargs": {"mood": 5}}}])
+@pytest.mark.parametrize(
+    "variables",
+    [{"reasoning_effort": "high"}, {"extra_body": {"chat_template_kwargs": {"mood": 5}}}],
+)
 def test_variables_reach_the_template(client, folder, variables):
     _, tokenizer = litft.load(folder, precision="fp32")
     names = variables.get("extra_body", {}).get("chat_template_kwargs", variables)
     text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, **names)
     assert ("[high]" in text) != ("(5)" in text)
-    response = client.chat.completions.create(messages=MESSAGES, model="stories", max_tokens=9, **variables)
+    response = client.chat.completions.create(
+        messages=MESSAGES, model="stories", max_tokens=9, **variables
+    )
     assert response.usage.prompt_tokens == len(tokenizer.encode(text, bos=False))
 
 
 def test_the_last_message_is_continued(client, folder):
     model, tokenizer = litft.load(folder, precision="fp32")
     messages = [*MESSAGES, {"role": "assistant", "content": "Once upon a"}]
-    choice = ask(client, messages=messages, max_tokens=12, extra_body={"continue_final_message": True})
+    choice = ask(
+        client, messages=messages, max_tokens=12, extra_body={"continue_final_message": True}
+    )
     text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True) + " Once upon a"
     text = text.removeprefix("<s>")
     expected = "".join(litft.stream(model, tokenizer, text, max_new_tokens=12, temperature=0))

@@ -30,7 +30,10 @@ def folders(checkpoints, tmp_path_factory):
     """A base model and an adapter of it, by name."""
     base = checkpoints["stories"]
     method = LoRA(LoRAArgs(r=4, targets=["q_proj", "down_proj"]))
-    return {base.name: base, "tuned": adapted(base, tmp_path_factory.mktemp("load") / "tuned", method)}
+    return {
+        base.name: base,
+        "tuned": adapted(base, tmp_path_factory.mktemp("load") / "tuned", method),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,8 @@ def expected(folders):
 
 
 async def send_requests(client, rng, folders, expected, deadline):
-    """Send requests until the deadline and cancel some; return how many were answered and how many cancelled."""
+    """Send requests until the deadline and cancel some; return how many were answered and how many
+    cancelled."""
     answered = cancelled = 0
     while time.monotonic() < deadline:
         name, prompt, tokens = rng.choice([*folders]), rng.choice(PROMPTS), rng.choice(TOKENS)
@@ -76,7 +80,10 @@ async def run_clients(server, folders, expected, seconds, seed):
     """Run all clients for `seconds`; return the totals of answered and cancelled requests."""
     deadline = time.monotonic() + seconds
     async with server.client(client_class=openai.AsyncOpenAI) as client:
-        clients = (send_requests(client, random.Random(f"{seed} {n}"), folders, expected, deadline) for n in range(CLIENTS))
+        clients = (
+            send_requests(client, random.Random(f"{seed} {n}"), folders, expected, deadline)
+            for n in range(CLIENTS)
+        )
         counts = await asyncio.gather(*clients)
     return [sum(column) for column in zip(*counts, strict=True)]
 
@@ -85,13 +92,19 @@ async def run_clients(server, folders, expected, seconds, seed):
 def test_many_clients_leave_no_requests_and_no_memory_behind(folders, expected):
     """The server is idle again, its memory has not grown, and every answer was correct."""
     (base, path), (name, adapter) = folders.items()
-    with Server(path, "--adapters", f"{name}={adapter}", "--model_name", base, "--batch_size", "16") as server:
-        asyncio.run(run_clients(server, folders, expected, min(20, SECONDS / 4), 0))  # warm up: memory reaches its maximum
+    with Server(
+        path, "--adapters", f"{name}={adapter}", "--model_name", base, "--batch_size", "16"
+    ) as server:
+        # warm up: memory reaches its maximum
+        asyncio.run(run_clients(server, folders, expected, min(20, SECONDS / 4), 0))
         server.wait_until_idle()
         memory_before = server.memory
         answered, cancelled = asyncio.run(run_clients(server, folders, expected, SECONDS, 1))
         server.wait_until_idle()
         assert answered > SECONDS and cancelled > SECONDS / 2
-        print(f"{answered} answered, {cancelled} left, {(server.memory - memory_before) / 2**20:.1f} MiB more")
+        print(
+            f"{answered} answered, {cancelled} left, {(server.memory - memory_before) / 2**20:.1f} "
+            "MiB more"
+        )
         assert server.memory - memory_before < 30 * 2**20
         assert server.end() == 0 and "Traceback" not in server.log

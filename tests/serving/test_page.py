@@ -16,7 +16,23 @@ from litft.args import LoRAArgs
 from litft.methods import LoRA
 
 SIZES = {"wide": (1280, 800), "narrow": (360, 640)}
-ALLOWED_TAGS = {"a", "blockquote", "br", "button", "code", "del", "details", "em", "hr", "h1", "h2", "li", "ol", "p", "pre"}
+ALLOWED_TAGS = {
+    "a",
+    "blockquote",
+    "br",
+    "button",
+    "code",
+    "del",
+    "details",
+    "em",
+    "hr",
+    "h1",
+    "h2",
+    "li",
+    "ol",
+    "p",
+    "pre",
+}
 ALLOWED_TAGS |= {"strong", "summary", "table", "tbody", "td", "th", "thead", "tr", "ul"}
 ALLOWED_ATTRIBUTES = {"align", "href", "open", "rel", "start", "target", "title", "type"}
 REASONING = "I am *thinking*."
@@ -43,16 +59,21 @@ INJECTIONS = [
     "<script>hacked = true</script>",
     "<img src=x onerror='hacked = true'>",
     "<svg onload='hacked = true'><script>hacked = true</script></svg>",
-    "[click](javascript:hacked=true) [click](JaVaScRiPt&colon;hacked=true) [click](data:text/html,x)",
+    "[click](javascript:hacked=true) [click](JaVaScRiPt&colon;hacked=true) "
+    "[click](data:text/html,x)",
     "<javascript:hacked=true> [click](vbscript:x) [click](<java\tscript:hacked=true>)",
-    "![a](https://evil.example/pixel.png) ![a](x'onerror='hacked=true) ![<img src=x onerror=hacked=true>](y)",
+    "![a](https://evil.example/pixel.png) ![a](x'onerror='hacked=true) ![<img src=x "
+    "onerror=hacked=true>](y)",
     '[a](https://a.example/"onmouseover="hacked=true) [b](https://b.example "title\\" onclick=hacked=true x=")',
     "```html\n</code></pre><img src=x onerror=hacked=true>\n```",
     '```" onclick=hacked=true x="\n code\n```',
     "| <img src=x onerror=hacked=true> |\n|---|\n| <iframe src=https://evil.example></iframe> |",
-    "<math><mtext><table><mglyph><style><!--</style><img title='--><img src=1 onerror=hacked=true>'>",
-    "<style>body { display: none }</style><link rel=stylesheet href=https://evil.example/x.css><base href=https://evil.example>",
-    "<form action=https://evil.example><input name=key><button>Send</button></form><a id=form>clobber</a>",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--><img src=1 "
+    "onerror=hacked=true>'>",
+    "<style>body { display: none }</style><link rel=stylesheet "
+    "href=https://evil.example/x.css><base href=https://evil.example>",
+    "<form action=https://evil.example><input name=key><button>Send</button></form><a "
+    "id=form>clobber</a>",
     "<think><img src=x onerror=hacked=true></think><think></think><img src=x onerror=hacked=true>",
 ]
 
@@ -61,20 +82,29 @@ INJECTIONS = [
 def folders(checkpoints, tmp_path_factory):
     root = tmp_path_factory.mktemp("page")
     base = copy_with_context(checkpoints["stories"], root / "stories", 4096)
-    (base / "generation_config.json").write_text('{"suppress_tokens": [2]}')  # answers end only where the context is full
+    # answers end only where the context is full
+    (base / "generation_config.json").write_text('{"suppress_tokens": [2]}')
     return {"stories": base, "tuned": adapted(base, root / "tuned", LoRA(LoRAArgs(r=4)))}
 
 
 @pytest.fixture(scope="module")
 def server(folders):
-    flags = ["--adapters", f"tuned={folders['tuned']}", "--max_seq_length", "600", "--temperature", "0"]
+    flags = [
+        "--adapters",
+        f"tuned={folders['tuned']}",
+        "--max_seq_length",
+        "600",
+        "--temperature",
+        "0",
+    ]
     with Server(folders["stories"], *flags) as server:
         yield server
 
 
 @pytest.fixture
 def page(request, browser, server):
-    """The page in a narrow window, in the size that a test passes, or without its content security policy."""
+    """The page in a narrow window, in the size that a test passes, or without its content security
+    policy."""
     kind = getattr(request, "param", "narrow")
     width, height = SIZES.get(kind, SIZES["narrow"])
     context = browser.new_context(
@@ -86,13 +116,17 @@ def page(request, browser, server):
     page.set_default_timeout(20_000)
     page.problems, page.requested_urls = [], []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
-    page.on("console", lambda message: message.type == "error" and page.problems.append(message.text))
+    page.on(
+        "console", lambda message: message.type == "error" and page.problems.append(message.text)
+    )
     page.on("request", lambda sent: page.requested_urls.append(sent.url))
     page.goto(server.url)
     yield page
     if folder := os.environ.get("LITFT_SCREENSHOTS"):
         page.screenshot(path=f"{folder}/{request.node.name}.png")
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "it has to be scrolled sideways"
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+        "it has to be scrolled sideways"
+    )
     assert all(url.startswith((server.url, "data:")) for url in page.requested_urls)
     context.close()
 
@@ -130,15 +164,22 @@ def set_fields(page, **fields):
 
 def expected(folder, messages, tokens):
     model, tokenizer = litft.load(folder, "fp32")
-    pieces = litft.stream(model, tokenizer, messages, max_new_tokens=tokens, temperature=0, logit_bias={2: -1e6})
+    pieces = litft.stream(
+        model, tokenizer, messages, max_new_tokens=tokens, temperature=0, logit_bias={2: -1e6}
+    )
     return "".join(pieces).strip()
 
 
 def chat(*texts):
-    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": text}
+        for number, text in enumerate(texts)
+    ]
 
 
-@pytest.mark.parametrize("page", ["wide", pytest.param("narrow", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "page", ["wide", pytest.param("narrow", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_conversation(page, folders, server):
     """Two turns equal the answers of litft.stream; then the page is cleared."""
     send(page, "Hello <b>there</b>")
@@ -146,8 +187,11 @@ def test_a_conversation(page, folders, server):
     page.get_by_role("button", name="Stop").click()
     wait_until_done(page)
     first = answer_texts(page)[0]
-    assert first and expected(folders["stories"], chat("Hello <b>there</b>"), 400).startswith(first.strip())
-    assert page.locator("article.user .text").text_content() == "Hello <b>there</b>"  # shown as text, not as HTML
+    assert first and expected(folders["stories"], chat("Hello <b>there</b>"), 400).startswith(
+        first.strip()
+    )
+    # shown as text, not as HTML
+    assert page.locator("article.user .text").text_content() == "Hello <b>there</b>"
     server.wait_until_idle()
     send(page, "Go on")
     wait_until_done(page)
@@ -199,9 +243,13 @@ def test_two_models_are_compared(page, folders):
 
 def test_settings_are_sent(page, folders):
     bodies = []
-    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    page.on(
+        "request",
+        lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None,
+    )
     page.get_by_role("button", name="Settings").click()
-    assert page.get_by_label("Temperature").get_attribute("placeholder") == "0"  # the server's default
+    # the server's default
+    assert page.get_by_label("Temperature").get_attribute("placeholder") == "0"
     page.get_by_role("button", name="Settings").click()
     set_fields(page, System_prompt="Tell stories.", Temperature="0.5", Top_p="0.25", Max_tokens="7")
     send(page, "Hello")
@@ -230,7 +278,11 @@ def test_regenerate_and_edit(page, folders):
     wait_until_done(page)
     after = answer_texts(page)
     assert after[0] == before[0]
-    assert after[1].strip() == expected(folders["tuned"], chat("Hello", before[0], "Go on"), 20) != before[1].strip()
+    assert (
+        after[1].strip()
+        == expected(folders["tuned"], chat("Hello", before[0], "Go on"), 20)
+        != before[1].strip()
+    )
     page.get_by_role("button", name="Edit").first.click()
     page.get_by_label("Edit message").fill("discarded")
     page.get_by_role("button", name="Cancel").click()
@@ -240,7 +292,9 @@ def test_regenerate_and_edit(page, folders):
     page.locator("article.user").get_by_role("button", name="Send").click()
     wait_until_done(page)
     assert page.locator("article.user .text").all_text_contents() == ["Good morning"]
-    assert [text.strip() for text in answer_texts(page)] == [expected(folders["tuned"], chat("Good morning"), 20)]
+    assert [text.strip() for text in answer_texts(page)] == [
+        expected(folders["tuned"], chat("Good morning"), 20)
+    ]
     assert not page.problems
 
 
@@ -282,15 +336,24 @@ def test_the_page_asks_for_the_api_key(browser, folders):
 
 
 def reply_with(page, text, reasoning=""):
-    """Let the page receive `text` as the answer, in pieces of three characters, after `reasoning`."""
-    pieces = [{"reasoning_content": reasoning[start : start + 3]} for start in range(0, len(reasoning), 3)]
+    """Let the page receive `text` as the answer, in pieces of three characters, after
+    `reasoning`."""
+    pieces = [
+        {"reasoning_content": reasoning[start : start + 3]} for start in range(0, len(reasoning), 3)
+    ]
     pieces += [{"content": text[start : start + 3]} for start in range(0, len(text), 3)]
-    events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in pieces]
+    events = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in pieces
+    ]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
     count = page.locator("article.assistant").count()
     send(page, "Hello")
-    page.locator("article.assistant").nth(count).wait_for(state="attached")  # before that, the page can still send
+    # before that, the page can still send
+    page.locator("article.assistant").nth(count).wait_for(state="attached")
     wait_until_done(page)
 
 
@@ -298,7 +361,10 @@ def reply_with(page, text, reasoning=""):
 def test_markdown_is_formatted(page):
     reply_with(page, MARKDOWN, REASONING)
     answer = answers(page)
-    texts = {tag: answer.locator(tag).text_content() for tag in ("h1", "strong", "p code", "blockquote a", "details pre")}
+    texts = {
+        tag: answer.locator(tag).text_content()
+        for tag in ("h1", "strong", "p code", "blockquote a", "details pre")
+    }
     assert texts == {
         "h1": "A title",
         "strong": "bold",
@@ -312,7 +378,10 @@ def test_markdown_is_formatted(page):
     assert "\u2611 done" in answer.locator("ul li").text_content()
     link = answer.locator("a")
     assert link.get_attribute("href") == "https://example.com/?a=1&b=2"
-    assert (link.get_attribute("target"), link.get_attribute("rel")) == ("_blank", "noopener noreferrer")
+    assert (link.get_attribute("target"), link.get_attribute("rel")) == (
+        "_blank",
+        "noopener noreferrer",
+    )
     assert not answer.locator("details pre").is_visible()  # folded until it is opened
     answer.locator("pre").get_by_role("button", name="Copy").click()
     answer.locator("pre").get_by_role("button", name="Copied").wait_for()
@@ -324,7 +393,8 @@ def test_markdown_is_formatted(page):
 @pytest.mark.parametrize("escapes_html", [True, False])
 @pytest.mark.parametrize("page", ["narrow", "without policy"], indirect=True)
 def test_an_answer_cannot_inject_scripts(page, escapes_html):
-    """Each of the protections suffices alone: the sanitizer without the policy, and without the renderer's escapes."""
+    """Each of the protections suffices alone: the sanitizer without the policy, and without the
+    renderer's escapes."""
     if not escapes_html:
         unsafe = "{ html: ({ text }) => text, image: ({ href }) => `<img src='${href}'>` }"
         page.evaluate(f"marked.use({{ renderer: {unsafe} }}), 0")
@@ -336,8 +406,13 @@ def test_an_answer_cannot_inject_scripts(page, escapes_html):
     assert page.evaluate("typeof hacked") == "undefined"
     nodes = "[...document.querySelectorAll('article .text *')]"
     assert set(page.evaluate(f"{nodes}.map(node => node.tagName.toLowerCase())")) <= ALLOWED_TAGS
-    assert set(page.evaluate(f"{nodes}.flatMap(node => node.getAttributeNames())")) <= ALLOWED_ATTRIBUTES
-    links = page.evaluate("[...document.querySelectorAll('article a[href]')].map(link => link.protocol)")
+    assert (
+        set(page.evaluate(f"{nodes}.flatMap(node => node.getAttributeNames())"))
+        <= ALLOWED_ATTRIBUTES
+    )
+    links = page.evaluate(
+        "[...document.querySelectorAll('article a[href]')].map(link => link.protocol)"
+    )
     assert links and set(links) <= {"https:", "http:", "mailto:"}
     assert len(page.locator("article.assistant").all()) == len(INJECTIONS)
     assert not (escapes_html and page.problems)
@@ -355,8 +430,14 @@ def test_degenerate_output_is_shown_as_it_is(page):
 def test_vendored_files_are_unchanged(server):
     """They equal the versions that their README states, and the server sends them as they are."""
     folder = Path(litft.__file__).parent / "serving" / "page" / "vendor"
-    stated = dict(re.findall(r"^\| (\S+\.js) \|.*\| (\w{64}) \|$", (folder / "README.md").read_text(), re.MULTILINE))
-    assert stated == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.js")}
+    stated = dict(
+        re.findall(
+            r"^\| (\S+\.js) \|.*\| (\w{64}) \|$", (folder / "README.md").read_text(), re.MULTILINE
+        )
+    )
+    assert stated == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.js")
+    }
     for name in stated:
         response = httpx.get(f"{server.url}/assets/{name}")
         assert response.content == (folder / name).read_bytes()

@@ -17,7 +17,9 @@ SHORT = [9, 8, 7]
 
 @pytest.fixture(scope="module")
 def session(checkpoints, tmp_path_factory):
-    folder = copy_with_context(checkpoints["stories"], tmp_path_factory.mktemp("turns") / "stories", 4096)
+    folder = copy_with_context(
+        checkpoints["stories"], tmp_path_factory.mktemp("turns") / "stories", 4096
+    )
     args = ServeArgs(checkpoint_dir=folder, precision="fp32")
     return open_sessions(args, [source_of(args)])[0]
 
@@ -54,7 +56,8 @@ def test_a_short_request_ends_before_a_long_prompt(session):
 
 
 def test_a_request_admitted_before_a_failure_is_told_of_it(session, monkeypatch):
-    """A request is admitted after the first part of a long prompt; computing the second part fails."""
+    """A request is admitted after the first part of a long prompt; computing the second part
+    fails."""
     engine = Engine({"model": session}, rows=2, capacity=4096, max_waiting=0)
     ended = SimpleQueue()
     prefill = PrefillTurns.prefill
@@ -72,7 +75,10 @@ def test_a_request_admitted_before_a_failure_is_told_of_it(session, monkeypatch)
     errors = dict(ended.get(timeout=10) for _ in range(2))
     engine.stop()
     engine.join()
-    assert {name: str(error) for name, error in errors.items()} == {"long": "out of memory", "short": "out of memory"}
+    assert {name: str(error) for name, error in errors.items()} == {
+        "long": "out of memory",
+        "short": "out of memory",
+    }
 
 
 @pytest.fixture

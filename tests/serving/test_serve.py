@@ -26,19 +26,27 @@ from litft.pretrained import DEMO
 ROWS, CONTEXT = 3, 2000
 ENDLESS = {"2": NEVER}  # a logit_bias that suppresses the end token
 MESSAGES = [{"role": "user", "content": "Lily went to the park."}]
-TOOL = {"type": "function", "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object"}},
+}
 TEMPLATE = (
-    "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}{% for m in messages %}{{ m.role }}: "
-    "{{ m.content }}{% for call in m.tool_calls or [] %}({{ call.function.name }}){% endfor %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}{% for m in messages %}{{ "
+    "m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}({{ call.function.name }}){% "
+    "endfor %}{{ '\n"
+    "' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, tmp_path_factory):
     """stories with a longer context and its own chat template."""
-    folder = copy_with_context(checkpoints["stories"], tmp_path_factory.mktemp("served") / "stories", CONTEXT)
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    folder = copy_with_context(
+        checkpoints["stories"], tmp_path_factory.mktemp("served") / "stories", CONTEXT
+    )
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": TEMPLATE
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -56,7 +64,16 @@ def adapters(folder):
 @pytest.fixture(scope="module")
 def server(folder, adapters):
     adapter_flag = ",".join(f"{name}={path}" for name, path in adapters.items())
-    flags = ["--adapters", adapter_flag, "--batch_size", ROWS, "--max_seq_length", CONTEXT, "--max_waiting", "4"]
+    flags = [
+        "--adapters",
+        adapter_flag,
+        "--batch_size",
+        ROWS,
+        "--max_seq_length",
+        CONTEXT,
+        "--max_waiting",
+        "4",
+    ]
     with Server(folder, *flags, "--max_body_mb", "0.05") as server:
         yield server
 
@@ -73,7 +90,9 @@ def reference(folder):
 
 def reference_text(model, prompt, tokens, **settings):
     """Return the text that litft.stream generates."""
-    return "".join(litft.stream(*model, prompt, max_new_tokens=tokens, **({"temperature": 0} | settings)))
+    return "".join(
+        litft.stream(*model, prompt, max_new_tokens=tokens, **({"temperature": 0} | settings))
+    )
 
 
 def ask(client, messages=MESSAGES, model="stories", tokens=20, **more):
@@ -98,16 +117,28 @@ def test_models_are_listed(client):
 def test_complete_and_streamed_answers(client, reference):
     expected = reference_text(reference, MESSAGES, 30).lstrip()
     response = ask(client, tokens=30)
-    assert response.choices[0].message.content == expected and response.choices[0].finish_reason == "length"
-    assert response.object == "chat.completion" and response.model == "stories" and response.id.startswith("chatcmpl-")
-    ids = reference[1].encode(reference[1].apply_chat_template(MESSAGES, add_generation_prompt=True), bos=False)
+    assert (
+        response.choices[0].message.content == expected
+        and response.choices[0].finish_reason == "length"
+    )
+    assert (
+        response.object == "chat.completion"
+        and response.model == "stories"
+        and response.id.startswith("chatcmpl-")
+    )
+    ids = reference[1].encode(
+        reference[1].apply_chat_template(MESSAGES, add_generation_prompt=True), bos=False
+    )
     assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (len(ids), 30)
     chunks = list(ask(client, tokens=30, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected
     assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 10
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (
+        len(chunks) - 2
+    ) + ["length"]
     assert not chunks[-1].choices and chunks[-1].usage.total_tokens == response.usage.total_tokens
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == len(ids) - 1  # the first request has cached the prompt
+    # the first request has cached the prompt
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == len(ids) - 1
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -123,11 +154,19 @@ def test_completions_continue_the_prompts(client, reference):
     ]
     assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
     ids = [reference[1].encode(text) for text in prompts]
-    assert response.usage.prompt_tokens == sum(map(len, ids)) and response.usage.completion_tokens == 48
+    assert (
+        response.usage.prompt_tokens == sum(map(len, ids))
+        and response.usage.completion_tokens == 48
+    )
     by_ids = client.completions.create(model="stories", prompt=ids, max_tokens=12)
-    assert [choice.text for choice in by_ids.choices] == [response.choices[0].text, response.choices[2].text]
+    assert [choice.text for choice in by_ids.choices] == [
+        response.choices[0].text,
+        response.choices[2].text,
+    ]
     assert client.completions.create(model="stories", prompt=ids[0]).usage.completion_tokens == 16
-    parts = list(client.completions.create(model="stories", prompt=prompts, max_tokens=12, stream=True))
+    parts = list(
+        client.completions.create(model="stories", prompt=prompts, max_tokens=12, stream=True)
+    )
     for index, text in enumerate(prompts):
         streamed = "".join(part.choices[0].text for part in parts if part.choices[0].index == index)
         assert streamed == reference_text(reference, text, 12)
@@ -136,8 +175,13 @@ def test_completions_continue_the_prompts(client, reference):
 def test_stop_texts_end_an_answer(client, reference):
     text = reference_text(reference, "Once upon a time", 40)
     stop = text.split()[5]
-    response = client.completions.create(model="stories", prompt="Once upon a time", max_tokens=40, stop=[stop, "zzz"])
-    assert response.choices[0].text == text[: text.index(stop)] and response.choices[0].finish_reason == "stop"
+    response = client.completions.create(
+        model="stories", prompt="Once upon a time", max_tokens=40, stop=[stop, "zzz"]
+    )
+    assert (
+        response.choices[0].text == text[: text.index(stop)]
+        and response.choices[0].finish_reason == "stop"
+    )
     assert response.usage.completion_tokens < 40
 
 
@@ -151,8 +195,14 @@ def test_a_seed_reproduces_answers_and_choices_differ(client):
 
 def test_vllm_parameters_are_supported(client):
     greedy = ask(client).choices[0].message.content
-    assert ask(client, temperature=5, seed=1, extra_body={"top_k": 1}).choices[0].message.content == greedy
-    assert ask(client, temperature=5, seed=1, extra_body={"min_p": 1.0}).choices[0].message.content == greedy
+    assert (
+        ask(client, temperature=5, seed=1, extra_body={"top_k": 1}).choices[0].message.content
+        == greedy
+    )
+    assert (
+        ask(client, temperature=5, seed=1, extra_body={"min_p": 1.0}).choices[0].message.content
+        == greedy
+    )
     assert (
         ask(client, tokens=60, frequency_penalty=2).choices[0].message.content
         != ask(client, tokens=60).choices[0].message.content
@@ -164,12 +214,25 @@ def test_log_probabilities_equal_the_models(client, reference):
     model, tokenizer = reference
     ids = tokenizer.encode("The dog")
     completion_logprobs = (
-        client.completions.create(model="stories", prompt="The dog", max_tokens=5, logprobs=3).choices[0].logprobs
+        client.completions.create(model="stories", prompt="The dog", max_tokens=5, logprobs=3)
+        .choices[0]
+        .logprobs
     )
     chat_logprobs = ask(client, tokens=5, logprobs=True, top_logprobs=3).choices[0].logprobs.content
-    chat_ids = tokenizer.encode(tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True), bos=False)
+    chat_ids = tokenizer.encode(
+        tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True), bos=False
+    )
     for prompt, entries in (
-        (ids, list(zip(completion_logprobs.token_logprobs, completion_logprobs.top_logprobs, strict=True))),
+        (
+            ids,
+            list(
+                zip(
+                    completion_logprobs.token_logprobs,
+                    completion_logprobs.top_logprobs,
+                    strict=True,
+                )
+            ),
+        ),
         (chat_ids, chat_logprobs),
     ):
         sequence = list(prompt)
@@ -184,8 +247,13 @@ def test_log_probabilities_equal_the_models(client, reference):
             assert math.isclose(logprob, float(expected.max()), abs_tol=1e-4)
             values = sorted(top.values(), reverse=True) if isinstance(top, dict) else top
             assert torch.allclose(torch.tensor(values), expected.topk(3).values, atol=1e-4)
-    assert "".join(completion_logprobs.tokens).strip() == reference_text(reference, "The dog", 5).strip()
-    assert completion_logprobs.text_offset == [len("".join(completion_logprobs.tokens[:n])) for n in range(5)]
+    assert (
+        "".join(completion_logprobs.tokens).strip()
+        == reference_text(reference, "The dog", 5).strip()
+    )
+    assert completion_logprobs.text_offset == [
+        len("".join(completion_logprobs.tokens[:n])) for n in range(5)
+    ]
     assert bytes(chat_logprobs[0].bytes).decode() == chat_logprobs[0].token
 
 
@@ -194,39 +262,62 @@ def test_the_end_token_has_no_log_probability(client, reference):
     end = reference[1].stop_ids[0]
     settings = dict(logit_bias={str(end): 100}, temperature=0, tokens=5)
     choice = ask(client, logprobs=True, **settings).choices[0]
-    assert (choice.finish_reason, choice.message.content, choice.logprobs.content) == ("stop", "", [])
+    assert (choice.finish_reason, choice.message.content, choice.logprobs.content) == (
+        "stop",
+        "",
+        [],
+    )
 
 
 def test_tools_reach_the_template(client, reference):
     def continuation(text):
         model, tokenizer = reference
         request = Request(
-            tokenizer.encode(f"<s>{text}", bos=False), 15, Sampling(0.0), tokenizer.stop_ids, strip_leading=True
+            tokenizer.encode(f"<s>{text}", bos=False),
+            15,
+            Sampling(0.0),
+            tokenizer.stop_ids,
+            strip_leading=True,
         )
-        return "".join(piece for _, piece in generate_batch(Decoder(model, capacity=200), tokenizer, [request]))
+        return "".join(
+            piece for _, piece in generate_batch(Decoder(model, capacity=200), tokenizer, [request])
+        )
 
     prompt = "user: Lily went to the park.\nassistant:"
     without_tools, with_tools = ask(client, tokens=15), ask(client, tokens=15, tools=[TOOL])
     assert with_tools.usage.prompt_tokens > without_tools.usage.prompt_tokens
     assert with_tools.choices[0].message.content == continuation(f"[weather] {prompt}")
-    assert ask(client, tokens=15, tools=[TOOL], tool_choice="none").choices[0].message.content == continuation(prompt)
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Oslo"}'}}
+    assert ask(client, tokens=15, tools=[TOOL], tool_choice="none").choices[
+        0
+    ].message.content == continuation(prompt)
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"town": "Oslo"}'},
+    }
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages += [{"role": "tool", "tool_call_id": "1", "content": "warm"}]
     answer = ask(client, messages, tokens=15, tools=[TOOL]).choices[0].message.content
-    text = f"[weather] {prompt.removesuffix('assistant:')}assistant: (weather)\ntool: warm\nassistant:"
+    text = (
+        f"[weather] {prompt.removesuffix('assistant:')}assistant: (weather)\ntool: warm\nassistant:"
+    )
     assert answer == continuation(text)
 
 
 def test_adapters_of_one_base_answer_concurrently(client, folder, adapters, reference):
     """Each answer equals that of its adapter without the server."""
     expected = {"stories": reference_text(reference, MESSAGES, 40).lstrip()}
-    expected |= {name: reference_text(litft.load(path, "fp32"), MESSAGES, 40).lstrip() for name, path in adapters.items()}
+    expected |= {
+        name: reference_text(litft.load(path, "fp32"), MESSAGES, 40).lstrip()
+        for name, path in adapters.items()
+    }
     responses, threads = {}, []
     for name in [*expected] * 3:
         threads.append(
             threading.Thread(
-                target=lambda name=name: responses.setdefault(name, []).append(ask(client, model=name, tokens=40))
+                target=lambda name=name: responses.setdefault(name, []).append(
+                    ask(client, model=name, tokens=40)
+                )
             )
         )
     for thread in threads:
@@ -264,10 +355,20 @@ INVALID_REQUESTS = [
     (dict(messages="hello"), 400, "messages", "array"),
     (dict(messages=None), 400, "messages", ""),
     (dict(messages=[{"role": "robot", "content": "a"}]), 400, "messages", "robot"),
-    (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), 400, "messages", "image_url"),
+    (
+        dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+        400,
+        "messages",
+        "image_url",
+    ),
     (dict(messages=[{"role": "user", "content": "word " * 1999}]), 400, "messages", "shorten"),
     # tokenized in parts: the rest does not matter
-    (dict(messages=[{"role": "user", "content": "word " * 9000}]), 400, "messages", "more than 2000 tokens"),
+    (
+        dict(messages=[{"role": "user", "content": "word " * 9000}]),
+        400,
+        "messages",
+        "more than 2000 tokens",
+    ),
     (dict(temperature="hot"), 400, "temperature", "number"),
     (dict(temperature=-1), 400, "temperature", "-1"),
     (dict(top_p=0), 400, "top_p", "(0, 1]"),
@@ -288,7 +389,12 @@ INVALID_REQUESTS = [
     (dict(tools=[5]), 400, "tools", "object"),
     (dict(response_format={"type": "xml"}), 400, "response_format", "json_schema"),
     (dict(response_format={"type": "json_schema"}), 400, "response_format", "schema"),
-    (dict(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}), 400, "response_format", "x"),
+    (
+        dict(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
+        400,
+        "response_format",
+        "x",
+    ),
     (dict(chat_template_kwargs={"messages": []}), 400, "messages", "remove it"),
     (dict(chat_template_kwargs={"self": 1}), 400, "messages", "remove it"),
     (dict(tools=[{"function": None}]), 400, "tools", "a name"),
@@ -299,22 +405,30 @@ INVALID_REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "param", "words"), INVALID_REQUESTS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("body", "status", "param", "words"), INVALID_REQUESTS, ids=lambda value: str(value)[:40]
+)
 def test_a_bad_request_returns_an_openai_error(server, body, status, param, words):
     response = post(server, **body)
     error = response.json()["error"]
     assert response.status_code == status and words in error["message"], error
-    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert (
+        error.keys() == {"message", "type", "param", "code"}
+        and error["type"] == "invalid_request_error"
+    )
     assert error["param"] == param
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], [-1], [[5], [600]], [1, "a"], "", None])
 def test_invalid_prompts_are_rejected(server, prompt):
     response = post(server, "completions", prompt=prompt)
-    assert response.status_code == (200 if prompt == "" else 400), response.text  # an empty prompt still has the BOS token
+    # an empty prompt still has the BOS token
+    assert response.status_code == (200 if prompt == "" else 400), response.text
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"null", b"[" * 9999, b'{"messages": 1e999}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b"null", b"[" * 9999, b'{"messages": 1e999}']
+)
 def test_invalid_bodies_are_rejected(server, content):
     response = post(server, content=content)
     assert response.status_code == 400 and response.json()["error"]["message"]
@@ -353,7 +467,9 @@ def open_request(server, body):
     """Send a request without reading the response; return the connection."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    )
     connection = socket.create_connection((host, int(port)))
     connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
@@ -382,19 +498,26 @@ def test_a_long_prompt_does_not_block_other_requests(checkpoints, tmp_path):
                 break
         thread.join()
         stream.close()
-        gaps = [after - before for before, after in zip([start, *token_times], token_times, strict=False)]
+        gaps = [
+            after - before
+            for before, after in zip([start, *token_times], token_times, strict=False)
+        ]
         assert len(token_times) > 6 and max(gaps) < 0.5 * (end_times[0] - start)
 
 
 def test_tools_are_rejected_if_the_template_ignores_them(checkpoints):
     with Server(checkpoints["stories"]) as server:
         response = post(server, tools=[TOOL])
-        assert response.status_code == 400 and "does not support tools" in response.json()["error"]["message"]
+        assert (
+            response.status_code == 400
+            and "does not support tools" in response.json()["error"]["message"]
+        )
         assert post(server, tools=[TOOL], tool_choice="none").status_code == 200
 
 
 def test_nan_logits_fail_only_their_own_request(checkpoints, tmp_path):
-    """A token with a NaN embedding fails its own request with status 500 and affects no other request."""
+    """A token with a NaN embedding fails its own request with status 500 and affects no other
+    request."""
     from safetensors.torch import load_file, save_file
 
     folder = copy_with_context(checkpoints["stories"], tmp_path / "broken", 512)
@@ -407,15 +530,26 @@ def test_nan_logits_fail_only_their_own_request(checkpoints, tmp_path):
     with Server(folder, "--batch_size", "2") as server:
         healthy_request = dict(path="completions", prompt="My cat", max_tokens=20)
         expected = post(server, **healthy_request).json()["choices"][0]["text"]
-        broken_requests = [dict(path="completions", prompt="Once", max_tokens=60, logit_bias={"100": 100}) for _ in range(4)]
+        broken_requests = [
+            dict(path="completions", prompt="Once", max_tokens=60, logit_bias={"100": 100})
+            for _ in range(4)
+        ]
         broken_requests += [dict(path="completions", prompt=[5, 100, 7], max_tokens=5)]
         for body in broken_requests:
             for stream in (False, True):
                 response = post(server, **body, stream=stream)
-                message = response.text if response.status_code == 200 else response.json()["error"]["message"]
-                assert "logits are NaN" in message and response.status_code in ((200, 500) if stream else (500,))
+                message = (
+                    response.text
+                    if response.status_code == 200
+                    else response.json()["error"]["message"]
+                )
+                assert "logits are NaN" in message and response.status_code in (
+                    (200, 500) if stream else (500,)
+                )
         concurrent_request = threading.Thread(
-            target=post, args=(server,), kwargs=dict(path="completions", prompt="Once upon a", max_tokens=200)
+            target=post,
+            args=(server,),
+            kwargs=dict(path="completions", prompt="Once upon a", max_tokens=200),
         )
         concurrent_request.start()
         for _ in range(3):
@@ -428,7 +562,9 @@ def test_a_request_for_many_choices_does_not_block_others(folder):
     with Server(folder, "--batch_size", "2", "--max_seq_length", str(CONTEXT)) as server:
         client, finished = server.client(), []
         settings = dict(n=20, temperature=1.0, logit_bias=ENDLESS, tokens=100)
-        many_choices = threading.Thread(target=lambda: (ask(client, **settings), finished.append("crowd")))
+        many_choices = threading.Thread(
+            target=lambda: (ask(client, **settings), finished.append("crowd"))
+        )
         many_choices.start()
         while not server.health["waiting"]:
             time.sleep(0.01)
@@ -449,7 +585,8 @@ def test_requests_that_can_never_be_served_are_rejected(server):
 def test_negative_seeds_are_supported(client):
     settings = dict(temperature=1.2, n=3)
     texts = {
-        seed: [choice.message.content for choice in ask(client, seed=seed, **settings).choices] for seed in (-5, -1, 1, 5)
+        seed: [choice.message.content for choice in ask(client, seed=seed, **settings).choices]
+        for seed in (-5, -1, 1, 5)
     }
     assert len({text for choices in texts.values() for text in choices[:2]}) == 8
     assert len(set(texts[-1])) == 3
@@ -460,9 +597,20 @@ def test_shutdown_does_not_wait_for_stalled_clients(folder):
     with Server(folder, "--max_seq_length", str(CONTEXT)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         incomplete = socket.create_connection((host, int(port)))
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\n"
+            "Host: localhost\r\n"
+            "Content-Type: application/json\r\n"
+        )
         incomplete.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
-        body = {"messages": MESSAGES, "max_tokens": 400, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 20}
+        body = {
+            "messages": MESSAGES,
+            "max_tokens": 400,
+            "n": 8,
+            "stream": True,
+            "logprobs": True,
+            "top_logprobs": 20,
+        }
         unread = open_request(server, body | {"logit_bias": ENDLESS})
         while not server.health["running"]:
             time.sleep(0.01)
@@ -493,7 +641,13 @@ def test_graceful_shutdown(folder):
     """The running answer is completed, the waiting request is refused, and the exit code is 0."""
     with Server(folder, "--batch_size", "1", "--max_seq_length", str(CONTEXT)) as server:
         client = server.client()
-        stream = ask(client, tokens=1000, logit_bias=ENDLESS, stream=True, stream_options={"include_usage": True})
+        stream = ask(
+            client,
+            tokens=1000,
+            logit_bias=ENDLESS,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
         next(stream)
         responses = []
         waiting = threading.Thread(target=lambda: responses.append(post(server)))
@@ -504,7 +658,9 @@ def test_graceful_shutdown(folder):
         chunks = list(stream)
         assert chunks[-1].usage.completion_tokens == 1000
         waiting.join()
-        assert responses[0].status_code == 503 and responses[0].json()["error"]["code"] == "stopping"
+        assert (
+            responses[0].status_code == 503 and responses[0].json()["error"]["code"] == "stopping"
+        )
         assert server.process.wait(timeout=20) == 0
         server.reader.join()
         assert "SIGTERM: finishing running answers" in server.log and "Traceback" not in server.log
@@ -522,16 +678,27 @@ def test_a_second_signal_exits_immediately(folder):
 
 @pytest.mark.parametrize("source", ["flag", "environment"])
 def test_requests_need_the_api_key(folder, source):
-    flags, env = (["--api_key", "sesame"], {}) if source == "flag" else ([], {"LITFT_API_KEY": "sesame"})
+    flags, env = (
+        (["--api_key", "sesame"], {}) if source == "flag" else ([], {"LITFT_API_KEY": "sesame"})
+    )
     with Server(folder, *flags, **env) as server:
         assert ask(server.client("sesame"), tokens=2).choices[0].message.content
         for key in ("sesam", "sesamé", "none"):
-            response = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}".encode()})
-            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+            response = httpx.get(
+                f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}".encode()}
+            )
+            assert (
+                response.status_code == 401
+                and response.json()["error"]["code"] == "invalid_api_key"
+            )
         with pytest.raises(openai.AuthenticationError):
             ask(server.client("wrong"))
         assert httpx.get(f"{server.url}/v1/models").headers["www-authenticate"] == "Bearer"
-        assert httpx.get(f"{server.url}/").status_code == httpx.get(f"{server.url}/health").status_code == 200
+        assert (
+            httpx.get(f"{server.url}/").status_code
+            == httpx.get(f"{server.url}/health").status_code
+            == 200
+        )
         assert server.end() == 0
 
 
@@ -540,9 +707,16 @@ def test_answer_length_limits(folder):
         settings = dict(logit_bias=ENDLESS)
         client = server.client()
         assert ask(client, tokens=50, **settings).usage.completion_tokens == 7
-        assert client.chat.completions.create(model="stories", messages=MESSAGES, **settings).usage.completion_tokens == 7
+        assert (
+            client.chat.completions.create(
+                model="stories", messages=MESSAGES, **settings
+            ).usage.completion_tokens
+            == 7
+        )
     with Server(folder, "--max_seq_length", "60") as server:
-        response = server.client().chat.completions.create(model="stories", messages=MESSAGES, **settings)
+        response = server.client().chat.completions.create(
+            model="stories", messages=MESSAGES, **settings
+        )
         assert response.usage.total_tokens == 60 and response.choices[0].finish_reason == "length"
 
 
@@ -554,17 +728,24 @@ def test_a_tensor_parallel_model_is_served(folder, reference):
     with Server(folder, "--devices", "2", "--max_seq_length", "300", "--port", port) as server:
         client = server.client()
         replies = {}
-        threads = [threading.Thread(target=lambda n=n: replies.update({n: ask(client, tokens=n)})) for n in (5, 20, 40)]
+        threads = [
+            threading.Thread(target=lambda n=n: replies.update({n: ask(client, tokens=n)}))
+            for n in (5, 20, 40)
+        ]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         for count, reply in replies.items():
-            assert reply.choices[0].message.content == reference_text(reference, MESSAGES, count).lstrip()
+            assert (
+                reply.choices[0].message.content
+                == reference_text(reference, MESSAGES, count).lstrip()
+            )
         assert server.end() == 0 and "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_base_is_served_too(method, tmp_path):
-    """An adapter's base shares its weights; that of a full fine-tuning run is the model that it began with."""
+    """An adapter's base shares its weights; that of a full fine-tuning run is the model that it
+    began with."""
     run = tmp_path / "tuned"
     script(
         f"finetune/{method}.py",
@@ -585,9 +766,14 @@ def test_the_base_is_served_too(method, tmp_path):
         for name, folder in {"tuned": run, "base": DEMO / "base"}.items():
             reply = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=10)
             answers[name] = reply.choices[0].message.content
-            assert answers[name] == reference_text(litft.load(folder, "fp32"), MESSAGES, 10).lstrip()
+            assert (
+                answers[name] == reference_text(litft.load(folder, "fp32"), MESSAGES, 10).lstrip()
+            )
         assert answers["tuned"] != answers["base"]
-        assert client.chat.completions.create(model=None, messages=MESSAGES, max_tokens=10).model == "tuned"
+        assert (
+            client.chat.completions.create(model=None, messages=MESSAGES, max_tokens=10).model
+            == "tuned"
+        )
 
 
 @pytest.mark.parametrize(
@@ -611,13 +797,17 @@ def test_the_base_is_served_too(method, tmp_path):
 )
 def test_invalid_flags_are_rejected(folder, flags, message, capsys):
     flags = [flag.format(folder=folder) for flag in flags]
-    assert message in refused("serve", "--checkpoint_dir", folder, "--port", "0", *flags, capsys=capsys)
+    assert message in refused(
+        "serve", "--checkpoint_dir", folder, "--port", "0", *flags, capsys=capsys
+    )
 
 
 def test_a_port_in_use_is_reported(folder, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        done = script("generate/serve.py", "--checkpoint_dir", folder, "--port", port, cwd=tmp_path, code=2)
+        done = script(
+            "generate/serve.py", "--checkpoint_dir", folder, "--port", port, cwd=tmp_path, code=2
+        )
     assert f"--port {port}" in done.stderr and "choose another" in done.stderr
 
 
@@ -632,8 +822,11 @@ def test_sigterm_ends_a_server_whose_stderr_is_not_read(checkpoints, tmp_path):
     """Its message cannot be written then."""
     flags = ["--checkpoint_dir", checkpoints["stories"], "--port", "0"]
     process = start("generate/serve.py", *flags, cwd=tmp_path, stderr=subprocess.PIPE)
-    url = next(match[1] for line in process.stderr if (match := re.search(r"at (http://\S+)", line)))
-    assert httpx.get(url).status_code == 200  # the server has printed all that it prints at the start
+    url = next(
+        match[1] for line in process.stderr if (match := re.search(r"at (http://\S+)", line))
+    )
+    # the server has printed all that it prints at the start
+    assert httpx.get(url).status_code == 200
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=60)

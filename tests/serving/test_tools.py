@@ -1,4 +1,5 @@
-"""An agent client (the package openai with `tools`) uses models that litft has trained to call a function."""
+"""An agent client (the package openai with `tools`) uses models that litft has trained to call a
+function."""
 
 import json
 
@@ -9,7 +10,9 @@ from server_process import Server
 import litft
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "Gemma 4" else pytest.mark.slow) for n in FORMATS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "Gemma 4" else pytest.mark.slow) for n in FORMATS]
+)
 def test_an_agent_calls_the_function_and_reads_its_result(trained, name):  # noqa: F811
     folder = trained(name)
     with Server(folder, "--model_name", "agent") as server:
@@ -30,14 +33,21 @@ def test_an_agent_calls_the_function_and_reads_its_result(trained, name):  # noq
         assert not any(choice.delta.content for choice in deltas)
 
         messages.append(choice.message.model_dump(exclude_none=True))
-        messages.append({"role": "tool", "name": "weather", "tool_call_id": call.id, "content": "20 degrees"})
+        messages.append(
+            {"role": "tool", "name": "weather", "tool_call_id": call.id, "content": "20 degrees"}
+        )
         choice = client.chat.completions.create(messages=messages, **settings).choices[0]
         assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
 
         # without tools nothing is a call: the text keeps its marks
-        plain = client.chat.completions.create(messages=[QUESTION], model="agent", max_tokens=100).choices[0]
+        plain = client.chat.completions.create(
+            messages=[QUESTION], model="agent", max_tokens=100
+        ).choices[0]
         assert plain.message.tool_calls is None and plain.finish_reason in ("stop", "length")
 
     model = litft.load(folder, precision="fp32")
     answer = litft.generate(*model, [QUESTION], tools=[TOOL], temperature=0, max_new_tokens=100)
-    assert answer == "" and answer.tool_calls[0]["function"] == {"name": "weather", "arguments": ARGUMENTS}
+    assert answer == "" and answer.tool_calls[0]["function"] == {
+        "name": "weather",
+        "arguments": ARGUMENTS,
+    }

@@ -1,4 +1,5 @@
-"""200 greedy answers of five models in the chat, generate, the server and litft.generate: those of transformers."""
+"""200 greedy answers of five models in the chat, generate, the server and litft.generate: those of
+transformers."""
 
 import json
 import os
@@ -50,7 +51,9 @@ def reference_answer(model, tokenizer: Tokenizer, prompt: str) -> str:
     for end in range(1, len(new) + 1):
         if new[end - 1] in tokenizer.stop_ids:
             return shown
-        whole = tokenizer.decode(ids + new[:end], skip_special=False)[len(tokenizer.decode(ids, skip_special=False)) :]
+        whole = tokenizer.decode(ids + new[:end], skip_special=False)[
+            len(tokenizer.decode(ids, skip_special=False)) :
+        ]
         found = [whole.find(stop) for stop in STOPS if stop in whole]
         if found:
             return whole[: min(found)]
@@ -59,7 +62,9 @@ def reference_answer(model, tokenizer: Tokenizer, prompt: str) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_program_gives_the_answers_of_transformers(checkpoints, tiny, questions, tmp_path, name):
+def test_every_program_gives_the_answers_of_transformers(
+    checkpoints, tiny, questions, tmp_path, name
+):
     folder = tiny if name == "tiny" else checkpoints[name]
     if name == MODELS[0]:
         questions = questions[:NUM_OF_LARGEST]
@@ -68,13 +73,19 @@ def test_every_program_gives_the_answers_of_transformers(checkpoints, tiny, ques
     model.generation_config.repetition_penalty = None
     expected = []
     for question in questions:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )
         answer = reference_answer(model, tokenizer, prompt).strip()
-        expected.append(re.sub("\ufffd+$", "\ufffd", answer))  # the bytes of an incomplete character are one
-    if tokenizer.own_template and (folder / "tokenizer.json").is_file():  # the template is rendered as by transformers
+        # the bytes of an incomplete character are one
+        expected.append(re.sub("\ufffd+$", "\ufffd", answer))
+    # the template is rendered as by transformers
+    if tokenizer.own_template and (folder / "tokenizer.json").is_file():
         reference = PreTrainedTokenizerFast.from_pretrained(folder)
         messages = [{"role": "user", "content": questions[0]}]
-        rendered = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = reference.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         assert rendered == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
     flags = ["--temperature", "0", "--max_new_tokens", str(NUM_TOKENS), "--precision", "fp32"]
@@ -88,9 +99,17 @@ def test_every_program_gives_the_answers_of_transformers(checkpoints, tiny, ques
 
     loaded = litft.load(folder, precision="fp32")
     settings = dict(temperature=0, max_new_tokens=NUM_TOKENS, stop=STOPS)
-    assert [str(litft.generate(*loaded, record["messages"], **settings)) for record in records] == expected
+    assert [
+        str(litft.generate(*loaded, record["messages"], **settings)) for record in records
+    ] == expected
 
-    arguments = dict(temperature=0.0, max_new_tokens=NUM_TOKENS, precision="fp32", stop=STOPS, repetition_penalty=1.0)
+    arguments = dict(
+        temperature=0.0,
+        max_new_tokens=NUM_TOKENS,
+        precision="fp32",
+        stop=STOPS,
+        repetition_penalty=1.0,
+    )
     conversation = Conversation(open_session(ChatArgs(checkpoint_dir=str(folder), **arguments)))
     for question, answer in zip(questions, expected, strict=True):
         conversation.reset()
@@ -103,7 +122,9 @@ def test_every_program_gives_the_answers_of_transformers(checkpoints, tiny, ques
 
         def ask(question):
             message = [{"role": "user", "content": question}]
-            choice = client.chat.completions.create(model="m", messages=message, max_tokens=NUM_TOKENS).choices[0]
+            choice = client.chat.completions.create(
+                model="m", messages=message, max_tokens=NUM_TOKENS
+            ).choices[0]
             return choice.message.content.strip()
 
         assert list(threads.map(ask, questions)) == expected

@@ -1,4 +1,5 @@
-"""Random mistakes in JSON objects, and a check that reading them succeeds or ends in one message."""
+"""Random mistakes in JSON objects, and a check that reading them succeeds or ends in one
+message."""
 
 import json
 import random
@@ -7,8 +8,39 @@ import time
 from collections.abc import Callable
 
 MIB = 2**20
-VALUES = [None, True, False, 0, 1, -1, 3, 7, 10**9, 2**31, 10**30, 1.5, -0.5, float("nan"), float("inf")]
-VALUES += ["", "x", "(", "auto", "{{", "a" * 5000, [], [1], [[1]], [None], ["a"], {}, {"a": 1}, {"a": {"a": []}}]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    7,
+    10**9,
+    2**31,
+    10**30,
+    1.5,
+    -0.5,
+    float("nan"),
+    float("inf"),
+]
+VALUES += [
+    "",
+    "x",
+    "(",
+    "auto",
+    "{{",
+    "a" * 5000,
+    [],
+    [1],
+    [[1]],
+    [None],
+    ["a"],
+    {},
+    {"a": 1},
+    {"a": {"a": []}},
+]
 
 
 def mutated(content: dict, generator: random.Random, most: int = 3) -> dict:
@@ -39,7 +71,9 @@ def _change(place: dict | list, generator: random.Random) -> None:
         return
 
 
-def failure(attempt: Callable[[], object], most_seconds: float = 10, most_memory: int = 1024 * MIB) -> str | None:
+def failure(
+    attempt: Callable[[], object], most_seconds: float = 10, most_memory: int = 1024 * MIB
+) -> str | None:
     """Return how an attempt failed; None if it succeeded, or raised ValueError with a text."""
     start = time.monotonic()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,7 +18,11 @@ CONFIG = "adapter_config.json"
 @pytest.fixture(scope="module")
 def adapter(tiny, tmp_path_factory):
     """A LoRA adapter of a tiny model, with patterns."""
-    method = LoRA(LoRAArgs(r=4, targets=["q_proj", "v_proj"], rank_pattern=["v_proj=2"], alpha_pattern=["v_proj=8"]))
+    method = LoRA(
+        LoRAArgs(
+            r=4, targets=["q_proj", "v_proj"], rank_pattern=["v_proj=2"], alpha_pattern=["v_proj=8"]
+        )
+    )
     return adapted(tiny, tmp_path_factory.mktemp("adapters") / "adapter", method)
 
 
@@ -44,7 +48,9 @@ def test_mistakes_in_adapter_configs(adapter, tiny, tmp_path, cases):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("pattern", [r"(\w+\.?)+\d", r"(a|\w|[a-z]|\.)*\d", r".*.*.*.*.*.*.*.*.*\d"])
+@pytest.mark.parametrize(
+    "pattern", [r"(\w+\.?)+\d", r"(a|\w|[a-z]|\.)*\d", r".*.*.*.*.*.*.*.*.*\d"]
+)
 def test_expressions_that_match_for_ever(adapter, tiny, tmp_path, pattern):
     content = json.loads((adapter / CONFIG).read_text())
     folder = with_config(adapter, tmp_path / "adapter", content | {"alpha_pattern": {pattern: 4}})

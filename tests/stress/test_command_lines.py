@@ -8,7 +8,20 @@ from litft.args.parser import parse, types_of_flags
 from litft.cli import COMMANDS
 
 NUMBERS = ["-1", "0", "1", "2147483647", "1e400", "nan", "inf", "-inf", "0.5", "1_000", "9" * 400]
-YAML = ["null", "true", "[", "[1]", "[a,b]", "{}", "{a: 1}", "{a: {b: [}", "2026-11-26", "!!binary aGk=", "&a [*a]", "# a"]
+YAML = [
+    "null",
+    "true",
+    "[",
+    "[1]",
+    "[a,b]",
+    "{}",
+    "{a: 1}",
+    "{a: {b: [}",
+    "2026-11-26",
+    "!!binary aGk=",
+    "&a [*a]",
+    "# a",
+]
 PATHS = ["../..", "~", "/dev/null", "*", "$HOME", "x" * 5000]
 TEXTS = ["", " ", "x", "a=b", "a=", "=", "a=1,b=2", "a,b", "\t", "é", "\U0001f600", "--", "-", "@x"]
 WORDS = NUMBERS + YAML + PATHS + TEXTS
@@ -20,7 +33,9 @@ def command_line(flags, generator):
     for _ in range(generator.randint(1, 5)):
         flag = generator.choice(flags)
         if generator.random() < 0.1:
-            flag = generator.choice((f"{flag}s", flag[:-1], flag.replace(".", "-"), flag.upper(), f"{flag}.x"))
+            flag = generator.choice(
+                (f"{flag}s", flag[:-1], flag.replace(".", "-"), flag.upper(), f"{flag}.x")
+            )
         value = generator.choice(WORDS)
         form = generator.random()
         if form < 0.1:

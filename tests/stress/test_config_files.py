@@ -1,4 +1,5 @@
-"""config.json of every family with random mistakes: a network or one message within seconds, never a traceback."""
+"""config.json of every family with random mistakes: a network or one message within seconds, never
+a traceback."""
 
 import json
 import random
@@ -16,8 +17,26 @@ from litft.model.transformer import GPT
 
 VALUES = [None, True, False, "", "x", "auto", 0, 1, 2, 3, 7, -1, 100_000, 10**9, 10**30]
 VALUES += [1.5, -0.5, 0.0, 1e-30, 1e308, float("nan"), float("inf")]
-VALUES += [[], [0], [-1], [[1]], [None], ["full_attention"], ["sliding_attention"] * 3, [1.5] * 3, [0.5, 2.0]]
-VALUES += [[10**9] * 3, [56] * 3, [2] * 3, {}, {"a": 1}, {"rope_type": "yarn", "factor": 4.0}, {"rope_type": ["yarn"]}]
+VALUES += [
+    [],
+    [0],
+    [-1],
+    [[1]],
+    [None],
+    ["full_attention"],
+    ["sliding_attention"] * 3,
+    [1.5] * 3,
+    [0.5, 2.0],
+]
+VALUES += [
+    [10**9] * 3,
+    [56] * 3,
+    [2] * 3,
+    {},
+    {"a": 1},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": ["yarn"]},
+]
 VALUES += [{"full_attention": {"factor": []}}]
 
 
@@ -66,18 +85,38 @@ def network(content):
 
 
 WERE_TRACEBACKS = [
-    ("DeepseekV3Config", {"first_k_dense_replace": [[1]]}, "first_k_dense_replace must be a whole number"),
-    ("DeepseekV3Config", {"moe_intermediate_size": None}, "lacks the field 'moe_intermediate_size'"),
-    ("DeepseekV3Config", {"moe_intermediate_size": [56, 56, 56]}, "moe_intermediate_size must be one number"),
+    (
+        "DeepseekV3Config",
+        {"first_k_dense_replace": [[1]]},
+        "first_k_dense_replace must be a whole number",
+    ),
+    (
+        "DeepseekV3Config",
+        {"moe_intermediate_size": None},
+        "lacks the field 'moe_intermediate_size'",
+    ),
+    (
+        "DeepseekV3Config",
+        {"moe_intermediate_size": [56, 56, 56]},
+        "moe_intermediate_size must be one number",
+    ),
     ("Qwen3_5MoeTextConfig", {"num_experts": [2, 2, 2]}, "must be one whole number for all layers"),
     ("OlmoHybridConfig", {"linear_num_key_heads": 4000}, "cannot share 4000 key heads"),
     ("BambaConfig", {"mamba_n_groups": 3}, "do not divide into 3 groups"),
     ("GPTJConfig", {"n_head": 96}, "not divisible by num_attention_heads"),
     ("GptOssConfig", {"swiglu_limit": 10**30}, "swiglu_limit must be a number above 0"),
     ("HunYuanMoEV1Config", {"num_experts": None}, "lacks the field 'num_experts'"),
-    ("GPTNeoConfig", {"attention_types": [[["global"], 10**9]]}, "attention_types must be a list of pairs"),
+    (
+        "GPTNeoConfig",
+        {"attention_types": [[["global"], 10**9]]},
+        "attention_types must be a list of pairs",
+    ),
     ("LlamaConfig", {"head_dim": 10**9}, "head_dim must be a whole number from 1 to 1,000,000"),
-    ("LlamaConfig", {"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type must be text"),
+    (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": ["yarn"]}},
+        "rope_parameters.rope_type must be text",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""Random data files in every format, against tokens and learned tokens from transformers' tokenizer."""
+"""Random data files in every format, against tokens and learned tokens from transformers'
+tokenizer."""
 
 import csv
 import gzip
@@ -18,11 +19,55 @@ from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
 TEMPLATE += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-WORDS = ["a", "Hello", "na\u00efve", "\u6771\u4eac", "\U0001f98a", "\u0645\u0631\u062d", "e\u0301", "\ufb01", "a\u200bb"]
-WORDS += ["\n", "\n\n", "\t", "  ", "\r\n", "\u2028", "\x85", "\u00a0", "\\n", "\\", '"quoted"', "it's", "'''", "x,y", ";"]
-WORDS += ["{}", "[1]", "null", "NA", "true", "3.10", "007", "1e5", "-", "#", "%s", "`code`", "<b>", "### Human:", "im_end"]
+WORDS = [
+    "a",
+    "Hello",
+    "na\u00efve",
+    "\u6771\u4eac",
+    "\U0001f98a",
+    "\u0645\u0631\u062d",
+    "e\u0301",
+    "\ufb01",
+    "a\u200bb",
+]
+WORDS += [
+    "\n",
+    "\n\n",
+    "\t",
+    "  ",
+    "\r\n",
+    "\u2028",
+    "\x85",
+    "\u00a0",
+    "\\n",
+    "\\",
+    '"quoted"',
+    "it's",
+    "'''",
+    "x,y",
+    ";",
+]
+WORDS += [
+    "{}",
+    "[1]",
+    "null",
+    "NA",
+    "true",
+    "3.10",
+    "007",
+    "1e5",
+    "-",
+    "#",
+    "%s",
+    "`code`",
+    "<b>",
+    "### Human:",
+    "im_end",
+]
 CONTAINERS = ("json", "jsonl", "csv", "parquet")
 
 
@@ -33,7 +78,8 @@ def text(generator: random.Random) -> str:
 
 
 def conversation(generator: random.Random, is_flat: bool) -> list[tuple[str, str]]:
-    """Return roles and contents, ending with the assistant's. is_flat: one question and its answer."""
+    """Return roles and contents, ending with the assistant's. is_flat: one question and its
+    answer."""
     if is_flat:
         return [("user", text(generator)), ("assistant", text(generator))]
     turns = [("system", text(generator))] if generator.random() < 0.4 else []
@@ -48,7 +94,9 @@ def record(turns: list[tuple[str, str]], form: str) -> dict:
         return {"messages": [{"role": role, "content": content} for role, content in turns]}
     if form == "sharegpt":
         names = {"system": "system", "user": "human", "assistant": "gpt"}
-        return {"conversations": [{"from": names[role], "value": content} for role, content in turns]}
+        return {
+            "conversations": [{"from": names[role], "value": content} for role, content in turns]
+        }
     contents = [content for _, content in turns]
     names = {"question": ("question", "answer"), "instruction": ("instruction", "output")}[form]
     return dict(zip(names, contents, strict=True))
@@ -58,7 +106,9 @@ def file_content(records: list[dict], container: str, generator: random.Random) 
     """Return a file of the records, with the variations that programs write."""
     is_ascii = generator.random() < 0.5
     if container == "json":
-        content = json.dumps(records, ensure_ascii=is_ascii, indent=generator.choice((None, 1, "\t"))).encode()
+        content = json.dumps(
+            records, ensure_ascii=is_ascii, indent=generator.choice((None, 1, "\t"))
+        ).encode()
     elif container == "jsonl":
         end = generator.choice(("\n", "\r\n", "\n\n"))
         lines = end.join(json.dumps(entry, ensure_ascii=is_ascii) for entry in records)
@@ -66,7 +116,12 @@ def file_content(records: list[dict], container: str, generator: random.Random) 
     elif container == "csv":
         buffer = io.StringIO(newline="")
         quoting = generator.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL))
-        writer = csv.DictWriter(buffer, list(records[0]), quoting=quoting, lineterminator=generator.choice(("\n", "\r\n")))
+        writer = csv.DictWriter(
+            buffer,
+            list(records[0]),
+            quoting=quoting,
+            lineterminator=generator.choice(("\n", "\r\n")),
+        )
         writer.writeheader()
         writer.writerows(records)
         content = buffer.getvalue().encode()
@@ -77,8 +132,11 @@ def file_content(records: list[dict], container: str, generator: random.Random) 
     return generator.choice((b"", b"", b"\xef\xbb\xbf")) + content
 
 
-def expected_tokens(turns: list[tuple[str, str]], reference: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation, and which of them are learned: the answers and the ends of their turns."""
+def expected_tokens(
+    turns: list[tuple[str, str]], reference: PreTrainedTokenizerFast
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a conversation, and which of them are learned: the answers and the ends
+    of their turns."""
     rendered = ""
     answers = []
     for role, content in turns:
@@ -104,17 +162,27 @@ def test_learned_tokens_of_random_files(tmp_path, cases):
     for number in range(cases(20)):
         generator = random.Random(number)
         container = generator.choice(CONTAINERS)
-        forms = ("question", "instruction") if container == "csv" else ("question", "instruction", "messages", "sharegpt")
+        forms = (
+            ("question", "instruction")
+            if container == "csv"
+            else ("question", "instruction", "messages", "sharegpt")
+        )
         form = generator.choice(forms)
         conversations = []
         for _ in range(generator.randint(1, 6)):
-            conversations.append(conversation(generator, is_flat=form in ("question", "instruction")))
-        content = file_content([record(turns, form) for turns in conversations], container, generator)
+            conversations.append(
+                conversation(generator, is_flat=form in ("question", "instruction"))
+            )
+        content = file_content(
+            [record(turns, form) for turns in conversations], container, generator
+        )
         name = f"{number}.{container}"
         compression = generator.choice(("", "", ".gz", ".zst"))
         if compression:
             name += compression
-            content = gzip.compress(content) if compression == ".gz" else zstandard.compress(content)
+            content = (
+                gzip.compress(content) if compression == ".gz" else zstandard.compress(content)
+            )
         path = tmp_path / name
         path.write_bytes(content)
         args = DataArgs(path=[str(path)], val_fraction=0.0, max_seq_length=4096)

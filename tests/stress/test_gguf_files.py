@@ -15,13 +15,18 @@ from litft.export.gguf.convert import read, write
 def content(tiny, tmp_path_factory) -> bytes:
     """A GGUF file of a tiny model."""
     folder = write(
-        GgufExportArgs(checkpoint_dir=str(tiny), out_dir=str(tmp_path_factory.mktemp("gguf") / "file"), outtype="f32")
+        GgufExportArgs(
+            checkpoint_dir=str(tiny),
+            out_dir=str(tmp_path_factory.mktemp("gguf") / "file"),
+            outtype="f32",
+        )
     )
     return next(folder.glob("*.gguf")).read_bytes()
 
 
 def damaged(content: bytes, generator: random.Random) -> bytes:
-    """Return a file with a few flipped bits, other numbers, or missing bytes, most of them in what describes the tensors."""
+    """Return a file with a few flipped bits, other numbers, or missing bytes, most of them in what
+    describes the tensors."""
     described = content.index(b"\0" * 64) if generator.random() < 0.8 else len(content)
     kind = generator.choice(("bits", "bits", "number", "cut", "gap", "repeat"))
     changed = bytearray(content)
@@ -61,7 +66,8 @@ def test_damaged_files(content, tmp_path, cases):
 
 
 @pytest.mark.parametrize(
-    "name", ["x-00001-of-00000.gguf", "x-00000-of-00001.gguf", "x-00001-of-99999.gguf", "x-2-of-1.gguf"]
+    "name",
+    ["x-00001-of-00000.gguf", "x-00000-of-00001.gguf", "x-00001-of-99999.gguf", "x-2-of-1.gguf"],
 )
 def test_names_of_parts_that_do_not_exist(content, tmp_path, name):
     path = tmp_path / name
@@ -72,5 +78,7 @@ def test_names_of_parts_that_do_not_exist(content, tmp_path, name):
 def test_weights_that_are_no_numbers(content, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(content[:-4] + struct.pack("<f", float("nan")))
-    with pytest.raises(ValueError, match="contains NaN or infinity in float32: the weights that it is made"):
+    with pytest.raises(
+        ValueError, match="contains NaN or infinity in float32: the weights that it is made"
+    ):
         read(GgufConvertArgs(checkpoint_dir=str(path), out_dir=str(tmp_path / "out")))

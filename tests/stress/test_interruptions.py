@@ -19,7 +19,11 @@ EXPORTS = ("scripts/merge_lora.py", "scripts/convert_to_hf.py", "scripts/convert
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files below a folder, by path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,8 @@ def test_interrupted_exports(adapter, tmp_path, cases, name):
 
 @pytest.fixture(scope="module")
 def begun(tiny, examples, tmp_path_factory) -> Path:
-    """A run of four steps that is to be continued, with a checkpoint, samples and the best weights so far."""
+    """A run of four steps that is to be continued, with a checkpoint, samples and the best weights
+    so far."""
     folder = tmp_path_factory.mktemp("runs") / "begun"
     args = LoRAFinetuneArgs(
         checkpoint_dir=str(tiny),

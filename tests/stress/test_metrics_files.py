@@ -1,4 +1,5 @@
-"""metrics.csv with random damage: its whole rows are read, or a message says that it has no header."""
+"""metrics.csv with random damage: its whole rows are read, or a message says that it has no
+header."""
 
 import random
 
@@ -12,7 +13,8 @@ CONTENT = f"step,samples,loss,note\n{ROWS}".encode()
 
 
 def damaged(generator):
-    """Return the file with zero bytes, other bytes, quotes, a byte order mark or a copied part; or cut."""
+    """Return the file with zero bytes, other bytes, quotes, a byte order mark or a copied part; or
+    cut."""
     content = bytearray(CONTENT)
     for _ in range(generator.randint(1, 4)):
         at = generator.randrange(len(content))
@@ -44,9 +46,12 @@ def test_damaged_files(tmp_path, cases):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("damage", ['2,"3.0\n', "2,\0\0\0\n"], ids=["a quotation mark", "zero bytes"])
+@pytest.mark.parametrize(
+    "damage", ['2,"3.0\n', "2,\0\0\0\n"], ids=["a quotation mark", "zero bytes"]
+)
 def test_rows_around_the_damage_are_kept(tmp_path, damage):
-    """A quotation mark opens a cell that ends at the next one; zero bytes are refused before Python 3.11."""
+    """A quotation mark opens a cell that ends at the next one; zero bytes are refused before Python
+    3.11."""
     rows = "".join(f"{step},1.5\n" for step in range(3, 60_000))
     (tmp_path / "metrics.csv").write_text(f"step,loss\n1,2.0\n{damage}{rows}")
     steps = [int(row["step"]) for row in metrics_rows(tmp_path / "metrics.csv")]

@@ -1,4 +1,5 @@
-"""The server under many clients: requests that end early leave no memory, and a long prompt does not keep others waiting."""
+"""The server under many clients: requests that end early leave no memory, and a long prompt does
+not keep others waiting."""
 
 import asyncio
 import json
@@ -68,7 +69,9 @@ async def slow(reader, writer):
 
 async def unread(reader, writer):
     """A client that asks for a stream and leaves without reading it."""
-    body = json.dumps({"messages": MESSAGES, "max_tokens": 60, "stream": True, "logit_bias": {2: NEVER}}).encode()
+    body = json.dumps(
+        {"messages": MESSAGES, "max_tokens": 60, "stream": True, "logit_bias": {2: NEVER}}
+    ).encode()
     writer.write(request_head(len(body)) + body)
     await writer.drain()
     await asyncio.sleep(0.2)
@@ -91,7 +94,9 @@ async def send(server, kind, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [good, bad, too_long, aborted, slow, unread], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [good, bad, too_long, aborted, slow, unread], ids=lambda kind: kind.__name__
+)
 def test_requests_leave_no_memory(checkpoints, cases, kind):
     with Server(checkpoints["stories15M"], "--batch_size", "4") as server:
         asyncio.run(send(server, kind, cases(48)))
@@ -117,9 +122,14 @@ async def answer(server, request):
 
 def random_request(generator):
     """Return a request for a few tokens, greedy or with a seed."""
-    words = [generator.choice(("Lily", "dog", "the", "park", "went", "7", "big")) for _ in range(generator.randint(1, 30))]
+    words = [
+        generator.choice(("Lily", "dog", "the", "park", "went", "7", "big"))
+        for _ in range(generator.randint(1, 30))
+    ]
     messages = [{"role": "user", "content": " ".join(words)}]
-    settings = generator.choice(({"temperature": 0}, {"temperature": 1.0, "seed": generator.randrange(100)}))
+    settings = generator.choice(
+        ({"temperature": 0}, {"temperature": 1.0, "seed": generator.randrange(100)})
+    )
     return {"messages": messages, "max_tokens": generator.randint(1, 8), **settings}
 
 
@@ -149,14 +159,18 @@ def test_many_clients_get_the_answers_of_one(checkpoints, cases):
             for index, text in answers:
                 assert text == expected[index], requests[index]
         server.wait_until_idle(30)
-        print(f"{len(order)} requests in {time.monotonic() - start:.0f} s, {(server.memory - before) / MIB:.0f} MiB more")
+        print(
+            f"{len(order)} requests in {time.monotonic() - start:.0f} s, "
+            f"{(server.memory - before) / MIB:.0f} MiB more"
+        )
         assert server.memory - before < 50 * MIB
         assert server.end() == 0 and "Traceback" not in server.log
 
 
 @pytest.mark.slow
 def test_a_short_request_beside_a_long_prompt(checkpoints):
-    """It takes at most three times as long as alone, and both get the answers that they get alone."""
+    """It takes at most three times as long as alone, and both get the answers that they get
+    alone."""
     folder = checkpoints["SmolLM2-135M-Instruct"]
     long_prompt = " ".join(f"{number} apples" for number in range(800))
     with Server(folder, "--batch_size", "4", "--max_seq_length", "4096") as server:
@@ -164,7 +178,9 @@ def test_a_short_request_beside_a_long_prompt(checkpoints):
 
         def ask(prompt):
             messages = [{"role": "user", "content": prompt}]
-            reply = client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=messages, max_tokens=8)
+            reply = client.chat.completions.create(
+                model="SmolLM2-135M-Instruct", messages=messages, max_tokens=8
+            )
             return reply.choices[0].message.content
 
         def timed(prompt):
@@ -188,6 +204,7 @@ def test_a_short_request_beside_a_long_prompt(checkpoints):
     assert max(beside) < 3 * statistics.median(alone)
     model, tokenizer = litft.load(folder, "fp32")
     expected = [
-        litft.generate(model, tokenizer, prompt, max_new_tokens=8, temperature=0) for prompt in (*SHORT_PROMPTS, long_prompt)
+        litft.generate(model, tokenizer, prompt, max_new_tokens=8, temperature=0)
+        for prompt in (*SHORT_PROMPTS, long_prompt)
     ]
     assert [*answers, *long_answers] == [str(text) for text in expected]

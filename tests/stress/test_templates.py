@@ -8,7 +8,9 @@ from litft.data.chat_template import render
 
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}] * 3
 LOOPS = "".join(f"{{% for m{n} in messages %}}" for n in range(15)) + "x" + "{% endfor %}" * 15
-DOUBLING = "{% set s = namespace(t='abc') %}{% for n in range(60) %}{% set s.t = s.t + s.t %}{% endfor %}"
+DOUBLING = (
+    "{% set s = namespace(t='abc') %}{% for n in range(60) %}{% set s.t = s.t + s.t %}{% endfor %}"
+)
 DOUBLED_BLOCK = "{% set s %}abc{% endset %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60
 BROKEN = {
     "a negative length": "{{ messages[0].content | truncate(-1) }}",
@@ -41,6 +43,9 @@ def test_broken_templates(name):
 
 def test_long_conversations_stay_within_the_bounds():
     """Also with a template that compares every message with every other one."""
-    template = "{% for m in messages %}{% for n in messages if n is sameas m %}{{ loop.length }}{% endfor %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% for n in messages if n is sameas m %}{{ loop.length }}{% endfor "
+        "%}{% endfor %}"
+    )
     messages = [{"role": "user", "content": f"{number}"} for number in range(1000)]
     assert render(template, messages) == "1" * 1000

@@ -13,7 +13,10 @@ from litft.save_pretrained import copy_tokenizer
 
 TEXTS = ("Hello world", "", "日本 🎉\n\n  x", "<s></s>[UNK]")
 NAMES = ("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-TEMPLATES = [{"name": "default", "template": "{{ messages[0].content }}"}, {"name": "tool_use", "template": "tools"}]
+TEMPLATES = [
+    {"name": "default", "template": "{{ messages[0].content }}"},
+    {"name": "tool_use", "template": "tools"},
+]
 
 
 @pytest.fixture
@@ -56,7 +59,10 @@ def test_mistakes_in_tokenizer_files(folder, tmp_path, cases):
         problem = failure(lambda out=out: use(folder, out))
         if problem:
             failures.append(f"{number}, {name}: {problem}")
-        assert {path.name for path in tmp_path.iterdir()} <= {"tokenizer", *(f"out{n}" for n in range(number + 1))}
+        assert {path.name for path in tmp_path.iterdir()} <= {
+            "tokenizer",
+            *(f"out{n}" for n in range(number + 1)),
+        }
     assert not failures, "\n".join(failures)
 
 

@@ -1,4 +1,5 @@
-"""YAML files of other programs and of litft with random mistakes: one message and exit code 2, never a traceback."""
+"""YAML files of other programs and of litft with random mistakes: one message and exit code 2,
+never a traceback."""
 
 import random
 import time
@@ -76,8 +77,35 @@ objective: dpo
 preference: {beta: 0.2}
 """
 DATE = yaml.safe_load("2026-11-26")
-VALUES = [None, 0, 5, -1.5, 10**30, True, "", "x", "(", "a,b", "2" * 3000, [], {}, [1], [None], [[[]]], {"a": 1}]
-VALUES += [{1: 2}, {"r": {"r": 8}}, [{"path": 5}], [{"path": ["a"]}], DATE, b"\x00\xff", float("nan"), float("inf")]
+VALUES = [
+    None,
+    0,
+    5,
+    -1.5,
+    10**30,
+    True,
+    "",
+    "x",
+    "(",
+    "a,b",
+    "2" * 3000,
+    [],
+    {},
+    [1],
+    [None],
+    [[[]]],
+    {"a": 1},
+]
+VALUES += [
+    {1: 2},
+    {"r": {"r": 8}},
+    [{"path": 5}],
+    [{"path": ["a"]}],
+    DATE,
+    b"\x00\xff",
+    float("nan"),
+    float("inf"),
+]
 
 
 def mutated(content, generator):
@@ -134,7 +162,9 @@ def test_files_of_other_programs_with_every_command(tmp_path, text, method):
     assert ("settings of finetune/lora.py" in message) == (method != "lora")
 
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
+BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 30)
+)
 HOSTILE = {
     "aliases": (BOMB, "more than 10,000 values"),
     "nested lists": (f"data: {'[' * 5000}{']' * 5000}", "no valid YAML"),

@@ -8,8 +8,8 @@ from graphs import counted_graphs
 from torch import nn
 
 from litft.args import LoRAArgs, LoRAFinetuneArgs, TrainArgs
-from litft.data.encoder import Sample
 from litft.data.packing import Layout
+from litft.data.sample import Sample
 from litft.methods import LoRA
 from litft.model.config import NormConfig
 from litft.model.mlp import ACTIVATIONS, _Gated
@@ -65,7 +65,9 @@ def test_recomputing_is_bit_identical(tiny, kind, dropout):
     loss, expected = gradients(model, parameters, batches())
     recompute(model, kind)
     recomputed_loss, grads = gradients(model, parameters, batches())
-    assert loss == recomputed_loss and all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert loss == recomputed_loss and all(
+        torch.equal(grads[name], expected[name]) for name in expected
+    )
 
 
 def test_recomputing_saves_memory(tiny):
@@ -79,44 +81,62 @@ def test_recomputing_saves_memory(tiny):
             loss, _ = model(batch.tokens, **batch.inputs())
             nbytes[kind] = tracker.current
         del loss
-    assert nbytes["full"] < 0.4 * nbytes["none"] and nbytes["full"] < nbytes["selective"] < 0.8 * nbytes["none"]
+    assert (
+        nbytes["full"] < 0.4 * nbytes["none"]
+        and nbytes["full"] < nbytes["selective"] < 0.8 * nbytes["none"]
+    )
 
 
 def test_offloading_activations_is_bit_identical(tiny, monkeypatch):
-    """On a CPU the copies are next to the originals, and return in the order in which a GPU would get them."""
+    """On a CPU the copies are next to the originals, and return in the order in which a GPU would
+    get them."""
     monkeypatch.setattr(cpu_offload, "MIN_OFFLOAD_BYTES", 1)
     model, parameters = learner(tiny)
     loss, expected = gradients(model, parameters, batches())
     offload_activations(model, torch.device("cpu"))
     packed = []
-    monkeypatch.setattr(cpu_offload.SavedTensorOffload, "pack", count_calls(cpu_offload.SavedTensorOffload.pack, packed))
+    monkeypatch.setattr(
+        cpu_offload.SavedTensorOffload,
+        "pack",
+        count_calls(cpu_offload.SavedTensorOffload.pack, packed),
+    )
     offloaded_loss, grads = gradients(model, parameters, batches())
     numbers = [number for number in packed if isinstance(number, int)]
     # weights are not copied; a tensor that several products save is copied once
     assert len(packed) > len(numbers) > len(set(numbers)) > 20
-    assert loss == offloaded_loss and all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert loss == offloaded_loss and all(
+        torch.equal(grads[name], expected[name]) for name in expected
+    )
 
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_offloading_parameters_is_bit_identical(tiny, monkeypatch, dora):
-    """Only the weights of the running block and of the next are on the device, forward, recomputed and backward."""
+    """Only the weights of the running block and of the next are on the device, forward, recomputed
+    and backward."""
     monkeypatch.setattr(cpu_offload, "MIN_OFFLOAD_BYTES", 1)
     model, parameters = learner(tiny, dora=dora)
     loss, expected = gradients(model, parameters, batches())
     offload_parameters(model, torch.device("cpu"))
     recompute(model, "full")
     weights, fetched = model.blocks[0].weights, []
-    assert [len(block_weights) for block_weights in weights.by_block] == [9] * len(model.blocks)  # 7 matrices, 2 norms
+    # 7 matrices, 2 norms
+    assert [len(block_weights) for block_weights in weights.by_block] == [9] * len(model.blocks)
 
     def check_block(block, _):
         on_device = [
-            w.parameter.data_ptr() != w.host.data_ptr() for block_weights in weights.by_block for w in block_weights
+            w.parameter.data_ptr() != w.host.data_ptr()
+            for block_weights in weights.by_block
+            for w in block_weights
         ]
         assert sum(on_device) == 9 and len(weights.fetched) <= 2
-        fetched.append([block.number, *(number for number in weights.fetched if number != block.number)])
+        fetched.append(
+            [block.number, *(number for number in weights.fetched if number != block.number)]
+        )
 
     for block in model.blocks:
-        block.attention_norm.register_forward_pre_hook(lambda _, x, block=block: check_block(block, x))
+        block.attention_norm.register_forward_pre_hook(
+            lambda _, x, block=block: check_block(block, x)
+        )
     (batch,) = batches(row_tokens=512)
     gradients(model, parameters, [batch])
     last = len(model.blocks) - 1
@@ -126,18 +146,42 @@ def test_offloading_parameters_is_bit_identical(tiny, monkeypatch, dora):
     )
     assert fetched == [*forward, [last], *backward, [0, 1]]
     offloaded_loss, grads = gradients(model, parameters, batches())
-    assert loss == offloaded_loss and all(torch.equal(grads[name], expected[name]) for name in expected)
-    assert all(w.parameter.data_ptr() == w.host.data_ptr() for block_weights in weights.by_block for w in block_weights)
+    assert loss == offloaded_loss and all(
+        torch.equal(grads[name], expected[name]) for name in expected
+    )
+    assert all(
+        w.parameter.data_ptr() == w.host.data_ptr()
+        for block_weights in weights.by_block
+        for w in block_weights
+    )
 
 
 def test_conflicts_with_offloading_parameters_are_reported(tiny, examples, tmp_path):
     settings = dict(cpu_offload="parameters", compile=True, activation_checkpointing="selective")
     problems = LoRAFinetuneArgs(train=TrainArgs(**settings), devices=2, strategy="ddp").problems()
-    remedies = ["leave --train.compile true out", "leave --train.activation_checkpointing selective out"]
-    assert [line.split("; ")[1] for line in problems if "cpu_offload" in line] == ["add --strategy fsdp", *remedies]
-    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.cpu_offload", "parameters", "--out_dir", "run"]
+    remedies = [
+        "leave --train.compile true out",
+        "leave --train.activation_checkpointing selective out",
+    ]
+    assert [line.split("; ")[1] for line in problems if "cpu_offload" in line] == [
+        "add --strategy fsdp",
+        *remedies,
+    ]
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        examples,
+        "--train.cpu_offload",
+        "parameters",
+        "--out_dir",
+        "run",
+    ]
     done = script("finetune/lora.py", *flags, "--accelerator", "cpu", cwd=tmp_path, code=2)
-    assert "without a GPU all is in the host's memory" in done.stderr and not (tmp_path / "run").exists()
+    assert (
+        "without a GPU all is in the host's memory" in done.stderr
+        and not (tmp_path / "run").exists()
+    )
 
 
 def count_calls(function, calls):
@@ -165,7 +209,8 @@ def test_compiled_equals_eager_in_two_graphs(tiny, quantize, kind):
         assert compiled_loss == pytest.approx(loss, rel=1e-5)
         for name, grad in grads.items():
             assert float((compiled_grads[name] - grad).norm() / grad.norm()) < 1e-4, name
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # of a block, and of the loss
+    # of a block, and of the loss
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert not torch._dynamo.utils.counters["graph_break"]
     with torch.no_grad(), uncompiled():
         model(torch.zeros(1, 9, dtype=torch.int64))
@@ -173,7 +218,8 @@ def test_compiled_equals_eager_in_two_graphs(tiny, quantize, kind):
 
 
 def test_all_blocks_share_one_graph(tiny):
-    """The first block's input requires a gradient as the others' do; LoRA's scale and the rotary width are constants."""
+    """The first block's input requires a gradient as the others' do; LoRA's scale and the rotary
+    width are constants."""
     model, parameters = learner(tiny, alpha=12)
     recompute(model, "full")
     with counted_graphs() as counts:
@@ -182,18 +228,25 @@ def test_all_blocks_share_one_graph(tiny):
             gradients(model, parameters, step)
         made, _ = counts.reset()
     assert made == 3 and not counts.breaks  # a block for one row and for several, and the loss
-    # x (B, T, C), of which C is then found to be constant; the tables (B, 1, T, width); the documents; the loss's rows
+    # x (B, T, C), of which C is then found to be constant; the tables (B, 1, T, width); the
+    # documents; the loss's rows
     sizes = {name.removeprefix("L['inputs']") for graph in counts.symbols for name in graph}
     tables = {f"[1].{table}.size()[{dim}]" for table in ("cos", "sin") for dim in (0, 2)}
-    others = {f"[0].size()[{dim}]" for dim in range(3)} | {"[2].cu_seqlens.size()[0]", "L['logits'].size()[0]"}
-    assert sizes - {f"[2].ids.size()[{dim}]" for dim in (0, 1)} == tables | others  # torch 2.11 lists the ids, too
+    others = {f"[0].size()[{dim}]" for dim in range(3)} | {
+        "[2].cu_seqlens.size()[0]",
+        "L['logits'].size()[0]",
+    }
+    # torch 2.11 lists the ids, too
+    assert sizes - {f"[2].ids.size()[{dim}]" for dim in (0, 1)} == tables | others
 
 
 def test_compiled_blocks_below_the_first_trained_one_need_no_gradient(tiny):
     model, parameters = learner(tiny, targets=["blocks.2.*"])
     needs_gradient = []
     for block in model.blocks:
-        block.register_forward_hook(lambda module, inputs, output: needs_gradient.append(output.requires_grad))
+        block.register_forward_hook(
+            lambda module, inputs, output: needs_gradient.append(output.requires_grad)
+        )
     with counted_graphs():
         compile_blocks(model)
         gradients(model, parameters, batches()[:1])
@@ -209,7 +262,8 @@ def test_a_compiler_that_fails_is_not_used(tiny):
     assert not is_compiled(model) and gradients(model, parameters, batches())[0] == loss
 
 
-# ---- custom autograd functions ---------------------------------------------------------------------------------------
+# ---- custom autograd functions
+# ---------------------------------------------------------------------------------------
 
 
 def assert_same_gradients(actual, expected, inputs):
@@ -217,7 +271,9 @@ def assert_same_gradients(actual, expected, inputs):
     torch.testing.assert_close(actual, expected)
     grad_output = torch.randn_like(actual)
     for actual_grad, expected_grad in zip(
-        torch.autograd.grad(actual, inputs, grad_output), torch.autograd.grad(expected, inputs, grad_output), strict=True
+        torch.autograd.grad(actual, inputs, grad_output),
+        torch.autograd.grad(expected, inputs, grad_output),
+        strict=True,
     ):
         torch.testing.assert_close(actual_grad, expected_grad)
 
@@ -225,7 +281,11 @@ def assert_same_gradients(actual, expected, inputs):
 @pytest.mark.parametrize("shape, over", [((32,), 1), ((4, 8), 1), ((4, 8), 2)])
 @pytest.mark.parametrize("weight", [True, False])
 def test_rms_norm_equals_torch(shape, over, weight):
-    norm = Norm(NormConfig(kind="rms", eps=1e-5, offset=1.0 if weight else 0.0, weight=weight), *shape, num_dims=over)
+    norm = Norm(
+        NormConfig(kind="rms", eps=1e-5, offset=1.0 if weight else 0.0, weight=weight),
+        *shape,
+        num_dims=over,
+    )
     x = torch.randn(2, 7, *shape, requires_grad=True)
     if weight:
         norm.weight.data.normal_()
@@ -240,11 +300,15 @@ def test_the_rotary_embedding_equals_its_products():
     first, second, rest = x[..., :6], x[..., 6:12], x[..., 12:]
     tables = torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1)
     assert_same_gradients(
-        rotate(x, *tables), torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1), [x]
+        rotate(x, *tables),
+        torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1),
+        [x],
     )
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_gated_activation_equals_its_product(name):
     gate, up = torch.randn(2, 5, 9, requires_grad=True), torch.randn(2, 5, 9, requires_grad=True)
-    assert_same_gradients(_Gated.apply(gate, up, ACTIVATIONS[name]), ACTIVATIONS[name](gate) * up, [gate, up])
+    assert_same_gradients(
+        _Gated.apply(gate, up, ACTIVATIONS[name]), ACTIVATIONS[name](gate) * up, [gate, up]
+    )

@@ -1,4 +1,5 @@
-"""Training steps on fake CUDA tensors: devices, dtypes, shapes and waits of a GPU, without one (see tests/gpu/README.md)."""
+"""Training steps on fake CUDA tensors: devices, dtypes, shapes and waits of a GPU, without one (see
+tests/gpu/README.md)."""
 
 import re
 import shutil
@@ -25,12 +26,17 @@ def take_steps(*flags):
 
 @pytest.mark.slow
 def test_steps_of_every_family_and_every_way():
-    """No step waits for the GPU, mixes devices, or leaves a trained parameter without a gradient."""
+    """No step waits for the GPU, mixes devices, or leaves a trained parameter without a
+    gradient."""
     assert int(re.search(r"(\d+) steps:", take_steps("--covering"))[1]) >= 40
 
 
 @pytest.mark.slow
 def test_a_gpu_without_bf16_computes_in_fp32_and_says_so():
-    report = take_steps("--only", "auto precision", "llama: grouped: LoRA, packed", "--capability", "7.5")
-    assert "Tesla T4 has no bf16 arithmetic (compute capability 7.5): precision auto is fp32" in report
+    report = take_steps(
+        "--only", "auto precision", "llama: grouped: LoRA, packed", "--capability", "7.5"
+    )
+    assert (
+        "Tesla T4 has no bf16 arithmetic (compute capability 7.5): precision auto is fp32" in report
+    )
     assert "5 steps: 5 passed" in report

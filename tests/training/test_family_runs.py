@@ -1,4 +1,5 @@
-"""Every variation of every family with a method: a plan from its config alone, a dry run, and two steps."""
+"""Every variation of every family with a method: a plan from its config alone, a dry run, and two
+steps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +33,11 @@ VARIATIONS = [(family, variation) for family, (_, rows) in ROWS.items() for vari
 # in turn, so that every kind of network meets every method, and LoRA is tried most often
 TURN = ("lora", "full", "lora", "adapter", "lora", "adapter_v2")
 CASES = [(row, TURN[number % len(TURN)]) for number, row in enumerate(VARIATIONS)]
-# its files name the model `backbone`, transformers' class `model`, which shows in the names of an adapter
-CASES += [(row, "lora") for row in VARIATIONS if row[0] == "nemotron_h" and (row, "lora") not in CASES]
+# its files name the model `backbone`, transformers' class `model`, which shows in the names of an
+# adapter
+CASES += [
+    (row, "lora") for row in VARIATIONS if row[0] == "nemotron_h" and (row, "lora") not in CASES
+]
 
 
 def is_quick(number: int) -> bool:
@@ -44,7 +48,8 @@ def is_quick(number: int) -> bool:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that builds a variation's model folder on first use, with the tokenizer of tests/stories."""
+    """Return a function that builds a variation's model folder on first use, with the tokenizer of
+    tests/stories."""
     built = {}
 
     def folder(family: str, variation: str) -> Path:
@@ -61,7 +66,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(
     ("family", "variation", "method"),
     [
-        pytest.param(*row, method, id=f"{', '.join(row)}: {method}", marks=[] if is_quick(number) else [pytest.mark.slow])
+        pytest.param(
+            *row,
+            method,
+            id=f"{', '.join(row)}: {method}",
+            marks=[] if is_quick(number) else [pytest.mark.slow],
+        )
         for number, (row, method) in enumerate(CASES)
     ],
 )
@@ -70,7 +80,9 @@ def test_every_family_with_every_method(folders, tmp_path, capsys, family, varia
     folder = folders(family, variation)
     attends = [layer.attention for layer in resolve(folder).config.layers]
     if method != "adapter" or any(attends[2:]):  # the layers that have a prefix by default
-        assert plan_on_paper(PlanArgs(str(folder), method, max_seq_length=16)).fit.plan.memory.peak > 0
+        assert (
+            plan_on_paper(PlanArgs(str(folder), method, max_seq_length=16)).fit.plan.memory.peak > 0
+        )
     if method == "adapter" and not any(attends):
         pytest.skip("there is no attention to add a prefix to")
     (tmp_path / "story.txt").write_text("once upon a time there was a girl " * 20)

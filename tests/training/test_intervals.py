@@ -28,7 +28,11 @@ def test_validations_take_at_most_half_as_long_as_the_training():
 def test_the_flags_decide_where_they_are_given():
     fixed = LoRAFinetuneArgs(eval=EvalArgs(interval=7), save=SaveArgs(interval=4))
     assert validation_interval(fixed, 300, 8) == 7
-    assert [step for step in range(1, 13) if checkpoint_is_due(fixed, step, 300, seconds=1e6)] == [4, 8, 12]
+    assert [step for step in range(1, 13) if checkpoint_is_due(fixed, step, 300, seconds=1e6)] == [
+        4,
+        8,
+        12,
+    ]
     never = LoRAFinetuneArgs(eval=EvalArgs(interval=0), save=SaveArgs(interval=0))
     assert validation_interval(never, 300, 8) == 0
     assert not checkpoint_is_due(never, 100, 300, seconds=1e6)

@@ -1,4 +1,5 @@
-"""Optimizers: stochastic rounding of bf16 weights, rates and decay by kind of parameter, resuming, stepping in backward."""
+"""Optimizers: stochastic rounding of bf16 weights, rates and decay by kind of parameter, resuming,
+stepping in backward."""
 
 import json
 from dataclasses import replace
@@ -47,13 +48,16 @@ def folder(make_model):
     """A Llama whose weights are exact in bf16, wide enough for averages over a matrix."""
     from transformers import LlamaConfig
 
-    model, folder = make_model(LlamaConfig, hidden_size=128, intermediate_size=160, num_hidden_layers=2)
+    model, folder = make_model(
+        LlamaConfig, hidden_size=128, intermediate_size=160, num_hidden_layers=2
+    )
     model.bfloat16().float().save_pretrained(folder)
     return folder
 
 
 def displacement(folder, precision, make=make_optimizer):
-    """Return each matrix's change after 200 steps at 1e-6, trained as `finetune/full.py` trains it."""
+    """Return each matrix's change after 200 steps at 1e-6, trained as `finetune/full.py` trains
+    it."""
     source, method = resolve(folder), Full(FullFinetuneArgs())
     model = source.base_model(method.storage(precision))
     method.attach(model)
@@ -73,11 +77,15 @@ def displacement(folder, precision, make=make_optimizer):
 
 def projections(changes, expected):
     """Return each matrix's change along the fp32 run's change, as a fraction of it."""
-    return {name: float((changes[name] * change).sum() / change.square().sum()) for name, change in expected.items()}
+    return {
+        name: float((changes[name] * change).sum() / change.square().sum())
+        for name, change in expected.items()
+    }
 
 
 def test_bf16_weights_lose_no_updates(folder):
-    """Stochastic rounding and fp32 master weights lose no update; rounding to nearest loses most updates."""
+    """Stochastic rounding and fp32 master weights lose no update; rounding to nearest loses most
+    updates."""
 
     def plain(args, method, parameters):
         optimizer = torch.optim.AdamW(parameters.values(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -109,7 +117,10 @@ def test_stochastic_rounding_equals_adamw_for_fp32_weights():
     """fp32 weights are bit-identical to those of torch's AdamW."""
     weights = [torch.nn.Parameter(draw(8, 8, seed=1).float()) for _ in range(2)]
     groups = [{"params": [weights[1]], "factor": 1.0, "lr": 0.1}]
-    optimizers = [torch.optim.AdamW([weights[0]], lr=0.1), StochasticRounding(groups, torch.optim.AdamW)]
+    optimizers = [
+        torch.optim.AdamW([weights[0]], lr=0.1),
+        StochasticRounding(groups, torch.optim.AdamW),
+    ]
     for _ in range(5):
         for weight, optimizer in zip(weights, optimizers, strict=True):
             (weight**2).sum().backward()
@@ -129,10 +140,14 @@ def test_rates_and_decay_by_kind(tiny):
     set_learning_rate(optimizer, 1e-3)
     names = {id(p): name for name, p in parameters.items()}
     group_settings = {
-        names[id(p)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+        names[id(p)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
     }
     expected = {"lora_a": (1e-3, 0.1), "lora_b": (1.6e-2, 0.1), "lora_m": (1e-3, 0.0)}
-    assert group_settings == {name: pytest.approx(expected[name.rpartition(".")[2]]) for name in parameters}
+    assert group_settings == {
+        name: pytest.approx(expected[name.rpartition(".")[2]]) for name in parameters
+    }
 
 
 def test_vectors_of_stacked_experts_do_not_decay(make_model):
@@ -144,21 +159,33 @@ def test_vectors_of_stacked_experts_do_not_decay(make_model):
     parameters = method.parameters(model)
     assert any(p.dim() == 2 for name, p in parameters.items() if name.endswith(".adapter_scale"))
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
-    decayed = {id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]}
-    assert {name.rpartition(".")[2] for name, p in parameters.items() if id(p) in decayed} == {"adaption_prompt"}
+    decayed = {
+        id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]
+    }
+    assert {name.rpartition(".")[2] for name, p in parameters.items() if id(p) in decayed} == {
+        "adaption_prompt"
+    }
 
 
-@pytest.mark.parametrize("family, variation", [("cohere", "q/k norms, biases"), ("stablelm", "q/k norms, biases")])
+@pytest.mark.parametrize(
+    "family, variation", [("cohere", "q/k norms, biases"), ("stablelm", "q/k norms, biases")]
+)
 def test_norm_weights_with_two_dimensions_do_not_decay(make_model, family, variation):
     """Norm weights per head have two dimensions, but do not decay and are not stepped by Muon."""
     kind, variations = ROWS[family]
-    model, method, parameters = trainable(make_model(getattr(transformers, kind), **variations[variation])[1])
+    model, method, parameters = trainable(
+        make_model(getattr(transformers, kind), **variations[variation])[1]
+    )
     norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Norm)}
     norms &= parameters.keys()
     assert any(parameters[name].dim() == 2 for name in norms)
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
-    decayed = {id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]}
-    assert {name for name, p in parameters.items() if id(p) not in decayed and not name.endswith("bias")} == norms
+    decayed = {
+        id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]
+    }
+    assert {
+        name for name, p in parameters.items() if id(p) not in decayed and not name.endswith("bias")
+    } == norms
     assert not any(is_hidden(name, parameters[name]) for name in norms)
 
 
@@ -173,7 +200,9 @@ def trainable(folder, precision="fp32"):
 
 def optimizer_of(name, method, parameters, **settings):
     schedule = "constant" if name == "schedule_free" else "cosine"
-    return make_optimizer(TrainArgs(optimizer=name, lr_schedule=schedule, **settings), method, parameters)
+    return make_optimizer(
+        TrainArgs(optimizer=name, lr_schedule=schedule, **settings), method, parameters
+    )
 
 
 def train_steps(model, optimizer, count, first=0, rate=1e-3):
@@ -201,7 +230,8 @@ def test_every_optimizer_learns(tiny, name):
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adafactor", "sgd"}))
 def test_moments_have_the_given_settings(tiny, name):
-    """With constant gradients, only the given rates and eps lead to other weights; AdamW's equal torch's own."""
+    """With constant gradients, only the given rates and eps lead to other weights; AdamW's equal
+    torch's own."""
     settings = {"betas": [0.5, 0.6]} | ({} if name == "lion" else {"eps": 0.1})
 
     def trained(make) -> dict[str, torch.Tensor]:
@@ -214,13 +244,19 @@ def test_moments_have_the_given_settings(tiny, name):
         return {key: p.detach() for key, p in parameters.items()}
 
     def with_settings(**given):
-        return trained(lambda method, parameters: optimizer_of(name, method, parameters, learning_rate=0.1, **given))
+        return trained(
+            lambda method, parameters: optimizer_of(
+                name, method, parameters, learning_rate=0.1, **given
+            )
+        )
 
     default, actual = with_settings(), with_settings(**settings)
     has_moments = [key for key in default if name != "muon" or not is_hidden(key, default[key])]
     assert all(not torch.equal(default[key], actual[key]) for key in has_moments)
     if name == "adamw":
-        expected = trained(lambda _, parameters: AdamW(parameters.values(), lr=0.1, weight_decay=0.0, **settings))
+        expected = trained(
+            lambda _, parameters: AdamW(parameters.values(), lr=0.1, weight_decay=0.0, **settings)
+        )
         for key, p in expected.items():
             torch.testing.assert_close(actual[key], p, rtol=1e-6, atol=1e-7, msg=key)
 
@@ -230,8 +266,14 @@ def test_moments_have_the_given_settings(tiny, name):
     [
         ({"betas": [0.9]}, "--train.betas 0.9: expected two numbers"),
         ({"betas": [0.9, 1.0]}, "--train.betas 0.9,1.0: expected two numbers"),
-        ({"optimizer": "sgd", "betas": [0.9, 0.99]}, "--train.betas: --train.optimizer sgd has no such setting"),
-        ({"optimizer": "lion", "eps": 1e-6}, "--train.eps: --train.optimizer lion has no such setting"),
+        (
+            {"optimizer": "sgd", "betas": [0.9, 0.99]},
+            "--train.betas: --train.optimizer sgd has no such setting",
+        ),
+        (
+            {"optimizer": "lion", "eps": 1e-6},
+            "--train.eps: --train.optimizer lion has no such setting",
+        ),
         ({"warmup_steps": -1}, "--train.warmup_steps -1"),
     ],
 )
@@ -241,7 +283,8 @@ def test_impossible_moments_are_refused(values, message):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_decoupled_and_of_matrices(tiny, name):
-    """Without a gradient, each step shrinks a matrix by rate times decay and leaves a vector unchanged: no momentum."""
+    """Without a gradient, each step shrinks a matrix by rate times decay and leaves a vector
+    unchanged: no momentum."""
     _, method, parameters = trainable(tiny)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     optimizer = optimizer_of(name, method, parameters, weight_decay=0.5)
@@ -257,13 +300,16 @@ def test_weight_decay_is_decoupled_and_of_matrices(tiny, name):
 
 
 def test_adafactor_equals_torchs(tiny):
-    """It computes with tensors what torch reads to the host; the state in a checkpoint is the same."""
+    """It computes with tensors what torch reads to the host; the state in a checkpoint is the
+    same."""
     results = []
     for make in (Adafactor, torch.optim.Adafactor):
         model, _, parameters = trainable(tiny)
         optimizer = make([{"params": [*parameters.values()], "factor": 1.0}], weight_decay=0.1)
         train_steps(model, optimizer, 4, rate=3e-2)
-        states = [value for state in optimizer.state_dict()["state"].values() for value in state.items()]
+        states = [
+            value for state in optimizer.state_dict()["state"].values() for value in state.items()
+        ]
         results.append([*((name, p.detach()) for name, p in parameters.items()), *states])
     for (name, value), (expected_name, expected) in zip(*results, strict=True):
         assert name == expected_name
@@ -271,7 +317,8 @@ def test_adafactor_equals_torchs(tiny):
 
 
 def test_lion_matches_its_paper(tiny):
-    """arXiv 2302.06675: the update is the sign of an average of momentum and gradient; the momentum is another average."""
+    """arXiv 2302.06675: the update is the sign of an average of momentum and gradient; the momentum
+    is another average."""
     _, method, parameters = trainable(tiny)
     optimizer = optimizer_of("lion", method, parameters)
     p = parameters["blocks.0.mlp.up_proj.weight"]
@@ -305,9 +352,15 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(tiny):
     assert isinstance(optimizer, ChainedOptimizer)
     for name, p in parameters.items():
         kinds = set(optimizer.state[p])
-        assert kinds == ({"momentum_buffer"} if is_hidden(name, p) else {"step", "exp_avg", "exp_avg_sq"}), name
+        assert kinds == (
+            {"momentum_buffer"} if is_hidden(name, p) else {"step", "exp_avg", "exp_avg_sq"}
+        ), name
     hidden = {name for name, p in parameters.items() if is_hidden(name, p)}
-    assert "embed.weight" not in hidden and "lm_head.weight" not in hidden and "blocks.0.attention.q_proj.weight" in hidden
+    assert (
+        "embed.weight" not in hidden
+        and "lm_head.weight" not in hidden
+        and "blocks.0.attention.q_proj.weight" in hidden
+    )
 
 
 def test_8_bit_moments_follow_32_bit_moments(tiny):
@@ -320,7 +373,10 @@ def test_8_bit_moments_follow_32_bit_moments(tiny):
         changes[name] = {key: parameters[key].detach() - value for key, value in before.items()}
     for name, bound in (("paged_adamw", 0.99999), ("adamw_8bit", 0.98), ("paged_adamw_8bit", 0.98)):
         for key, change in changes["adamw"].items():
-            assert torch.cosine_similarity(changes[name][key].flatten(), change.flatten(), dim=0) > bound, (name, key)
+            assert (
+                torch.cosine_similarity(changes[name][key].flatten(), change.flatten(), dim=0)
+                > bound
+            ), (name, key)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -348,7 +404,9 @@ def test_every_optimizer_resumes_bit_identically(tiny, tmp_path, name, precision
     model, method, parameters = trainable(tiny, precision)
     model, optimizer = fabric.setup(model, optimizer_of(name, method, parameters, weight_decay=0.1))
     losses = train_steps(model, optimizer, 3)
-    run_checkpoints.Saver(tmp_path, True, None).begin(3, parameters, optimizer, PROGRESS, lambda: None, in_background=False)
+    run_checkpoints.Saver(tmp_path, True, None).begin(
+        3, parameters, optimizer, PROGRESS, lambda: None, in_background=False
+    )
     losses += train_steps(model, optimizer, 3, first=3)
     resumed_model, method, restored = trainable(tiny, precision)
     resumed_optimizer = optimizer_of(name, method, restored, weight_decay=0.1)
@@ -360,9 +418,13 @@ def test_every_optimizer_resumes_bit_identically(tiny, tmp_path, name, precision
     for key, p in parameters.items():
         for kind, value in optimizer.state[p].items():
             same = (
-                torch.equal(value, resumed_optimizer.state[restored[key]][kind]) if isinstance(value, torch.Tensor) else None
+                torch.equal(value, resumed_optimizer.state[restored[key]][kind])
+                if isinstance(value, torch.Tensor)
+                else None
             )
-            assert value == resumed_optimizer.state[restored[key]][kind] if same is None else same, (key, kind)
+            assert (
+                value == resumed_optimizer.state[restored[key]][kind] if same is None else same
+            ), (key, kind)
 
 
 @pytest.fixture
@@ -398,7 +460,9 @@ def test_a_sharded_parameter_resumes_bit_identically(mesh):
         for kind, value in optimizer.state[original].items():
             if isinstance(value, torch.Tensor):
                 restored_optimizer.state[restored][kind].copy_(value)
-    run_checkpoints._set_scalars(run_checkpoints._scalars({"w": original}, optimizer), {"w": restored}, restored_optimizer)
+    run_checkpoints._set_scalars(
+        run_checkpoints._scalars({"w": original}, optimizer), {"w": restored}, restored_optimizer
+    )
     for weight, its_optimizer in ((original, optimizer), (restored, restored_optimizer)):
         step(weight, its_optimizer, 5)
     assert torch.equal(original.full_tensor(), restored.full_tensor())
@@ -415,7 +479,11 @@ def test_a_background_checkpoint_is_a_copy(tiny, tmp_path):
     assert run_checkpoints.newest(tmp_path) is None
     train_steps(model, optimizer, 2, first=2)
     saver.finish()
-    assert run_checkpoints.newest(tmp_path).name == "step-000002" and saved_steps == [2] and saver.saved_step == 2
+    assert (
+        run_checkpoints.newest(tmp_path).name == "step-000002"
+        and saved_steps == [2]
+        and saver.saved_step == 2
+    )
     saved = run_checkpoints.read_parameters(run_checkpoints.newest(tmp_path))
     assert all(torch.equal(saved[name], value) for name, value in snapshot.items())
     assert not any(torch.equal(saved[name], p) for name, p in parameters.items())
@@ -435,9 +503,13 @@ def test_schedule_free_keeps_an_average(tiny, tmp_path):
     for name, p in parameters.items():
         assert torch.equal(p, weights[name])
         z = optimizer.state[p]["z"]
-        torch.testing.assert_close(averages[name], (1 - 1 / 0.9) * z + weights[name] / 0.9, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            averages[name], (1 - 1 / 0.9) * z + weights[name] / 0.9, rtol=1e-5, atol=1e-6
+        )
     assert not torch.equal(averages["embed.weight"], weights["embed.weight"])
-    run_checkpoints.Saver(tmp_path, True, None).begin(5, parameters, optimizer, PROGRESS, lambda: None, in_background=False)
+    run_checkpoints.Saver(tmp_path, True, None).begin(
+        5, parameters, optimizer, PROGRESS, lambda: None, in_background=False
+    )
     saved = run_checkpoints.read_parameters(run_checkpoints.newest(tmp_path))
     assert all(torch.equal(saved[name], value) for name, value in averages.items())
 
@@ -449,7 +521,9 @@ def test_schedule_free_needs_fp32_weights(tiny):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
-def test_stepping_in_the_backward_pass_equals_stepping_after_it(tiny, examples, tmp_path, precision):
+def test_stepping_in_the_backward_pass_equals_stepping_after_it(
+    tiny, examples, tmp_path, precision
+):
     """fp32 weights are bit-identical, and losses and gradient norms are equal."""
     rows = {}
     for name, flags in (("after", []), ("within", ["--train.optimizer_in_backward"])):
@@ -472,7 +546,11 @@ def test_stepping_in_the_backward_pass_equals_stepping_after_it(tiny, examples, 
 
 def test_conflicts_with_optimizer_in_backward_are_reported(tiny, examples, tmp_path):
     train = TrainArgs(optimizer_in_backward=True, skip_nan=True)
-    problems = "\n".join(FullFinetuneArgs(checkpoint_dir="x", data=DataArgs(path=["y"]), devices=2, train=train).problems())
+    problems = "\n".join(
+        FullFinetuneArgs(
+            checkpoint_dir="x", data=DataArgs(path=["y"]), devices=2, train=train
+        ).problems()
+    )
     for word in ("add --train.max_grad_norm 0", "add --train.skip_nan false", "2 devices"):
         assert word in problems
     done = script(
@@ -485,7 +563,9 @@ def test_conflicts_with_optimizer_in_backward_are_reported(tiny, examples, tmp_p
 
 def in_backward(tiny, path, **train):
     """Arguments of a run that steps each weight in the backward pass."""
-    settings = dict(optimizer_in_backward=True, max_grad_norm=0.0, micro_batch_size=1, global_batch_size=4)
+    settings = dict(
+        optimizer_in_backward=True, max_grad_norm=0.0, micro_batch_size=1, global_batch_size=4
+    )
     return FullFinetuneArgs(
         checkpoint_dir=str(tiny),
         data=DataArgs(path=[str(path)], val_fraction=0.0),
@@ -500,10 +580,14 @@ def test_optimizer_in_backward_needs_one_micro_batch_in_every_step(tiny, tmp_pat
     path = tmp_path / "data.json"
     path.write_text(json.dumps(records))
     args = next(
-        args for seed in range(99) if step_of_longest_example(args := replace(in_backward(tiny, path), seed=seed)) > 30
+        args
+        for seed in range(99)
+        if step_of_longest_example(args := replace(in_backward(tiny, path), seed=seed)) > 30
     )
     step = step_of_longest_example(args)
-    with pytest.raises(ValueError, match=f"the 4 examples of step {step + 1} are several micro-batches"):
+    with pytest.raises(
+        ValueError, match=f"the 4 examples of step {step + 1} are several micro-batches"
+    ):
         prepare(args)
     prepare(replace(args, train=replace(args.train, max_steps=step)))
 
@@ -517,7 +601,10 @@ def step_of_longest_example(args):
 
 
 def test_the_memory_probe_discards_gradients(tiny, examples, tmp_path, monkeypatch):
-    """Otherwise a model that fits only without stored gradients would be refused. The probe steps no weight."""
+    """Otherwise a model that fits only without stored gradients would be refused.
+
+    The probe steps no weight.
+    """
     gradients_discarded, probe = [], MemoryProbe._try_largest
 
     def checked_probe(self, model, optimizer, resumed):
@@ -542,6 +629,10 @@ def test_the_memory_probe_needs_as_much_as_a_bf16_step(discards):
         optimizer = make_optimizer(args, Full(FullFinetuneArgs()), {"weight": weight})
         with optimizer.stepping():
             weight.sum().backward()  # the first step makes the state
-        with AllocationTracker() as tracker, optimizer.discarding() if discards else optimizer.stepping():
+        with (
+            AllocationTracker() as tracker,
+            optimizer.discarding() if discards else optimizer.stepping(),
+        ):
             weight.sum().backward()
-    assert tracker.peak / weight.numel() == pytest.approx(ROUNDING_BYTES + 2, rel=0.01)  # and 2 of the gradient
+    # and 2 of the gradient
+    assert tracker.peak / weight.numel() == pytest.approx(ROUNDING_BYTES + 2, rel=0.01)

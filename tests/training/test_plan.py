@@ -1,4 +1,5 @@
-"""The plan of a run: FLOPs against closed forms, memory against torch's MemTracker, peak FLOP/s of chips by name."""
+"""The plan of a run: FLOPs against closed forms, memory against torch's MemTracker, peak FLOP/s of
+chips by name."""
 
 import random
 import re
@@ -25,7 +26,7 @@ from litft.args import (
     TrainArgs,
 )
 from litft.data.dataset import load_data
-from litft.data.encoder import Sample
+from litft.data.sample import Sample
 from litft.methods import LoRA, method_of
 from litft.model.quantization import QuantizedLinear
 from litft.pretrained import resolve
@@ -38,7 +39,8 @@ from litft.training.setup import Setup
 
 
 def test_flops_of_a_tiny_llama(tiny):
-    """Per weight and token: two forward, two for the input gradient, two more for the gradient of a trained weight."""
+    """Per weight and token: two forward, two for the input gradient, two more for the gradient of a
+    trained weight."""
     source = resolve(tiny)
     model, method = source.base_model(), LoRA(LoRAArgs(r=4))
     method.choose(model, source.adapter_rules)
@@ -54,7 +56,13 @@ def test_flops_of_a_tiny_llama(tiny):
 
 def test_flops_of_experts(make_model):
     """Each token passes through two of five experts; the router scores all five."""
-    values = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8, num_hidden_layers=1)
+    values = dict(
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=8,
+        num_hidden_layers=1,
+    )
     source = resolve(make_model(Qwen3MoeConfig, **values)[1])
     model, method = source.base_model(), LoRA(LoRAArgs(r=4))
     method.choose(model, source.adapter_rules)
@@ -62,7 +70,10 @@ def test_flops_of_experts(make_model):
     linears = 32 * 32 * 2 + 32 * 16 * 2 + 32 * 5 + 2 * 3 * 32 * 24
     factors = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * 3 * (32 + 24))
     expected = 4 * linears + 6 * factors + 4 * 32 * 96 + 12 * 32
-    assert Flops(model)([Sample(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))]) == expected
+    assert (
+        Flops(model)([Sample(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))])
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,14 +98,16 @@ def test_the_peak_of_a_cpu_is_measured():
     assert 1e9 < peak_flops(torch.device("cpu"), "fp32") < 1e14
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory
+# -------------------------------------------------------------------------------------------------
 
 LORA, DORA = LoRAFinetuneArgs(), LoRAFinetuneArgs(lora=LoRAArgs(dora=True))
 DROPOUT = LoRAFinetuneArgs(lora=LoRAArgs(dropout=0.1, targets=["q_proj", "v_proj"]))
 NORMS = LoRAFinetuneArgs(lora=LoRAArgs(modules_to_save=["norm"]))
 ATTENTION = LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
 HEAD = LoRAFinetuneArgs(lora=LoRAArgs(targets=["lm_head", "q_proj"]))
-# model, number of its layers, method, precision, micro-batch (rows, tokens, whether a step has several)
+# model, number of its layers, method, precision, micro-batch (rows, tokens, whether a step has
+# several)
 CASES = {
     "LoRA, fp32": ("smollm2-135m", 2, LORA, "fp32", Shape(1, 1024)),
     "LoRA, two chunks of logits": ("smollm2-135m", 2, LORA, "bf16", Shape(1, 2048, True)),
@@ -117,7 +130,13 @@ CASES = {
         "bf16",
         Shape(1, 2048, True, None, True),
     ),
-    "preferences, an adapted head": ("llama-3.2-1b", 2, HEAD, "bf16", Shape(1, 2048, False, None, True)),
+    "preferences, an adapted head": (
+        "llama-3.2-1b",
+        2,
+        HEAD,
+        "bf16",
+        Shape(1, 2048, False, None, True),
+    ),
 }
 
 
@@ -134,7 +153,11 @@ RECOMPUTED = (("full, fp32 masters", "full"), ("dropout, a parallel block", "sel
 
 @pytest.mark.parametrize(
     "case, recomputed",
-    [pytest.param(case, "none", marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES] + [*RECOMPUTED],
+    [
+        pytest.param(case, "none", marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in CASES
+    ]
+    + [*RECOMPUTED],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_planned_memory_matches_training_steps(case, recomputed):
@@ -144,10 +167,13 @@ def test_planned_memory_matches_training_steps(case, recomputed):
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method = method_of(args)
     method.choose(source.meta_model(), source.adapter_rules)
-    planned = predict(source, method, precision, "none", shape, recomputed=recomputed, device="cpu").memory.peak
+    planned = predict(
+        source, method, precision, "none", shape, recomputed=recomputed, device="cpu"
+    ).memory.peak
     expected = tracked_peak(source, method, args.train, precision, shape, recomputed)
     print(
-        f"{case}, {recomputed}: {planned / 2**20:,.0f} MiB, {expected / 2**20:,.0f} tracked, {planned / expected - 1:+.2%}"
+        f"{case}, {recomputed}: {planned / 2**20:,.0f} MiB, {expected / 2**20:,.0f} tracked, "
+        f"{planned / expected - 1:+.2%}"
     )
     assert planned == pytest.approx(expected, rel=0.03)
 
@@ -165,13 +191,19 @@ def test_planned_memory_matches_real_tensors(checkpoints, args, recomputed):
     """Within 3 % on a small model that is trained with real tensors."""
     source, method, shape = resolve(checkpoints["stories15M"]), method_of(args), Shape(2, 200, True)
     method.choose(source.meta_model(), source.adapter_rules)
-    planned = predict(source, method, "fp32", "none", shape, recomputed=recomputed, device="cpu").memory.peak
+    planned = predict(
+        source, method, "fp32", "none", shape, recomputed=recomputed, device="cpu"
+    ).memory.peak
     expected = tracked_peak(source, method, args.train, "fp32", shape, recomputed, nullcontext)
-    print(f"{planned / 2**20:,.1f} MiB predicted, {expected / 2**20:,.1f} tracked, {planned / expected - 1:+.2%}")
+    print(
+        f"{planned / 2**20:,.1f} MiB predicted, {expected / 2**20:,.1f} tracked, "
+        f"{planned / expected - 1:+.2%}"
+    )
     assert planned == pytest.approx(expected, rel=0.03)
 
 
-# seeds of: few targets; a peak in the optimizer's step; a trained embedding; steps in the backward pass
+# seeds of: few targets; a peak in the optimizer's step; a trained embedding; steps in the backward
+# pass
 PAIRS = (3, 5, 62, pytest.param(190, marks=pytest.mark.slow))
 
 
@@ -180,7 +212,9 @@ PAIRS = (3, 5, 62, pytest.param(190, marks=pytest.mark.slow))
 @pytest.mark.usefixtures("shared")
 def test_memory_of_random_flags_and_data(number, tmp_path):
     """The plan is at most 1 % below and 5 % above two steps of the run."""
-    planned, expected, description = plan_pairs.compare(*plan_pairs.random_pair(random.Random(number)), tmp_path)
+    planned, expected, description = plan_pairs.compare(
+        *plan_pairs.random_pair(random.Random(number)), tmp_path
+    )
     assert -0.01 <= planned / expected - 1 <= 0.05, description
 
 
@@ -199,13 +233,21 @@ def test_memory_of_networks_of_other_kinds(number, tmp_path):
 @pytest.mark.parametrize("layers", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_memory_of_large_micro_batches_of_a_parallel_block(layers):
-    """Its norm saves no input. With a single block, which passes no gradient on, memory peaks in the forward pass."""
-    source, args = resolve(config_folder("phi-2")), LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
+    """Its norm saves no input.
+
+    With a single block, which passes no gradient on, memory peaks in the forward pass.
+    """
+    source, args = (
+        resolve(config_folder("phi-2")),
+        LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"])),
+    )
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method, shape = method_of(args), Shape(4, 2048)
     method.choose(source.meta_model(), source.adapter_rules)
     planned = predict(source, method, "bf16", "none", shape, device="cpu").memory.peak
-    assert planned == pytest.approx(tracked_peak(source, method, args.train, "bf16", shape), rel=0.005)
+    assert planned == pytest.approx(
+        tracked_peak(source, method, args.train, "bf16", shape), rel=0.005
+    )
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
@@ -250,27 +292,40 @@ def first_layers(layers):
 
 def test_offloaded_memory_is_planned_on_the_host():
     source, method = first_layers(4), method_of(FullFinetuneArgs())
-    cases = dict(stays={}, paged=dict(optimizer="paged_adamw"), offloaded=dict(cpu_offload="activations"))
+    cases = dict(
+        stays={}, paged=dict(optimizer="paged_adamw"), offloaded=dict(cpu_offload="activations")
+    )
     cases |= dict(sharded=dict(shards=2), waiting=dict(shards=2, cpu_offload="parameters"))
     plans = {
-        name: predict(source, method, "bf16", "none", Shape(4, 512), **settings).memory for name, settings in cases.items()
+        name: predict(source, method, "bf16", "none", Shape(4, 512), **settings).memory
+        for name, settings in cases.items()
     }
-    assert plans["stays"].host == 0 and plans["paged"].optimizer == 0 < plans["stays"].optimizer == plans["paged"].host
-    assert plans["offloaded"].host == plans["stays"].activations  # of four blocks; two of them are on the GPU
+    assert (
+        plans["stays"].host == 0
+        and plans["paged"].optimizer == 0 < plans["stays"].optimizer == plans["paged"].host
+    )
+    # of four blocks; two of them are on the GPU
+    assert plans["offloaded"].host == plans["stays"].activations
     assert plans["stays"].activations == pytest.approx(2 * plans["offloaded"].activations, rel=0.02)
     on_host, sharded = plans["waiting"], plans["sharded"]
     assert (on_host.weights, on_host.gradients, on_host.optimizer) == (0, 0, 0)
     assert on_host.host == sharded.weights + sharded.gradients + sharded.optimizer
-    rounded = [predict(source, method, "bf16-true", "none", Shape(4, 512), shards=n).memory.stepping for n in (1, 2)]
+    rounded = [
+        predict(source, method, "bf16-true", "none", Shape(4, 512), shards=n).memory.stepping
+        for n in (1, 2)
+    ]
     assert rounded[0] == 2 * rounded[1] > 0
-    on_cpu = predict(source, method, "bf16", "none", Shape(4, 512), optimizer="paged_adamw", device="cpu").memory
+    on_cpu = predict(
+        source, method, "bf16", "none", Shape(4, 512), optimizer="paged_adamw", device="cpu"
+    ).memory
     assert on_cpu.host == 0 < on_cpu.optimizer
 
 
 def test_discarded_gradients_need_no_memory(tiny):
     source, method = resolve(tiny), method_of(FullFinetuneArgs())
     stored, discarded = (
-        predict(source, method, "fp32", "none", Shape(1, 8), in_backward=in_backward).memory for in_backward in (False, True)
+        predict(source, method, "fp32", "none", Shape(1, 8), in_backward=in_backward).memory
+        for in_backward in (False, True)
     )
     assert discarded.gradients == 0 and discarded.peak < stored.peak
 
@@ -284,41 +339,79 @@ def test_rounding_in_the_backward_pass_is_planned(tiny):
 
 
 def plan_script(cwd, *flags, code=0):
-    command = ["scripts/plan.py", "--checkpoint_dir", config_folder("llama-3-8b"), "--max_seq_length", "2048"]
+    command = [
+        "scripts/plan.py",
+        "--checkpoint_dir",
+        config_folder("llama-3-8b"),
+        "--max_seq_length",
+        "2048",
+    ]
     return script(*command, *flags, cwd=cwd, code=code)
 
 
 @pytest.mark.slow
 def test_a_budget_selects_the_fastest_settings(tmp_path):
-    """More memory buys weights on the device, then bf16, then no recomputation. A too small budget reports the minimum."""
-    flags = {size: plan_script(tmp_path, "--budget", size).stdout.split("\n")[0] for size in ("5GiB", "9GiB", "80GiB")}
-    assert flags["5GiB"].endswith("--train.activation_checkpointing full --train.cpu_offload parameters")
+    """More memory buys weights on the device, then bf16, then no recomputation.
+
+    A too small budget reports the minimum.
+    """
+    flags = {
+        size: plan_script(tmp_path, "--budget", size).stdout.split("\n")[0]
+        for size in ("5GiB", "9GiB", "80GiB")
+    }
+    assert flags["5GiB"].endswith(
+        "--train.activation_checkpointing full --train.cpu_offload parameters"
+    )
     assert flags["9GiB"].endswith("--train.activation_checkpointing full --quantize nf4")
     assert flags["80GiB"].endswith("--train.activation_checkpointing none")
     for size, line in flags.items():
         settings = dict(zip(*[iter(line.split(": ")[1].split())] * 2, strict=True))
-        settings = {name.removeprefix("--train.").removeprefix("--"): value for name, value in settings.items()}
-        stdout = plan_script(tmp_path, *(word for name, value in settings.items() for word in (f"--{name}", value))).stdout
-        assert float(re.search(r"memory: ([\d.]+) GiB", stdout)[1]) <= 0.9 * float(size.removesuffix("GiB")) + 0.005
-    fixed = plan_script(tmp_path, "--budget", "20GiB", "--micro_batch_size", "4", "--activation_checkpointing", "full")
+        settings = {
+            name.removeprefix("--train.").removeprefix("--"): value
+            for name, value in settings.items()
+        }
+        stdout = plan_script(
+            tmp_path, *(word for name, value in settings.items() for word in (f"--{name}", value))
+        ).stdout
+        assert (
+            float(re.search(r"memory: ([\d.]+) GiB", stdout)[1])
+            <= 0.9 * float(size.removesuffix("GiB")) + 0.005
+        )
+    fixed = plan_script(
+        tmp_path,
+        "--budget",
+        "20GiB",
+        "--micro_batch_size",
+        "4",
+        "--activation_checkpointing",
+        "full",
+    )
     assert "micro_batch_size 4 --train.activation_checkpointing full" in fixed.stdout
     stderr = plan_script(tmp_path, "--budget", "3GiB", code=2).stderr
     assert "this needs at least" in stderr and "--train.cpu_offload parameters" in stderr
-    assert "expected a size such as 24GiB" in plan_script(tmp_path, "--budget", "lots", code=2).stderr
+    assert (
+        "expected a size such as 24GiB" in plan_script(tmp_path, "--budget", "lots", code=2).stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeypatch):
     """With `--train.micro_batch_size auto` it also takes as many rows as fit."""
     train = TrainArgs(micro_batch_size="auto", global_batch_size=32)
-    args = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)], packing=False), train=train)
+    args = LoRAFinetuneArgs(
+        checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)], packing=False), train=train
+    )
     source = resolve(tiny)
     setup, cpu = Setup(args, source), torch.device("cpu")
-    data = load_data(args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions)
+    data = load_data(
+        args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions
+    )
     choices = []
     for available in (2**40, 10 * 2**20, 4 * 2**20, 1):
         monkeypatch.setattr(
-            litft.training.auto_settings, "device_memory", lambda device, processes, available=available: available
+            litft.training.auto_settings,
+            "device_memory",
+            lambda device, processes, available=available: available,
         )
         schedule = Schedule(args, data, 1)
         settings = choose(setup, schedule, cpu)
@@ -336,11 +429,19 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
     method.choose(source.meta_model(), source.adapter_rules)
     memory = predict(source, method, "fp32", kind, Shape(1, 64)).memory
     model = source.base_model("fp32", "cpu", kind)
-    total = sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}.values())
+    total = sum(
+        {
+            p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()
+        }.values()
+    )
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             state = module.quantized.state
-            tensors = [state] if torch.is_tensor(state) else [state.absmax, *([state.state2.absmax] if state.nested else [])]
+            tensors = (
+                [state]
+                if torch.is_tensor(state)
+                else [state.absmax, *([state.state2.absmax] if state.nested else [])]
+            )
             total += sum(tensor.nbytes for tensor in tensors)
     factors = sum(p.numel() for p in factors_of(source, method)) * 4
     assert memory.weights - factors == pytest.approx(total, rel=0.01)
@@ -352,8 +453,13 @@ def test_a_trained_embedding_makes_the_blocks_save_activations(checkpoints):
     for targets in (["q_proj"], ["embed"], ["lm_head"]):
         method = method_of(LoRAFinetuneArgs(lora=LoRAArgs(targets=targets)))
         method.choose(source.meta_model(), source.adapter_rules)
-        activations[targets[0]] = predict(source, method, "fp32", "none", Shape(1, 64)).memory.activations
-    assert activations["embed"] > 0.8 * activations["q_proj"] and activations["lm_head"] < 0.1 * activations["q_proj"]
+        activations[targets[0]] = predict(
+            source, method, "fp32", "none", Shape(1, 64)
+        ).memory.activations
+    assert (
+        activations["embed"] > 0.8 * activations["q_proj"]
+        and activations["lm_head"] < 0.1 * activations["q_proj"]
+    )
 
 
 def factors_of(source, method):
@@ -379,9 +485,14 @@ def test_a_frozen_parameter_has_no_gradient_in_the_plan(tiny):
     source, method = resolve(tiny), method_of(LORA)
     method.choose(source.meta_model(), source.adapter_rules)
     unfrozen = predict(source, method, "fp32", "none", Shape(1, 64))
-    method.frozen = {name for name in method.parameters(attached(source, method)) if name.startswith("blocks.0.")}
+    method.frozen = {
+        name for name in method.parameters(attached(source, method)) if name.startswith("blocks.0.")
+    }
     frozen = predict(source, method, "fp32", "none", Shape(1, 64))
-    assert frozen.trained == unfrozen.trained * 2 // 3 and frozen.memory.gradients == unfrozen.memory.gradients * 2 // 3
+    assert (
+        frozen.trained == unfrozen.trained * 2 // 3
+        and frozen.memory.gradients == unfrozen.memory.gradients * 2 // 3
+    )
     assert frozen.memory.activations < unfrozen.memory.activations
 
 
@@ -393,21 +504,39 @@ def attached(source, method):
 
 def test_peak_memory_excludes_the_parent_process():
     """A parent of 1 GiB starts a child that needs a fifth of that."""
-    child = "import torch; from litft.distributed.devices import peak_memory; print(peak_memory(torch.device('cpu')))"
-    parent = f"import subprocess, sys; held = bytearray(b'x') * 2**30; subprocess.run([sys.executable, '-c', {child!r}])"
-    done = subprocess.run([sys.executable, "-c", parent], env=ENV, capture_output=True, text=True, check=True)
+    child = (
+        "import torch; from litft.distributed.devices import peak_memory; "
+        "print(peak_memory(torch.device('cpu')))"
+    )
+    parent = (
+        "import subprocess, sys; held = bytearray(b'x') * 2**30; subprocess.run([sys.executable, "
+        f"'-c', {child!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", parent], env=ENV, capture_output=True, text=True, check=True
+    )
     assert 0.05 < float(done.stdout) < 0.7
 
 
 def test_the_plan_of_a_gpu_traces_its_kernels():
-    """Soft-capped scores are stored whole on a GPU, chunk by chunk on a CPU; the loss takes 16 times as many rows at once.
+    """Soft-capped scores are stored whole on a GPU, chunk by chunk on a CPU; the loss takes 16
+    times as many rows at once.
 
     7.20 GiB were measured with torch's CUDA allocator (torch 2.15, scripts/plan_accuracy.py).
     """
     source, method = resolve(config_folder("gemma-2-2b")), LoRA(LoRAArgs())
     method.choose(source.meta_model(), source.adapter_rules)
     on_gpu, on_cpu = (
-        predict(source, method, "bf16", "none", Shape(1, 512), recomputed="none", device=device, compiled=False).memory.peak
+        predict(
+            source,
+            method,
+            "bf16",
+            "none",
+            Shape(1, 512),
+            recomputed="none",
+            device=device,
+            compiled=False,
+        ).memory.peak
         for device in ("cuda", "cpu")
     )
     assert on_gpu / 2**30 == pytest.approx(7.20, rel=0.01) and on_cpu < 0.99 * on_gpu
@@ -420,5 +549,9 @@ def test_blocks_that_save_nothing_are_planned_without_activations():
     for targets in (["blocks.25.*"], ["all-linear"]):
         method = LoRA(LoRAArgs(targets=targets))
         method.choose(source.meta_model(), source.adapter_rules)
-        planned.append(predict(source, method, "bf16", "none", Shape(1, 512), device="cuda", compiled=True).memory)
+        planned.append(
+            predict(
+                source, method, "bf16", "none", Shape(1, 512), device="cuda", compiled=True
+            ).memory
+        )
     assert 0 < planned[0].activations < planned[1].activations / 10

@@ -1,4 +1,5 @@
-"""Learning from preferences: the objectives' closed forms, the reference, resumed runs, metrics and memory."""
+"""Learning from preferences: the objectives' closed forms, the reference, resumed runs, metrics and
+memory."""
 
 import json
 import math
@@ -9,7 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, adapted, copy_tokenizer, kill_after, rows_of, script, start, write_records
+from conftest import (
+    ROOT,
+    adapted,
+    copy_tokenizer,
+    kill_after,
+    rows_of,
+    script,
+    start,
+    write_records,
+)
 from torch import nn
 
 import litft
@@ -27,8 +37,8 @@ from litft.args import (
     SaveArgs,
     TrainArgs,
 )
-from litft.data.encoder import Sample
 from litft.data.packing import collate
+from litft.data.sample import Sample
 from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
 from litft.training.finetune import prepare, run_finetuning
@@ -48,18 +58,32 @@ class Given(nn.Module):
         return self.losses
 
 
-def pair(lengths: tuple[int, int], supervised: tuple[int, int], reference: tuple[float, float]) -> Sample:
+def pair(
+    lengths: tuple[int, int], supervised: tuple[int, int], reference: tuple[float, float]
+) -> Sample:
     targets = [
         torch.cat((torch.full((length - count,), IGNORED), torch.ones(count, dtype=torch.int64)))
         for length, count in zip(lengths, supervised, strict=True)
     ]
-    return Sample(torch.ones(sum(lengths), dtype=torch.int64), torch.cat(targets), documents=lengths, reference=reference)
+    return Sample(
+        torch.ones(sum(lengths), dtype=torch.int64),
+        torch.cat(targets),
+        documents=lengths,
+        reference=reference,
+    )
 
 
 PAIRS = [pair((4, 6), (2, 3), (-2.0, -4.0)), pair((3, 2), (1, 1), (-0.5, -1.5))]
-LOSSES = [0.5, 0.9, 0.7, 1.1, 0.3, 0.4, 2.1]  # chosen: 0.5 + 0.9; rejected: 0.7 + 1.1 + 0.3; chosen: 0.4; rejected: 2.1
+# chosen: 0.5 + 0.9; rejected: 0.7 + 1.1 + 0.3; chosen: 0.4; rejected: 2.1
+LOSSES = [0.5, 0.9, 0.7, 1.1, 0.3, 0.4, 2.1]
 ARGS = PreferenceArgs(
-    beta=0.4, label_smoothing=0.1, gamma=0.6, orpo_lambda=0.3, sft_weight=0.2, desirable_weight=1.5, undesirable_weight=0.7
+    beta=0.4,
+    label_smoothing=0.1,
+    gamma=0.6,
+    orpo_lambda=0.3,
+    sft_weight=0.2,
+    desirable_weight=1.5,
+    undesirable_weight=0.7,
 )
 
 
@@ -94,9 +118,13 @@ def test_a_pairs_loss_equals_the_closed_form_and_finite_differences(name):
     assert totals == Totals(2, 3)
     values = objective(model, batch, totals)
     assert float(values[0]) == pytest.approx(expected_loss(name), rel=1e-12)
-    assert torch.autograd.gradcheck(lambda losses: _at(objective, losses, batch, totals), model.losses, atol=1e-7)
+    assert torch.autograd.gradcheck(
+        lambda losses: _at(objective, losses, batch, totals), model.losses, atol=1e-7
+    )
     scores = dict(zip(objective.scores, values[1:].tolist(), strict=True))
-    assert scores["chosen_logp"] == pytest.approx(-0.9) and scores["rejected_logp"] == pytest.approx(-2.1)
+    assert scores["chosen_logp"] == pytest.approx(-0.9) and scores[
+        "rejected_logp"
+    ] == pytest.approx(-2.1)
     assert scores["margin"] == pytest.approx(scores["chosen_reward"] - scores["rejected_reward"])
 
 
@@ -145,7 +173,10 @@ def test_ktos_loss_equals_the_closed_form():
     assert float(objective.kl) == 0  # a negative estimate
 
 
-WORDS = "once upon a time there was a little girl named Lily who loved to play outside in the park with her dog".split()
+WORDS = (
+    "once upon a time there was a little girl named Lily who loved to play outside in the park "
+    "with her dog".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +193,9 @@ def pairs(tmp_path_factory) -> Path:
     return write_records(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", records)
 
 
-def flags(base: Path, data: Path, out: Path, kind=LoRAFinetuneArgs, objective: str = "dpo", **values):
+def flags(
+    base: Path, data: Path, out: Path, kind=LoRAFinetuneArgs, objective: str = "dpo", **values
+):
     train = dict(max_steps=4, global_batch_size=8, learning_rate=5e-3) | values.pop("train", {})
     return kind(
         checkpoint_dir=str(base),
@@ -202,7 +235,9 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "values"), METHODS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("kind", "values"), METHODS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path, kind, values):
     args = flags(tiny, pairs, tmp_path / "run", kind, **values)
     run_finetuning(args)
@@ -213,7 +248,9 @@ def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path
         for index, actual in stored.items():
             assert actual == pytest.approx(plain_log_probs(model, samples[index]), rel=1e-6)
     rows = rows_of(tmp_path / "run")
-    assert rows[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[0]["val_margin"] == 0
+    assert (
+        rows[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[0]["val_margin"] == 0
+    )
     assert rows[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
@@ -243,14 +280,26 @@ def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tm
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes_learn_as_one(tiny, pairs, tmp_path, strategy):
     """Also with labels, whose KL divergence is that of the global batch."""
-    common = f"--checkpoint_dir {tiny} --data.path {pairs} --data.val_fraction 0.2 --train.max_steps 3 "
-    common += "--train.global_batch_size 6 --eval.interval 2 --eval.max_new_tokens 0 --train.learning_rate 0.005"
+    common = (
+        f"--checkpoint_dir {tiny} --data.path {pairs} --data.val_fraction 0.2 --train.max_steps 3 "
+    )
+    common += (
+        "--train.global_batch_size 6 --eval.interval 2 --eval.max_new_tokens 0 "
+        "--train.learning_rate 0.005"
+    )
     results = {}
     for name, more in (("one", ""), ("two", f"--devices 2 --strategy {strategy}")):
         for objective in ("dpo", "kto"):
             out = f"{name}-{objective}"
             script(
-                "finetune/lora.py", *common.split(), *more.split(), "--objective", objective, "--out_dir", out, cwd=tmp_path
+                "finetune/lora.py",
+                *common.split(),
+                *more.split(),
+                "--objective",
+                objective,
+                "--out_dir",
+                out,
+                cwd=tmp_path,
             )
             results[out] = rows_of(tmp_path / out)
     for objective in ("dpo", "kto"):
@@ -265,25 +314,49 @@ def test_two_processes_learn_as_one(tiny, pairs, tmp_path, strategy):
             *["kl"] * (objective == "kto"),
         ):
             expected = [row[name] for row in one if name in row]
-            assert expected and [row[name] for row in two if name in row] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+            assert expected and [row[name] for row in two if name in row] == pytest.approx(
+                expected, rel=1e-5, abs=1e-6
+            )
 
 
-@pytest.mark.parametrize("objective", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))])
+@pytest.mark.parametrize(
+    "objective", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))]
+)
 def test_an_interrupted_run_equals_an_uninterrupted_one(tiny, pairs, tmp_path, objective):
-    common = ["--checkpoint_dir", tiny, "--data.path", pairs, "--data.val_fraction", "0.2", "--objective", objective]
-    common += "--train.max_steps 4 --train.global_batch_size 8 --eval.interval 2 --eval.max_new_tokens 0".split()
+    common = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        pairs,
+        "--data.val_fraction",
+        "0.2",
+        "--objective",
+        objective,
+    ]
+    common += (
+        "--train.max_steps 4 --train.global_batch_size 8 "
+        "--eval.interval 2 --eval.max_new_tokens 0".split()
+    )
     common += "--save.interval 2 --train.learning_rate 0.005".split()
     script("finetune/lora.py", *common, "--out_dir", "whole", cwd=tmp_path)
-    kill_after(2, tmp_path / "killed", "finetune/lora.py", *common, "--out_dir", "killed", cwd=tmp_path)
-    for path in (tmp_path / "killed" / FOLDER).glob("train-*"):  # what was lost is computed with the weights of the start
+    kill_after(
+        2, tmp_path / "killed", "finetune/lora.py", *common, "--out_dir", "killed", cwd=tmp_path
+    )
+    # what was lost is computed with the weights of the start
+    for path in (tmp_path / "killed" / FOLDER).glob("train-*"):
         path.unlink()
     script("finetune/lora.py", "--resume", "--out_dir", "killed", cwd=tmp_path)
     for name in ("adapter_model.safetensors",):
-        whole, killed = ((tmp_path / run / "final" / name).read_bytes() for run in ("whole", "killed"))
+        whole, killed = (
+            (tmp_path / run / "final" / name).read_bytes() for run in ("whole", "killed")
+        )
         assert whole == killed
     timed = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
     whole, killed = (
-        [{name: value for name, value in row.items() if name not in timed} for row in rows_of(tmp_path / run)]
+        [
+            {name: value for name, value in row.items() if name not in timed}
+            for row in rows_of(tmp_path / run)
+        ]
         for run in ("whole", "killed")
     )
     assert whole == killed
@@ -300,22 +373,38 @@ def test_a_run_killed_within_the_reference_resumes_it(tiny, pairs, tmp_path, mon
     (killed / FOLDER).mkdir(parents=True)
     (killed / "config.yaml").write_bytes((tmp_path / "run" / "config.yaml").read_bytes())
     file = LogProbFile(killed / FOLDER / path.name, 2)
-    marked = rows["values"][:10] + 1e-9  # as if computed elsewhere: such rows are not computed again
+    # as if computed elsewhere: such rows are not computed again
+    marked = rows["values"][:10] + 1e-9
     file.append(rows["index"][:10].tolist(), marked)
     with file.path.open("ab") as stream:
         stream.write(b"torn")
     run_finetuning(replace(args, out_dir=str(killed), resume=True))
     resumed = file.rows()
     assert len(resumed) == len(rows) and file.path.stat().st_size == len(stored)
-    assert np.array_equal(resumed["values"][:10], marked) and len(set(resumed["index"].tolist())) == 32
+    assert (
+        np.array_equal(resumed["values"][:10], marked) and len(set(resumed["index"].tolist())) == 32
+    )
 
 
 @pytest.mark.slow
 def test_kill_9_within_the_reference_pass(checkpoints, tmp_path):
-    """The pass over 400 pairs of a real model takes seconds; what was written stays, and the run goes on from there."""
-    records = [{"prompt": f"Tell {n}", "chosen": "Once " * (20 + n % 30), "rejected": "upon " * 30} for n in range(400)]
+    """The pass over 400 pairs of a real model takes seconds; what was written stays, and the run
+    goes on from there."""
+    records = [
+        {"prompt": f"Tell {n}", "chosen": "Once " * (20 + n % 30), "rejected": "upon " * 30}
+        for n in range(400)
+    ]
     data = write_records(tmp_path / "pairs.jsonl", records)
-    common = ["--checkpoint_dir", checkpoints["stories15M"], "--data.path", data, "--objective", "dpo", "--out_dir", "run"]
+    common = [
+        "--checkpoint_dir",
+        checkpoints["stories15M"],
+        "--data.path",
+        data,
+        "--objective",
+        "dpo",
+        "--out_dir",
+        "run",
+    ]
     common += "--train.max_steps 60 --train.global_batch_size 8 --eval.max_new_tokens 0".split()
     process = start("finetune/lora.py", *common, cwd=tmp_path)
     folder = tmp_path / "run" / FOLDER
@@ -327,25 +416,41 @@ def test_kill_9_within_the_reference_pass(checkpoints, tmp_path):
     before = path.read_bytes()
     row_bytes = LogProbFile(path, 2).row.itemsize
     assert 0 < len(before) < row_bytes * 380
-    script("finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "2", cwd=tmp_path)
-    assert path.read_bytes()[: len(before) // row_bytes * row_bytes] == before[: len(before) // row_bytes * row_bytes]
+    script(
+        "finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "2", cwd=tmp_path
+    )
+    assert (
+        path.read_bytes()[: len(before) // row_bytes * row_bytes]
+        == before[: len(before) // row_bytes * row_bytes]
+    )
 
 
 @pytest.mark.slow
 def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
     run_finetuning(
-        flags(tiny, pairs, tmp_path / "run", train={"max_steps": 30, "learning_rate": 1e-2, "global_batch_size": 16})
+        flags(
+            tiny,
+            pairs,
+            tmp_path / "run",
+            train={"max_steps": 30, "learning_rate": 1e-2, "global_batch_size": 16},
+        )
     )
     rows = rows_of(tmp_path / "run")
     last = rows[-1]
     assert last["val_accuracy"] >= 0.9 and last["val_margin"] > 0.5 and "val_perplexity" not in last
-    assert last["val_margin"] == pytest.approx(last["val_chosen_reward"] - last["val_rejected_reward"], rel=1e-6)
+    assert last["val_margin"] == pytest.approx(
+        last["val_chosen_reward"] - last["val_rejected_reward"], rel=1e-6
+    )
     words = "--checkpoint_dir run --repo_id me/mine --base_model me/base --dry_run".split()
     card = script("scripts/upload.py", *words, cwd=tmp_path).stdout
     assert "trained by LoRA from preferences with DPO ([2305.18290]" in card
     assert f"| validation accuracy, at the end | {last['val_accuracy']:.1%} |" in card
     page = (tmp_path / "run" / "report.html").read_text("utf-8")
-    titles = ("Accuracy of the rewards", "Margin between the rewards", "Log-probability of the chosen")
+    titles = (
+        "Accuracy of the rewards",
+        "Margin between the rewards",
+        "Log-probability of the chosen",
+    )
     for text in (*titles, "<th>accuracy</th>", "validation accuracy"):
         assert text in page
 
@@ -381,8 +486,11 @@ def test_log_probs_with_a_flipped_bit_are_computed_again(tmp_path):
 
 
 def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
-    """Each position of the stream has the answer of another example, and another one in the next epoch."""
-    args = flags(tiny, pairs, tmp_path / "run", objective="kto", train={"epochs": 2, "max_steps": None})
+    """Each position of the stream has the answer of another example, and another one in the next
+    epoch."""
+    args = flags(
+        tiny, pairs, tmp_path / "run", objective="kto", train={"epochs": 2, "max_steps": None}
+    )
     partners = {}
     for seed in (42, 42, 43):
         setup, schedule, _ = prepare(replace(args, seed=seed))
@@ -396,12 +504,26 @@ def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
 
 def test_a_run_that_cannot_be_resumed_computes_no_reference(tiny, pairs, tmp_path):
     """And one that can, from the command line, computes none again."""
-    common = ["--checkpoint_dir", tiny, "--data.path", pairs, "--objective", "dpo", "--train.max_steps", "2"]
-    script("finetune/lora.py", *common, "--eval.max_new_tokens", "0", "--out_dir", "run", cwd=tmp_path)
+    common = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        pairs,
+        "--objective",
+        "dpo",
+        "--train.max_steps",
+        "2",
+    ]
+    script(
+        "finetune/lora.py", *common, "--eval.max_new_tokens", "0", "--out_dir", "run", cwd=tmp_path
+    )
     files = {path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()}
     script("finetune/lora.py", "--resume", "--out_dir", "run", cwd=tmp_path)
     flags = "--resume --out_dir run --preference.beta 0.3".split()
-    assert "preference.beta 0.1, now 0.3" in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
+    assert (
+        "preference.beta 0.1, now 0.3"
+        in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
+    )
     assert files == {path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()}
 
 
@@ -411,13 +533,19 @@ def test_a_step_with_one_kind_of_labels_has_no_margin(tiny, tmp_path):
     run_finetuning(flags(tiny, data, tmp_path / "run", objective="kto"))
     for row in rows_of(tmp_path / "run"):
         names = {name.removeprefix("val_") for name in row}
-        assert "chosen_reward" in names and not names & {"margin", "rejected_reward", "rejected_logp"}
+        assert "chosen_reward" in names and not names & {
+            "margin",
+            "rejected_reward",
+            "rejected_logp",
+        }
     assert rows_of(tmp_path / "run")[0]["val_accuracy"] == 0.5
 
 
 def test_flags_without_a_meaning_are_refused(tiny, pairs, tmp_path):
     cases = {
-        "--preference.gamma applies only to --objective simpo": {"preference": PreferenceArgs(gamma=2.0)},
+        "--preference.gamma applies only to --objective simpo": {
+            "preference": PreferenceArgs(gamma=2.0)
+        },
         "--preference.beta 0": {"preference": PreferenceArgs(beta=0.0)},
         "--data.mask_prompt false": {"data": DataArgs(path=[str(pairs)], mask_prompt=False)},
         "--train.label_smoothing 0.1": {"train": TrainArgs(label_smoothing=0.1)},
@@ -425,16 +553,24 @@ def test_flags_without_a_meaning_are_refused(tiny, pairs, tmp_path):
     for message, values in cases.items():
         problems = replace(flags(tiny, pairs, tmp_path / "run"), **values).problems()
         assert any(problem.startswith(message) for problem in problems), message
-    supervised = replace(flags(tiny, pairs, tmp_path / "run", objective="sft"), preference=PreferenceArgs(beta=0.2))
+    supervised = replace(
+        flags(tiny, pairs, tmp_path / "run", objective="sft"), preference=PreferenceArgs(beta=0.2)
+    )
     assert any("--preference.beta applies only to" in problem for problem in supervised.problems())
 
 
 def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_path):
-    expected = {(LoRAFinetuneArgs, "dpo"): 5e-5, (FullFinetuneArgs, "dpo"): 5e-6, (LoRAFinetuneArgs, "simpo"): 1e-5}
+    expected = {
+        (LoRAFinetuneArgs, "dpo"): 5e-5,
+        (FullFinetuneArgs, "dpo"): 5e-6,
+        (LoRAFinetuneArgs, "simpo"): 1e-5,
+    }
     for (kind, objective), rate in expected.items():
         args = flags(tiny, pairs, tmp_path / "run", kind, objective, train={"learning_rate": None})
         assert prepare(args)[0].args.train.learning_rate == pytest.approx(rate)
-    supervised = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(ROOT / "litft" / "demo")]))
+    supervised = LoRAFinetuneArgs(
+        checkpoint_dir=str(tiny), data=DataArgs(path=[str(ROOT / "litft" / "demo")])
+    )
     assert prepare(supervised)[0].args.train.learning_rate == 2e-4
 
 
@@ -446,16 +582,36 @@ def test_rounding_errors_are_ties():
 @pytest.mark.slow
 def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
     """The run's own held-out pairs without flags; a file of pairs is recognised by its fields."""
-    run_finetuning(flags(tiny, pairs, tmp_path / "run", train={"max_steps": 20, "learning_rate": 1e-2}))
-    script("scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path)
+    run_finetuning(
+        flags(tiny, pairs, tmp_path / "run", train={"max_steps": 20, "learning_rate": 1e-2})
+    )
+    script(
+        "scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path
+    )
     scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
     last = rows_of(tmp_path / "run")[-1]
-    assert scores["tuned"]["margin over the base"] * 0.1 == pytest.approx(last["val_margin"], rel=1e-4)
+    assert scores["tuned"]["margin over the base"] * 0.1 == pytest.approx(
+        last["val_margin"], rel=1e-4
+    )
     assert scores["tuned"]["accuracy over the base"] == last["val_accuracy"]
-    data, model = prepare(flags(tiny, pairs, tmp_path / "x"))[1].data, litft.load(tiny, precision="fp32")[0]
+    data, model = (
+        prepare(flags(tiny, pairs, tmp_path / "x"))[1].data,
+        litft.load(tiny, precision="fp32")[0],
+    )
     expected = np.array([plain_log_probs(model, data.val[n]) for n in range(len(data.val))])
-    assert scores["base"]["margin"] == pytest.approx(float((expected[:, 0] - expected[:, 1]).mean()), rel=1e-5)
-    script("scripts/run_eval.py", "--checkpoint_dir", tiny, "--data.path", pairs, "--out", "file.json", cwd=tmp_path)
+    assert scores["base"]["margin"] == pytest.approx(
+        float((expected[:, 0] - expected[:, 1]).mean()), rel=1e-5
+    )
+    script(
+        "scripts/run_eval.py",
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        pairs,
+        "--out",
+        "file.json",
+        cwd=tmp_path,
+    )
     written = json.loads((tmp_path / "file.json").read_text())
     (only,) = written["scores"].values()
     assert only["pairs"] == 40 and 0 <= only["accuracy"] <= 1
@@ -465,21 +621,34 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
 @pytest.mark.slow
 def test_answers_with_labels_are_scored_by_label(tiny, tmp_path):
     """Undesirable answers are not expected ones: a file of labels is recognised by its fields."""
-    records = [{"prompt": f"Say {n}.", "completion": f"number {n}", "label": n % 3 > 0} for n in range(30)]
+    records = [
+        {"prompt": f"Say {n}.", "completion": f"number {n}", "label": n % 3 > 0} for n in range(30)
+    ]
     path = write_records(tmp_path / "labels.jsonl", records)
-    args = flags(tiny, path, tmp_path / "run", objective="kto", train={"max_steps": 4, "learning_rate": 1e-2})
+    args = flags(
+        tiny, path, tmp_path / "run", objective="kto", train={"max_steps": 4, "learning_rate": 1e-2}
+    )
     run_finetuning(args)
-    done = script("scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path)
+    done = script(
+        "scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path
+    )
     written = json.loads((tmp_path / "scores.json").read_text())
     data = prepare(args)[1].data.val
     folders = {"base": tiny, "tuned": tmp_path / "run" / "final"}
     models = {name: litft.load(folder, precision="fp32")[0] for name, folder in folders.items()}
-    sums = {name: [plain_log_probs(model, data[n])[0] for n in range(len(data))] for name, model in models.items()}
+    sums = {
+        name: [plain_log_probs(model, data[n])[0] for n in range(len(data))]
+        for name, model in models.items()
+    }
     for desirable, title in ((True, "desirable"), (False, "undesirable")):
         chosen = [n for n in range(len(data)) if data[n].desirable is desirable]
         means = {name: np.mean([values[n] for n in chosen]) for name, values in sums.items()}
         for name, mean in means.items():
-            assert written["scores"][name][f"{title}: log-probability"] == pytest.approx(mean, rel=1e-5)
+            assert written["scores"][name][f"{title}: log-probability"] == pytest.approx(
+                mean, rel=1e-5
+            )
         gain = written["scores"]["tuned"][f"{title}: log-probability over the base"]
         assert gain == pytest.approx(means["tuned"] - means["base"], abs=1e-4)
-    assert "exact_match" not in written["scores"]["tuned"] and "tuned, log-probability:" in done.stdout
+    assert (
+        "exact_match" not in written["scores"]["tuned"] and "tuned, log-probability:" in done.stdout
+    )

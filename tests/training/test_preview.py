@@ -17,12 +17,16 @@ from conftest import config_folder, rows_of, script, write_records
 from litft.data.packing import Layout, num_slots
 from litft.data.sampler import Sampler, largest_micro_batch
 
-RECORDS = [{"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 7)} for n in range(40)]
+RECORDS = [
+    {"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 7)}
+    for n in range(40)
+]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """42 records: six have an empty answer, two an end token after an answer, and one of those ends without an answer."""
+    """42 records: six have an empty answer, two an end token after an answer, and one of those ends
+    without an answer."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b</s>"}]
     records = [*RECORDS, {"messages": talk}, {"messages": [*talk, talk[0]]}]
     return write_records(tmp_path_factory.mktemp("preview") / "data.jsonl", records)
@@ -30,16 +34,29 @@ def data(tmp_path_factory):
 
 def test_a_dry_run_shows_everything_and_writes_nothing(tiny, data, tmp_path):
     command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", data, "--dry_run"]
-    done = script(*command, "--data.val_fraction", "0.1", "--data.max_seq_length", "128", cwd=tmp_path)
+    done = script(
+        *command, "--data.val_fraction", "0.1", "--data.max_seq_length", "128", cwd=tmp_path
+    )
     text = done.stdout
     assert "42 records (alpaca 40, messages 2)" in text
     assert "6 skipped: the answer is empty" in text and "line 1, line 8, line 15" in text
-    assert "2 with an end token written after an answer" in text and "1 ending in a turn without an answer" in text
+    assert (
+        "2 with an end token written after an answer" in text
+        and "1 ending in a turn without an answer" in text
+    )
     counts = r"(\d+) training and (\d+) validation examples; (\d+) steps of 16, 3 epochs of (\d+), on 1 device"
     training, held_out, steps, epoch = map(int, re.search(counts, text).groups())
-    assert training + held_out == 36 and 1 <= held_out <= 9 and epoch == training and steps == -(-3 * training // 16)
+    assert (
+        training + held_out == 36
+        and 1 <= held_out <= 9
+        and epoch == training
+        and steps == -(-3 * training // 16)
+    )
     # no two examples fit into a row
-    assert f"a row for each example: {3 * training / steps:.1f} rows a step" in text and "% padding" in text
+    assert (
+        f"a row for each example: {3 * training / steps:.1f} rows a step" in text
+        and "% padding" in text
+    )
     assert text.count("--- training example") == 3 and "once upon a time</s>⟧" in text
     assert "58,336 parameters; lora trains 11,712 (20.08%)" in text
     assert "MiB at its peak, with micro-batches of 1 x" in text and "of its peak" in text
@@ -47,14 +64,30 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tiny, data, tmp_path):
 
 
 def test_a_run_prints_its_data_and_memory(tiny, data, tmp_path):
-    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", data, "--train.max_steps", "2"]
+    command = [
+        "finetune/lora.py",
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        data,
+        "--train.max_steps",
+        "2",
+    ]
     text = script(*command, cwd=tmp_path).stdout
     assert "42 records (alpaca 40, messages 2)" in text and "6 skipped: the answer is empty" in text
     assert "packed into rows of at most 256 tokens" in text and "MiB at its peak" in text
 
 
 def test_a_terminal_gets_colour_and_a_file_gets_marks(tiny, data, tmp_path):
-    command = ["scripts/prepare_data.py", "--checkpoint_dir", tiny, "--data.path", data, "--show", "1"]
+    command = [
+        "scripts/prepare_data.py",
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        data,
+        "--show",
+        "1",
+    ]
     assert "⟦" in script(*command, cwd=tmp_path).stdout
     controller, terminal = pty.openpty()
     process = conftest.start(*command, stdout=terminal, cwd=tmp_path)
@@ -81,15 +114,30 @@ def test_a_terminal_gets_colour_and_a_file_gets_marks(tiny, data, tmp_path):
     ],
 )
 def test_real_files_are_prepared(checkpoints, shared, tmp_path, name, counts):
-    folder, template = checkpoints["SmolLM2-135M-Instruct"], shared / "chat_templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
-    command = ["scripts/prepare_data.py", "--checkpoint_dir", folder, "--data.path", shared / "data" / name]
-    tools = ["--data.template", template] if name.startswith("tool") else []  # SmolLM2's own template leaves out tool calls
+    folder, template = (
+        checkpoints["SmolLM2-135M-Instruct"],
+        shared / "chat_templates" / "Qwen-Qwen2.5-7B-Instruct.jinja",
+    )
+    command = [
+        "scripts/prepare_data.py",
+        "--checkpoint_dir",
+        folder,
+        "--data.path",
+        shared / "data" / name,
+    ]
+    # SmolLM2's own template leaves out tool calls
+    tools = ["--data.template", template] if name.startswith("tool") else []
     text = script(*command, *tools, cwd=tmp_path).stdout
     print(text)
     assert counts in text and "bad" not in text
-    train, val = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:training and|validation)", text)[:2])
+    train, val = (
+        int(n.replace(",", ""))
+        for n in re.findall(r"([\d,]+) (?:training and|validation)", text)[:2]
+    )
     skipped = sum(int(n.replace(",", "")) for n in re.findall(r"([\d,]+) skipped", text))
-    assert name.startswith("wikitext") or train + val + skipped == int(counts.split()[0].replace(",", ""))
+    assert name.startswith("wikitext") or train + val + skipped == int(
+        counts.split()[0].replace(",", "")
+    )
 
 
 def test_a_template_that_leaves_out_a_tool_call_is_reported(checkpoints, shared, tmp_path):
@@ -101,7 +149,15 @@ def test_a_template_that_leaves_out_a_tool_call_is_reported(checkpoints, shared,
 
 
 def test_template_tokens_that_the_tokenizer_lacks_are_reported(tiny, data, tmp_path):
-    command = ["scripts/prepare_data.py", "--checkpoint_dir", tiny, "--data.path", data, "--data.template", "chatml"]
+    command = [
+        "scripts/prepare_data.py",
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        data,
+        "--data.template",
+        "chatml",
+    ]
     text = script(*command, cwd=tmp_path).stdout
     assert "has no token for the template's <|im_start|>,<|im_end|>; --data.new_tokens" in text
     text = script(*command, "--data.new_tokens", "<|im_start|>,<|im_end|>", cwd=tmp_path).stdout
@@ -119,11 +175,27 @@ def test_duplicates_of_validation_samples_are_reported(tiny, tmp_path):
 def test_several_paths_and_other_columns_on_the_command_line(tiny, tmp_path):
     write_records(tmp_path / "a.json", RECORDS[1:6])
     write_records(tmp_path / "b.jsonl", [{"q": "Why?", "a": "So."}] * 5)
-    flags = ["--checkpoint_dir", tiny, "--data.path", "a.json,b.jsonl", "--data.columns", "question=q,answer=a"]
-    flags += ["--data.weights", "2,0.5", "--train.epochs", "1", "--data.val_fraction", "0", "--dry_run"]
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        "a.json,b.jsonl",
+        "--data.columns",
+        "question=q,answer=a",
+    ]
+    flags += [
+        "--data.weights",
+        "2,0.5",
+        "--train.epochs",
+        "1",
+        "--data.val_fraction",
+        "0",
+        "--dry_run",
+    ]
     text = script("finetune/lora.py", *flags, "--train.global_batch_size", "4", cwd=tmp_path).stdout
     assert "a.json: 5 records (alpaca)" in text and "b.jsonl: 5 records (question)" in text
-    assert "10 training and 0 validation examples; 3 steps of 4, 1 epochs of 12" in text  # 2 x 5 + 5 / 2 examples
+    # 2 x 5 + 5 / 2 examples
+    assert "10 training and 0 validation examples; 3 steps of 4, 1 epochs of 12" in text
 
 
 def test_a_data_set_from_the_hub(tiny, tmp_path):
@@ -134,16 +206,33 @@ def test_a_data_set_from_the_hub(tiny, tmp_path):
     command = ["scripts/prepare_data.py", "--checkpoint_dir", tiny, "--data.path"]
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = script(*command, "owner/name", cwd=tmp_path, env=env)
-    assert "owner/name, train: 10 records (alpaca)" in done.stdout and "10 training and 3 validation examples" in done.stdout
+    assert (
+        "owner/name, train: 10 records (alpaca)" in done.stdout
+        and "10 training and 3 validation examples" in done.stdout
+    )
     for words in (["owner/name", "--data.split", "train_sft"], ["owner/name:train_sft"]):
-        done = script(*command, *words, "--data.val_path", "owner/name:test_sft", cwd=tmp_path, env=env)
-        assert "owner/name, train_sft: 7 records" in done.stdout and "7 training and 2 validation" in done.stdout
+        done = script(
+            *command, *words, "--data.val_path", "owner/name:test_sft", cwd=tmp_path, env=env
+        )
+        assert (
+            "owner/name, train_sft: 7 records" in done.stdout
+            and "7 training and 2 validation" in done.stdout
+        )
     done = script(*command, "owner/name:train_rl", cwd=tmp_path, env=env, code=2)
-    assert "owner/name has no split train_rl; it has train, validation, train_sft, test_sft" in done.stderr
-    done = script(*command, "owner/name", "--data.val_path", "owner/name", cwd=tmp_path, env=env, code=2)
-    assert "--data.val_path owner/name: no such file; for a data set on the hub, name its split" in done.stderr
+    assert (
+        "owner/name has no split train_rl; it has train, validation, train_sft, test_sft"
+        in done.stderr
+    )
+    done = script(
+        *command, "owner/name", "--data.val_path", "owner/name", cwd=tmp_path, env=env, code=2
+    )
+    assert (
+        "--data.val_path owner/name: no such file; for a data set on the hub, name its split"
+        in done.stderr
+    )
     done = script(*command, "owner/name,owner/name:validation", cwd=tmp_path, env=env)
-    assert "held out" not in done.stdout and "13 records" not in done.stdout  # not both trained on and validated
+    # not both trained on and validated
+    assert "held out" not in done.stdout and "13 records" not in done.stdout
     done = script(*command, "data.json", "--data.split", "train_sft", cwd=tmp_path, env=env, code=2)
     assert "--data.split train_sft: no --data.path is a data set on the hub" in done.stderr
     done = script(*command, "owner/other", cwd=tmp_path, env=env, code=2)
@@ -176,10 +265,21 @@ def test_a_plan_needs_only_a_config(tmp_path):
     assert "8,030,261,248 parameters; lora trains 20,971,520 (0.26%)" in text
     assert "weights 15.0" in text and "minutes at 40% of its peak" in text
     quantized = script(*command, "--quantize", "nf4", cwd=tmp_path).stdout
-    assert "weights 5.69" in quantized  # 6.98e9 x (1/2 + 4/64), the embedding and the head in bf16, factors in fp32
+    # 6.98e9 x (1/2 + 4/64), the embedding and the head in bf16, factors in fp32
+    assert "weights 5.69" in quantized
     unknown = script(*command, "--chip", "abacus", cwd=tmp_path, code=2).stderr
-    assert "its peak is not known; known chips:" in unknown and "RTX 3060" in unknown and "H100," in unknown
-    budget = ["scripts/plan.py", "--checkpoint_dir", config_folder("llama-3.2-1b"), "--budget", "80GB"]
+    assert (
+        "its peak is not known; known chips:" in unknown
+        and "RTX 3060" in unknown
+        and "H100," in unknown
+    )
+    budget = [
+        "scripts/plan.py",
+        "--checkpoint_dir",
+        config_folder("llama-3.2-1b"),
+        "--budget",
+        "80GB",
+    ]
     without_chip = script(*budget, cwd=tmp_path).stdout
     assert "H100" not in without_chip and "--chip NAME adds the time" in without_chip
     assert "1 x RTX 3090" in script(*budget, "--chip", "RTX 3090", cwd=tmp_path).stdout
@@ -193,8 +293,13 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
     generator = np.random.default_rng(0)
     for _ in range(20):
         lengths = generator.integers(1, 60, generator.integers(5, 200))
-        order, size = Sampler([len(lengths)], int(generator.integers(100))), int(generator.integers(1, 20))
-        samples = SimpleNamespace(lengths=lengths, supervised=lengths - generator.integers(0, lengths))
+        order, size = (
+            Sampler([len(lengths)], int(generator.integers(100))),
+            int(generator.integers(1, 20)),
+        )
+        samples = SimpleNamespace(
+            lengths=lengths, supervised=lengths - generator.integers(0, lengths)
+        )
         largest = largest_micro_batch(samples, order, layout, 2 * len(lengths), size)
         max_slots, max_targets, counts = 0, 0, []
         for start in range(0, 2 * len(lengths), size):
@@ -202,7 +307,8 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
             batches = layout.plan(lengths[indices].tolist())
             max_slots = max(max_slots, *(num_slots(lengths[indices], rows) for rows in batches))
             max_targets = max(
-                max_targets, *(sum(samples.supervised[indices[row]].sum() for row in rows) for rows in batches)
+                max_targets,
+                *(sum(samples.supervised[indices[row]].sum() for row in rows) for rows in batches),
             )
             counts.append(len(batches) // layout.ranks)
         assert num_slots(lengths, largest.rows) == max_slots
@@ -210,11 +316,14 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
 
 
 def test_the_largest_micro_batch_is_tried_at_step_1(tiny, tmp_path):
-    """One of thirty examples is forty times as long and comes late, but memory peaks at the first step."""
+    """One of thirty examples is forty times as long and comes late, but memory peaks at the first
+    step."""
     records = [{"instruction": "a", "output": "b" * (2 if n != 7 else 1500)} for n in range(30)]
     write_records(tmp_path / "a.json", records)
     config = Path(shutil.copytree(tiny, tmp_path / "model")) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048})
+    )
     flags = ["--checkpoint_dir", "model", "--data.path", "a.json", "--data.val_fraction", "0"]
     flags += ["--data.max_seq_length", "1600"]
     flags += ["--train.global_batch_size", "1", "--train.epochs", "1", "--out_dir", "run"]
@@ -232,7 +341,16 @@ def test_a_run_of_many_samples_resumes_quickly(tiny, tmp_path, cases):
     with (tmp_path / "a.jsonl").open("w") as file:
         for n in range(count):
             file.write(json.dumps({"text": str(n)}) + "\n")
-    flags = ["--checkpoint_dir", tiny, "--data.path", "a.jsonl", "--train.max_steps", "2", "--out_dir", "run"]
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        "a.jsonl",
+        "--train.max_steps",
+        "2",
+        "--out_dir",
+        "run",
+    ]
     flags += ["--save.interval", "1", "--eval.interval", "0"]
     start_time = time.perf_counter()
     script("finetune/lora.py", *flags, cwd=tmp_path)
@@ -240,7 +358,10 @@ def test_a_run_of_many_samples_resumes_quickly(tiny, tmp_path, cases):
     start_time = time.perf_counter()
     text = script("finetune/lora.py", *flags, "--resume", cwd=tmp_path).stdout
     resumed_seconds = time.perf_counter() - start_time
-    print(f"{count:,} samples: {first_seconds:.0f} s at first, {resumed_seconds:.1f} s when resumed, interpreter and all")
+    print(
+        f"{count:,} samples: {first_seconds:.0f} s at first, {resumed_seconds:.1f} s when resumed, "
+        "interpreter and all"
+    )
     assert f"{count:,} records" in text and "all 2 steps are done" in text and resumed_seconds < 15
 
 
@@ -252,7 +373,10 @@ def test_a_step_of_far_more_examples_than_there_are_is_refused(tiny, tmp_path):
     words = ["--checkpoint_dir", tiny, "--data.path", path, "--data.val_fraction", "0", "--dry_run"]
     words += ["--train.max_steps", "1", "--train.global_batch_size", "60000"]
     done = script("finetune/lora.py", *words, cwd=tmp_path, code=2)
-    assert "--train.global_batch_size 60,000: a step would have each of the 6 training examples more than" in done.stderr
+    assert (
+        "--train.global_batch_size 60,000: a step would have each of the 6 training examples more "
+        "than" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -264,9 +388,19 @@ def test_a_step_of_far_more_examples_than_there_are_is_refused(tiny, tmp_path):
     ],
 )
 def test_a_rate_is_advised_only_where_the_default_was_used(tiny, tmp_path, command, flags, advised):
-    """With LoRA: five times a rate that the user has chosen, or that of full fine-tuning, would diverge."""
+    """With LoRA: five times a rate that the user has chosen, or that of full fine-tuning, would
+    diverge."""
     path = write_records(tmp_path / "few.jsonl", FEW)
-    words = ["--checkpoint_dir", tiny, "--data.path", path, "--data.val_fraction", "0", "--dry_run", *flags]
+    words = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        path,
+        "--data.val_fraction",
+        "0",
+        "--dry_run",
+        *flags,
+    ]
     done = script(f"finetune/{command}.py", *words, cwd=tmp_path)
     assert "too few to learn much" in done.stdout
     assert ("--train.global_batch_size 4 --train.learning_rate 0.001" in done.stdout) == advised

@@ -1,6 +1,8 @@
-"""End to end on real data: SmolLM2-135M-Instruct learns from Alpaca, and PEFT and transformers open the result.
+"""End to end on real data: SmolLM2-135M-Instruct learns from Alpaca, and PEFT and transformers open
+the result.
 
-Each test takes minutes, hence slow. LITFT_TEST_BATCH=16 is the default of the command and takes half an hour on two cores:
+Each test takes minutes, hence slow. LITFT_TEST_BATCH=16 is the default of the command and takes
+half an hour on two cores:
 
     LITFT_TEST_BATCH=16 pytest -n 0 -m slow tests/training/test_real.py
 """
@@ -33,8 +35,14 @@ MESSAGES = [{"role": "user", "content": "Name three primary colours."}]
 def run(checkpoints, shared, tmp_path_factory):
     """The run folder out/smol."""
     folder = tmp_path_factory.mktemp("real")
-    command = f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir out/smol "
-    command += f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} --train.learning_rate {RATE} "
+    command = (
+        f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir "
+        "out/smol "
+    )
+    command += (
+        f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} "
+        f"--train.learning_rate {RATE} "
+    )
     command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH} "
     command += f"--eval.interval {STEPS} --eval.max_new_tokens 8"
     done = script(*command.split(), cwd=folder)
@@ -44,7 +52,9 @@ def run(checkpoints, shared, tmp_path_factory):
 
 def test_the_process_takes_what_is_said_at_the_start(run):
     text = (run / "stdout.txt").read_text()
-    least, most = map(float, re.search(r"the process takes ([\d.]+) to ([\d.]+) GiB", text).groups())
+    least, most = map(
+        float, re.search(r"the process takes ([\d.]+) to ([\d.]+) GiB", text).groups()
+    )
     peak = float(re.search(r"peak memory of the process ([\d.]+) GiB", text)[1])
     assert 0.9 * least < peak < 1.1 * most and most < 1.6 * least
 
@@ -52,9 +62,15 @@ def test_the_process_takes_what_is_said_at_the_start(run):
 def peft_loss(model, samples):
     """Return the summed loss of a micro-batch."""
     batch = collate([[sample] for sample in samples])
-    mask = (torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])).long()
-    logits = model(input_ids=batch.tokens, attention_mask=mask, use_cache=False).logits.flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=-100, reduction="sum")
+    mask = (
+        torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])
+    ).long()
+    logits = model(input_ids=batch.tokens, attention_mask=mask, use_cache=False).logits.flatten(
+        0, 1
+    )
+    return torch.nn.functional.cross_entropy(
+        logits, batch.targets.flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def mean_loss(model, samples) -> float:
@@ -66,7 +82,8 @@ def mean_loss(model, samples) -> float:
 
 
 def train_with_peft(folder, data) -> tuple[float, float]:
-    """Return the validation loss before and after the same steps, from PEFT's own initialization."""
+    """Return the validation loss before and after the same steps, from PEFT's own
+    initialization."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -82,7 +99,10 @@ def train_with_peft(folder, data) -> tuple[float, float]:
         samples = [data.train[i] for i in order.indices(step * BATCH, (step + 1) * BATCH)]
         optimizer.param_groups[0]["lr"] = learning_rate(TrainArgs(learning_rate=RATE), step, STEPS)
         for start in range(0, BATCH, 4):
-            (peft_loss(model, samples[start : start + 4]) / sum(sample.supervised for sample in samples)).backward()
+            (
+                peft_loss(model, samples[start : start + 4])
+                / sum(sample.supervised for sample in samples)
+            ).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -92,11 +112,16 @@ def train_with_peft(folder, data) -> tuple[float, float]:
 def test_the_loss_falls_as_far_as_with_peft(run, checkpoints, shared):
     folder = checkpoints["SmolLM2-135M-Instruct"]
     _, tokenizer = litft.load(folder)
-    data = load_data(DataArgs(path=[str(shared / "data" / "alpaca_2k.json")]), tokenizer, 49152, 8192)
+    data = load_data(
+        DataArgs(path=[str(shared / "data" / "alpaca_2k.json")]), tokenizer, 49152, 8192
+    )
     before, after = train_with_peft(folder, data)
     with (run / "metrics.csv").open() as file:
         losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
-    print(f"validation loss: litft {losses[0]:.5f} -> {losses[-1]:.5f}, peft {before:.5f} -> {after:.5f}")
+    print(
+        f"validation loss: litft {losses[0]:.5f} -> {losses[-1]:.5f}, peft {before:.5f} -> "
+        f"{after:.5f}"
+    )
     assert losses[0] == pytest.approx(before, rel=1e-4)
     assert before - after > 0.01
     assert losses[0] - losses[-1] >= 0.9 * (before - after)
@@ -120,7 +145,9 @@ def test_peft_and_transformers_open_the_result(run, checkpoints, tmp_path):
     model, tokenizer = litft.load(run / "final", precision="fp32")
     tokens = torch.tensor([tokenizer.encode(tokenizer.apply_chat_template(MESSAGES), bos=False)])
     expected = model(tokens)
-    base = AutoModelForCausalLM.from_pretrained(checkpoints["SmolLM2-135M-Instruct"], dtype="float32")
+    base = AutoModelForCausalLM.from_pretrained(
+        checkpoints["SmolLM2-135M-Instruct"], dtype="float32"
+    )
     assert not torch.allclose(base(tokens).logits, expected, atol=0.1)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
     for logits in (

@@ -1,4 +1,5 @@
-"""report.html in a real browser: values under the pointer, the logarithmic axis, smoothing; nothing is fetched."""
+"""report.html in a real browser: values under the pointer, the logarithmic axis, smoothing; nothing
+is fetched."""
 
 import pytest
 
@@ -12,16 +13,31 @@ def page(browser, tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     rows = "".join(f"{step},{loss}\n" for step, loss in enumerate(LOSSES, 1))
     (tmp_path / "metrics.csv").write_text(f"step,loss\n{rows}")
-    answers = [{"step": 1, "prompt": "<script>window.injected = 1</script>", "answer": "<img src=x onerror=alert(1)>"}]
-    write_report(tmp_path, Report("a run", "finished", [Tile("loss", "0.5")], {}, [], [], [(1, 2, 3)], answers, "Loss"))
+    answers = [
+        {
+            "step": 1,
+            "prompt": "<script>window.injected = 1</script>",
+            "answer": "<img src=x onerror=alert(1)>",
+        }
+    ]
+    write_report(
+        tmp_path,
+        Report(
+            "a run", "finished", [Tile("loss", "0.5")], {}, [], [], [(1, 2, 3)], answers, "Loss"
+        ),
+    )
     page = browser.new_page(viewport={"width": 1000, "height": 800})
     page.problems, page.requests = [], []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
-    page.on("console", lambda message: message.type == "error" and page.problems.append(message.text))
+    page.on(
+        "console", lambda message: message.type == "error" and page.problems.append(message.text)
+    )
     page.on("request", lambda sent: page.requests.append(sent.url))
     page.goto((tmp_path / "report.html").as_uri())
     yield page
-    assert not page.problems and len(page.requests) == 1 and page.evaluate("window.injected") is None
+    assert (
+        not page.problems and len(page.requests) == 1 and page.evaluate("window.injected") is None
+    )
     page.close()
 
 
@@ -60,4 +76,6 @@ def test_smoothing(page):
         average, weight = 0.5 * average + 0.5 * loss, 0.5 * weight + 0.5
         expected.append(average / weight)
     top, bottom = (float(labels(page)[index]) for index in (-1, 0))
-    assert heights(page) == pytest.approx([(value - bottom) / (top - bottom) for value in expected], abs=1e-4)
+    assert heights(page) == pytest.approx(
+        [(value - bottom) / (top - bottom) for value in expected], abs=1e-4
+    )

@@ -1,4 +1,5 @@
-"""Run folders: damaged and malicious checkpoints, changed settings, and overwriting; no data is lost."""
+"""Run folders: damaged and malicious checkpoints, changed settings, and overwriting; no data is
+lost."""
 
 import json
 import os
@@ -20,7 +21,10 @@ from litft.cli import run as command
 from litft.training import run_checkpoints
 from litft.training.file_hashes import HashingWriter
 
-FLAGS = "--train.max_steps 4 --train.global_batch_size 8 --save.interval 2 --data.val_fraction 0.1".split()
+FLAGS = (
+    "--train.max_steps 4 --train.global_batch_size 8 "
+    "--save.interval 2 --data.val_fraction 0.1".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,12 @@ def finished_run(tiny, examples, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(tiny, folder / "model")
     shutil.copyfile(examples, folder / "data.json")
-    script("finetune/lora.py", *"--checkpoint_dir model --data.path data.json --out_dir a".split(), *FLAGS, cwd=folder)
+    script(
+        "finetune/lora.py",
+        *"--checkpoint_dir model --data.path data.json --out_dir a".split(),
+        *FLAGS,
+        cwd=folder,
+    )
     return folder
 
 
@@ -80,7 +89,8 @@ def test_a_checkpoint_executes_nothing(folder, capsys):
     (step / ".metadata").write_bytes(pickle.dumps(Evil()))
     progress = json.loads((step / "progress.json").read_text())
     progress["files"][".metadata"] = (step / ".metadata").stat().st_size
-    del progress["hash"], progress["hashes"]  # as in a checkpoint of an older version, or of an attacker
+    # as in a checkpoint of an older version, or of an attacker
+    del progress["hash"], progress["hashes"]
     (step / "progress.json").write_text(json.dumps(progress))
     lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
     stdout = capsys.readouterr().out
@@ -106,7 +116,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, capsys, name,
     stdout = capsys.readouterr().out
     assert "step-000004 is damaged" in stdout and "using the checkpoint before it" in stdout
     assert "continuing after step 2" in stdout and weights("a") == expected
-    assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == [
+        "step-000002",
+        "step-000004",
+    ]
 
 
 @pytest.mark.parametrize("name", [".metadata", "progress.json", "__0_0.distcp"])
@@ -132,7 +145,10 @@ def test_a_flipped_bit_falls_back_to_the_checkpoint_before(folder, capsys):
     path.write_bytes(damaged)
     lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
     stdout = capsys.readouterr().out
-    assert "__0_0.distcp has changed since it was written" in stdout and "using the checkpoint before it" in stdout
+    assert (
+        "__0_0.distcp has changed since it was written" in stdout
+        and "using the checkpoint before it" in stdout
+    )
     assert weights("a") == expected
 
 
@@ -169,7 +185,8 @@ def test_a_damaged_checkpoint_is_not_kept_after_a_fallback(folder, capsys):
 def test_resume_without_a_run_trains_nothing(folder, capsys, words):
     stderr = lora(*words, capsys=capsys)
     assert (
-        "name it with --out_dir, or start one with --checkpoint_dir and --data.path" in stderr and not Path("typo").exists()
+        "name it with --out_dir, or start one with --checkpoint_dir and --data.path" in stderr
+        and not Path("typo").exists()
     )
 
 
@@ -200,10 +217,16 @@ def test_resume_with_another_base_or_data_is_refused(folder, capsys):
     records = json.loads((folder / "data.json").read_text())
     (folder / "data.json").write_text(json.dumps(records[:20]))
     message = lora("--resume", "--out_dir", "a", capsys=capsys)
-    assert "was saved with other training data: a data file, a data flag or the tokenizer has changed" in message
+    assert (
+        "was saved with other training data: a data file, a data flag or the tokenizer has changed"
+        in message
+    )
     (folder / "data.json").write_text(json.dumps(records))
     tensors = load_file(folder / "model" / "model.safetensors")
-    save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, folder / "model" / "model.safetensors")
+    save_file(
+        {name: tensor + 0.01 for name, tensor in tensors.items()},
+        folder / "model" / "model.safetensors",
+    )
     assert "base model" in lora("--resume", "--out_dir", "a", capsys=capsys)
 
 
@@ -213,22 +236,38 @@ def test_a_run_that_split_its_examples_differently_is_not_resumed(folder, capsys
         progress = json.loads(path.read_text())
         assert progress["identity"].pop("split") and progress.pop("hash")
         path.write_text(json.dumps(progress))
-    assert "would now train on examples it was validated on" in lora("--resume", "--out_dir", "a", capsys=capsys)
+    assert "would now train on examples it was validated on" in lora(
+        "--resume", "--out_dir", "a", capsys=capsys
+    )
 
 
 @pytest.mark.parametrize(
-    "given", [["--checkpoint_dir", "a/final"], ["--checkpoint_dir", "a/model"], ["--data.path", "a/data.json"]]
+    "given",
+    [
+        ["--checkpoint_dir", "a/final"],
+        ["--checkpoint_dir", "a/model"],
+        ["--data.path", "a/data.json"],
+    ],
 )
 def test_overwrite_never_deletes_what_the_run_reads(folder, capsys, given):
     shutil.copytree("model", "a/model")
     shutil.copyfile("data.json", "a/data.json")
     before = contents(folder)
     stderr = lora(*FRESH, *given, "--out_dir", "a", "--overwrite", capsys=capsys)
-    assert f"--overwrite would delete {given[1]}, which this run reads" in stderr and contents(folder) == before
+    assert (
+        f"--overwrite would delete {given[1]}, which this run reads" in stderr
+        and contents(folder) == before
+    )
 
 
 @pytest.mark.parametrize(
-    "flags", ["--train.learning_rate nan", "--train.max_grad_norm .inf", "--seed 99999999999", "--lora.targets no"]
+    "flags",
+    [
+        "--train.learning_rate nan",
+        "--train.max_grad_norm .inf",
+        "--seed 99999999999",
+        "--lora.targets no",
+    ],
 )
 def test_an_invalid_flag_leaves_the_old_run(folder, capsys, flags):
     before = contents(folder)
@@ -263,7 +302,9 @@ def test_continuing_from_an_adapter_uses_the_new_dropout(folder, capsys):
         capsys=capsys,
         code=None,
     )
-    before, after = (json.loads(Path(f"{run}/final/adapter_config.json").read_text()) for run in "ab")
+    before, after = (
+        json.loads(Path(f"{run}/final/adapter_config.json").read_text()) for run in "ab"
+    )
     assert (before["lora_dropout"], after["lora_dropout"]) == (0.0, 0.5)
     before, after = (json.loads(Path(f"{run}/final/litft.json").read_text()) for run in "ab")
     assert before["base_fingerprint"] == after["base_fingerprint"]
@@ -281,14 +322,17 @@ def test_nan_is_found_before_training(folder, capsys):
 def test_a_run_that_diverges_stops(folder, capsys):
     stderr = lora(*FRESH, *FLAGS, "--train.learning_rate", "2e9", "--out_dir", "b", capsys=capsys)
     assert (
-        "so training cannot continue; start another run with a lower --train.learning_rate (now " in stderr
+        "so training cannot continue; start another run with a lower --train.learning_rate (now "
+        in stderr
         and not Path("b/final").exists()
     )
 
 
 def test_an_unfinished_run_is_reported(folder, tmp_path):
     shutil.rmtree("a/final")
-    done = script("generate/base.py", "--checkpoint_dir", "a", "--prompt", "x", cwd=Path.cwd(), code=2)
+    done = script(
+        "generate/base.py", "--checkpoint_dir", "a", "--prompt", "x", cwd=Path.cwd(), code=2
+    )
     assert "is a run that has not finished; continue it with --resume" in done.stderr
 
 
@@ -296,9 +340,15 @@ def test_commands_without_a_folder_say_which_run_they_took(folder, capsys):
     shutil.copytree("a", "out/a")
     shutil.rmtree("out/a/final")
     command("finetune lora", ["--resume"])
-    assert f"--resume: continuing {Path('out/a')}, the newest unfinished run" in capsys.readouterr().err
+    assert (
+        f"--resume: continuing {Path('out/a')}, the newest unfinished run"
+        in capsys.readouterr().err
+    )
     done = script("generate/base.py", "--prompt", "a", "--max_new_tokens", "2", cwd=Path.cwd())
-    assert f"using {Path('out/a')}, the newest finished run; --checkpoint_dir names another model" in done.stderr
+    assert (
+        f"using {Path('out/a')}, the newest finished run; --checkpoint_dir names another model"
+        in done.stderr
+    )
 
 
 def test_two_simultaneous_runs_get_separate_folders(folder):
@@ -317,19 +367,37 @@ def test_a_path_that_cannot_be_used_gives_one_message(folder, capsys):
 
 
 def test_a_closed_pipe_gives_no_traceback(folder):
-    pipeline = f"{FORKS}/bin/python {ROOT}/generate/base.py --checkpoint_dir model --prompt a --max_new_tokens 200 --seed 1"
+    pipeline = (
+        f"{FORKS}/bin/python {ROOT}/generate/base.py --checkpoint_dir model --prompt a "
+        "--max_new_tokens 200 --seed 1"
+    )
     done = subprocess.run(
-        ["bash", "-c", f"{pipeline} | head -c 3"], env=ENV, capture_output=True, text=True, errors="replace"
+        ["bash", "-c", f"{pipeline} | head -c 3"],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        errors="replace",
     )
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
 
 
 def test_resume_keeps_the_validation_set(folder, capsys):
-    """Losses on other examples could not be compared with the earlier ones, nor select the best checkpoint."""
+    """Losses on other examples could not be compared with the earlier ones, nor select the best
+    checkpoint."""
     records = json.loads((folder / "data.json").read_text())
     for name, subset in (("first", records[:5]), ("second", records[5:9])):
         (folder / f"{name}.json").write_text(json.dumps(subset))
-    lora(*FRESH, "--data.val_path", "first.json", "--train.max_steps", 1, "--out_dir", "b", capsys=capsys, code=None)
+    lora(
+        *FRESH,
+        "--data.val_path",
+        "first.json",
+        "--train.max_steps",
+        1,
+        "--out_dir",
+        "b",
+        capsys=capsys,
+        code=None,
+    )
     flags = ["--resume", "--out_dir", "b", "--train.max_steps", 2]
     assert "validation data" in lora(*flags, "--data.val_path", "second.json", capsys=capsys)
     lora(*flags, capsys=capsys, code=None)
@@ -341,20 +409,33 @@ def test_a_run_continues_in_its_own_folder(folder, capsys, line):
     config = Path("a/config.yaml")
     config.write_text(config.read_text() + line + "\n")
     before = contents(folder)
-    assert "is no setting of a run; remove the line" in lora("--resume", "--out_dir", "a", capsys=capsys)
+    assert "is no setting of a run; remove the line" in lora(
+        "--resume", "--out_dir", "a", capsys=capsys
+    )
     assert contents(folder) == before
 
 
 def test_a_base_for_what_is_no_adapter_is_refused(folder, capsys):
     shutil.rmtree("a")
-    message = lora("--checkpoint_dir", "model", "--data.path", "data.json", "--base_dir", "model", capsys=capsys)
+    message = lora(
+        "--checkpoint_dir",
+        "model",
+        "--data.path",
+        "data.json",
+        "--base_dir",
+        "model",
+        capsys=capsys,
+    )
     assert "--base_dir model: model is no adapter, so it has no base model" in message
     with pytest.raises(ValueError, match="is no adapter"):
         litft.load("model", base_dir="model")
 
 
 def test_the_cause_of_a_failed_write_is_named(tmp_path):
-    """torch's own error is one of its zip writer. A limit on the size of files stands for a full disk."""
+    """torch's own error is one of its zip writer.
+
+    A limit on the size of files stands for a full disk.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     try:
@@ -371,7 +452,10 @@ def test_the_cause_of_a_failed_write_is_named(tmp_path):
     "error",
     [
         OSError("196608 requested and 73152 written"),  # numpy
-        OSError(0, "Error while serializing: I/O error: No space left on device (os error 28)", "x"),  # safetensors
+        # safetensors
+        OSError(
+            0, "Error while serializing: I/O error: No space left on device (os error 28)", "x"
+        ),
         OSError(28, "No space left on device", "base/tokenizer.json"),  # shutil, of the source
     ],
 )

@@ -1,4 +1,5 @@
-"""How runs end (signals, time limits, patience, NaN, out of memory, full disks), and that they resume bit-identically."""
+"""How runs end (signals, time limits, patience, NaN, out of memory, full disks), and that they
+resume bit-identically."""
 
 import io
 import json
@@ -24,7 +25,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import litft
 from litft import run_dir
-from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, seconds
+from litft.args import (
+    DataArgs,
+    EvalArgs,
+    FullFinetuneArgs,
+    LoRAArgs,
+    LoRAFinetuneArgs,
+    SaveArgs,
+    TrainArgs,
+    seconds,
+)
 from litft.errors import Interrupted
 from litft.run_list import read_run
 from litft.signals import Signals
@@ -66,7 +76,10 @@ def test_a_signal_saves_a_checkpoint_and_the_run_resumes(args, name, tmp_path):
             os.kill(os.getpid(), getattr(signal, name))
 
     shown = "Ctrl-C" if name == "SIGINT" else name
-    message = f"{shown}: stopped after step 4, and saved; to continue: .*lora.* --resume --out_dir .*/run$"
+    message = (
+        f"{shown}: stopped after step 4, and saved; to continue: .*lora.* --resume --out_dir "
+        ".*/run$"
+    )
     with pytest.raises(Interrupted, match=message) as error:
         litft.finetune(args, callback)
     assert error.value.code == 128 + getattr(signal, name)
@@ -84,7 +97,10 @@ def start_training(run: Path, flags: list, cwd: Path) -> Process:
     """Start a run and return its process once it has made its first steps."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = start("finetune/lora.py", *flags, "--out_dir", run, cwd=cwd, **pipes)
-    while not (run / "metrics.csv").is_file() or len((run / "metrics.csv").read_text().splitlines()) < 6:
+    while (
+        not (run / "metrics.csv").is_file()
+        or len((run / "metrics.csv").read_text().splitlines()) < 6
+    ):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     return process
@@ -92,8 +108,18 @@ def start_training(run: Path, flags: list, cwd: Path) -> Process:
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_from_another_process(tiny, examples, tmp_path, devices):
-    """With two processes one receives the signal and both stop; a single process resumes at the very next example."""
-    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--devices", str(devices), "--eval.interval", "0"]
+    """With two processes one receives the signal and both stop; a single process resumes at the
+    very next example."""
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        examples,
+        "--devices",
+        str(devices),
+        "--eval.interval",
+        "0",
+    ]
     flags += "--train.max_steps 2000 --train.global_batch_size 4 --save.interval 1000".split()
     flags += "--train.lr_schedule constant --train.warmup_fraction 0".split()
     run = tmp_path / "run"
@@ -101,18 +127,48 @@ def test_a_signal_from_another_process(tiny, examples, tmp_path, devices):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
-    assert "SIGTERM: stopped after step" in err and f"--resume --out_dir {run}\n" in err and "Traceback" not in err
+    assert (
+        "SIGTERM: stopped after step" in err
+        and f"--resume --out_dir {run}\n" in err
+        and "Traceback" not in err
+    )
     (step,) = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()]
     assert 5 <= step < 2000 and step == int(rows_of(run)[-1]["step"])
-    script("finetune/lora.py", "--resume", "--out_dir", run, "--devices", "1", "--train.max_steps", step + 9, cwd=tmp_path)
-    script("finetune/lora.py", *flags[:4], *flags[6:], "--train.max_steps", step + 9, "--out_dir", "whole", cwd=tmp_path)
-    assert [row["samples"] for row in rows_of(run)] == [row["samples"] for row in rows_of(tmp_path / "whole")]
-    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4 if devices > 1 else 1e-9)
+    script(
+        "finetune/lora.py",
+        "--resume",
+        "--out_dir",
+        run,
+        "--devices",
+        "1",
+        "--train.max_steps",
+        step + 9,
+        cwd=tmp_path,
+    )
+    script(
+        "finetune/lora.py",
+        *flags[:4],
+        *flags[6:],
+        "--train.max_steps",
+        step + 9,
+        "--out_dir",
+        "whole",
+        cwd=tmp_path,
+    )
+    assert [row["samples"] for row in rows_of(run)] == [
+        row["samples"] for row in rows_of(tmp_path / "whole")
+    ]
+    assert losses(run) == pytest.approx(
+        losses(tmp_path / "whole"), rel=1e-4 if devices > 1 else 1e-9
+    )
 
 
 def test_a_second_ctrl_c_interrupts_at_once(capfd):
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match="stopped at once, without saving"), Signals() as signals:
+    with (
+        pytest.raises(KeyboardInterrupt, match="stopped at once, without saving"),
+        Signals() as signals,
+    ):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert signals.caught == signal.SIGINT
@@ -122,7 +178,10 @@ def test_a_second_ctrl_c_interrupts_at_once(capfd):
     with pytest.raises(KeyboardInterrupt), Signals():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-    assert capfd.readouterr().err == "\nCtrl-C: saving after this step (again: stop at once, without saving)\n"
+    assert (
+        capfd.readouterr().err
+        == "\nCtrl-C: saving after this step (again: stop at once, without saving)\n"
+    )
 
 
 class InterruptedWrite(io.RawIOBase):
@@ -145,7 +204,10 @@ def test_a_second_ctrl_c_while_a_checkpoint_is_written(tmp_path):
     with pytest.raises(RuntimeError) as caught:
         torch.save({"weight": torch.ones(1000)}, InterruptedWrite())
     failed = CheckpointException("save", {0: (caught.value, traceback.extract_stack())})
-    with pytest.raises(KeyboardInterrupt, match="stopped at once, without saving"), _plain_errors(tmp_path):
+    with (
+        pytest.raises(KeyboardInterrupt, match="stopped at once, without saving"),
+        _plain_errors(tmp_path),
+    ):
         raise failed
 
 
@@ -158,7 +220,11 @@ def test_finetune_from_python_equals_the_command(args, tmp_path):
     assert result.folder == Path(args.out_dir) and (result.folder / "final").is_dir()
     rows = rows_of(result.folder)
     assert [row["step"] for row in callback_rows] == [row["step"] for row in rows]
-    assert callback_rows[-1]["loss"] == pytest.approx(rows[-1]["loss"]) == pytest.approx(result.metrics["loss"])
+    assert (
+        callback_rows[-1]["loss"]
+        == pytest.approx(rows[-1]["loss"])
+        == pytest.approx(result.metrics["loss"])
+    )
     assert result.metrics["val_loss"] == pytest.approx(rows[-1]["val_loss"])
     assert rows[-1]["val_perplexity"] == pytest.approx(math.exp(rows[-1]["val_loss"]), rel=1e-6)
     assert all(0 <= row["data_share"] < 1 for row in rows if "loss" in row)
@@ -171,12 +237,17 @@ def test_finetune_from_python_equals_the_command(args, tmp_path):
 
 @pytest.mark.parametrize("disk", ["fast", "slow"])
 def test_patience_ends_a_run_and_the_best_is_kept(args, disk, monkeypatch):
-    """The learning rate overshoots, so the loss soon rises. On a slow disk a save is pending when the next is due."""
+    """The learning rate overshoots, so the loss soon rises.
+
+    On a slow disk a save is pending when the next is due.
+    """
     monkeypatch.setattr(Saver, "poll", Saver.finish if disk == "fast" else lambda saver: None)
     args.train.learning_rate, args.train.max_steps, args.train.lr_schedule = 0.1, 200, "constant"
     args.eval.patience, args.save.best = 3, True
     folder, metrics = litft.finetune(args)
-    val_losses = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
+    val_losses = {
+        row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]
+    }
     best_step = min(val_losses, key=val_losses.get)
     assert list(val_losses)[-1] == metrics["step"] == best_step + 6 < 200
     assert not any(loss < val_losses[best_step] for loss in val_losses.values())
@@ -194,13 +265,19 @@ def held_out_loss(model, args) -> float:
 
     data = load_data(args.data, resolve(args.checkpoint_dir).tokenizer(), 512, 256)
     with torch.no_grad():
-        losses_and_counts = [model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val]
-    return float(sum(loss for loss, _ in losses_and_counts) / sum(count for _, count in losses_and_counts))
+        losses_and_counts = [
+            model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val
+        ]
+    return float(
+        sum(loss for loss, _ in losses_and_counts) / sum(count for _, count in losses_and_counts)
+    )
 
 
 def test_patience_needs_validation_data(args):
     args.data.val_fraction, args.eval.patience = 0.0, 3
-    with pytest.raises(ValueError, match=r"--eval.patience: it needs a validation loss, and nothing is held out"):
+    with pytest.raises(
+        ValueError, match=r"--eval.patience: it needs a validation loss, and nothing is held out"
+    ):
         litft.finetune(args)
 
 
@@ -219,10 +296,17 @@ def test_max_time_ends_a_run_with_a_decayed_learning_rate(args):
 
 
 def test_durations_are_parsed():
-    parsed = {text: seconds(text) for text in ("90m", "1h30m", "45s", "1.5h", "2d", "1h 3", "5", "", "h", "1.2.3s", "0s")}
-    assert parsed == {"90m": 5400, "1h30m": 5400, "45s": 45, "1.5h": 5400, "2d": 172800} | dict.fromkeys(
-        ("1h 3", "5", "", "h", "1.2.3s", "0s")
-    )
+    parsed = {
+        text: seconds(text)
+        for text in ("90m", "1h30m", "45s", "1.5h", "2d", "1h 3", "5", "", "h", "1.2.3s", "0s")
+    }
+    assert parsed == {
+        "90m": 5400,
+        "1h30m": 5400,
+        "45s": 45,
+        "1.5h": 5400,
+        "2d": 172800,
+    } | dict.fromkeys(("1h 3", "5", "", "h", "1.2.3s", "0s"))
 
 
 # losses and gradients that are not finite
@@ -239,14 +323,19 @@ def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
         (model / path.name).write_bytes(path.read_bytes())
     tokenizer = resolve(model).tokenizer()
     tensors = load_file(model / "model.safetensors")
-    (token,) = {token for token in tokenizer.encode("Z", bos=False) if "Z" in tokenizer.decode([token])}
+    (token,) = {
+        token for token in tokenizer.encode("Z", bos=False) if "Z" in tokenizer.decode([token])
+    }
     tensors["model.embed_tokens.weight"][token] = torch.inf
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     records = json.loads(Path(args.data.path[0]).read_text())
     assert not any("Z" in json.dumps(record) for record in records)
     records[17]["instruction"] += " Z"
     (tmp_path / "data.json").write_text(json.dumps(records))
-    args.checkpoint_dir, args.data = str(model), DataArgs(path=[str(tmp_path / "data.json")], val_fraction=0.0)
+    args.checkpoint_dir, args.data = (
+        str(model),
+        DataArgs(path=[str(tmp_path / "data.json")], val_fraction=0.0),
+    )
     return args
 
 
@@ -258,42 +347,60 @@ def test_a_nan_loss_ends_the_run_and_names_its_examples(poisoned):
     order = Sampler([30], poisoned.seed).indices(0, 48)
     step = order.index(17) // 4
     examples = ", ".join(map(str, order[step * 4 : step * 4 + 4]))
-    assert f"step {step + 1}: " in str(error.value) and f"training examples: {examples} (--train.skip_nan" in str(
+    assert f"step {step + 1}: " in str(
         error.value
-    )
+    ) and f"training examples: {examples} (--train.skip_nan" in str(error.value)
     assert "failed: step" in Path(poisoned.out_dir, "report.html").read_text("utf-8")
-    saved_steps = [int(path.name.removeprefix("step-")) for path in Path(poisoned.out_dir, "checkpoints").glob("step-*")]
+    saved_steps = [
+        int(path.name.removeprefix("step-"))
+        for path in Path(poisoned.out_dir, "checkpoints").glob("step-*")
+    ]
     assert all(saved_step <= step for saved_step in saved_steps)
 
 
 def test_a_step_that_is_not_finite_can_be_skipped(poisoned, capfd):
-    """A skipped step changes neither weights nor optimizer state, and the run resumes bit-identically."""
+    """A skipped step changes neither weights nor optimizer state, and the run resumes
+    bit-identically."""
     poisoned.train.skip_nan = True
     folder, metrics = litft.finetune(poisoned)
     skipped_steps = [row["step"] for row in rows_of(folder) if math.isnan(row["loss"])]
     assert metrics["step"] == 12 and 1 <= len(skipped_steps) <= 2
     stdout = capfd.readouterr().out
-    assert all(f"step {int(step)} is left out: its loss or gradient is not finite" in stdout for step in skipped_steps)
+    assert all(
+        f"step {int(step)} is left out: its loss or gradient is not finite" in stdout
+        for step in skipped_steps
+    )
     uninterrupted = load_file(folder / "final" / "adapter_model.safetensors")
     assert all(tensor.isfinite().all() for tensor in uninterrupted.values())
     for path in (folder / "checkpoints").glob("step-*12"):
         (path / "progress.json").unlink()
     litft.finetune(replace(poisoned, resume=True))
-    assert all(map(torch.equal, load_file(folder / "final" / "adapter_model.safetensors").values(), uninterrupted.values()))
+    assert all(
+        map(
+            torch.equal,
+            load_file(folder / "final" / "adapter_model.safetensors").values(),
+            uninterrupted.values(),
+        )
+    )
 
 
 def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(poisoned):
     poisoned.train.skip_nan, poisoned.train.max_steps = True, 40
     path = Path(poisoned.data.path[0])
     path.write_text(json.dumps([{"instruction": "Z", "output": "Z"}] * 30))
-    with pytest.raises(ValueError, match="step 10: 10 steps in a row are not finite; start another run with a lower"):
+    with pytest.raises(
+        ValueError,
+        match="step 10: 10 steps in a row are not finite; start another run with a lower",
+    ):
         litft.finetune(poisoned)
 
 
 def test_an_exploding_loss_ends_the_run(args):
     args.checkpoint_dir = str(STORIES)
     train = TrainArgs(max_steps=12, global_batch_size=4, learning_rate=1.0)
-    full_args = FullFinetuneArgs(checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train)
+    full_args = FullFinetuneArgs(
+        checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train
+    )
     with pytest.raises(
         ValueError,
         match=r"the loss is [\d.e+]+ and was [\d.]+, so training .*; start another run with a lower",
@@ -348,14 +455,26 @@ def large(make_model, tmp_path_factory):
     )
     copy_tokenizer(STORIES, folder)
     data = tmp_path_factory.mktemp("large") / "data.json"
-    records = [{"instruction": f"{n} times", "output": "once upon a time there was " * 60} for n in range(64)]
+    records = [
+        {"instruction": f"{n} times", "output": "once upon a time there was " * 60}
+        for n in range(64)
+    ]
     data.write_text(json.dumps(records))
     return folder, data
 
 
 def run_limited(large, tmp_path, name, code=0, **settings):
-    """Run with at most `more` additional bytes of memory, from the beginning or from step `at` on."""
-    settings = {"rows": 64, "size": 64, "length": 256, "packing": False, "retry": True, "at": 0, "more": 1 << 40} | settings
+    """Run with at most `more` additional bytes of memory, from the beginning or from step `at`
+    on."""
+    settings = {
+        "rows": 64,
+        "size": 64,
+        "length": 256,
+        "packing": False,
+        "retry": True,
+        "at": 0,
+        "more": 1 << 40,
+    } | settings
     settings = {"objective": "sft", "data": str(large[1])} | settings
     body = LARGE.format(model=str(large[0]), out=str(tmp_path / name), **settings)
     (tmp_path / f"{name}.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
@@ -363,11 +482,19 @@ def run_limited(large, tmp_path, name, code=0, **settings):
 
 
 def test_out_of_memory_names_the_longest_row_and_remedies(large, tmp_path):
-    done = run_limited(large, tmp_path, "none", code=2, retry=False, at=1, rows=32, size=32, more=300 << 20)
+    done = run_limited(
+        large, tmp_path, "none", code=2, retry=False, at=1, rows=32, size=32, more=300 << 20
+    )
     assert "micro-batches of up to 32 x 256 tokens do not fit into cpu's memory" in done.stderr
-    assert "the longest row has training example" in done.stderr and "with its 256 tokens" in done.stderr
+    assert (
+        "the longest row has training example" in done.stderr
+        and "with its 256 tokens" in done.stderr
+    )
     savings = dict(re.findall(r"(--[\w.]+ \w+) saves about ([\d.]+ [MG]iB)", done.stderr))
-    assert savings.keys() == {"--train.activation_checkpointing full", "--train.micro_batch_size 16"}
+    assert savings.keys() == {
+        "--train.activation_checkpointing full",
+        "--train.micro_batch_size 16",
+    }
     assert "--train.oom_retry halves micro-batches automatically" in done.stderr
 
 
@@ -396,13 +523,18 @@ with user_errors():
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
     def train(out, code=0, resume=False, full=True):
-        body = FULL.format(model=str(tiny), data=str(examples), out=str(tmp_path / out), resume=resume, full=full)
+        body = FULL.format(
+            model=str(tiny), data=str(examples), out=str(tmp_path / out), resume=resume, full=full
+        )
         (tmp_path / "worker.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
         return script(tmp_path / "worker.py", cwd=tmp_path, code=code)
 
     train("whole", full=False)
     done = train("full", code=2)
-    assert "step-000002 is complete: --resume continues from it" in done.stderr and "File too large" in done.stderr
+    assert (
+        "step-000002 is complete: --resume continues from it" in done.stderr
+        and "File too large" in done.stderr
+    )
     assert [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-000002"]
     train("full", resume=True, full=False)
     assert weights(tmp_path / "full") == weights(tmp_path / "whole")
@@ -428,7 +560,8 @@ def test_a_run_killed_at_any_moment_ends_the_same(method, kills, flags):
 
 
 def interrupt_validation(args, monkeypatch, step: int, where: str):
-    """Send SIGTERM in the validation after `step` steps, in its method `where`, and return the run's message."""
+    """Send SIGTERM in the validation after `step` steps, in its method `where`, and return the
+    run's message."""
     from litft.training.validation import Validation
 
     original = getattr(Validation, where)
@@ -447,7 +580,13 @@ def interrupt_validation(args, monkeypatch, step: int, where: str):
 
 @pytest.mark.parametrize(
     "step, where",
-    [(12, "measure"), *(pytest.param(6, where, marks=pytest.mark.slow) for where in ("measure", "generate_answers"))],
+    [
+        (12, "measure"),
+        *(
+            pytest.param(6, where, marks=pytest.mark.slow)
+            for where in ("measure", "generate_answers")
+        ),
+    ],
 )
 def test_a_signal_during_validation_saves_at_once(args, tmp_path, monkeypatch, step, where):
     """Also in the final validation, which can be long. The resumed run measures what was missed."""
@@ -455,12 +594,16 @@ def test_a_signal_during_validation_saves_at_once(args, tmp_path, monkeypatch, s
     message = interrupt_validation(args, monkeypatch, step, where)
     assert f"SIGTERM: stopped after step {step}, and saved" in message
     run = Path(args.out_dir)
-    assert f"step-{step:06d}" in {path.name for path in (run / "checkpoints").iterdir()} and not (run / "final").exists()
+    assert (
+        f"step-{step:06d}" in {path.name for path in (run / "checkpoints").iterdir()}
+        and not (run / "final").exists()
+    )
     litft.finetune(replace(args, resume=True))
     uninterrupted = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
     assert weights(run) == weights(uninterrupted) and losses(run) == losses(uninterrupted)
     val_losses, expected = (
-        {row["step"]: row["val_loss"] for row in rows_of(path) if "val_loss" in row} for path in (run, uninterrupted)
+        {row["step"]: row["val_loss"] for row in rows_of(path) if "val_loss" in row}
+        for path in (run, uninterrupted)
     )
     assert val_losses == expected
     steps = [(row["step"], row["epoch"], row["samples"]) for row in rows_of(run)]
@@ -482,21 +625,28 @@ def test_resuming_discards_a_later_best_checkpoint(args, monkeypatch):
 
     def callback(row):
         if row["step"] == 5:
-            best_weights.append((Path(args.out_dir) / "best" / "adapter_model.safetensors").read_bytes())
+            best_weights.append(
+                (Path(args.out_dir) / "best" / "adapter_model.safetensors").read_bytes()
+            )
         assert row["step"] != 7 or len(best_weights) > 1, "the crash"
 
     with pytest.raises(AssertionError, match="the crash"):
         litft.finetune(args, callback)
-    folder = litft.finetune(replace(args, resume=True, eval=EvalArgs(interval=0, max_new_tokens=0)), callback).folder
+    folder = litft.finetune(
+        replace(args, resume=True, eval=EvalArgs(interval=0, max_new_tokens=0)), callback
+    ).folder
     assert best_weights[0] == best_weights[1]
-    val_losses = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
+    val_losses = {
+        row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]
+    }
     model, _ = litft.load(folder / "best")
     assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
     assert not list(folder.glob("*.partial"))
 
 
 def test_the_best_weights_of_an_interrupted_validation_are_written_later(args, monkeypatch):
-    """A signal stops the run before a validation; a crash ends the resumed run between sample answers and best/."""
+    """A signal stops the run before a validation; a crash ends the resumed run between sample
+    answers and best/."""
     args.save.best, args.train.max_steps = True, 2
     args.eval = EvalArgs(interval=2, max_new_tokens=4, prompts=["Say it"])
     args.save.interval = 2
@@ -512,14 +662,21 @@ def test_the_best_weights_of_an_interrupted_validation_are_written_later(args, m
     folder = Path(args.out_dir)
     assert not (folder / "best").exists()
     litft.finetune(resumed)
-    val_losses = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
-    assert json.loads((folder / "best" / "litft.json").read_text())["step"] == min(val_losses, key=val_losses.get)
+    val_losses = {
+        row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]
+    }
+    assert json.loads((folder / "best" / "litft.json").read_text())["step"] == min(
+        val_losses, key=val_losses.get
+    )
     model, _ = litft.load(folder / "best")
     assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
 
 
 def test_a_signal_during_sample_answers_stops_before_the_next_step(args, monkeypatch):
-    """The run saves after the answers. Resumed, it writes the weights and answers of an uninterrupted run."""
+    """The run saves after the answers.
+
+    Resumed, it writes the weights and answers of an uninterrupted run.
+    """
     args.train.max_steps = 4
     args.eval = EvalArgs(interval=2, max_new_tokens=4, prompts=["Say it"])
     expected = weights(litft.finetune(replace(args, out_dir=f"{args.out_dir}-whole")).folder)
@@ -546,7 +703,9 @@ def test_a_finished_run_that_is_continued_is_not_finished_until_its_end(args, mo
     monkeypatch.setattr(run_dir, "OUT", folder.parent)
     assert run_dir.newest_run(is_finished=False) == folder
     litft.finetune(longer)
-    assert run_dir.finished(folder) and weights(folder) != first and not (folder / "previous").exists()
+    assert (
+        run_dir.finished(folder) and weights(folder) != first and not (folder / "previous").exists()
+    )
     litft.finetune(longer)  # there is nothing left to do
     assert run_dir.finished(folder) and not (folder / "previous").exists()
 
@@ -559,8 +718,13 @@ def test_a_longer_run_resumes_at_the_next_example(args):
     folder, metrics = litft.finetune(longer)
     rows = [row for row in rows_of(folder) if "loss" in row]
     assert [row["samples"] for row in rows] == [16, 24, 40, 48] and metrics["epoch"] == 2
-    step_tokens = [rows[0]["tokens"], *(row["tokens"] - previous["tokens"] for previous, row in pairwise(rows))]
-    assert step_tokens[0] + step_tokens[1] == step_tokens[2] + step_tokens[3], "each epoch feeds every example once"
+    step_tokens = [
+        rows[0]["tokens"],
+        *(row["tokens"] - previous["tokens"] for previous, row in pairwise(rows)),
+    ]
+    assert step_tokens[0] + step_tokens[1] == step_tokens[2] + step_tokens[3], (
+        "each epoch feeds every example once"
+    )
 
 
 def test_resuming_a_finished_run_writes_its_validation(args):
@@ -568,11 +732,18 @@ def test_resuming_a_finished_run_writes_its_validation(args):
     callback_rows = []
     eval_args = replace(args.eval, exact_match=True)
     result = litft.finetune(replace(args, resume=True, eval=eval_args), callback_rows.append)
-    assert "exact_match" in result.metrics and "exact_match" in rows_of(result.folder)[-1] and callback_rows
+    assert (
+        "exact_match" in result.metrics
+        and "exact_match" in rows_of(result.folder)[-1]
+        and callback_rows
+    )
 
 
 def test_a_base_that_has_changed_is_not_resumed(args, tiny, tmp_path):
-    """Also where the first values of each tensor are the same. A file that was only copied again is."""
+    """Also where the first values of each tensor are the same.
+
+    A file that was only copied again is.
+    """
     base = tmp_path / "base"
     shutil.copytree(tiny, base)
     args.checkpoint_dir, args.train.max_steps, args.save.interval = str(base), 2, 1
@@ -602,7 +773,9 @@ def test_damaged_metrics_rows_are_dropped(args):
     with path.open("ab") as file:
         file.write(b"4,x4637,1,2\n\xff\xfe,\n3,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,x\n7,")
     litft.finetune(replace(args, resume=True))
-    assert [row["step"] for row in rows_of(folder)][: len(rows_before)] == [row["step"] for row in rows_before]
+    assert [row["step"] for row in rows_of(folder)][: len(rows_before)] == [
+        row["step"] for row in rows_before
+    ]
     path.write_text("1,2,3\n")
     with pytest.raises(ValueError, match=r"metrics.csv does not start with a row of column names"):
         litft.finetune(replace(args, resume=True))
@@ -614,7 +787,13 @@ def test_damaged_samples_are_dropped(args):
     args.eval.max_new_tokens, args.eval.prompts, args.train.max_steps = 2, ["a\u2028b\x85c"], 2
     folder = litft.finetune(args).folder
     before = (folder / "samples.jsonl").read_text("utf-8")
-    damaged_lines = ["5", '{"prompt": "a"}', '{"step": "x", "prompt": "", "answer": ""}', "[]", '{"step": 1']
+    damaged_lines = [
+        "5",
+        '{"prompt": "a"}',
+        '{"step": "x", "prompt": "", "answer": ""}',
+        "[]",
+        '{"step": 1',
+    ]
     (folder / "samples.jsonl").write_text(before + "\n".join(damaged_lines), "utf-8")
     litft.finetune(replace(args, resume=True))
     assert (folder / "samples.jsonl").read_text("utf-8") == before
@@ -640,7 +819,10 @@ def test_a_checkpoint_with_an_invalid_progress_json_is_damaged(args, capfd):
         litft.finetune(replace(args, resume=True))  # which writes the checkpoint again
         stdout = capfd.readouterr().out
         assert "step-000004 is damaged" in stdout and "continuing after step 2" in stdout
-        assert path.read_text() == original or json.loads(path.read_text()).keys() == json.loads(original).keys()
+        assert (
+            path.read_text() == original
+            or json.loads(path.read_text()).keys() == json.loads(original).keys()
+        )
 
 
 def test_an_infinite_loss_can_be_skipped(args, monkeypatch):
@@ -672,7 +854,16 @@ def test_checkpoints_beyond_a_million_steps(tmp_path):
 @pytest.mark.slow
 def test_two_processes_resume(tiny, examples, tmp_path):
     """Repeat three times to catch race conditions."""
-    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--devices", "2", "--train.max_steps", "4"]
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        examples,
+        "--devices",
+        "2",
+        "--train.max_steps",
+        "4",
+    ]
     flags += ["--eval.max_new_tokens", "3", "--eval.interval", "1", "--out_dir", "run"]
     script("finetune/lora.py", *flags, cwd=tmp_path)
     expected = weights(tmp_path / "run")
@@ -682,8 +873,13 @@ def test_two_processes_resume(tiny, examples, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_reference_is_computed_in_smaller_micro_batches_after_an_out_of_memory_error(large, tmp_path):
-    records = [{"prompt": f"{n} times", "chosen": "once upon a time " * 60, "rejected": "the end " * 60} for n in range(64)]
+def test_the_reference_is_computed_in_smaller_micro_batches_after_an_out_of_memory_error(
+    large, tmp_path
+):
+    records = [
+        {"prompt": f"{n} times", "chosen": "once upon a time " * 60, "rejected": "the end " * 60}
+        for n in range(64)
+    ]
     data = write_records(tmp_path / "pairs.jsonl", records)
     done = run_limited(large, tmp_path, "limited", objective="dpo", data=str(data), more=450 << 20)
     assert done.stdout.count("do not fit into memory; continuing with") >= 1

@@ -1,4 +1,5 @@
-"""Objectives over preferences against TRL's trainers: the first gradients, and the losses of ten steps."""
+"""Objectives over preferences against TRL's trainers: the first gradients, and the losses of ten
+steps."""
 
 import json
 from pathlib import Path
@@ -20,7 +21,8 @@ from litft.training.trainer import Trainer, accumulate
 pytestmark = pytest.mark.slow
 STEPS, BATCH, RATE = 10, 8, 3e-4
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token if loop.first }}Question: {{ m.content }}\n"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token if loop.first }}Question: {{ "
+    "m.content }}\n"
     "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 BETAS = {"dpo": 0.3, "ipo": 0.3, "simpo": 2.0, "orpo": None, "kto": 0.3}
@@ -40,15 +42,21 @@ def base(request, checkpoints, make_model) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base, tmp_path_factory) -> Path:
-    """The folder of a LoRA adapter with random factors, from which both go on: it is the reference too."""
-    folder = adapted(base, tmp_path_factory.mktemp("trl") / "adapter", LoRA(LoRAArgs(r=4)), scale=0.1)
+    """The folder of a LoRA adapter with random factors, from which both go on: it is the reference
+    too."""
+    folder = adapted(
+        base, tmp_path_factory.mktemp("trl") / "adapter", LoRA(LoRAArgs(r=4)), scale=0.1
+    )
     copy_tokenizer(base, folder)
     return folder
 
 
 def pairs() -> list[dict[str, str]]:
     """Ragged pairs."""
-    words = "once upon a time there was a little girl named Lily who loved to play outside in the park".split()
+    words = (
+        "once upon a time there was a little girl named Lily who "
+        "loved to play outside in the park".split()
+    )
     return [
         {
             "prompt": " ".join(words[: 3 + n % 4]),
@@ -80,7 +88,9 @@ def flags(adapter: Path, data: Path, objective: str) -> LoRAFinetuneArgs:
         out_dir=str(data.parent / "run"),
         objective=objective,
         preference=PreferenceArgs(beta=BETAS[objective]),
-        data=DataArgs(path=[str(data)], val_fraction=0.0, template=str(data.parent / "template.jinja")),
+        data=DataArgs(
+            path=[str(data)], val_fraction=0.0, template=str(data.parent / "template.jinja")
+        ),
         train=TrainArgs(
             max_steps=STEPS,
             global_batch_size=BATCH,
@@ -97,16 +107,29 @@ def first_gradients(args: LoRAFinetuneArgs, folder: Path) -> dict[str, torch.Ten
     """The gradients of litft's first step, by the names that PEFT gives the factors."""
     setup, schedule, settings = prepare(args)
     fabric = make_fabric(args, settings.strategy)
-    trainer = Trainer(fabric, launch(fabric, args.timeout), setup, schedule, settings, folder / "first")
+    trainer = Trainer(
+        fabric, launch(fabric, args.timeout), setup, schedule, settings, folder / "first"
+    )
     trainer._compute_references()
     trainer.model.train()
     samples = trainer.references.step(0)
     setup.objective.before_step(fabric, trainer.model, samples, schedule.layout)
     totals = setup.objective.totals(samples)
-    accumulate(fabric, setup.objective, fabric.setup_module(trainer.model), schedule.layout.batches(samples), totals)
+    accumulate(
+        fabric,
+        setup.objective,
+        fabric.setup_module(trainer.model),
+        schedule.layout.batches(samples),
+        totals,
+    )
     (folder / "gradients").mkdir()
     values = {name: parameter.grad for name, parameter in trainer.trained.items()}
-    setup.method.write(folder / "gradients", setup.source, values, {"base_model_name_or_path": str(setup.source.base)})
+    setup.method.write(
+        folder / "gradients",
+        setup.source,
+        values,
+        {"base_model_name_or_path": str(setup.source.base)},
+    )
     return load_file(folder / "gradients" / "adapter_model.safetensors")
 
 
@@ -121,11 +144,20 @@ def trl_trainer(objective: str, adapter: Path, data: Path, order: list[int]):
     tokenizer.chat_template = TEMPLATE
     tokenizer.pad_token = tokenizer.unk_token
     model = AutoModelForCausalLM.from_pretrained(resolve(adapter).base, dtype="float32")
-    model = PeftModel.from_pretrained(model, adapter, is_trainable=True).double()  # in fp32, its rounding reaches 1e-4
+    # in fp32, its rounding reaches 1e-4
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True).double()
     records = [json.loads(line) for line in data.read_text("utf-8").splitlines()]
-    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "completion": "assistant"}
+    roles = {
+        "prompt": "user",
+        "chosen": "assistant",
+        "rejected": "assistant",
+        "completion": "assistant",
+    }
     records = [
-        {name: [{"role": roles[name], "content": text}] if name in roles else text for name, text in record.items()}
+        {
+            name: [{"role": roles[name], "content": text}] if name in roles else text
+            for name, text in record.items()
+        }
         for record in records
     ]
     from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -134,7 +166,11 @@ def trl_trainer(objective: str, adapter: Path, data: Path, order: list[int]):
     config, trainer, values = {
         "dpo": (trl.DPOConfig, trl.DPOTrainer, {"loss_type": "sigmoid"}),
         "ipo": (trl.DPOConfig, trl.DPOTrainer, {"loss_type": "ipo"}),
-        "simpo": (CPOConfig, CPOTrainer, {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0}),
+        "simpo": (
+            CPOConfig,
+            CPOTrainer,
+            {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0},
+        ),
         "orpo": (ORPOConfig, ORPOTrainer, {}),
         "kto": (trl.KTOConfig, trl.KTOTrainer, {}),
     }[objective]
@@ -156,12 +192,16 @@ def trl_trainer(objective: str, adapter: Path, data: Path, order: list[int]):
         **values,
     )
     return trainer(
-        model=model, args=args, train_dataset=Dataset.from_list([records[i] for i in order]), processing_class=tokenizer
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list([records[i] for i in order]),
+        processing_class=tokenizer,
     )
 
 
 def mean_answer_loss(trainer) -> None:
-    """Make TRL's ORPO leave the prompt out of the chosen answer's loss, as litft and the paper's equation 2 do."""
+    """Make TRL's ORPO leave the prompt out of the chosen answer's loss, as litft and the paper's
+    equation 2 do."""
     forward = trainer.concatenated_forward
 
     def concatenated_forward(model, batch):
@@ -196,7 +236,9 @@ def test_gradients_and_ten_losses_equal_trls(objective, adapter, tmp_path, monke
 
     def keep_first() -> None:
         named = expected.model.named_parameters()
-        found = {name.replace(".default", ""): p.grad.clone() for name, p in named if p.grad is not None}
+        found = {
+            name.replace(".default", ""): p.grad.clone() for name, p in named if p.grad is not None
+        }
         gradients.update(gradients or found)
 
     class Keep(TrainerCallback):

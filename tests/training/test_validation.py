@@ -30,20 +30,28 @@ SUPERVISED = Supervised(PreferenceArgs())
 
 @pytest.fixture(scope="module")
 def model_and_samples(tiny, examples):
-    """A model, its tokenizer, twelve samples, of which every third has the model's own answer, and all data."""
+    """A model, its tokenizer, twelve samples, of which every third has the model's own answer, and
+    all data."""
     model, tokenizer = litft.load(tiny, precision="fp32")
     data = load_data(DataArgs(path=[str(examples)], val_fraction=0.0), tokenizer, 512, 256)
     samples = data.train[:12]
-    prompts = [torch.cat((sample.answer[0], torch.tensor([5 + n]))).tolist() for n, sample in enumerate(samples)]
+    prompts = [
+        torch.cat((sample.answer[0], torch.tensor([5 + n]))).tolist()
+        for n, sample in enumerate(samples)
+    ]
     # otherwise the answers of a random model never end
     tokenizer.stop_ids = [last_greedy_token(model, prompt, 4) for prompt in prompts[::3]]
-    generated = [greedy_answers(model, tokenizer, [(prompt, 20)])[0].text.strip() for prompt in prompts]
+    generated = [
+        greedy_answers(model, tokenizer, [(prompt, 20)])[0].text.strip() for prompt in prompts
+    ]
     answers = [
         torch.tensor(tokenizer.encode(text, bos=False)) if number % 3 == 0 else sample.answer[1]
         for number, (sample, text) in enumerate(zip(samples, generated, strict=True))
     ]
     triples = zip(samples, prompts, answers, strict=True)
-    samples = [replace(sample, answer=(torch.tensor(prompt), answer)) for sample, prompt, answer in triples]
+    samples = [
+        replace(sample, answer=(torch.tensor(prompt), answer)) for sample, prompt, answer in triples
+    ]
     return model, tokenizer, samples, data
 
 
@@ -90,10 +98,22 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     model, tokenizer, samples, data = model_and_samples
     expected = matches_one_by_one(model, tokenizer, samples)[::3]  # four of twelve, evenly spaced
     args = EvalArgs(max_batches=2, exact_match=True, max_new_tokens=0)
-    validation = Validation(*single_process, model, tokenizer, replace(data, val=samples), args, tmp_path / "samples.jsonl")
+    validation = Validation(
+        *single_process,
+        model,
+        tokenizer,
+        replace(data, val=samples),
+        args,
+        tmp_path / "samples.jsonl",
+    )
     row = validation.measure(0, Layout(rows=3), 2)
-    assert row["exact_match"] == sum(expected) / 4 != sum(matches_one_by_one(model, tokenizer, samples)) / 12
-    assert validation.measure(7, Layout(rows=3), 2)["exact_match"] == row["exact_match"]  # not only before the first step
+    assert (
+        row["exact_match"]
+        == sum(expected) / 4
+        != sum(matches_one_by_one(model, tokenizer, samples)) / 12
+    )
+    # not only before the first step
+    assert validation.measure(7, Layout(rows=3), 2)["exact_match"] == row["exact_match"]
     (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples[::3], Layout(rows=1))
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
 
@@ -102,10 +122,16 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
 def test_the_loss_is_a_mean_over_target_tokens(model_and_samples, single_process):
     """Micro-batches with few targets count less than those with many."""
     model, _, _, data = model_and_samples
-    samples = [sample for number, sample in enumerate(data.train) if number % 5 in (0, 4)]  # the shortest and the longest
-    losses, counts = zip(*(model(sample.tokens[None], targets=sample.targets[None]) for sample in samples), strict=True)
+    # the shortest and the longest
+    samples = [sample for number, sample in enumerate(data.train) if number % 5 in (0, 4)]
+    losses, counts = zip(
+        *(model(sample.tokens[None], targets=sample.targets[None]) for sample in samples),
+        strict=True,
+    )
     expected = float(sum(losses) / sum(counts))
-    mean_of_means = sum(float(loss / count) for loss, count in zip(losses, counts, strict=True)) / len(samples)
+    mean_of_means = sum(
+        float(loss / count) for loss, count in zip(losses, counts, strict=True)
+    ) / len(samples)
     assert abs(mean_of_means / expected - 1) > 1e-3
     for rows in (1, 5):
         (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples, Layout(rows))
@@ -118,14 +144,20 @@ def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process)
     prompts = [[1, *range(20 + n, 20 + n + model.config.max_positions - 2)] for n in range(20)]
     answers = greedy_answers(model, tokenizer, [(prompt, 12) for prompt in prompts])
     prompt, text = next(
-        (ids, answer.text) for ids, answer in zip(prompts, answers, strict=True) if answer.text.strip() and not answer.ended
+        (ids, answer.text)
+        for ids, answer in zip(prompts, answers, strict=True)
+        if answer.text.strip() and not answer.ended
     )
-    truncated = replace(samples[0], answer=(torch.tensor(prompt), torch.tensor(tokenizer.encode(text, bos=False))))
+    truncated = replace(
+        samples[0], answer=(torch.tensor(prompt), torch.tensor(tokenizer.encode(text, bos=False)))
+    )
     (answer,) = validation_answers(*single_process, model, tokenizer, [truncated])
     assert answer.answer == answer.expected and exact_match([answer]) == 0
 
 
-@pytest.mark.parametrize("layout", [Layout(rows=1), Layout(rows=5), Layout(rows=1, row_tokens=256)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(rows=1), Layout(rows=5), Layout(rows=1, row_tokens=256)], ids=str
+)
 @torch.no_grad()
 def test_the_hardest_examples_have_the_largest_losses(model_and_samples, single_process, layout):
     model, tokenizer, _, data = model_and_samples
@@ -135,23 +167,35 @@ def test_the_hardest_examples_have_the_largest_losses(model_and_samples, single_
         losses[number] = float(loss / count)
     expected = sorted(losses, key=losses.get, reverse=True)[:3]
     hardest = hardest_examples(single_process[0], model, tokenizer, samples, layout, 3)
-    assert [example.loss for example in hardest] == pytest.approx([losses[number] for number in expected], rel=1e-5)
+    assert [example.loss for example in hardest] == pytest.approx(
+        [losses[number] for number in expected], rel=1e-5
+    )
     for example, number in zip(hardest, expected, strict=True):
         ids = samples[number].answer
-        prompt, answer = question_text(tokenizer, ids[0].tolist()), tokenizer.decode(ids[1].tolist()).strip()
-        assert (example.prompt, example.answer, example.tokens) == (prompt, answer, samples[number].supervised)
+        prompt, answer = (
+            question_text(tokenizer, ids[0].tolist()),
+            tokenizer.decode(ids[1].tolist()).strip(),
+        )
+        assert (example.prompt, example.answer, example.tokens) == (
+            prompt,
+            answer,
+            samples[number].supervised,
+        )
     assert len(hardest_examples(single_process[0], model, tokenizer, samples[:2], layout, 5)) == 2
 
 
 @torch.no_grad()
 def test_the_models_own_answers_are_short(model_and_samples, single_process, tmp_path):
-    """A run whose expected answers are long would otherwise not end for minutes; packed rows are answered together."""
+    """A run whose expected answers are long would otherwise not end for minutes; packed rows are
+    answered together."""
     model, tokenizer, samples, data = model_and_samples
     batches = []
     for max_new_tokens in (0, 2):
         args = EvalArgs(max_batches=2, max_new_tokens=max_new_tokens)
         path = tmp_path / "samples.jsonl"
-        validation = Validation(*single_process, model, tokenizer, replace(data, val=samples), args, path)
+        validation = Validation(
+            *single_process, model, tokenizer, replace(data, val=samples), args, path
+        )
         validation.before_batch = lambda: batches.append(1)
         validation.find_hardest(Layout(rows=1, row_tokens=2048), 4)
         owns = [example.own for example in validation.hardest]

@@ -12,7 +12,16 @@ from conftest import rows_of, script, write_records
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
-from litft.training.html_report import POINTS, SCRIPT, Report, chart, points, public, ticks, write_report
+from litft.training.html_report import (
+    POINTS,
+    SCRIPT,
+    Report,
+    chart,
+    points,
+    public,
+    ticks,
+    write_report,
+)
 from litft.training.loggers import make_logger, row_sink
 
 
@@ -46,7 +55,9 @@ def test_tensorboard_has_every_row_once(args):
     events = EventAccumulator("run/tensorboard").Reload()
     for column in ("loss", "val_loss", "learning_rate", "data_share"):
         expected = [(row["step"], row[column]) for row in rows_of(Path("run")) if column in row]
-        assert [(e.step, e.value) for e in events.Scalars(column)] == [pytest.approx(pair) for pair in expected], column
+        assert [(e.step, e.value) for e in events.Scalars(column)] == [
+            pytest.approx(pair) for pair in expected
+        ], column
 
 
 @pytest.mark.slow
@@ -60,12 +71,19 @@ def test_mlflow_continues_the_same_run(args, monkeypatch):
     (run,) = client.search_runs([client.get_experiment_by_name("litft").experiment_id])
     assert run.data.params["train/max_steps"] == "4" and run.info.status == "FINISHED"
     losses = {item.step: item.value for item in client.get_metric_history(run.info.run_id, "loss")}
-    assert losses == {row["step"]: pytest.approx(row["loss"]) for row in rows_of(Path("run")) if "loss" in row}
+    assert losses == {
+        row["step"]: pytest.approx(row["loss"]) for row in rows_of(Path("run")) if "loss" in row
+    }
 
 
 @pytest.mark.slow
 def test_wandb_continues_the_same_run(args, monkeypatch):
-    for name, value in (("MODE", "offline"), ("PROJECT", "theirs"), ("ENTITY", "they"), ("NAME", "a-run")):
+    for name, value in (
+        ("MODE", "offline"),
+        ("PROJECT", "theirs"),
+        ("ENTITY", "they"),
+        ("NAME", "a-run"),
+    ):
         monkeypatch.setenv(f"WANDB_{name}", value)
     args.logger = "wandb"
     train_and_resume(args)
@@ -76,14 +94,20 @@ def test_wandb_continues_the_same_run(args, monkeypatch):
     assert ["wandb", *names] == progress["logger"]
 
 
-@pytest.mark.parametrize("project, expected", [pytest.param(None, "theirs", marks=pytest.mark.slow), ("mine", "mine")])
+@pytest.mark.parametrize(
+    "project, expected", [pytest.param(None, "theirs", marks=pytest.mark.slow), ("mine", "mine")]
+)
 def test_the_project_flag_precedes_the_environment(tmp_path, monkeypatch, project, expected):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     logger = make_logger("mlflow", tmp_path / "run", {"a": 1}, 0, None, project)
     assert logger.experiment.get_experiment(logger.experiment_id).name == expected
-    assert LoRAFinetuneArgs(logger_project="mine").problems()[0].startswith("--logger_project mine: add --logger wandb")
+    assert (
+        LoRAFinetuneArgs(logger_project="mine")
+        .problems()[0]
+        .startswith("--logger_project mine: add --logger wandb")
+    )
 
 
 def test_a_logger_that_fails_does_not_end_the_run():
@@ -95,7 +119,9 @@ def test_a_logger_that_fails_does_not_end_the_run():
     sink = row_sink(Down(), messages.append)
     for step in (3, 4):
         sink({"step": step, "loss": 1.0})
-    assert messages == ["warning: logging failed at step 3 (no answer); later rows are only in metrics.csv"]
+    assert messages == [
+        "warning: logging failed at step 3 (no answer); later rows are only in metrics.csv"
+    ]
 
 
 @pytest.mark.slow
@@ -111,7 +137,9 @@ def test_answers_are_generated_at_every_validation(args, capfd):
     Path("prompts.txt").write_text("Say it 2 times\n\nSay it, please\n")
     args.eval.prompts = ["Who are you?", "prompts.txt"]
     litft.finetune(args)
-    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    samples = [
+        json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
+    ]
     prompts = ["Who are you?", "Say it 2 times", "Say it, please"]
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [
         (step, prompt) for step in (0, 2, 4) for prompt in prompts
@@ -122,13 +150,20 @@ def test_answers_are_generated_at_every_validation(args, capfd):
     assert answer.strip() == samples[6]["answer"]
     stdout = capfd.readouterr().out
     assert stdout.count("  Who are you?\n  -> ") == 3
-    assert "step 1/4: loss " in stdout and "tokens/s" in stdout and "waiting for data" not in stdout and " left\n" in stdout
+    assert (
+        "step 1/4: loss " in stdout
+        and "tokens/s" in stdout
+        and "waiting for data" not in stdout
+        and " left\n" in stdout
+    )
 
 
 def test_without_validation_the_answers_are_to_trained_questions(args, capfd):
     args.data.val_fraction = 0.0
     litft.finetune(args)
-    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    samples = [
+        json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
+    ]
     questions = [sample["prompt"] for sample in samples if sample["step"] == 0]
     records = json.loads(Path(args.data.path[0]).read_text())
     assert len(questions) == 3 and set(questions) <= {record["instruction"] for record in records}
@@ -138,7 +173,10 @@ def test_without_validation_the_answers_are_to_trained_questions(args, capfd):
 
 def test_answers_after_the_resumed_checkpoint_are_dropped(args):
     train_and_resume(args, steps=3)
-    sample_steps = [json.loads(line)["step"] for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    sample_steps = [
+        json.loads(line)["step"]
+        for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
+    ]
     assert sample_steps == [0, 2, 3]
 
 
@@ -151,16 +189,22 @@ def test_prompts_of_plain_text_are_continued_unchanged(args, tmp_path, capfd):
     suggested = capfd.readouterr().out.partition("next:")[2]
     assert "--template none --prompt TEXT" in suggested and "chat" not in suggested
     answer = "".join(litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5))
-    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    samples = [
+        json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
+    ]
     assert answer.strip() == samples[-1]["answer"]
 
 
 def test_the_suggested_chat_has_the_system_prompt_of_the_examples(args, tmp_path, capfd):
-    """Without it, the template writes its own default, or none, which the model was not trained with."""
+    """Without it, the template writes its own default, or none, which the model was not trained
+    with."""
     system = {"role": "system", "content": "You're the club's clerk."}
     chats = []
     for number in range(20):
-        turns = [{"role": "user", "content": f"Ask {number}"}, {"role": "assistant", "content": "Yes."}]
+        turns = [
+            {"role": "user", "content": f"Ask {number}"},
+            {"role": "assistant", "content": "Yes."},
+        ]
         chats.append({"messages": [system, *turns]})
     write_records(tmp_path / "chats.jsonl", chats)
     args.data.path = [str(tmp_path / "chats.jsonl")]
@@ -207,7 +251,11 @@ def test_a_line_and_a_row_at_every_log_interval(args, interval, capfd):
     args.train.max_steps, args.train.log_interval, args.eval.interval = 7, interval, 0
     callback_rows = []
     litft.finetune(args, lambda row: callback_rows.append((row["step"], len(rows_of(Path("run"))))))
-    lines = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("step") and "/7" in line]
+    lines = [
+        line.split(":")[0]
+        for line in capfd.readouterr().out.splitlines()
+        if line.startswith("step") and "/7" in line
+    ]
     saves = {2, 4, 6, 7}
     assert lines == [f"step {n}/7" for n in range(1, 8) if n % interval == 0 or n in saves]
     assert [step for step, _ in callback_rows] == list(range(8))
@@ -217,7 +265,8 @@ def test_a_line_and_a_row_at_every_log_interval(args, interval, capfd):
 
 
 class Page(HTMLParser):
-    """Everything a page would fetch, the number of its scripts, its text, and the tags that are still open."""
+    """Everything a page would fetch, the number of its scripts, its text, and the tags that are
+    still open."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -228,7 +277,9 @@ class Page(HTMLParser):
         self.open += [tag] if tag not in ("meta", "input") else []
         self.external += [tag] if tag in ("link", "img", "iframe") else []
         self.scripts += tag == "script"
-        self.external += [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
+        self.external += [
+            name for name, _ in attrs if name in ("src", "href") or name.startswith("on")
+        ]
 
     def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)
@@ -246,7 +297,13 @@ def test_the_report_contains_everything_of_the_run(args):
     litft.finetune(args)
     text = Path("run/report.html").read_text("utf-8")
     page = Page(text)
-    assert not page.external and not page.open and "url(" not in text and "http:" not in text and "https:" not in text
+    assert (
+        not page.external
+        and not page.open
+        and "url(" not in text
+        and "http:" not in text
+        and "https:" not in text
+    )
     assert page.scripts == 1 and text.count(f"<script>{SCRIPT}</script>") == 1
     rows = rows_of(Path("run"))
     for word in (
@@ -275,7 +332,11 @@ def test_the_report_is_there_from_the_first_validation_on(args):
     assert "running: 0 of 4 steps" in states[1] and "running: 2 of 4 steps" in states[3]
     tiles = Page(Path("run/report.html").read_text("utf-8")).text
     rows = [row["val_loss"] for row in rows_of(Path("run")) if "val_loss" in row]
-    assert "finished" in tiles and f"{rows[0]:.4f} \u2192 {rows[-1]:.4f}" in tiles and "peak memory" in tiles
+    assert (
+        "finished" in tiles
+        and f"{rows[0]:.4f} \u2192 {rows[-1]:.4f}" in tiles
+        and "peak memory" in tiles
+    )
 
 
 def test_the_report_shows_no_private_paths(args, tmp_path):
@@ -294,7 +355,10 @@ def test_the_report_shows_no_private_paths(args, tmp_path):
         ("~/models/llama in bf16", "llama in bf16"),
         (f"{Path.home()}/secret name/a.json", "~/secret name/a.json"),
         ("tokens </think>, [/INST] and </tool_call>", "tokens </think>, [/INST] and </tool_call>"),
-        ("owner/name, 1/2 of https://host/a/b, 3 tokens/s", "owner/name, 1/2 of https://host/a/b, 3 tokens/s"),
+        (
+            "owner/name, 1/2 of https://host/a/b, 3 tokens/s",
+            "owner/name, 1/2 of https://host/a/b, 3 tokens/s",
+        ),
     ],
 )
 def test_absolute_paths_are_shortened(text, shown):
@@ -309,7 +373,10 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(args, capsys):
             Path("run/report.html/x").mkdir(parents=True)
 
     litft.finetune(args, callback)
-    assert "warning: report.html could not be written" in capsys.readouterr().out and Path("run/final").is_dir()
+    assert (
+        "warning: report.html could not be written" in capsys.readouterr().out
+        and Path("run/final").is_dir()
+    )
 
 
 def test_a_run_that_ends_early_says_so(args):
@@ -325,11 +392,25 @@ def test_a_curve_is_drawn_at_its_values():
 
 
 @pytest.mark.parametrize(
-    "low, high", [(0, 1), (2.9, 4.1), (0, 0), (5, 5), (1e-9, 3e-9), (0, 123456), (-3, 2), (0.398826389, 0.39882638900000006)]
+    "low, high",
+    [
+        (0, 1),
+        (2.9, 4.1),
+        (0, 0),
+        (5, 5),
+        (1e-9, 3e-9),
+        (0, 123456),
+        (-3, 2),
+        (0.398826389, 0.39882638900000006),
+    ],
 )
 def test_ticks_are_round_and_contain_the_values(low, high):
     marks = ticks(low, high)
-    assert marks[0] <= low + 1e-9 * abs(low) and marks[-1] >= high - 1e-9 * abs(high) and 2 <= len(marks) <= 8
+    assert (
+        marks[0] <= low + 1e-9 * abs(low)
+        and marks[-1] >= high - 1e-9 * abs(high)
+        and 2 <= len(marks) <= 8
+    )
     assert len({f"{value:.4g}" for value in marks}) == len(marks)
 
 
@@ -349,9 +430,13 @@ def test_a_report_of_a_run_without_rows(tmp_path):
 def test_a_missing_package_is_reported(args, tmp_path):
     (tmp_path / "wandb.py").write_text("raise ImportError('no wandb here')")
     (tmp_path / "go.py").write_text(
-        "import sys; sys.path.insert(0, '.')\nfrom litft.cli import run\n"
-        f"run('finetune lora', ['--checkpoint_dir', {args.checkpoint_dir!r}, '--data.path', {args.data.path[0]!r},"
-        " '--logger', 'wandb'])\n"
+        "import sys; sys.path.insert(0, '.')\n"
+        "from litft.cli import run\n"
+        f"run('finetune lora', ['--checkpoint_dir', {args.checkpoint_dir!r}, '--data.path', "
+        f"{args.data.path[0]!r}, '--logger', 'wandb'])\n"
     )
     done = script(tmp_path / "go.py", cwd=tmp_path, code=2)
-    assert "--logger wandb needs the package" in done.stderr and "pip install 'litft[wandb]'" in done.stderr
+    assert (
+        "--logger wandb needs the package" in done.stderr
+        and "pip install 'litft[wandb]'" in done.stderr
+    )

@@ -1,4 +1,5 @@
-"""Convert GGUF files to model folders, and runs, models and LoRA adapters to GGUF files, one tensor at a time."""
+"""Convert GGUF files to model folders, and runs, models and LoRA adapters to GGUF files, one tensor
+at a time."""
 
 import json
 import re
@@ -59,7 +60,8 @@ class GgufFolder(PretrainedFolder):
 
 
 def read(args: GgufConvertArgs) -> Path:
-    """Write a GGUF file's model as a folder, and compare it with the file; raise ValueError for unsupported models."""
+    """Write a GGUF file's model as a folder, and compare it with the file; raise ValueError for
+    unsupported models."""
     file = GgufFile(Path(args.checkpoint_dir))
     architecture = read_architecture(file)
     try:
@@ -68,31 +70,53 @@ def read(args: GgufConvertArgs) -> Path:
         architecture.check_rotation(config)
     except ValueError as error:
         raise ValueError(f"{file.folder}: {error}") from None
-    source = GgufFolder(file.folder, file.folder, None, hf, config, file=file, extra_layers=architecture.extra_layers)
-    dtype = source.dtype(None) if args.precision == "auto" else DTYPES[args.precision]
+    source = GgufFolder(
+        file.folder,
+        file.folder,
+        None,
+        hf,
+        config,
+        file=file,
+        extra_layers=architecture.extra_layers,
+    )
+    if args.precision == "auto":
+        dtype = source.dtype(None)
+    else:
+        dtype = DTYPES[args.precision]
 
     def fill(folder: Path) -> None:
         write_tokenizer(file, folder)
         if isinstance(licence := file.metadata.get("general.license"), str):
-            (folder / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", "utf-8")
+            (folder / "README.md").write_text(
+                f"---\nlicense: {json.dumps(licence)}\n---\n", "utf-8"
+            )
         Tokenizer(folder)  # fail before the weights are written if it cannot be loaded
         compare(folder, write_result(folder, source, dtype, None, args.shard_gb))
 
     out = write_folder(args.out_dir, fill)
     count = len(file.names)
-    print(f"converted {file.folder} to {out} ({architecture.name} in GGUF, {count} tensors in {dtype})", file=sys.stderr)
+    print(
+        f"converted {file.folder} to {out} ({architecture.name} in GGUF, {count} tensors in "
+        f"{dtype})",
+        file=sys.stderr,
+    )
     return out
 
 
 def _token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
-    """Return config.json's token ids, None where absent: transformers' defaults may be outside of the vocabulary."""
+    """Return config.json's token ids, None where absent: transformers' defaults may be outside of
+    the vocabulary."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: value if type(value) is int and 0 <= value < size else None for name, value in ids.items()}
+    return {
+        name: value if type(value) is int and 0 <= value < size else None
+        for name, value in ids.items()
+    }
 
 
 def write(args: GgufExportArgs) -> Path:
-    """Write a GGUF file, plus a Modelfile for a full model; raise ValueError if llama.cpp does not support the model."""
+    """Write a GGUF file, plus a Modelfile for a full model; raise ValueError if llama.cpp does not
+    support the model."""
     trained = read_trained(args)
     write_file = _write_model if args.merge else _write_adapter
     file_names: list[str] = []
@@ -102,7 +126,8 @@ def write(args: GgufExportArgs) -> Path:
 
     out = write_folder(args.out_dir, fill)
     print(
-        f"exported {trained.path} to {out / file_names[0]}{', with a Modelfile for Ollama' if args.merge else ''}",
+        f"exported {trained.path} to "
+        f"{out / file_names[0]}{', with a Modelfile for Ollama' if args.merge else ''}",
         file=sys.stderr,
     )
     if args.merge:
@@ -113,13 +138,18 @@ def write(args: GgufExportArgs) -> Path:
 
 
 def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
-    source, tokenizer = trained.source, trained.tokenizer
+    source = trained.source
+    tokenizer = trained.tokenizer
     if tokenizer is None:
-        raise ValueError(f"{trained.path} has no tokenizer, which a GGUF file needs; copy its files into the folder")
+        raise ValueError(
+            f"{trained.path} has no tokenizer, which a GGUF file needs; copy its files into the "
+            "folder"
+        )
     result = trained.result(args.dequantized_base)
     config = result.config(source.config) if result else source.config
     architecture = to_gguf_architecture(config)
-    if window := architecture.ignored_window():
+    window = architecture.ignored_window()
+    if window:
         reason = f"llama.cpp ignores this model's sliding window of {window} tokens"
         print(f"warning: {reason}; answers to longer texts will differ", file=sys.stderr)
     if any(layer.rope and not layer.rope.truncate for layer in config.layers):
@@ -131,29 +161,47 @@ def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> s
     name = f"model-{outtype.upper()}.gguf"
     writer = _writer(architecture.name, trained, outtype)
     for key, value in architecture.metadata.items():
-        adders = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}
+        adders = {
+            float: writer.add_float32,
+            str: writer.add_string,
+            int: writer.add_uint32,
+            bool: writer.add_bool,
+        }
         adders |= {list: writer.add_array}
         adders[type(value)](f"{architecture.name}.{key}", value)
     add_tokenizer(writer, tokenizer, config.vocab_size)
     entries = model_entries(source, torch.float32, result, gguf_rules(config))
     if config.tied and architecture.name in NEEDS_HEAD:
-        entries += [entry._replace(name="output.weight") for entry in entries if entry.name == "token_embd.weight"]
-    entries += [LazyTensor(name, factors, factors.float) for name, factors in architecture.factors.items()]
+        entries += [
+            entry._replace(name="output.weight")
+            for entry in entries
+            if entry.name == "token_embd.weight"
+        ]
+    entries += [
+        LazyTensor(name, factors, factors.float) for name, factors in architecture.factors.items()
+    ]
     _write_tensors(writer, folder / name, entries, outtype)
     (folder / "Modelfile").write_text(modelfile(name, tokenizer), "utf-8")
     return name
 
 
 def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
-    """Write the LoRA matrices under the base's tensor names; llama.cpp scales each pair by alpha / rank."""
+    """Write the LoRA matrices under the base's tensor names; llama.cpp scales each pair by alpha /
+    rank."""
     method, values = trained.adapter()
     sites = _adapter_sites(method, trained)
     outtype = "f32" if args.outtype == "auto" else args.outtype
     factors = {site: method.factors(site, values) for site in sites}
     targets = peft_targets(trained.source.outline, gguf_rules(trained.source.config))
     if any(isinstance(targets[site].rule, Tile | KeysAndValues) for site in sites):
-        raise ValueError("llama.cpp stores this model's heads in another form than an adapter can; leave --merge false out")
-    fused = {target.name: target.fuse(factors) for target in dict.fromkeys(targets[site] for site in sites)}
+        raise ValueError(
+            "llama.cpp stores this model's heads in another form than an adapter can; leave "
+            "--merge false out"
+        )
+    fused = {
+        target.name: target.fuse(factors)
+        for target in dict.fromkeys(targets[site] for site in sites)
+    }
     alpha = Counter(pair.scale * pair.a.size(0) for pair in fused.values()).most_common(1)[0][0]
     writer = _writer(gguf_architecture(trained.source.config), trained, outtype, "adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -161,7 +209,10 @@ def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) ->
     entries = []
     for name, (a, b, scale, _) in fused.items():
         b = b * (scale * a.size(0) / alpha) if alpha else b
-        entries += [LazyTensor(f"{name}.weight.lora_{half}", factor, factor.float) for half, factor in (("a", a), ("b", b))]
+        entries += [
+            LazyTensor(f"{name}.weight.lora_{half}", factor, factor.float)
+            for half, factor in (("a", a), ("b", b))
+        ]
     name = f"adapter-{outtype.upper()}.gguf"
     _write_tensors(writer, folder / name, entries, outtype)
     return name
@@ -177,15 +228,26 @@ def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:
         "trains whole modules or biases": isinstance(method, LoRA) and bool(method.trained),
     }
     sites = list(method.specs) if isinstance(method, LoRA) else []
-    embeddings = [site for site in sites if site == "embed" or (site == "lm_head" and config.tied)]
+    embeddings = []
+    for site in sites:
+        if site == "embed" or (site == "lm_head" and config.tied):
+            embeddings.append(site)
     unsupported[f"adapts {' and '.join(embeddings)}"] = bool(embeddings)
-    if reasons := [reason for reason, applies in unsupported.items() if applies]:
-        remedy = "llama.cpp only supports plain LoRA of Linears as an adapter; leave --merge false out"
+    reasons = []
+    for reason, applies in unsupported.items():
+        if applies:
+            reasons.append(reason)
+    if reasons:
+        remedy = (
+            "llama.cpp only supports plain LoRA of Linears as an adapter; leave --merge false out"
+        )
         raise ValueError(f"{trained.path} {', '.join(reasons)}: {remedy}")
     return sites
 
 
-def _writer(architecture: str, trained: TrainedModel, outtype: str, kind: str = "model") -> gguf.GGUFWriter:
+def _writer(
+    architecture: str, trained: TrainedModel, outtype: str, kind: str = "model"
+) -> gguf.GGUFWriter:
     """Return a writer with the metadata that every file has."""
     writer = gguf.GGUFWriter(None, architecture)
     writer.add_type(kind)
@@ -195,7 +257,9 @@ def _writer(architecture: str, trained: TrainedModel, outtype: str, kind: str = 
     return writer
 
 
-def _write_tensors(writer: gguf.GGUFWriter, path: Path, entries: list[LazyTensor], outtype: str) -> None:
+def _write_tensors(
+    writer: gguf.GGUFWriter, path: Path, entries: list[LazyTensor], outtype: str
+) -> None:
     """Write the file, computing one tensor at a time."""
     types = [_tensor_type(entry, OUTTYPES[outtype][0]) for entry in entries]
     for entry, tensor_type in zip(entries, types, strict=True):
@@ -212,20 +276,30 @@ def _write_tensors(writer: gguf.GGUFWriter, path: Path, entries: list[LazyTensor
         writer.close()
 
 
-# norms, positions, convolutions and routers, and tensors with other leaves than weight (llama.cpp's conversion/base.py)
+# norms, positions, convolutions and routers, and tensors with other leaves than weight (llama.cpp's
+# conversion/base.py)
 FP32 = re.compile(r"_norm\.weight$|^position_embd|^rope_|ssm_conv1d|shortconv\.conv|ffn_gate_inp")
 
 
 def _tensor_type(entry: LazyTensor, outtype: _TYPES) -> _TYPES:
-    """Return a tensor's storage type: fp32 for what llama.cpp computes with in fp32 alone, and full blocks in Q8_0."""
+    """Return a tensor's storage type: fp32 for what llama.cpp computes with in fp32 alone, and full
+    blocks in Q8_0."""
     is_weight = entry.name.endswith((".weight", ".lora_a", ".lora_b"))
     if entry.like.dim() < 2 or FP32.search(entry.name) or not is_weight:
         return _TYPES.F32
-    return _TYPES.F16 if outtype == _TYPES.Q8_0 and entry.like.size(-1) % BLOCK else outtype
+    if outtype == _TYPES.Q8_0 and entry.like.size(-1) % BLOCK:
+        return _TYPES.F16
+    return outtype
 
 
 def _encode(entry: LazyTensor, tensor_type: _TYPES) -> np.ndarray:
     tensor = entry.make().detach().cpu().contiguous()
-    if tensor_type == _TYPES.F16 and (largest := float(tensor.abs().max())) > torch.finfo(torch.float16).max:
-        raise ValueError(f"{entry.name} contains {largest:.3g}, which is out of range for fp16; pass --outtype bf16")
+    if (
+        tensor_type == _TYPES.F16
+        and (largest := float(tensor.abs().max())) > torch.finfo(torch.float16).max
+    ):
+        raise ValueError(
+            f"{entry.name} contains {largest:.3g}, which is out of range for fp16; pass --outtype "
+            "bf16"
+        )
     return gguf.quantize(tensor.numpy(), tensor_type)

@@ -40,15 +40,40 @@ FIELDS = {
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# OTHER_KEYS: further keys that are checked. FLOAT_KEYS: keys whose values may be floats; all others must be integers
-OTHER_KEYS = ("attention.value_length", "rope.dimension_count", "rope.scaling.original_context_length")
+# OTHER_KEYS: further keys that are checked. FLOAT_KEYS: keys whose values may be floats; all others
+# must be integers
+OTHER_KEYS = (
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.scaling.original_context_length",
+)
 OTHER_KEYS += ("nextn_predict_layers",)
-FLOAT_KEYS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base", "rope.freq_base_swa")
-FLOAT_KEYS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.factor", "rope.scaling.attn_factor")
+FLOAT_KEYS = (
+    "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+)
+FLOAT_KEYS += (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rope.scaling.factor",
+    "rope.scaling.attn_factor",
+)
 FLOAT_KEYS += ("rope.scale_linear",)
-REQUIRED_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
-FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of all models so far
+REQUIRED_KEYS = (
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+)
+FREQS = "rope_freqs.weight"
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
+# of all models so far
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+# architectures for which llama.cpp reads these tensors
 READS_FACTORS = (
     "llama",
     "phi3",
@@ -56,7 +81,8 @@ READS_FACTORS = (
     "gemma4",
     "llama4",
     "arcee",
-)  # architectures for which llama.cpp reads these tensors
+)
+# llama.cpp ignores the sliding window of all others
 SUPPORTS_WINDOWS = (
     "gemma2",
     "gemma3",
@@ -69,10 +95,14 @@ SUPPORTS_WINDOWS = (
     "mellum",
     "cohere2moe",
     "afmoe",
-)  # llama.cpp ignores the sliding window of all others
-# architectures without a tensor for the head, which is that of the embedding, and those that need one in any case
+)
+# architectures without a tensor for the head, which is that of the embedding, and those that need
+# one in any case
 HAS_NO_HEAD = ("command-r", "cohere2", "gemma", "gemma2")
-NEEDS_HEAD = "dots1 exaone-moe gpt-oss kimi-linear mellum minimax-m2 nemotron olmo2 olmoe phi2 qwen2moe stablelm".split()
+NEEDS_HEAD = (
+    "dots1 exaone-moe gpt-oss kimi-linear mellum minimax-m2 nemotron olmo2 olmoe phi2 qwen2moe "
+    "stablelm".split()
+)
 UNROTATED = 1e30  # a divisor that leaves entries where they are (Gemma 4)
 DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
 
@@ -90,17 +120,28 @@ class GgufArchitecture:
     factors: dict[str, Tensor] = field(default_factory=dict)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the content of config.json; raise ValueError for architectures that litft does not support."""
+        """Return the content of config.json; raise ValueError for architectures that litft does not
+        support."""
         self._check()
         fields = FIELDS | gguf_fields(self.name)
-        hf = {name: self.metadata[key] for key, name in fields.items() if key in self.metadata}
+        hf = {}
+        for key, name in fields.items():
+            if key in self.metadata:
+                hf[name] = self.metadata[key]
         if self.metadata.get("expert_count") and "expert_count" not in fields:
             raise ValueError(f"{self.name} with experts is not supported; use a dense model")
         hf |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
         if self.extra_layers:
             hf["num_hidden_layers"] -= self.extra_layers
-            hf |= {name: value[: -self.extra_layers] for name, value in hf.items() if isinstance(value, list)}
-        hf |= {field: f"blk.0.{name}" in self.tensor_names for field, name in gguf_tensors(self.name).items()}
+            hf |= {
+                name: value[: -self.extra_layers]
+                for name, value in hf.items()
+                if isinstance(value, list)
+            }
+        hf |= {
+            field: f"blk.0.{name}" in self.tensor_names
+            for field, name in gguf_tensors(self.name).items()
+        }
         return gguf_config(self.name, hf | self._rope_fields(hf))
 
     @property
@@ -110,39 +151,69 @@ class GgufArchitecture:
 
     def _check(self) -> None:
         """Raise ValueError for missing or invalid values."""
-        metadata, name = self.metadata, self.name
+        metadata = self.metadata
+        name = self.name
         missing = [key for key in REQUIRED_KEYS if key not in metadata]
         if not any(key in metadata for key in FLOAT_KEYS[:2]):
             missing.append(FLOAT_KEYS[0])
         if missing:
-            raise ValueError(f"{name}.{', '.join(missing)}: missing from the metadata; download the file again")
+            raise ValueError(
+                f"{name}.{', '.join(missing)}: missing from the metadata; download the file again"
+            )
         own_keys = gguf_fields(name)  # whose values may be floats
         for key in (*FIELDS, *OTHER_KEYS, *FLOAT_KEYS, *own_keys):
             value = metadata.get(key, 1)
-            if isinstance(value, list) and key in own_keys and all(isinstance(item, int) for item in value):
+            if (
+                isinstance(value, list)
+                and key in own_keys
+                and all(isinstance(item, int) for item in value)
+            ):
                 continue  # one value a layer
             if isinstance(value, list):
-                raise ValueError(f"{name}.{key} differs between layers, which is not supported; use another model")
-            is_count = isinstance(value, int) and (not isinstance(value, bool) or key in own_keys) and 0 <= value < 2**31
-            is_valid = is_count or (key in (*FLOAT_KEYS, *own_keys) and isinstance(value, float) and math.isfinite(value))
+                raise ValueError(
+                    f"{name}.{key} differs between layers, which is not supported; use another "
+                    "model"
+                )
+            is_count = (
+                isinstance(value, int)
+                and (not isinstance(value, bool) or key in own_keys)
+                and 0 <= value < 2**31
+            )
+            is_valid = is_count or (
+                key in (*FLOAT_KEYS, *own_keys)
+                and isinstance(value, float)
+                and math.isfinite(value)
+            )
             if not is_valid or (value == 0 and key in REQUIRED_KEYS):
-                raise ValueError(f"{name}.{key} has the invalid value {value!r}; download the file again")
+                raise ValueError(
+                    f"{name}.{key} has the invalid value {value!r}; download the file again"
+                )
         lengths = [metadata.get(f"attention.{kind}_length") for kind in ("key", "value")]
-        if None not in lengths and lengths[0] != lengths[1] and "attention.key_length_mla" not in metadata:
+        if (
+            None not in lengths
+            and lengths[0] != lengths[1]
+            and "attention.key_length_mla" not in metadata
+        ):
             raise ValueError(
-                f"{name}: head dims {lengths[0]} of keys and {lengths[1]} of values differ, which is not supported"
+                f"{name}: head dims {lengths[0]} of keys and {lengths[1]} of values differ, which "
+                "is not supported"
             )
         if (LONG in self.factors) != (SHORT in self.factors):
-            raise ValueError(f"only one of the tensors {LONG} and {SHORT} exists; download the file again")
+            raise ValueError(
+                f"only one of the tensors {LONG} and {SHORT} exists; download the file again"
+            )
         for tensor, divisors in self.factors.items():
             if not (divisors.isfinite() & (divisors > 0)).all():
-                raise ValueError(f"{tensor} must have finite numbers above 0; download the file again")
+                raise ValueError(
+                    f"{tensor} must have finite numbers above 0; download the file again"
+                )
 
     def _rope_fields(self, hf: dict[str, Any]) -> dict[str, Any]:
         """Return config.json's fields of the rotary embedding."""
         if "position_embd.weight" in self.tensor_names:
             return {}
-        factor = self.metadata.get("rope.scaling.factor") or self.metadata.get("rope.scale_linear")  # of files of 2023
+        # of files of 2023
+        factor = self.metadata.get("rope.scaling.factor") or self.metadata.get("rope.scale_linear")
         kind = self.metadata.get("rope.scaling.type", "linear" if factor else "none")
         original_length = self.metadata.get("rope.scaling.original_context_length")
         rope: dict[str, Any] = {}
@@ -162,105 +233,175 @@ class GgufArchitecture:
         elif kind not in ("none", "longrope"):
             raise ValueError(f"{self.name}.rope.scaling.type {kind!r} is not supported")
         head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-        if (rotary_dim := self.metadata.get("rope.dimension_count", head_dim)) != head_dim:
+        rotary_dim = self.metadata.get("rope.dimension_count", head_dim)
+        if rotary_dim != head_dim:
             rope["partial_rotary_factor"] = rotary_dim / head_dim
         return rope
 
     def _yarn_factor(self, kind: str) -> dict[str, float]:
-        """Return the factor of cos and sin under YaRN, if the file multiplies its default by a number."""
+        """Return the factor of cos and sin under YaRN, if the file multiplies its default by a
+        number."""
         stated = self.metadata.get("rope.scaling.attn_factor", 1.0)
         if kind != "yarn" or stated == 1:
             return {}
         if self.metadata.get("rope.scaling.yarn_log_multiplier"):
             raise ValueError(
-                f"{self.name}.rope.scaling.attn_factor {stated} is not supported together with yarn_log_multiplier"
+                f"{self.name}.rope.scaling.attn_factor {stated} is not supported together with "
+                "yarn_log_multiplier"
             )
-        return {"attention_factor": stated * (1 + 0.1 * math.log(self.metadata.get("rope.scaling.factor", 1.0)))}
+        return {
+            "attention_factor": stated
+            * (1 + 0.1 * math.log(self.metadata.get("rope.scaling.factor", 1.0)))
+        }
 
     def _factor_list(self, name: str) -> list[float]:
         return [float(str(number)) for number in self.factors[name].float().numpy()]
 
-    def _attention_factor(self, hf: dict[str, Any], original_length: int | None) -> dict[str, float]:
+    def _attention_factor(
+        self, hf: dict[str, Any], original_length: int | None
+    ) -> dict[str, float]:
         """Return the factor of cos and sin, if it differs from longrope's default."""
         stated = self.metadata.get("rope.scaling.attn_factor")
         ratio = hf["max_position_embeddings"] / (original_length or hf["max_position_embeddings"])
-        default = math.sqrt(1 + math.log(ratio) / math.log(original_length)) if ratio > 1 else 1.0
-        return {} if stated is None or math.isclose(stated, default, rel_tol=1e-5) else {"attention_factor": stated}
+        if ratio > 1:
+            default = math.sqrt(1 + math.log(ratio) / math.log(original_length))
+        else:
+            default = 1.0
+        if stated is None or math.isclose(stated, default, rel_tol=1e-5):
+            return {}
+        return {"attention_factor": stated}
 
     def _llama3_scaling(self, theta: float) -> dict[str, Any]:
-        """Return the scaling with these divisors: Llama 3.1's, Gemma 4's, or an equivalent longrope scaling."""
+        """Return the scaling with these divisors: Llama 3.1's, Gemma 4's, or an equivalent longrope
+        scaling."""
         divisors = self.factors[FREQS].float()
-        if (is_rotated := divisors < UNROTATED / 10).sum() < len(divisors) and (divisors[is_rotated] == 1).all():
-            return {"rope_type": "proportional", "partial_rotary_factor": int(is_rotated.sum()) / len(divisors)}
+        if (is_rotated := divisors < UNROTATED / 10).sum() < len(divisors) and (
+            divisors[is_rotated] == 1
+        ).all():
+            return {
+                "rope_type": "proportional",
+                "partial_rotary_factor": int(is_rotated.sum()) / len(divisors),
+            }
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
         rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling}, 2 * len(divisors))
         if torch.allclose(_divisors(rope), divisors, rtol=1e-4):
             return scaling
         factors = self._factor_list(FREQS)
-        return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+        }
 
     def check_rotation(self, config: Config) -> None:
-        """Raise ValueError if the network would rotate other dimensions of the heads than the file states."""
+        """Raise ValueError if the network would rotate other dimensions of the heads than the file
+        states."""
         stated_dim = self.metadata.get("rope.dimension_count")
-        rotary_dims = {layer.rope.dim for layer in config.layers if layer.rope and layer.rope.dim}
-        if stated_dim is not None and rotary_dims - {stated_dim, self.metadata.get("rope.dimension_count_swa")}:
-            raise ValueError(f"{self.name}.rope.dimension_count {stated_dim}: this family rotates {max(rotary_dims)}")
+        rotary_dims = set()
+        for layer in config.layers:
+            if layer.rope and layer.rope.dim:
+                rotary_dims.add(layer.rope.dim)
+        if stated_dim is not None and rotary_dims - {
+            stated_dim,
+            self.metadata.get("rope.dimension_count_swa"),
+        }:
+            raise ValueError(
+                f"{self.name}.rope.dimension_count {stated_dim}: this family rotates "
+                f"{max(rotary_dims)}"
+            )
         for name, divisors in self.factors.items():
             if tuple(divisors.shape) not in {(dim // 2,) for dim in rotary_dims}:
                 raise ValueError(
-                    f"{name} has the shape {tuple(divisors.shape)} for {max(rotary_dims, default=0) // 2} frequencies"
+                    f"{name} has the shape {tuple(divisors.shape)} for "
+                    f"{max(rotary_dims, default=0) // 2} frequencies"
                 )
 
     def ignored_window(self) -> int | None:
-        """Return the model's sliding window if llama.cpp ignores it for this architecture, else None."""
-        return None if self.name in SUPPORTS_WINDOWS else self.metadata.get("attention.sliding_window")
+        """Return the model's sliding window if llama.cpp ignores it for this architecture, else
+        None."""
+        if self.name in SUPPORTS_WINDOWS:
+            return None
+        return self.metadata.get("attention.sliding_window")
 
 
 def read_architecture(file: GgufFile) -> GgufArchitecture:
-    """Return the architecture of a GGUF file; raise ValueError if the file does not contain a language model."""
+    """Return the architecture of a GGUF file; raise ValueError if the file does not contain a
+    language model."""
     name = file.metadata.get("general.architecture")
     if file.metadata.get("general.type", "model") != "model" or not isinstance(name, str):
-        raise ValueError(f"{file.folder} contains no model but {file.metadata.get('general.type')!r}; pass a model file")
-    embedding, head = "token_embd.weight", "output.weight"
+        raise ValueError(
+            f"{file.folder} contains no model but {file.metadata.get('general.type')!r}; pass a "
+            "model file"
+        )
+    embedding = "token_embd.weight"
+    head = "output.weight"
     if embedding not in file.names:
-        raise ValueError(f"{file.folder} has no token_embd.weight: not a language model, or incomplete; use another file")
+        raise ValueError(
+            f"{file.folder} has no token_embd.weight: not a language model, or incomplete; use "
+            "another file"
+        )
     metadata = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
     tied = head not in file.names or file.same_data(head, embedding)
     factors = {name: file.read(name) for name in (FREQS, LONG, SHORT) if name in file.names}
-    return GgufArchitecture(name, metadata, frozenset(file.names), file.meta(embedding).size(0), tied, factors)
+    return GgufArchitecture(
+        name, metadata, frozenset(file.names), file.meta(embedding).size(0), tied, factors
+    )
 
 
 def to_gguf_architecture(config: Config) -> GgufArchitecture:
-    """Return the GGUF description of `config`; raise ValueError if llama.cpp would compute something else."""
+    """Return the GGUF description of `config`; raise ValueError if llama.cpp would compute
+    something else."""
     rules = gguf_rules(config)
     with torch.device("meta"):
         parameters = [name for name, _ in GPT(config).named_parameters()]
-    tensor_names = frozenset(name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets)
+    tensor_names = frozenset(
+        name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets
+    )
     name = gguf_architecture(config)
     if name in HAS_NO_HEAD and not config.tied:
         reason = (
-            f"GGUF files of {config.model_type} have no separate head, but this model's head is not tied to its embedding"
+            f"GGUF files of {config.model_type} have no separate head, but this model's head is "
+            "not tied to its embedding"
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     attention = [layer for layer in config.layers if layer.attention]
     if not attention:
-        raise ValueError("GGUF files of models without any attention layer are not supported; keep the Hugging Face folder")
+        raise ValueError(
+            "GGUF files of models without any attention layer are not supported; keep the Hugging "
+            "Face folder"
+        )
     rotating = [layer for layer in attention if layer.rope and layer.rope.dim]
     ropes = sorted(rotating, key=lambda layer: layer.window is not None)
     rope = ropes[0].rope if ropes else None  # of full attention if it rotates
-    metadata, factors = _metadata(config, rope) | gguf_metadata(config), _factors(rope)
-    architecture = GgufArchitecture(name, metadata, tensor_names, config.vocab_size, config.tied, factors)
+    metadata = _metadata(config, rope) | gguf_metadata(config)
+    factors = _factors(rope)
+    architecture = GgufArchitecture(
+        name, metadata, tensor_names, config.vocab_size, config.tied, factors
+    )
     unsupported = _differences(config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS)
-    if unsupported := unsupported + ["rope"] * (bool(factors) and name not in READS_FACTORS):
-        reason = f"llama.cpp's architecture {name} does not support this model's {', '.join(unsupported)}"
-        raise ValueError(f"{reason}, and would compute something else; keep the model in Hugging Face's format")
+    unsupported = unsupported + ["rope"] * (bool(factors) and name not in READS_FACTORS)
+    if unsupported:
+        reason = (
+            f"llama.cpp's architecture {name} does not support this model's "
+            f"{', '.join(unsupported)}"
+        )
+        raise ValueError(
+            f"{reason}, and would compute something else; keep the model in Hugging Face's format"
+        )
     return architecture
 
 
 def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
     """Return the metadata of `config`; rope: that of the layers with full attention."""
-    windows = {layer.window for layer in config.layers if isinstance(layer.window, int)}
-    epsilon = "attention.layer_norm_rms_epsilon" if config.norm.kind == "rms" else "attention.layer_norm_epsilon"
+    windows = set()
+    for layer in config.layers:
+        if isinstance(layer.window, int):
+            windows.add(layer.window)
+    if config.norm.kind == "rms":
+        epsilon = "attention.layer_norm_rms_epsilon"
+    else:
+        epsilon = "attention.layer_norm_epsilon"
     metadata = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_positions,
@@ -313,18 +454,32 @@ def _divisors(rope: RopeConfig) -> Tensor:
 
 
 def _differences(config: Config, other: Config, compare_windows: bool) -> list[str]:
-    """Name the properties in which `other`, read from the GGUF description of `config`, differs from it."""
+    """Name the properties in which `other`, read from the GGUF description of `config`, differs
+    from it."""
     skipped = {"model_type", "layers"}
-    names = [f.name for f in fields(config) if f.name not in skipped and getattr(config, f.name) != getattr(other, f.name)]
+    names = []
+    for f in fields(config):
+        if f.name not in skipped and getattr(config, f.name) != getattr(other, f.name):
+            names.append(f.name)
     pairs = list(zip(config.layers, other.layers, strict=True))
-    if any(_scale(config, layer.attention_scale) != _scale(other, twin.attention_scale) for layer, twin in pairs):
+    if any(
+        _scale(config, layer.attention_scale) != _scale(other, twin.attention_scale)
+        for layer, twin in pairs
+    ):
         names.append("attention_scale")
     if any(not _same_rotation(layer.rope, twin.rope) for layer, twin in pairs):
         names.append("rope")
     if compare_windows and any(layer.window != twin.window for layer, twin in pairs):
         names.append("sliding windows")
-    others = [f.name for f in fields(LayerConfig) if f.name not in ("attention_scale", "rope", "window")]
-    return names + [name for name in others if any(getattr(layer, name) != getattr(twin, name) for layer, twin in pairs)]
+    others = []
+    for f in fields(LayerConfig):
+        if f.name not in ("attention_scale", "rope", "window"):
+            others.append(f.name)
+    return names + [
+        name
+        for name in others
+        if any(getattr(layer, name) != getattr(twin, name) for layer, twin in pairs)
+    ]
 
 
 def _scale(config: Config, stated: float | None) -> float:
@@ -350,5 +505,7 @@ def _same_rotation(rope: RopeConfig | None, other: RopeConfig | None) -> bool:
     if rope.query_beta and rope.original_max_positions != other.original_max_positions:
         return False
     tables = zip(inverse_frequencies(rope), inverse_frequencies(other), strict=True)
-    close = all(torch.allclose(frequencies, twin, rtol=1e-4, atol=0) for frequencies, twin in tables)
+    close = all(
+        torch.allclose(frequencies, twin, rtol=1e-4, atol=0) for frequencies, twin in tables
+    )
     return close and math.isclose(rope.attention_factor, other.attention_factor, rel_tol=1e-5)

@@ -1,7 +1,8 @@
 """Ollama's Modelfile for a GGUF file: path of the weights, chat template and stop tokens.
 
-Ollama 0.30 and newer renders the jinja template in the GGUF file. Older versions need TEMPLATE, a Go template; it can be
-written if the text of each message does not depend on the other messages. https://docs.ollama.com/modelfile
+Ollama 0.30 and newer renders the jinja template in the GGUF file. Older versions need TEMPLATE, a
+Go template; it can be written if the text of each message does not depend on the other messages.
+https://docs.ollama.com/modelfile
 """
 
 import json
@@ -30,7 +31,8 @@ def modelfile(name: str, tokenizer: Tokenizer) -> str:
 
 
 class _Parts(NamedTuple):
-    """Text before and after the content of each role, before a conversation without system prompt, and at the end."""
+    """Text before and after the content of each role, before a conversation without system prompt,
+    and at the end."""
 
     before_system: str | None  # None: the template does not support a system prompt
     after_system: str | None
@@ -52,19 +54,33 @@ class _Parts(NamedTuple):
 
 def _go_template(parts: _Parts) -> str:
     """Return the Go template that renders messages with these parts."""
-    beginning = (
-        f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}{parts.without_system}{{{{ end }}}}' if parts.without_system else ""
-    )
+    if parts.without_system:
+        beginning = (
+            f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}{parts.without_system}{{{{ end }}}}'
+        )
+    else:
+        beginning = ""
     roles = [
         f'{{{{ {keyword} eq .Role "{role}" }}}}{parts[index]}{{{{ .Content }}}}{parts[index + 1]}'
-        for index, keyword, role in ((0, "if", "system"), (2, "else if", "user"), (4, "else if", "assistant"))
+        for index, keyword, role in (
+            (0, "if", "system"),
+            (2, "else if", "user"),
+            (4, "else if", "assistant"),
+        )
     ]
-    branches = [roles[1].replace("else if", "if"), roles[2]] if parts.before_system is None else roles
-    return f"{{{{ range $i, $_ := .Messages }}}}{beginning}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}{parts.prompt}"
+    if parts.before_system is None:
+        branches = [roles[1].replace("else if", "if"), roles[2]]
+    else:
+        branches = roles
+    return (
+        f"{{{{ range $i, $_ := .Messages }}}}{beginning}{''.join(branches)}{{{{ end }}}}{{{{ end "
+        f"}}}}{parts.prompt}"
+    )
 
 
 def _template_parts(tokenizer: Tokenizer) -> _Parts | None:
-    """Return the parts of the tokenizer's chat template, or None if the text of a message depends on other messages."""
+    """Return the parts of the tokenizer's chat template, or None if the text of a message depends
+    on other messages."""
     try:
         return _with_system(tokenizer, _without_system(tokenizer))
     except (ValueError, _ContextDependent):
@@ -79,11 +95,14 @@ def _render(tokenizer: Tokenizer, roles: str, prompt: bool = False) -> str:
     """Render a conversation of these roles without the BOS token, which Ollama adds."""
     messages = [{"role": role, "content": _MARK} for role in roles.split()]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
-    return text.removeprefix(tokenizer.special["bos_token"]) if tokenizer.adds_bos else text
+    if tokenizer.adds_bos:
+        return text.removeprefix(tokenizer.special["bos_token"])
+    return text
 
 
 def _remove_prefix(text: str, prefix: str) -> str:
-    """Return the rest of `text` after `prefix`; raise _ContextDependent if it does not begin with it."""
+    """Return the rest of `text` after `prefix`; raise _ContextDependent if it does not begin with
+    it."""
     if not text.startswith(prefix):
         raise _ContextDependent
     return text[len(prefix) :]
@@ -102,7 +121,8 @@ def _without_system(tokenizer: Tokenizer) -> _Parts:
     one_turn, two_turns, three_turns = (
         _render(tokenizer, roles) for roles in ("user", "user assistant", "user assistant user")
     )
-    user, assistant = _around(_remove_prefix(three_turns, two_turns)), _around(_remove_prefix(two_turns, one_turn))
+    user = _around(_remove_prefix(three_turns, two_turns))
+    assistant = _around(_remove_prefix(two_turns, one_turn))
     first = _around(one_turn)
     if not first[0].endswith(user[0]) or first[1] != user[1]:
         raise _ContextDependent
@@ -111,7 +131,8 @@ def _without_system(tokenizer: Tokenizer) -> _Parts:
 
 
 def _with_system(tokenizer: Tokenizer, parts: _Parts) -> _Parts | None:
-    """Add the parts of a system turn if the template supports it; return None if the parts do not reproduce its text."""
+    """Add the parts of a system turn if the template supports it; return None if the parts do not
+    reproduce its text."""
     try:
         two_turns = _render(tokenizer, "system user")
         text, mark, after_user = two_turns.rpartition(parts.before_user + _MARK)

@@ -1,8 +1,12 @@
-"""Conversion of tokenizers between GGUF files and Hugging Face's files. Three of GGUF's tokenizer types are supported.
+"""Conversion of tokenizers between GGUF files and Hugging Face's files.
 
-"gpt2" is byte-level BPE with merges (tokenizer.json); GGUF stores llama.cpp's name for its pre-tokenizer. "llama" is
-sentencepiece BPE with scores: tokenizer.model, or a tokenizer.json that was converted from one, as is done here. "gemma4" is
-sentencepiece BPE with merges; it is only read, since "llama" says the same.
+Three of GGUF's tokenizer types are supported.
+
+"gpt2" is byte-level BPE with merges (tokenizer.json); GGUF stores llama.cpp's name for its
+pre-tokenizer. "llama" is
+sentencepiece BPE with scores: tokenizer.model, or a tokenizer.json that was converted from one, as
+is done here. "gemma4" is sentencepiece BPE with merges; it is only read, since "llama" says the
+same.
 """
 
 import json
@@ -28,7 +32,8 @@ _PHI3 = re.compile(r"phi-?3", re.IGNORECASE)
 
 
 class PreTokenizer(NamedTuple):
-    """How text is split before byte-level BPE: by `digits`, then by each of the patterns, then by `gpt2`."""
+    """How text is split before byte-level BPE: by `digits`, then by each of the patterns, then by
+    `gpt2`."""
 
     patterns: tuple[str, ...] = ()
     digits: bool = False  # split into single digits
@@ -39,35 +44,51 @@ class PreTokenizer(NamedTuple):
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
 _CASED2 = rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _SLASHED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_MARKED = r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_KOREAN = r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+_MARKED = (
+    r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
+    r"|\s+"
+)
+_KOREAN = (
+    r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _DEEPSEEK = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
-    "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)"
+    "|\\s+",
 )
 _THREES = rf"{_ENGLISH}{_WORD}|\p{{N}}{{1,3}}{_REST}"
-# keyed by llama.cpp's name (tokenizer.ggml.pre); ALIASES are further names of the same pre-tokenizers
+# keyed by llama.cpp's name (tokenizer.ggml.pre); ALIASES are further names of the same
+# pre-tokenizers
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(digits=True),
     "llama-bpe": PreTokenizer((_THREES,), gpt2=False, ignore_merges=True),
     "dbrx": PreTokenizer((_THREES,), gpt2=False),
     "qwen2": PreTokenizer((rf"{_ENGLISH}{_WORD}|\p{{N}}{_REST}",), gpt2=False),
-    "tekken": PreTokenizer((rf"{_CASED}{_CASED2}|\p{{N}}|{_SLASHED}",), gpt2=False, ignore_merges=True),
-    "gpt-4o": PreTokenizer((rf"{_CASED}{_ENGLISH}?{_CASED2}{_ENGLISH}?|\p{{N}}{{1,3}}|{_SLASHED}",), gpt2=False),
+    "tekken": PreTokenizer(
+        (rf"{_CASED}{_CASED2}|\p{{N}}|{_SLASHED}",), gpt2=False, ignore_merges=True
+    ),
+    "gpt-4o": PreTokenizer(
+        (rf"{_CASED}{_ENGLISH}?{_CASED2}{_ENGLISH}?|\p{{N}}{{1,3}}|{_SLASHED}",), gpt2=False
+    ),
     "qwen35": PreTokenizer((_ENGLISH + _MARKED,), gpt2=False),
     "exaone-moe": PreTokenizer((_ENGLISH + _KOREAN,), gpt2=False),
     "deepseek-v3": PreTokenizer(_DEEPSEEK, gpt2=False),
 }
 ALIASES = {
     **dict.fromkeys("llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split(), "llama-bpe"),
-    **dict.fromkeys("phi-2 mpt olmo jina-es jina-de gigachat a.x-4.0 mellum exaone4 granite-docling".split(), "gpt-2"),
+    **dict.fromkeys(
+        "phi-2 mpt olmo jina-es jina-de gigachat a.x-4.0 mellum exaone4 granite-docling".split(),
+        "gpt-2",
+    ),
     **dict.fromkeys("starcoder refact command-r exaone mellum2".split(), "smollm"),
     **dict.fromkeys("deepseek-r1-qwen stablelm2 megrez hunyuan solar-open kormo".split(), "qwen2"),
     **dict.fromkeys("smaug-bpe chatglm-bpe glm4 glm5".split(), "dbrx"),
@@ -77,7 +98,8 @@ ALIASES = {
 ADD_BOS = {"llama-bpe", "tekken"}  # llama.cpp adds the BOS token unless the file says otherwise
 NORMALIZED = {"qwen2", "qwen35"}  # to NFC; llama.cpp leaves this to its callers
 # if the file names no end-of-turn token, the first of these in the vocabulary is used
-TURN_ENDS = "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT]".split()
+TURN_ENDS = "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|>".split()
+TURN_ENDS += "<EOT> _<EOT> [EOT]".split()
 
 
 class _Tokens(NamedTuple):
@@ -92,63 +114,111 @@ class _Tokens(NamedTuple):
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write tokenizer, chat template and stop tokens as Hugging Face's files; raise ValueError if one is unsupported."""
+    """Write tokenizer, chat template and stop tokens as Hugging Face's files; raise ValueError if
+    one is unsupported."""
     stored = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
-    kind, texts = stored.get("model"), stored.get("tokens")
+    kind = stored.get("model")
+    texts = stored.get("tokens")
     if kind not in ("gpt2", "llama", "gemma4") or not isinstance(texts, list):
         supported = "gpt2 (byte-level BPE), llama and gemma4 (sentencepiece)"
         reason = f"its tokenizer type {kind!r} is not supported; supported: {supported}"
         raise ValueError(f"{file.folder}: {reason}; use the model in Hugging Face's format")
     tokens = _read_tokens(stored, texts, file.meta("token_embd.weight").size(0))
     ids = _special_ids(stored, len(tokens.texts))
-    special = {f"{name}_token": tokens.texts[i] for name, i in ids.items() if name in ("bos", "eos", "unk", "pad")}
-    adds_bos = stored.get("add_bos_token", kind == "llama" or _pre_tokenizer(stored) in ADD_BOS) and "bos_token" in special
+    special = {}
+    for name, i in ids.items():
+        if name in ("bos", "eos", "unk", "pad"):
+            special[f"{name}_token"] = tokens.texts[i]
+    adds_bos = (
+        stored.get("add_bos_token", kind == "llama" or _pre_tokenizer(stored) in ADD_BOS)
+        and "bos_token" in special
+    )
     try:
-        backend = (_byte_level_bpe if kind == "gpt2" else _sentencepiece_bpe)(stored, tokens, special.get("unk_token"))
+        backend = (_byte_level_bpe if kind == "gpt2" else _sentencepiece_bpe)(
+            stored, tokens, special.get("unk_token")
+        )
     except Exception as error:  # the package tokenizers raises plain Exception
-        raise ValueError(f"{file.folder}: its tokenizer cannot be read ({error}); download the file again") from None
+        raise ValueError(
+            f"{file.folder}: its tokenizer cannot be read ({error}); download the file again"
+        ) from None
     if adds_bos:
         pairs = [(special["bos_token"], tokens.texts.index(special["bos_token"]))]
-        template = processors.TemplateProcessing(single=[special["bos_token"], "$A"], pair=None, special_tokens=pairs)
+        template = processors.TemplateProcessing(
+            single=[special["bos_token"], "$A"], pair=None, special_tokens=pairs
+        )
         backend.post_processor = template
-    _add_special_tokens(backend, tokens, strips_spaces=_PHI3.search(str(file.metadata.get("general.name"))) is not None)
+    _add_special_tokens(
+        backend,
+        tokens,
+        strips_spaces=_PHI3.search(str(file.metadata.get("general.name"))) is not None,
+    )
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), "utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "add_bos_token": bool(adds_bos)}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "add_bos_token": bool(adds_bos),
+    }
     _write_json(folder / "tokenizer_config.json", config | {"clean_up_tokenization_spaces": False})
     if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
         (folder / "chat_template.jinja").write_text(template, "utf-8")
-    end_of_turn = next((tokens.texts.index(text) for text in TURN_ENDS if text in tokens.texts), None)
-    stop_ids = [i for i in dict.fromkeys((ids.get("eos"), ids.get("eot", end_of_turn))) if i is not None]
+    end_of_turn = next(
+        (tokens.texts.index(text) for text in TURN_ENDS if text in tokens.texts), None
+    )
+    stop_ids = []
+    for i in dict.fromkeys((ids.get("eos"), ids.get("eot", end_of_turn))):
+        if i is not None:
+            stop_ids.append(i)
     if not stop_ids:
-        raise ValueError(f"{file.folder} has no stop token: tokenizer.ggml.eos_token_id is missing; download the file again")
+        raise ValueError(
+            f"{file.folder} has no stop token: tokenizer.ggml.eos_token_id is missing; download "
+            "the file again"
+        )
     bos = {"bos_token_id": ids["bos"]} if "bos" in ids else {}
-    _write_json(folder / "generation_config.json", bos | {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids})
+    _write_json(
+        folder / "generation_config.json",
+        bos | {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids},
+    )
 
 
 def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens:
-    """Return the tokens without the padding at the end of the vocabulary; raise ValueError for inconsistent metadata."""
+    """Return the tokens without the padding at the end of the vocabulary; raise ValueError for
+    inconsistent metadata."""
     count = len(texts)
     if count != rows:
-        raise ValueError(f"there are {count} tokens for {rows} rows of token_embd.weight; download the file again")
-    types, scores = stored.get("token_type", [int(_TokenType.NORMAL)] * count), stored.get("scores", [0.0] * count)
+        raise ValueError(
+            f"there are {count} tokens for {rows} rows of token_embd.weight; download the file "
+            "again"
+        )
+    types = stored.get("token_type", [int(_TokenType.NORMAL)] * count)
+    scores = stored.get("scores", [0.0] * count)
     complete = all(isinstance(values, list) and len(values) == count for values in (types, scores))
     if (
         not complete
         or not set(types) <= set(map(int, _TokenType))
         or not all(isinstance(score, (int, float)) for score in scores)
     ):
-        raise ValueError(f"token_type and scores do not contain a valid type and number for each of {count} tokens")
+        raise ValueError(
+            f"token_type and scores do not contain a valid type and number for each of {count} "
+            "tokens"
+        )
     while count and types[count - 1] == _TokenType.UNUSED:
         count -= 1
     if len(set(texts[:count])) != count:
         duplicate, _ = Counter(texts[:count]).most_common(1)[0]
-        raise ValueError(f"the token {duplicate!r} occurs more than once, so its id is ambiguous; download the file again")
+        raise ValueError(
+            f"the token {duplicate!r} occurs more than once, so its id is ambiguous; download the "
+            "file again"
+        )
     return _Tokens(texts[:count], types[:count], scores[:count])
 
 
 def _special_ids(stored: dict[str, Any], count: int) -> dict[str, int]:
-    """Return the valid ids of bos, eos, eot, unk and pad; ids missing from the file default to sentencepiece's."""
-    defaults = {"bos": 1, "eos": 2, "unk": 0} if stored["model"] == "llama" else {}
+    """Return the valid ids of bos, eos, eot, unk and pad; ids missing from the file default to
+    sentencepiece's."""
+    if stored["model"] == "llama":
+        defaults = {"bos": 1, "eos": 2, "unk": 0}
+    else:
+        defaults = {}
     keys = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}
     ids = {}
     for name, key in keys.items():
@@ -163,37 +233,63 @@ def _pre_tokenizer(stored: dict[str, Any]) -> str:
 
 def _byte_level_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
     """Return a byte-level BPE tokenizer."""
-    if (pre := _pre_tokenizer(stored)) not in PRE_TOKENIZERS:
+    pre = _pre_tokenizer(stored)
+    if pre not in PRE_TOKENIZERS:
         supported = ", ".join([*PRE_TOKENIZERS, *ALIASES])
-        raise ValueError(f"llama.cpp's pre-tokenizer {pre!r} is not supported; supported: {supported}")
+        raise ValueError(
+            f"llama.cpp's pre-tokenizer {pre!r} is not supported; supported: {supported}"
+        )
     split = PRE_TOKENIZERS[pre]
-    backend = Backend(models.BPE(vocab=_token_ids(tokens), merges=_merges(stored), ignore_merges=split.ignore_merges))
+    backend = Backend(
+        models.BPE(
+            vocab=_token_ids(tokens), merges=_merges(stored), ignore_merges=split.ignore_merges
+        )
+    )
     if pre in NORMALIZED:
         backend.normalizer = normalizers.NFC()
     prefix = bool(stored.get("add_space_prefix", False))
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    if split.digits:
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
+    else:
+        steps = []
     steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.gpt2))
-    backend.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+    if len(steps) == 1:
+        backend.pre_tokenizer = steps[0]
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
 def _merges(stored: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the stored merges; the first text of a merge may begin with a space. Raise ValueError if there are none."""
+    """Return the stored merges; the first text of a merge may begin with a space.
+
+    Raise ValueError if there are none.
+    """
     if not stored.get("merges"):
-        raise ValueError("the GGUF file has a BPE vocabulary without merges, so its tokens are unknown; use another file")
-    return [(merge[: (at := merge.find(" ", 1))], merge[at + 1 :]) for merge in stored.get("merges", [])]
+        raise ValueError(
+            "the GGUF file has a BPE vocabulary without merges, so its tokens are unknown; use "
+            "another file"
+        )
+    return [
+        (merge[: (at := merge.find(" ", 1))], merge[at + 1 :]) for merge in stored.get("merges", [])
+    ]
 
 
 def _merges_by_score(tokens: _Tokens) -> list[tuple[str, str]]:
-    """Return all merges that produce a token, sorted by its score, as transformers converts sentencepiece's BPE."""
-    ids, merges = _token_ids(tokens), []
+    """Return all merges that produce a token, sorted by its score, as transformers converts
+    sentencepiece's BPE."""
+    ids = _token_ids(tokens)
+    merges = []
     text_types = {_TokenType.NORMAL, _TokenType.USER_DEFINED}
     for text, token_type, score in zip(*tokens, strict=True):
         if token_type in text_types:
             halves = ((text[:i], text[i:]) for i in range(1, len(text)))
-            text_merges = [(-score, ids[left], ids[right]) for left, right in halves if left in ids and right in ids]
+            text_merges = []
+            for left, right in halves:
+                if left in ids and right in ids:
+                    text_merges.append((-score, ids[left], ids[right]))
             merges += text_merges
     return [(tokens.texts[left], tokens.texts[right]) for _, left, right in sorted(merges)]
 
@@ -203,9 +299,15 @@ def _sentencepiece_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | N
     has_merges = stored["model"] == "gemma4"
     pairs = _merges(stored) if has_merges else _merges_by_score(tokens)
     ids = _token_ids(tokens)
-    backend = Backend(models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaces, prefix = normalizers.Replace(" ", SPACE), stored.get("add_space_prefix", not has_merges)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    backend = Backend(
+        models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    spaces = normalizers.Replace(" ", SPACE)
+    prefix = stored.get("add_space_prefix", not has_merges)
+    if prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+    else:
+        backend.normalizer = spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
@@ -216,12 +318,21 @@ def _token_ids(tokens: _Tokens) -> dict[str, int]:
 
 
 def _add_special_tokens(backend: Backend, tokens: _Tokens, strips_spaces: bool) -> None:
-    """Add the tokens that are matched before BPE; strips_spaces: special tokens swallow spaces after them, as in Phi-3."""
+    """Add the tokens that are matched before BPE; strips_spaces: special tokens swallow spaces
+    after them, as in Phi-3."""
     exceptions = ("<unk>", "<s>", "<|endoftext|>")
-    special, plain = [], []
+    special = []
+    plain = []
     for text, token_type in zip(tokens.texts, tokens.types, strict=True):
         if token_type in (_TokenType.CONTROL, _TokenType.UNKNOWN):
-            special.append(AddedToken(text, special=True, normalized=False, rstrip=strips_spaces and text not in exceptions))
+            special.append(
+                AddedToken(
+                    text,
+                    special=True,
+                    normalized=False,
+                    rstrip=strips_spaces and text not in exceptions,
+                )
+            )
         elif token_type == _TokenType.USER_DEFINED:
             plain.append(AddedToken(text, normalized=False))
     backend.add_special_tokens(special)
@@ -236,13 +347,15 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
-    """Add a tokenizer, its chat template and its stop tokens to a gguf.GGUFWriter, padded to a vocabulary of `size`.
+    """Add a tokenizer, its chat template and its stop tokens to a gguf.GGUFWriter, padded to a
+    vocabulary of `size`.
 
     Raise ValueError if llama.cpp would tokenize text differently.
     """
     if tokenizer.vocab_size > size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {size}; use the model's own tokenizer"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {size}; use the "
+            "model's own tokenizer"
         )
     name, content = tokenizer.serialized()
     definition = json.loads(content) if name == "tokenizer.json" else None
@@ -261,53 +374,82 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
     writer.add_token_list(tokens.texts)
     writer.add_token_types(tokens.types)
     for kind, text in tokenizer.special.items():
-        if (token_id := tokenizer.token_id(text)) is not None and kind != "eos_token":
+        token_id = tokenizer.token_id(text)
+        if token_id is not None and kind != "eos_token":
             getattr(writer, f"add_{kind}_id")(token_id)
     first, *others = tokenizer.stop_ids
-    eos_id = tokenizer.eos_id if tokenizer.eos_id in tokenizer.stop_ids else first
+    if tokenizer.eos_id in tokenizer.stop_ids:
+        eos_id = tokenizer.eos_id
+    else:
+        eos_id = first
     writer.add_eos_token_id(eos_id)
-    if eot_ids := [stop_id for stop_id in (first, *others) if stop_id != eos_id]:
+    eot_ids = []
+    for stop_id in (first, *others):
+        if stop_id != eos_id:
+            eot_ids.append(stop_id)
+    if eot_ids:
         writer.add_eot_token_id(eot_ids[0])
     writer.add_add_bos_token(tokenizer.adds_bos)
     writer.add_add_eos_token(False)
     if tokenizer.has_template:
-        named = [{"name": name, "template": source} for name, source in tokenizer.named_templates.items()]
+        named = [
+            {"name": name, "template": source} for name, source in tokenizer.named_templates.items()
+        ]
         default = {"name": "default", "template": tokenizer.chat_template}
         writer.add_chat_template([default, *named] if named else tokenizer.chat_template)
 
 
 def model_name(name: str, tokenizer: Tokenizer | None) -> str:
-    """Return general.name: if it contains "phi-3", llama.cpp strips spaces after special tokens, as Phi-3 does."""
+    """Return general.name: if it contains "phi-3", llama.cpp strips spaces after special tokens, as
+    Phi-3 does."""
     kind, content = tokenizer.serialized() if tokenizer else ("", b"")
-    added = json.loads(content)["added_tokens"] if kind == "tokenizer.json" else []
-    strips_spaces = any(token["rstrip"] for token in added) and any(token["content"] == "<|endoftext|>" for token in added)
+    if kind == "tokenizer.json":
+        added = json.loads(content)["added_tokens"]
+    else:
+        added = []
+    strips_spaces = any(token["rstrip"] for token in added) and any(
+        token["content"] == "<|endoftext|>" for token in added
+    )
     if strips_spaces != bool(_PHI3.search(name)):
-        return f"{name} (phi-3)" if strips_spaces else _PHI3.sub("phi 3", name)
+        if strips_spaces:
+            return f"{name} (phi-3)"
+        return _PHI3.sub("phi 3", name)
     return name
 
 
 def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
-    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json; raise ValueError if there is none."""
+    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json; raise ValueError if there
+    is none."""
     normalizer = definition.get("normalizer")
-    # NFC changes only texts in which a letter and its accent are two characters; published tokenizers with it have names
+    # NFC changes only texts in which a letter and its accent are two characters; published
+    # tokenizers with it have names
     if normalizer is not None and not _is_nfc(normalizer):
         reason = (
-            f"the normalizer of its tokenizer.json changes texts ({json.dumps(normalizer)[:300]}), and llama.cpp has none"
+            f"the normalizer of its tokenizer.json changes texts ({json.dumps(normalizer)[:300]}), "
+            "and llama.cpp has none"
         )
         raise ValueError(f"{folder}: {reason}; keep the Hugging Face folder")
     step = definition["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
-    splits = [s for s in steps if s.get("type") == "Split"]
+    splits = []
+    for s in steps:
+        if s.get("type") == "Split":
+            splits.append(s)
     patterns = [s["pattern"].get("Regex") for s in splits]
     digits = any(s.get("type") == "Digits" and s["individual_digits"] for s in steps)
     gpt2 = any(s.get("type") == "ByteLevel" and s["use_regex"] for s in steps)
-    pre_tokenizer = PreTokenizer(tuple(patterns), digits, gpt2, bool(definition["model"].get("ignore_merges")))
+    pre_tokenizer = PreTokenizer(
+        tuple(patterns), digits, gpt2, bool(definition["model"].get("ignore_merges"))
+    )
     is_plain = all(s.get("behavior") == "Isolated" and not s.get("invert") for s in splits)
     if is_plain and {s.get("type") for s in steps} <= {"Split", "Digits", "ByteLevel"}:
         for name, candidate in PRE_TOKENIZERS.items():
             if candidate == pre_tokenizer:
                 return name
-    reason = f"llama.cpp's name for the pre-tokenizer of its tokenizer.json is unknown ({json.dumps(steps)[:300]})"
+    reason = (
+        "llama.cpp's name for the pre-tokenizer of its tokenizer.json is unknown "
+        f"({json.dumps(steps)[:300]})"
+    )
     raise ValueError(f"{folder}: {reason}; supported: {', '.join(PRE_TOKENIZERS)}")
 
 
@@ -319,16 +461,27 @@ def _is_nfc(normalizer: dict[str, Any]) -> bool:
 
 def _texts_and_types(tokenizer: Tokenizer) -> dict[int, tuple[str, int]]:
     """Return the text and type of every token, by id."""
-    special, added = tokenizer.special_ids, tokenizer.added_ids
-    types = {i: _TokenType.CONTROL if i in special else _TokenType.USER_DEFINED for i in special | added}
-    return {i: (text, int(types.get(i, _TokenType.NORMAL))) for text, i in tokenizer.vocabulary().items()}
+    special = tokenizer.special_ids
+    added = tokenizer.added_ids
+    types = {
+        i: _TokenType.CONTROL if i in special else _TokenType.USER_DEFINED for i in special | added
+    }
+    return {
+        i: (text, int(types.get(i, _TokenType.NORMAL)))
+        for text, i in tokenizer.vocabulary().items()
+    }
 
 
 def _pad(tokens: dict[int, tuple[str, int]], scores: dict[str, float], size: int) -> _Tokens:
-    """Return the tokens ordered by id, with an unused token for each row of the embedding that has none."""
+    """Return the tokens ordered by id, with an unused token for each row of the embedding that has
+    none."""
     rows = [tokens.get(i, (f"[PAD{i}]", int(_TokenType.UNUSED))) for i in range(size)]
     texts = [text for text, _ in rows]
-    return _Tokens(texts, [token_type for _, token_type in rows], [scores.get(text, NO_MERGE_SCORE) for text in texts])
+    return _Tokens(
+        texts,
+        [token_type for _, token_type in rows],
+        [scores.get(text, NO_MERGE_SCORE) for text in texts],
+    )
 
 
 def _sentencepiece_tokens(
@@ -339,26 +492,39 @@ def _sentencepiece_tokens(
     if definition:
         scores = _merge_scores(definition["model"]["merges"])
         tokens = _name_bytes(tokens)
-        types = dict.fromkeys(_BYTES, _TokenType.BYTE) | {definition["model"].get("unk_token"): _TokenType.UNKNOWN}
+        types = dict.fromkeys(_BYTES, _TokenType.BYTE) | {
+            definition["model"].get("unk_token"): _TokenType.UNKNOWN
+        }
         adds_space = _adds_space(definition)
     else:
         from sentencepiece import sentencepiece_model_pb2 as sentencepiece
 
         model = sentencepiece.ModelProto.FromString(content)
         if model.trainer_spec.model_type != model.trainer_spec.BPE:
-            raise ValueError(f"{tokenizer.folder}: its tokenizer.model is not BPE, the only kind that llama.cpp supports")
-        scores, types = {p.piece: p.score for p in model.pieces}, {p.piece: p.type for p in model.pieces if p.type != 1}
+            raise ValueError(
+                f"{tokenizer.folder}: its tokenizer.model is not BPE, the only kind that llama.cpp "
+                "supports"
+            )
+        scores = {p.piece: p.score for p in model.pieces}
+        types = {}
+        for p in model.pieces:
+            if p.type != 1:
+                types[p.piece] = p.type
         adds_space = model.normalizer_spec.add_dummy_prefix
         if model.normalizer_spec.remove_extra_whitespaces:
             spaces = "leading, trailing and repeated spaces, and those next to special tokens"
             print(f"note: llama.cpp keeps {spaces}, which this tokenizer removes", file=sys.stderr)
     control = _TokenType.CONTROL
-    tokens = {i: (text, int(types.get(text, kind) if kind != control else kind)) for i, (text, kind) in tokens.items()}
+    tokens = {
+        i: (text, int(types.get(text, kind) if kind != control else kind))
+        for i, (text, kind) in tokens.items()
+    }
     return _pad(tokens, scores, size), adds_space
 
 
 def _merge_scores(merges: Iterable[Sequence[str]]) -> dict[str, float]:
-    """Return scores that make sentencepiece's BPE apply the merges in this order: earlier merges have higher scores."""
+    """Return scores that make sentencepiece's BPE apply the merges in this order: earlier merges
+    have higher scores."""
     scores: dict[str, float] = {}
     for rank, (left, right) in enumerate(merges):
         scores.setdefault(left + right, -float(rank))
@@ -369,15 +535,25 @@ _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def _name_bytes(tokens: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
-    """Rename byte tokens to sentencepiece's names: in transformers, Gemma's tab is a literal tab instead of <0x09>."""
+    """Rename byte tokens to sentencepiece's names: in transformers, Gemma's tab is a literal tab
+    instead of <0x09>."""
     texts = {text for text, _ in tokens.values()}
-    missing = {chr(byte): name for byte, name in enumerate(_BYTES[:128]) if name not in texts}
+    missing = {}
+    for byte, name in enumerate(_BYTES[:128]):
+        if name not in texts:
+            missing[chr(byte)] = name
     return {i: (missing.get(text, text), token_type) for i, (text, token_type) in tokens.items()}
 
 
 def _adds_space(definition: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json puts a space before each text between special tokens, as sentencepiece does."""
+    """Whether a tokenizer.json puts a space before each text between special tokens, as
+    sentencepiece does."""
     parts = json.dumps([definition["normalizer"], definition["pre_tokenizer"]])
-    if '"prepend_scheme": "first"' in parts:  # such as Mistral's; chats begin with a special token and so get no space
-        print("note: outside of chats, this tokenizer puts a space before a text, and llama.cpp does not", file=sys.stderr)
+    # such as Mistral's; chats begin with a special token and so get no space
+    if '"prepend_scheme": "first"' in parts:
+        print(
+            "note: outside of chats, this tokenizer puts a space before a text, and llama.cpp does "
+            "not",
+            file=sys.stderr,
+        )
     return '"Prepend"' in parts or '"prepend_scheme": "always"' in parts

@@ -1,4 +1,7 @@
-"""Recurrent mixers: what stands in a layer instead of softmax attention, or next to it. See `mixer.py` for the protocol."""
+"""Recurrent mixers: what stands in a layer instead of softmax attention, or next to it.
+
+See `mixer.py` for the protocol.
+"""
 
 from litft.model.config import Config, DeltaNetConfig, LayerConfig, Mamba2Config, ShortConvConfig
 from litft.model.mixers.delta_net import DeltaNet
@@ -8,9 +11,15 @@ from litft.model.mixers.short_conv import ShortConv
 
 __all__ = ["Mixer", "make_mixer"]
 
-CLASSES: dict[type, type[Mixer]] = {DeltaNetConfig: DeltaNet, Mamba2Config: Mamba2, ShortConvConfig: ShortConv}
+CLASSES: dict[type, type[Mixer]] = {
+    DeltaNetConfig: DeltaNet,
+    Mamba2Config: Mamba2,
+    ShortConvConfig: ShortConv,
+}
 
 
 def make_mixer(config: Config, layer: LayerConfig) -> Mixer | None:
     """Build the recurrent mixer of a layer, or return None if it only has attention."""
-    return None if layer.mixer is None else CLASSES[type(layer.mixer)](config, layer.mixer)
+    if layer.mixer is None:
+        return None
+    return CLASSES[type(layer.mixer)](config, layer.mixer)

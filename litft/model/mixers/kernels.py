@@ -1,8 +1,10 @@
-"""The Triton kernels of flash-linear-attention, which replace the plain forms of recurrent mixers on a GPU.
+"""The Triton kernels of flash-linear-attention, which replace the plain forms of recurrent mixers
+on a GPU.
 
-They multiply in bf16 and keep decays and states in fp32. `pip install 'litft[kernels]'` installs them; without them, for
-other dtypes, and with `--deterministic` (they pick their block sizes by timing), the plain forms run. The convolution is
-that of `causal-conv1d` where this package is installed.
+They multiply in bf16 and keep decays and states in fp32. `pip install 'litft[kernels]'` installs
+them; without them, for other dtypes, and with `--deterministic` (they pick their block sizes by
+timing), the plain forms run. The convolution is that of `causal-conv1d` where this package is
+installed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +19,8 @@ from litft.model.config import Config, ShortConvConfig
 from litft.model.device_type import device_type, is_planned
 from litft.model.packed_sequences import PackedSequences
 
-# B batch, T tokens, H heads, G groups of heads that share queries and keys, K key dim, V value dim, N documents, C channels
+# B batch, T tokens, H heads, G groups of heads that share queries and keys, K key dim, V value dim,
+# N documents, C channels
 
 MAX_KEY_DIM = 256  # of the kernels of the delta rule
 
@@ -29,16 +32,27 @@ def are_installed() -> bool:
 
 
 def note(config: Config, device: str) -> str | None:
-    """Return a warning if the network has recurrent mixers that run without kernels on `device`, or None."""
-    mixers = [layer.mixer for layer in config.layers if layer.mixer]
+    """Return a warning if the network has recurrent mixers that run without kernels on `device`, or
+    None."""
+    mixers = []
+    for layer in config.layers:
+        if layer.mixer:
+            mixers.append(layer.mixer)
     if device != "cuda" or not mixers or are_installed():
         return None
-    what = "convolutions" if all(isinstance(mixer, ShortConvConfig) for mixer in mixers) else "recurrent layers"
-    return f"warning: the {what} run without GPU kernels; faster: pip install 'litft[kernels]' (flash-linear-attention)"
+    if all(isinstance(mixer, ShortConvConfig) for mixer in mixers):
+        what = "convolutions"
+    else:
+        what = "recurrent layers"
+    return (
+        f"warning: the {what} run without GPU kernels; faster: pip install 'litft[kernels]' "
+        "(flash-linear-attention)"
+    )
 
 
 def can_run(*inputs: Tensor) -> bool:
-    """Return whether the kernels compute with these inputs: on a GPU, with all or some of them in bf16."""
+    """Return whether the kernels compute with these inputs: on a GPU, with all or some of them in
+    bf16."""
     return (
         device_type(inputs[0]) == "cuda"
         and any(x.dtype == torch.bfloat16 for x in inputs)
@@ -49,13 +63,15 @@ def can_run(*inputs: Tensor) -> bool:
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Within the context, kernels compute nothing, so that the memory around them can be traced on fake tensors."""
+    """Within the context, kernels compute nothing, so that the memory around them can be traced on
+    fake tensors."""
     if not are_installed():
         yield
         return
     from triton.runtime.jit import KernelInterface
 
-    before, KernelInterface.__getitem__ = KernelInterface.__getitem__, lambda kernel, grid: lambda *args, **kwargs: None
+    before = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: None
     try:
         yield
     finally:
@@ -77,37 +93,52 @@ def fused_recurrence(
     from fla.ops.simple_gla import chunk_simple_gla
 
     dtype = min((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
-    heads, kernel = v.size(2), chunk_simple_gla
+    heads = v.size(2)
+    kernel = chunk_simple_gla
     if b is not None:
         kernel = chunk_gated_delta_rule if g.dim() == 3 else chunk_kda
     elif heads > q.size(2):  # only the kernels of the delta rule share queries and keys
         q, k = (x.repeat_interleave(heads // x.size(2), dim=2) for x in (q, k))
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g.float(), *([] if b is None else [b.float()])]
     settings = {"scale": 1.0, "initial_state": None if state is None else state.float()}
-    y, state = kernel(*_one_row(inputs, documents), **settings, output_final_state=documents is None, **_lengths(documents))
+    y, state = kernel(
+        *_one_row(inputs, documents),
+        **settings,
+        output_final_state=documents is None,
+        **_lengths(documents),
+    )
     return y.view_as(v), state
 
 
 def _one_row(inputs: Iterable[Tensor], documents: PackedSequences | None) -> list[Tensor]:
     """Return inputs (B, T, ...) as one row (1, B T, ...) if documents end within rows."""
-    return [*inputs] if documents is None else [x.flatten(0, 1)[None] for x in inputs]
+    if documents is None:
+        return [*inputs]
+    return [x.flatten(0, 1)[None] for x in inputs]
 
 
 def _lengths(documents: PackedSequences | None) -> dict[str, Tensor | None]:
-    """Return the arguments that tell a kernel where documents start; none while planning, when they have no values."""
+    """Return the arguments that tell a kernel where documents start; none while planning, when they
+    have no values."""
     if documents is None or is_planned():
         return {}
     return {"cu_seqlens": documents.cu_seqlens, "cu_seqlens_cpu": documents.host_cu_seqlens}
 
 
-def fused_conv(x: Tensor, weight: Tensor, bias: Tensor | None, documents: PackedSequences | None) -> Tensor:
-    """Return the causal convolution of x (B, T, C) with `weight` (C, width) and `bias` (C,) within each document."""
+def fused_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, documents: PackedSequences | None
+) -> Tensor:
+    """Return the causal convolution of x (B, T, C) with `weight` (C, width) and `bias` (C,) within
+    each document."""
     from fla.modules.causal_conv1d import causal_conv1d
 
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    weight = weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
     has_cuda_form = x.size(2) % 8 == 0 and 2 <= weight.size(1) <= 4 and _has_causal_conv1d()
     backend = "cuda" if has_cuda_form else "triton"
-    y, _ = causal_conv1d(*_one_row([x], documents), weight, bias, backend=backend, **_lengths(documents))
+    y, _ = causal_conv1d(
+        *_one_row([x], documents), weight, bias, backend=backend, **_lengths(documents)
+    )
     return y.view_as(x)
 
 

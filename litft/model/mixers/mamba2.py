@@ -1,4 +1,5 @@
-"""Mamba-2 (arXiv 2405.21060): a linear recurrence whose keys, queries and step sizes depend on the input."""
+"""Mamba-2 (arXiv 2405.21060): a linear recurrence whose keys, queries and step sizes depend on the
+input."""
 
 import torch
 import torch.nn.functional as F
@@ -21,24 +22,35 @@ class Mamba2(Mixer):
     def __init__(self, config: Config, mamba: Mamba2Config) -> None:
         super().__init__()
         self.mamba = mamba
-        width, state_width = mamba.n_heads * mamba.head_dim, mamba.n_groups * mamba.state_dim
+        width = mamba.n_heads * mamba.head_dim
+        state_width = mamba.n_groups * mamba.state_dim
         self.widths = (width, state_width, state_width)
         self.gate_proj = Linear(config.dim, width, bias=mamba.bias)
-        self.conv_proj = Linear(config.dim, sum(self.widths), bias=mamba.bias)  # values, keys and queries
+        # values, keys and queries
+        self.conv_proj = Linear(config.dim, sum(self.widths), bias=mamba.bias)
         self.step_proj = Linear(config.dim, mamba.n_heads, bias=mamba.bias)
         self.out_proj = Linear(width, config.dim, bias=mamba.out_bias)
         self.conv = CausalConv(sum(self.widths), mamba.conv_width, mamba.conv_bias)
-        self.log_rate, self.step_bias = nn.Parameter(torch.zeros(mamba.n_heads)), nn.Parameter(torch.zeros(mamba.n_heads))
+        self.log_rate = nn.Parameter(torch.zeros(mamba.n_heads))
+        self.step_bias = nn.Parameter(torch.zeros(mamba.n_heads))
         self.skip = nn.Parameter(torch.ones(mamba.n_heads))
-        self.norm = GatedNorm(width, mamba.norm_eps, "silu", mamba.gate_first, mamba.n_groups) if mamba.norm else None
+        if mamba.norm:
+            self.norm = GatedNorm(width, mamba.norm_eps, "silu", mamba.gate_first, mamba.n_groups)
+        else:
+            self.norm = None
         if mamba.scales:
             parts = [
-                torch.full((size,), scale, device="cpu") for size, scale in zip(self.widths, mamba.scales[1:4], strict=True)
+                torch.full((size,), scale, device="cpu")
+                for size, scale in zip(self.widths, mamba.scales[1:4], strict=True)
             ]
             self.register_buffer("conv_scales", torch.cat(parts), persistent=False)
-        self.flops_per_token = 2 * mamba.n_heads * (CHUNK + 2 * mamba.state_dim) * (mamba.state_dim + mamba.head_dim)
+        self.flops_per_token = (
+            2 * mamba.n_heads * (CHUNK + 2 * mamba.state_dim) * (mamba.state_dim + mamba.head_dim)
+        )
 
-    def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
         """See Mixer."""
         mamba = self.mamba
         gate, conv, step = self.projections(scaled(x, mamba.input_scale))
@@ -47,16 +59,23 @@ class Mamba2(Mixer):
         y = self.out_proj(y * F.silu(gate) if self.norm is None else self.norm(y, gate))
         return scaled(y, mamba.output_scale)
 
-    def mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None) -> Tensor:
-        """Return the recurrence over convolved values, keys and queries, and what skips it: (B, T, H D)."""
+    def mix(
+        self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
+    ) -> Tensor:
+        """Return the recurrence over convolved values, keys and queries, and what skips it: (B, T,
+        H D)."""
         mamba = self.mamba
         conv, step, weight, bias, log_rate, step_bias, skip = inputs
-        v, k, q = F.silu(causal_conv(conv, weight, bias, documents, cache)).split(self.widths, dim=-1)
+        v, k, q = F.silu(causal_conv(conv, weight, bias, documents, cache)).split(
+            self.widths, dim=-1
+        )
         v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
         k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
         step = F.softplus(step + step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
         state = None if cache is None else cache.states[1]
-        y, state = recurrence(q, k, v * step[..., None], -log_rate.float().exp() * step, None, documents, state)
+        y, state = recurrence(
+            q, k, v * step[..., None], -log_rate.float().exp() * step, None, documents, state
+        )
         if cache is not None:
             cache.store(1, state)
         return (y + skip.float()[:, None] * v).flatten(2).to(conv.dtype)
@@ -64,7 +83,9 @@ class Mamba2(Mixer):
     def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate, input of the convolution and step sizes, scaled as in Falcon-H1's muP."""
         scales = self.mamba.scales
-        gate, conv, step = self.gate_proj(x), self.conv_proj(x), self.step_proj(x)
+        gate = self.gate_proj(x)
+        conv = self.conv_proj(x)
+        step = self.step_proj(x)
         if not scales:
             return gate, conv, step
         return gate * scales[0], conv * self.conv_scales.to(conv.dtype), step * scales[4]

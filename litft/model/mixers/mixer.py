@@ -1,8 +1,10 @@
 """The protocol of recurrent mixers, their causal convolution, and the norm of their outputs.
 
-A mixer is a module with `forward(x, documents, cache)`. It has a state of constant size, which `cache` carries from call to
-call: a text is computed in pieces of any length. In training, state and convolution start anew at each document. What lies
-between its Linears is `mix`, which saves only its inputs for the backward pass: what it computes is many times as large.
+A mixer is a module with `forward(x, documents, cache)`. It has a state of constant size, which
+`cache` carries from call to
+call: a text is computed in pieces of any length. In training, state and convolution start anew at
+each document. What lies between its Linears is `mix`, which saves only its inputs for the backward
+pass: what it computes is many times as large.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,15 +28,21 @@ class Mixer(nn.Module):
 
     flops_per_token: float  # of the recurrence in the forward pass, without Linears
 
-    def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
         """Return the mixed x (B, T, C). Tokens of different documents do not affect each other."""
         raise NotImplementedError
 
-    def mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None) -> Tensor:
+    def mix(
+        self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
+    ) -> Tensor:
         """Return what the mixer computes from its projections and parameters."""
         raise NotImplementedError
 
-    def run_mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None) -> Tensor:
+    def run_mix(
+        self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
+    ) -> Tensor:
         """Return `mix`; inputs: all tensors that may need a gradient."""
         if cache is not None or not torch.is_grad_enabled():
             return self.mix(documents, cache, *inputs)
@@ -42,12 +50,15 @@ class Mixer(nn.Module):
 
 
 @torch.compiler.disable  # a loop over chunks, whose number depends on the length
-def _mix_in_training(mixer: Mixer, documents: PackedSequences | None, inputs: Sequence[Tensor | None]) -> Tensor:
+def _mix_in_training(
+    mixer: Mixer, documents: PackedSequences | None, inputs: Sequence[Tensor | None]
+) -> Tensor:
     return SavingInputs.apply(partial(mixer.mix, documents, None), *inputs)
 
 
 class SavingInputs(torch.autograd.Function):
-    """A function of tensors that saves only its inputs, and is computed again in the backward pass."""
+    """A function of tensors that saves only its inputs, and is computed again in the backward
+    pass."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
@@ -64,7 +75,10 @@ class SavingInputs(torch.autograd.Function):
         with torch.enable_grad():
             pairs = zip(ctx.saved_tensors, needed, strict=True)
             arguments = [x.detach().requires_grad_() if is_needed else x for x, is_needed in pairs]
-            leaves = [x for x in arguments if x is not None and x.requires_grad]
+            leaves = []
+            for x in arguments:
+                if x is not None and x.requires_grad:
+                    leaves.append(x)
             found = iter(torch.autograd.grad(ctx.function(*arguments), leaves, gradient))
         return None, *(next(found) if is_needed else None for is_needed in needed)
 
@@ -86,26 +100,40 @@ def causal_conv(
     cache: LayerCache | None,
     state: int = 0,
 ) -> Tensor:
-    """Return the depthwise convolution of x (B, T, C) over the last K tokens of each document, in the same shape.
+    """Return the depthwise convolution of x (B, T, C) over the last K tokens of each document, in
+    the same shape.
 
-    weight: (C, K). bias: (C,). state: the number of its state in `cache`, which is the K - 1 inputs before a piece.
+    weight: (C, K). bias: (C,). state: the number of its state in `cache`, which is the K - 1 inputs
+    before a piece.
     """
-    if cache is None and not torch.compiler.is_compiling() and kernels.can_run(x):  # compiled code fuses the plain form
+    # compiled code fuses the plain form
+    if cache is None and not torch.compiler.is_compiling() and kernels.can_run(x):
         return kernels.fused_conv(x, weight, bias, documents)
-    width, length = weight.size(1), x.size(1)
-    previous = x.new_zeros(x.size(0), width - 1, x.size(2)) if cache is None else cache.states[state].to(x.dtype)
+    width = weight.size(1)
+    length = x.size(1)
+    if cache is None:
+        previous = x.new_zeros(x.size(0), width - 1, x.size(2))
+    else:
+        previous = cache.states[state].to(x.dtype)
     extended = torch.cat((previous, x), dim=1)  # (B, K - 1 + T, C)
     if cache is not None:
         cache.store(state, extended[:, length:])
-    ids = None if documents is None else F.pad(documents.ids, (width - 1, 0), value=-1)
+    if documents is None:
+        ids = None
+    else:
+        ids = F.pad(documents.ids, (width - 1, 0), value=-1)
     y = None
     for tap in range(width):
         shifted = extended[:, tap : tap + length]
         if ids is not None and tap < width - 1:
-            shifted = shifted.masked_fill((ids[:, tap : tap + length] != documents.ids)[..., None], 0)
+            shifted = shifted.masked_fill(
+                (ids[:, tap : tap + length] != documents.ids)[..., None], 0
+            )
         product = shifted * weight[:, tap]
         y = product if y is None else y + product
-    return y if bias is None else y + bias
+    if bias is None:
+        return y
+    return y + bias
 
 
 class GatedNorm(nn.Module):
@@ -113,19 +141,23 @@ class GatedNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, gate: str, gate_first: bool, groups: int = 1) -> None:
         super().__init__()
-        self.eps, self.gate_first, self.groups = eps, gate_first, groups
+        self.eps = eps
+        self.gate_first = gate_first
+        self.groups = groups
         self.gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[gate]
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize x (..., C) and multiply it by the function of `gate` (..., C)."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # compiled code saves no more than the inputs
+        # compiled code saves no more than the inputs
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.compute(x, gate, self.weight)
         return SavingInputs.apply(self.compute, x, gate, self.weight)
 
     def compute(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         """Return the normalized and gated x."""
-        y, gate = x.float(), self.gate(gate.float())
+        y = x.float()
+        gate = self.gate(gate.float())
         y = y * gate if self.gate_first else y
         grouped = y.unflatten(-1, (self.groups, -1))
         y = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * weight.float()

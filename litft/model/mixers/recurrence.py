@@ -1,14 +1,16 @@
-"""Linear recurrences over a matrix-valued state, in chunks: gated linear attention and the gated delta rule.
+"""Linear recurrences over a matrix-valued state, in chunks: gated linear attention and the gated
+delta rule.
 
-With a query q, key k, value v, log decay g and, for the delta rule, a write strength b for each token and head:
+With a query q, key k, value v, log decay g and, for the delta rule, a write strength b for each
+token and head:
 
     S <- exp(g) S                                  # (K, V)
     S <- S + k^T v                                 # linear attention, Mamba-2 (arXiv 2405.21060)
     S <- S + b k^T (v - k S)                       # delta rule (arXiv 2412.06464)
     y = q S
 
-g is one number a head, or one for each row of the state (Kimi Delta Attention, arXiv 2510.26692). All in fp32; on a GPU,
-the kernels of `kernels.py` multiply in bf16.
+g is one number a head, or one for each row of the state (Kimi Delta Attention, arXiv 2510.26692).
+All in fp32; on a GPU, the kernels of `kernels.py` multiply in bf16.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from torch import Tensor
 from litft.model.mixers import kernels
 from litft.model.packed_sequences import PackedSequences
 
-# B batch, T tokens, H heads, G groups of R heads that share queries and keys, K key dim, V value dim, N chunks of L tokens
+# B batch, T tokens, H heads, G groups of R heads that share queries and keys, K key dim, V value
+# dim, N chunks of L tokens
 
 CHUNK = 64  # tokens
 
@@ -36,15 +39,25 @@ def recurrence(
 ) -> tuple[Tensor, Tensor | None]:
     """Return y (B, T, H, V) and the state after the last token (B, H, K, V) in fp32.
 
-    q, k: (B, T, G, K); head h uses those of group h // (H / G). v: (B, T, H, V). g: (B, T, H), or with G = H (B, T, H, K)
-    for a decay of each row. b: (B, T, H) for the delta rule. state: before the first token. documents: the state starts anew
-    with each; no state is taken or returned.
+    q, k: (B, T, G, K); head h uses those of group h // (H / G). v: (B, T, H, V). g: (B, T, H), or
+    with G = H (B, T, H, K) for a decay of each row. b: (B, T, H) for the delta rule. state: before
+    the first token. documents: the state starts anew with each; no state is taken or returned.
     """
     if v.size(1) == 1 and state is not None:
         q, k = (x.repeat_interleave(v.size(2) // x.size(2), dim=2) for x in (q, k))
-        return _step(*(x.float().squeeze(1) for x in (q, k, v, g)), None if b is None else b.float().squeeze(1), state)
+        return _step(
+            *(x.float().squeeze(1) for x in (q, k, v, g)),
+            None if b is None else b.float().squeeze(1),
+            state,
+        )
     if torch.compiler.is_compiling():
-        lengths = [] if documents is None else [x for x in documents[:3] if x is not None]
+        if documents is None:
+            lengths = []
+        else:
+            lengths = []
+            for x in documents[:3]:
+                if x is not None:
+                    lengths.append(x)
         y, state = recurrence_operator(q, k, v, g, b, lengths, state)
         return y, state if documents is None else None
     has_kernel = (b is not None or g.dim() == 3) and k.size(3) <= kernels.MAX_KEY_DIM
@@ -53,7 +66,9 @@ def recurrence(
     return _chunked(q, k, v, g, b, None if documents is None else documents.ids, state)
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Do the same for a single token, whose dimension T is missing in the arguments."""
     state = state * (g[..., None, None] if g.dim() == 2 else g[..., None]).exp()
     if b is not None:
@@ -65,76 +80,118 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: T
 # one operator, so that a piece of a prompt is one graph
 @torch.library.custom_op("litft::recurrence", mutates_args=())
 def recurrence_operator(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, documents: Sequence[Tensor], state: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    documents: Sequence[Tensor],
+    state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Do the same as `recurrence`, in compiled code without gradients; documents: the tensors of PackedSequences.
+    """Do the same as `recurrence`, in compiled code without gradients; documents: the tensors of
+    PackedSequences.
 
     An operator returns no None: the state after documents is an empty tensor.
     """
-    y, new_state = recurrence(q, k, v, g, b, PackedSequences(*documents) if documents else None, state)
-    return y.float().contiguous(), y.new_empty(0, dtype=torch.float32) if new_state is None else new_state
+    y, new_state = recurrence(
+        q, k, v, g, b, PackedSequences(*documents) if documents else None, state
+    )
+    return y.float().contiguous(), y.new_empty(
+        0, dtype=torch.float32
+    ) if new_state is None else new_state
 
 
 @recurrence_operator.register_fake
 def _(q, k, v, g, b, documents, state):
-    state_shape = (0,) if documents else (v.size(0), v.size(2), k.size(3), v.size(3))
+    if documents:
+        state_shape = (0,)
+    else:
+        state_shape = (v.size(0), v.size(2), k.size(3), v.size(3))
     return v.new_empty(v.shape, dtype=torch.float32), v.new_empty(state_shape, dtype=torch.float32)
 
 
 def _chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, ids: Tensor | None, state: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    ids: Tensor | None,
+    state: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The plain form: products of matrices within a chunk, and a loop over chunks for the state."""
-    length, groups, by_row = v.size(1), k.size(2), g.dim() == 4
+    length = v.size(1)
+    groups = k.size(2)
+    by_row = g.dim() == 4
     q, k, v = (_in_chunks(x, groups) for x in (q, k, v))  # (B, G, 1 or R, N, L, .)
-    g, b = (
-        _in_chunks(g if by_row else g[..., None], groups),
-        None if b is None else _in_chunks(b[..., None], groups),
-    )
+    g = _in_chunks(g if by_row else g[..., None], groups)
+    b = None if b is None else _in_chunks(b[..., None], groups)
     visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
     enters = leaves = passes = None
     if ids is not None:
         visible, enters, leaves, passes = _document_masks(ids, visible)
-    # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N, L, K or 1)
+    # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N,
+    # L, K or 1)
     total = g.cumsum(-2) if ids is None else visible.to(g.dtype) @ g
-    from_start = _masked_exp(total, enters)  # what a token sees of the state at the start of its chunk
-    to_end = _masked_exp(total[..., -1:, :] - total, leaves)  # what the state at the end of the chunk has of a token
+    # what a token sees of the state at the start of its chunk
+    from_start = _masked_exp(total, enters)
+    # what the state at the end of the chunk has of a token
+    to_end = _masked_exp(total[..., -1:, :] - total, leaves)
     carry = total[..., -1, :].exp()  # (B, G, R, N, K or 1)
     carry = carry if passes is None else carry * passes
     scores, system = (_row_decay_pairs if by_row else _pairs)(q, k, b, total, visible)
     k_start = None
-    if b is not None:  # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
+    # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
+    if b is not None:
         right = torch.cat((v * b, k * b * from_start), -1)
-        solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+        solved = torch.linalg.solve_triangular(
+            system.tril(-1), right, upper=False, unitriangular=True
+        )
         v, k_start = solved.split((v.size(-1), k.size(-1)), dim=-1)
     heads = v.shape[:3]  # (B, G, R)
-    state = v.new_zeros(*heads, k.size(-1), v.size(-1)) if state is None else state.view(*heads, *state.shape[2:])
-    q_start, k_end = (q * from_start, k * to_end) if by_row else (q, k)  # one decay a head scales the products instead
+    if state is None:
+        state = v.new_zeros(*heads, k.size(-1), v.size(-1))
+    else:
+        state = state.view(*heads, *state.shape[2:])
+    # one decay a head scales the products instead
+    q_start, k_end = (q * from_start, k * to_end) if by_row else (q, k)
     outputs = []
     for n in range(v.size(3)):
-        values = v[:, :, :, n] if b is None else v[:, :, :, n] - k_start[:, :, :, n] @ state
+        if b is None:
+            values = v[:, :, :, n]
+        else:
+            values = v[:, :, :, n] - k_start[:, :, :, n] @ state
         seen = q_start[:, :, :, n] @ state
-        outputs.append(scores[:, :, :, n] @ values + (seen if by_row else seen * from_start[:, :, :, n]))
+        outputs.append(
+            scores[:, :, :, n] @ values + (seen if by_row else seen * from_start[:, :, :, n])
+        )
         added = k_end[:, :, :, n].mT @ (values if by_row else values * to_end[:, :, :, n])
         state = state * carry[:, :, :, n, :, None] + added
     y = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, :length].flatten(1, 2).transpose(1, 2)
     return y, state.flatten(1, 2) if ids is None else None
 
 
-def _pairs(q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return q k and b k k of all pairs of tokens of a chunk, decayed from the second to the first: (B, G, R, N, L, L)."""
+def _pairs(
+    q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return q k and b k k of all pairs of tokens of a chunk, decayed from the second to the first:
+    (B, G, R, N, L, L)."""
     between = (total - total.mT).masked_fill(~visible, -torch.inf).exp()
     return q @ k.mT * between, None if b is None else k @ k.mT * between * b
 
 
-def _row_decay_pairs(q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+def _row_decay_pairs(
+    q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Do the same with a decay for each entry of q and k.
 
-    Pairs of tokens in two neighbouring blocks are one product: the first factor decays from the end of the left block to
-    its token in the right one, the second from its token in the left block to that end. No exponent is positive, as one of
-    a single product for the chunk would be. Two such blocks make one of twice the size.
+    Pairs of tokens in two neighbouring blocks are one product: the first factor decays from the end
+    of the left block to its token in the right one, the second from its token in the left block to
+    that end. No exponent is positive, as one of a single product for the chunk would be. Two such
+    blocks make one of twice the size.
     """
-    rows = q[..., None, :, :] if b is None else torch.stack((q, k * b), -3)  # (B, G, R, N, 1 or 2, L, K)
+    # (B, G, R, N, 1 or 2, L, K)
+    rows = q[..., None, :, :] if b is None else torch.stack((q, k * b), -3)
     scores = (rows * k[..., None, :, :]).sum(-1)[..., None, None]  # (B, G, R, N, 1 or 2, L, 1, 1)
     size = 1
     while size < CHUNK:
@@ -150,13 +207,16 @@ def _row_decay_pairs(q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visi
 
 
 def _neighbours(total: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the decays from the end of each left block to the tokens of the right one, and from those of the left to it."""
+    """Return the decays from the end of each left block to the tokens of the right one, and from
+    those of the left to it."""
     left, right = total.unflatten(-2, (-1, 2, size)).unbind(-3)  # (B, G, R, N, L / 2 size, size, K)
     end = left[..., -1:, :]
-    after, before = right - end, end - left
+    after = right - end
+    before = end - left
     if visible.dim() > 2:  # documents
         start = torch.arange(0, CHUNK, 2 * size, device=total.device)[:, None]
-        ends, offsets = start + size - 1, torch.arange(size, device=total.device)
+        ends = start + size - 1
+        offsets = torch.arange(size, device=total.device)
         after = after.masked_fill(~visible[..., start + size + offsets, ends, None], -torch.inf)
         before = before.masked_fill(~visible[..., ends, start + offsets, None], -torch.inf)
     return after.exp(), before.exp()
@@ -171,16 +231,24 @@ def _in_chunks(x: Tensor, groups: int) -> Tensor:
 def _masked_exp(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return exp(x) of (B, G, R, N, L, .), 0 where the mask (B, 1, 1, N, L, 1) is False.
 
-    The mask is applied first: exp may be infinite there, and the gradient of 0 times infinity is NaN.
+    The mask is applied first: exp may be infinite there, and the gradient of 0 times infinity is
+    NaN.
     """
-    return x.exp() if mask is None else x.masked_fill(~mask, -torch.inf).exp()
+    if mask is None:
+        return x.exp()
+    return x.masked_fill(~mask, -torch.inf).exp()
 
 
 def _document_masks(ids: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
-    """Return which tokens of a chunk see each other, the chunk's first state and its last, and which chunks pass it on."""
+    """Return which tokens of a chunk see each other, the chunk's first state and its last, and
+    which chunks pass it on."""
     padding = -ids.size(1) % CHUNK
-    ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, CHUNK))[:, None, None]  # (B, 1, 1, N, L)
-    first, last = ids[..., :1, 0], ids[..., -1:]
+    # (B, 1, 1, N, L)
+    ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, CHUNK))[
+        :, None, None
+    ]
+    first = ids[..., :1, 0]
+    last = ids[..., -1:]
     before = torch.cat((first - 1, last[..., :-1, 0]), -1)[..., None]  # (B, 1, 1, N, 1)
     same = visible & (ids[..., :, None] == ids[..., None, :])
     return same, (ids == before)[..., None], (ids == last)[..., None], last == before

@@ -19,11 +19,17 @@ class ShortConv(Mixer):
         self.out_proj = Linear(config.dim, config.dim, bias=conv.bias)
         self.flops_per_token = 2.0 * config.dim * conv.width
 
-    def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
         """See Mixer."""
-        return self.out_proj(self.run_mix(documents, cache, self.in_proj(x), self.conv.weight, self.conv.bias))
+        return self.out_proj(
+            self.run_mix(documents, cache, self.in_proj(x), self.conv.weight, self.conv.bias)
+        )
 
-    def mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None) -> Tensor:
+    def mix(
+        self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
+    ) -> Tensor:
         """Return the gated convolution."""
         projected, weight, bias = inputs
         before, after, x = projected.chunk(3, dim=-1)

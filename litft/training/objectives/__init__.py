@@ -9,7 +9,9 @@ from litft.training.objectives.orpo import ORPO
 from litft.training.objectives.simpo import SimPO
 from litft.training.objectives.supervised import Supervised
 
-OBJECTIVES: dict[str, type[Objective]] = {cls.name: cls for cls in (Supervised, DPO, IPO, SimPO, ORPO, KTO)}
+OBJECTIVES: dict[str, type[Objective]] = {
+    cls.name: cls for cls in (Supervised, DPO, IPO, SimPO, ORPO, KTO)
+}
 
 
 def objective_of(args: FinetuneArgs) -> Objective:

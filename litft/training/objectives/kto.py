@@ -1,4 +1,5 @@
-"""Kahneman-Tversky optimization: answers that are desirable or not, without pairs (arXiv 2402.01306)."""
+"""Kahneman-Tversky optimization: answers that are desirable or not, without pairs (arXiv
+2402.01306)."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,17 +7,24 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from litft.data.encoder import Sample
 from litft.data.packing import Layout, MicroBatch
-from litft.training.objectives.objective import Objective, Totals, document_log_probs, sequence_log_probs
+from litft.data.sample import Sample
+from litft.training.objectives.objective import (
+    Objective,
+    Totals,
+    document_log_probs,
+    sequence_log_probs,
+)
 from litft.training.objectives.pairs import wins
 
 
 class KTO(Objective):
-    """w (1 - sigmoid(beta (r - z))) for desirable answers, and w (1 - sigmoid(beta (z - r))) for undesirable ones.
+    """w (1 - sigmoid(beta (r - z))) for desirable answers, and w (1 - sigmoid(beta (z - r))) for
+    undesirable ones.
 
-    r is the log-probability of an answer relative to the reference. z estimates the KL divergence from the reference: the
-    mean of r over the step's prompts with answers of other examples, at least 0 and without a gradient.
+    r is the log-probability of an answer relative to the reference. z estimates the KL divergence
+    from the reference: the mean of r over the step's prompts with answers of other examples, at
+    least 0 and without a gradient.
     Learning rate: as for DPO; TRL's example trains a model of 1.8B in full with 5e-7.
     """
 
@@ -25,7 +33,15 @@ class KTO(Objective):
     paper = "2402.01306"
     data = "labels"
     needs_reference = needs_mismatches = True
-    scores = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "kl")
+    scores = (
+        "accuracy",
+        "margin",
+        "chosen_reward",
+        "rejected_reward",
+        "chosen_logp",
+        "rejected_logp",
+        "kl",
+    )
     default_beta = 0.1
     full_learning_rate = 5e-6
     kl: Tensor  # z of the current step, () fp64
@@ -37,10 +53,13 @@ class KTO(Objective):
         return Totals(len(samples), tokens, len(desirable), len(samples) - len(desirable))
 
     def weight(self, score: str, totals: Totals) -> int:
-        """Return the number of answers that a score counts: the desirable, the undesirable, or all."""
+        """Return the number of answers that a score counts: the desirable, the undesirable, or
+        all."""
         if score.startswith("chosen"):
             return totals.desirable
-        return totals.undesirable if score.startswith("rejected") else totals.samples
+        if score.startswith("rejected"):
+            return totals.undesirable
+        return totals.samples
 
     def before_step(
         self,
@@ -52,7 +71,9 @@ class KTO(Objective):
     ) -> None:
         """Compute the KL divergence over the step's samples with the answers of others."""
         mismatches = [sample.mismatch for sample in samples]
-        log_probs, _ = document_log_probs(model, mismatches, layout, fabric.device, fabric.global_rank, before_batch)
+        log_probs, _ = document_log_probs(
+            model, mismatches, layout, fabric.device, fabric.global_rank, before_batch
+        )
         total = fabric.all_reduce(log_probs.sum(), reduce_op="sum")
         references = sum(value for mismatch in mismatches for value in mismatch.reference)
         self.kl = ((total - references) / len(samples)).clamp(min=0)
@@ -69,15 +90,24 @@ class KTO(Objective):
         _, references, desirable = batch.sequences
         advantage = self.beta * (log_probs - references - self.kl)
         weights = torch.where(desirable, self.args.desirable_weight, self.args.undesirable_weight)
-        loss = (weights * (1 - torch.sigmoid(torch.where(desirable, advantage, -advantage)))).sum() / totals.samples
+        loss = (
+            weights * (1 - torch.sigmoid(torch.where(desirable, advantage, -advantage)))
+        ).sum() / totals.samples
         if self.args.sft_weight:
-            loss = loss - self.args.sft_weight * (log_probs * desirable).sum() / max(1, totals.tokens)
+            loss = loss - self.args.sft_weight * (log_probs * desirable).sum() / max(
+                1, totals.tokens
+            )
         with torch.no_grad():
             rewards = self.beta * (log_probs - references)
             labels = (desirable, totals.desirable), (~desirable, totals.undesirable)
-            # this micro-batch's share of the means over the step's answers with each label, NaN without any
-            means = [(values * mask).sum() / count for values in (rewards, log_probs) for mask, count in labels]
+            # this micro-batch's share of the means over the step's answers with each label, NaN
+            # without any
+            means = []
+            for values in (rewards, log_probs):
+                for mask, count in labels:
+                    means.append((values * mask).sum() / count)
             accuracy = wins(torch.where(desirable, advantage, -advantage)).sum() / totals.samples
-            kl = self.kl * (len(log_probs) / totals.samples)  # the shares of all micro-batches sum to it
+            # the shares of all micro-batches sum to it
+            kl = self.kl * (len(log_probs) / totals.samples)
             scores = torch.stack([accuracy, means[0] - means[1], *means, kl])
         return torch.cat([loss[None], scores])

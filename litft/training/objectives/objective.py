@@ -1,4 +1,5 @@
-"""The protocol of objectives, and the log-probabilities of whole sequences that most of them compare."""
+"""The protocol of objectives, and the log-probabilities of whole sequences that most of them
+compare."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,11 +10,12 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from litft.args import PreferenceArgs
-from litft.data.encoder import Sample
 from litft.data.packing import Layout, MicroBatch
+from litft.data.sample import Sample
 from litft.model.transformer import GPT, eval_mode
 
-LORA_RATIO = 10  # learning rate of LoRA divided by that of full fine-tuning (https://thinkingmachines.ai/blog/lora)
+# learning rate of LoRA divided by that of full fine-tuning (https://thinkingmachines.ai/blog/lora)
+LORA_RATIO = 10
 SFT_LORA_RATE = 2e-4  # the default learning rate of LoRA with the supervised objective
 
 # D sequences of a micro-batch, N target tokens
@@ -29,52 +31,69 @@ class Totals(NamedTuple):
 
 
 class Objective:
-    """What training minimizes: one number per micro-batch, normalized by the counts of the whole step.
+    """What training minimizes: one number per micro-batch, normalized by the counts of the whole
+    step.
 
-    A sum over a step's micro-batches and processes is therefore the step's loss, however its samples are laid out.
+    A sum over a step's micro-batches and processes is therefore the step's loss, however its
+    samples are laid out.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     paper: ClassVar[str | None] = None  # its number on arXiv
     data: ClassVar[Literal["supervised", "pairs", "labels"]]  # what its samples are, see `Encoder`
-    needs_reference: ClassVar[bool] = False  # the samples have the log-probabilities of the model at the start
+    # the samples have the log-probabilities of the model at the start
+    needs_reference: ClassVar[bool] = False
     needs_mismatches: ClassVar[bool] = False  # the samples have the answers of others
     scores: ClassVar[tuple[str, ...]] = ()  # columns of metrics.csv next to the loss
     default_beta: ClassVar[float | None] = None  # None: it has no beta
-    full_learning_rate: ClassVar[float | None] = None  # the default for full fine-tuning; None: the method's default
+    # the default for full fine-tuning; None: the method's default
+    full_learning_rate: ClassVar[float | None] = None
 
     def __init__(self, args: PreferenceArgs) -> None:
         self.args = args
 
     @property
     def beta(self) -> float | None:
-        """How closely the model is kept to the reference, or the scale of the rewards without one; None: it has no beta."""
+        """How closely the model is kept to the reference, or the scale of the rewards without one;
+        None: it has no beta."""
         return self.args.beta or self.default_beta
 
     @classmethod
     def learning_rate(cls, method: str, default: float) -> float:
         """Return the default learning rate; default: the method's for supervised fine-tuning.
 
-        Methods that train few parameters get LORA_RATIO times the rate of full fine-tuning, in proportion to `default`.
+        Methods that train few parameters get LORA_RATIO times the rate of full fine-tuning, in
+        proportion to `default`.
         """
         if cls.full_learning_rate is None:
             return default
-        return cls.full_learning_rate * (1 if method == "full" else LORA_RATIO * default / SFT_LORA_RATE)
+        return cls.full_learning_rate * (
+            1 if method == "full" else LORA_RATIO * default / SFT_LORA_RATE
+        )
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples."""
         raise NotImplementedError
 
     def mean(self, score: str, values: list[float], totals: list[Totals]) -> float:
-        """Return the value of "loss" or another score over several sets, each with its value and its totals.
+        """Return the value of "loss" or another score over several sets, each with its value and
+        its totals.
 
-        It is the mean, weighted by what the score counts. A set without answers of a kind has no value (NaN).
+        It is the mean, weighted by what the score counts. A set without answers of a kind has no
+        value (NaN).
         """
-        pairs = [(value, self.weight(score, counts)) for value, counts in zip(values, totals, strict=True)]
-        pairs = [(value, weight) for value, weight in pairs if score == "loss" or not math.isnan(value)]
+        pairs = [
+            (value, self.weight(score, counts))
+            for value, counts in zip(values, totals, strict=True)
+        ]
+        pairs = [
+            (value, weight) for value, weight in pairs if score == "loss" or not math.isnan(value)
+        ]
         total = sum(weight for _, weight in pairs)
-        return sum(value * weight for value, weight in pairs) / total if total else math.nan
+        if total:
+            return sum(value * weight for value, weight in pairs) / total
+        return math.nan
 
     def weight(self, score: str, totals: Totals) -> int:
         """Return what a set counts in the mean of a score."""
@@ -88,24 +107,32 @@ class Objective:
         layout: Layout,
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compute what the losses of all of a step's micro-batches depend on. Every process takes part."""
+        """Compute what the losses of all of a step's micro-batches depend on.
+
+        Every process takes part.
+        """
 
     def begin_probe(self, device: torch.device) -> None:
         """Prepare for a micro-batch that only measures memory, without `before_step`."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
-        """Return (1 + len(scores),): this micro-batch's share of the step's loss, with a gradient, and of its scores."""
+        """Return (1 + len(scores),): this micro-batch's share of the step's loss, with a gradient,
+        and of its scores."""
         raise NotImplementedError
 
 
 def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the summed log-probability of each sequence's targets, (D,) fp64, and the number of targets, (D,) fp64."""
+    """Return the summed log-probability of each sequence's targets, (D,) fp64, and the number of
+    targets, (D,) fp64."""
     losses = model(batch.tokens, **batch.inputs(), reduction="none")  # (N,)
-    if batch.sequences is None:  # a process without samples, which must still take part in the backward pass
+    # a process without samples, which must still take part in the backward pass
+    if batch.sequences is None:
         return losses.double()[:0], losses.double()[:0]
     numbers = batch.sequences.numbers.flatten().index_select(0, batch.target_indices)
     zeros = torch.zeros_like(batch.sequences.references)
-    return zeros.index_add(0, numbers, -losses.double()), zeros.index_add(0, numbers, torch.ones_like(losses.double()))
+    return zeros.index_add(0, numbers, -losses.double()), zeros.index_add(
+        0, numbers, torch.ones_like(losses.double())
+    )
 
 
 @torch.no_grad()
@@ -117,16 +144,21 @@ def document_log_probs(
     rank: int = 0,
     before_batch: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed log-probability of each document's targets, and the number of targets: both (S, D) fp64.
+    """Return the summed log-probability of each document's targets, and the number of targets: both
+    (S, D) fp64.
 
     For S samples with D documents each. Rows of samples that another rank computes are 0.
     """
-    log_probs, lengths = torch.zeros(2, len(samples), len(samples[0].document_lengths), dtype=torch.float64, device=device)
+    log_probs, lengths = torch.zeros(
+        2, len(samples), len(samples[0].document_lengths), dtype=torch.float64, device=device
+    )
     planned = layout.plan([sample.tokens.numel() for sample in samples])
     with eval_mode(model):
         for rows in planned[rank :: layout.ranks]:
             before_batch()
-            batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(device)
+            batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(
+                device
+            )
             order = [index for row in rows for index in row]
             log_probs[order], lengths[order] = (
                 values.view(-1, log_probs.size(1)) for values in sequence_log_probs(model, batch)

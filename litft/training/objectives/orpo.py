@@ -8,10 +8,12 @@ from litft.training.objectives.pairs import PairObjective, Side
 
 
 class ORPO(PairObjective):
-    """The loss of the chosen answer, plus lambda times -log sigmoid(log odds_chosen - log odds_rejected).
+    """The loss of the chosen answer, plus lambda times -log sigmoid(log odds_chosen - log
+    odds_rejected).
 
-    The odds p / (1 - p) are those of the mean log-probability of a token, log p (equations 4 to 7). The loss of the chosen
-    answer is the mean over the answers' tokens; the prompt is not part of it. Learning rate: 8e-6 in the paper.
+    The odds p / (1 - p) are those of the mean log-probability of a token, log p (equations 4 to 7).
+    The loss of the chosen answer is the mean over the answers' tokens; the prompt is not part of
+    it. Learning rate: 8e-6 in the paper.
     """
 
     name = "orpo"
@@ -26,7 +28,9 @@ class ORPO(PairObjective):
 
     def losses(self, chosen: Side, rejected: Side) -> Tensor:
         """Return the odds ratio's loss of each pair, (P,)."""
-        return -self.args.orpo_lambda * F.logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
+        return -self.args.orpo_lambda * F.logsigmoid(
+            _log_odds(chosen.mean) - _log_odds(rejected.mean)
+        )
 
     def reward(self, side: Side) -> Tensor:
         """Return the reward of each answer, (P,)."""

@@ -1,4 +1,5 @@
-"""What the objectives over pairs share: both answers' log-probabilities, the scores, and the loss of the chosen answer."""
+"""What the objectives over pairs share: both answers' log-probabilities, the scores, and the loss
+of the chosen answer."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from litft.data.encoder import Sample
 from litft.data.packing import MicroBatch
+from litft.data.sample import Sample
 from litft.training.objectives.objective import Objective, Totals, sequence_log_probs
 
 
@@ -29,19 +30,29 @@ class Side(NamedTuple):
         return self.log_probs - self.references
 
 
-TIE = 1e-5  # differences of log-probabilities below it are rounding errors: before the first step, all are 0
+# differences of log-probabilities below it are rounding errors: before the first step, all are 0
+TIE = 1e-5
 
 
 def wins(margins: Tensor) -> Tensor:
-    """Return 1 for each pair whose chosen answer has the higher value, one half for a tie, else 0."""
+    """Return 1 for each pair whose chosen answer has the higher value, one half for a tie, else
+    0."""
     return (margins > TIE).double() + (margins.abs() <= TIE).double() / 2
 
 
 class PairObjective(Objective):
-    """An objective over pairs of a chosen and a rejected answer; subclasses define the loss of a pair and the rewards."""
+    """An objective over pairs of a chosen and a rejected answer; subclasses define the loss of a
+    pair and the rewards."""
 
     data = "pairs"
-    scores = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp")
+    scores = (
+        "accuracy",
+        "margin",
+        "chosen_reward",
+        "rejected_reward",
+        "chosen_logp",
+        "rejected_logp",
+    )
 
     @property
     def nll_weight(self) -> float:
@@ -63,8 +74,14 @@ class PairObjective(Objective):
     def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
         """Return (7,): this micro-batch's share of the step's loss and of the scores."""
         log_probs, lengths = sequence_log_probs(model, batch)
-        references = log_probs.detach() if batch.sequences is None else batch.sequences.references
-        sides = [Side(*(values.view(-1, 2)[:, number] for values in (log_probs, lengths, references))) for number in (0, 1)]
+        if batch.sequences is None:
+            references = log_probs.detach()
+        else:
+            references = batch.sequences.references
+        sides = [
+            Side(*(values.view(-1, 2)[:, number] for values in (log_probs, lengths, references)))
+            for number in (0, 1)
+        ]
         chosen, rejected = sides
         loss = self.losses(chosen, rejected).sum() / totals.samples
         if self.nll_weight:
@@ -72,5 +89,7 @@ class PairObjective(Objective):
         with torch.no_grad():
             rewards = [self.reward(side) for side in sides]
             margin = rewards[0] - rewards[1]
-            scores = torch.stack([wins(margin), margin, *rewards, chosen.log_probs, rejected.log_probs])
+            scores = torch.stack(
+                [wins(margin), margin, *rewards, chosen.log_probs, rejected.log_probs]
+            )
         return torch.cat([loss[None], scores.sum(1) / totals.samples])

@@ -7,10 +7,11 @@ from litft.training.objectives.pairs import PairObjective, Side
 
 
 class SimPO(PairObjective):
-    """-log sigmoid(beta (m_chosen - m_rejected) - gamma), where m is the mean log-probability of a token.
+    """-log sigmoid(beta (m_chosen - m_rejected) - gamma), where m is the mean log-probability of a
+    token.
 
-    Defaults: the authors recommend beta of 2 to 2.5, gamma / beta of about 0.5, and learning rates of 3e-7 to 1e-6 for full
-    fine-tuning (https://github.com/princeton-nlp/SimPO).
+    Defaults: the authors recommend beta of 2 to 2.5, gamma / beta of about 0.5, and learning rates
+    of 3e-7 to 1e-6 for full fine-tuning (https://github.com/princeton-nlp/SimPO).
     """
 
     name = "simpo"

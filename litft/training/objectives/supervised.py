@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from litft.data.encoder import Sample
 from litft.data.packing import MicroBatch
+from litft.data.sample import Sample
 from litft.training.objectives.objective import Objective, Totals
 
 

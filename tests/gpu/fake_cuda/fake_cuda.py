@@ -1,7 +1,8 @@
-"""Fake CUDA tensors on torch's CPU build: shapes, dtypes and devices are those of a GPU, and nothing is computed.
+"""Fake CUDA tensors on torch's CPU build: shapes, dtypes and devices are those of a GPU, and
+nothing is computed.
 
-    import fake_cuda  # before torch: it registers a CUDA device, which torch looks up once a process
-    import torch
+    import fake_cuda  # before torch: it registers a CUDA device, which torch looks up once a
+    process import torch
 
     with fake_cuda.fake_cuda():
         x = torch.empty(4, 8, device="cuda", requires_grad=True)
@@ -26,25 +27,41 @@ from unittest import mock
 
 HERE = Path(__file__).parent
 SOURCES = [HERE / "guard.cpp", HERE / "hooks.cpp"]
-NAMES = {(7, 5): "Tesla T4", (8, 0): "NVIDIA A100-SXM4-80GB", (8, 9): "NVIDIA L40S", (9, 0): "NVIDIA H100 80GB HBM3"}
+NAMES = {
+    (7, 5): "Tesla T4",
+    (8, 0): "NVIDIA A100-SXM4-80GB",
+    (8, 9): "NVIDIA L40S",
+    (9, 0): "NVIDIA H100 80GB HBM3",
+}
 
 
 def build() -> Path:
-    """The library of `SOURCES`, made by g++ in a few seconds, once for each torch and each change of the sources."""
+    """The library of `SOURCES`, made by g++ in a few seconds, once for each torch and each change
+    of the sources."""
     torch_dir = Path(importlib.util.find_spec("torch").origin).parent
     version = (torch_dir / "version.py").read_text("utf-8")
-    key = hashlib.sha256("".join([version, str(torch_dir), *(path.read_text("utf-8") for path in SOURCES)]).encode())
+    key = hashlib.sha256(
+        "".join([version, str(torch_dir), *(path.read_text("utf-8") for path in SOURCES)]).encode()
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fake_cuda"
     library = cache / f"{key.hexdigest()[:16]}.so"
     if library.is_file():
         return library
     cache.mkdir(parents=True, exist_ok=True)
     headers = [f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}"]
-    libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_dir / 'lib'}"]
-    with tempfile.TemporaryDirectory(dir=cache) as folder:  # moved into place when it is whole: several may build it
+    libraries = [
+        f"-L{torch_dir / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-Wl,-rpath,{torch_dir / 'lib'}",
+    ]
+    # moved into place when it is whole: several may build it
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
         out = Path(folder) / "out.so"
         flags = ["-O1", "-std=c++20", "-fPIC", "-shared"]
-        subprocess.run(["g++", *flags, *headers, *map(str, SOURCES), *libraries, "-o", str(out)], check=True)
+        subprocess.run(
+            ["g++", *flags, *headers, *map(str, SOURCES), *libraries, "-o", str(out)], check=True
+        )
         out.rename(library)
     return library
 
@@ -71,34 +88,55 @@ class HostWaits(RuntimeError):
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises HostWaits where a GPU's number is read, and where tensors are copied without `non_blocking=True`.
+    """Raises HostWaits where a GPU's number is read, and where tensors are copied without
+    `non_blocking=True`.
 
-    FakeTensorMode itself raises where a shape depends on data (nonzero, boolean indices, unique, repeat_interleave).
+    FakeTensorMode itself raises where a shape depends on data (nonzero, boolean indices, unique,
+    repeat_interleave).
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_cuda:
-            raise HostWaits("a number of a CUDA tensor is read (.item(), .tolist(), float(), bool())")
+            raise HostWaits(
+                "a number of a CUDA tensor is read (.item(), .tolist(), float(), bool())"
+            )
         if func is aten._to_copy.default and kwargs.get("device") is not None:
             self.check(args[0].device, kwargs["device"], kwargs.get("non_blocking", False), args[0])
         elif func is aten.copy_.default:
-            self.check(args[1].device, args[0].device, args[2] if len(args) > 2 else kwargs.get("non_blocking"), args[1])
+            self.check(
+                args[1].device,
+                args[0].device,
+                args[2] if len(args) > 2 else kwargs.get("non_blocking"),
+                args[1],
+            )
         return func(*args, **kwargs)
 
     @staticmethod
-    def check(source: torch.device, target: torch.device, non_blocking: bool, tensor: Tensor) -> None:
+    def check(
+        source: torch.device, target: torch.device, non_blocking: bool, tensor: Tensor
+    ) -> None:
         """HostWaits for a blocking copy between host and device."""
         if not non_blocking and {source.type, target.type} == {"cpu", "cuda"} and tensor.numel():
-            raise HostWaits(f"a tensor {tuple(tensor.shape)} is copied from {source} to {target} without non_blocking=True")
+            raise HostWaits(
+                f"a tensor {tuple(tensor.shape)} is copied from {source} to {target} without "
+                "non_blocking=True"
+            )
 
 
 def properties(capability: tuple[int, int], memory: int, name: str) -> SimpleNamespace:
     """What torch.cuda.get_device_properties says of the device."""
     major, minor = capability
-    sizes = dict(multi_processor_count=132, warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 * 2**20)
+    sizes = dict(
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        L2_cache_size=50 * 2**20,
+    )
     shared = dict(shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=227 * 2**10)
-    return SimpleNamespace(name=name, major=major, minor=minor, total_memory=memory, **sizes, **shared)
+    return SimpleNamespace(
+        name=name, major=major, minor=minor, total_memory=memory, **sizes, **shared
+    )
 
 
 def _patches(capability: tuple[int, int], memory: int, name: str) -> Iterator[Any]:
@@ -109,8 +147,16 @@ def _patches(capability: tuple[int, int], memory: int, name: str) -> Iterator[An
 
     nothing = returns(None)
     device = properties(capability, memory, name)
-    event = dict(record=nothing, wait=nothing, query=returns(True), synchronize=nothing, elapsed_time=returns(0.0))
-    stream = SimpleNamespace(wait_stream=nothing, wait_event=nothing, synchronize=nothing, record_event=nothing)
+    event = dict(
+        record=nothing,
+        wait=nothing,
+        query=returns(True),
+        synchronize=nothing,
+        elapsed_time=returns(0.0),
+    )
+    stream = SimpleNamespace(
+        wait_stream=nothing, wait_event=nothing, synchronize=nothing, record_event=nothing
+    )
     answers = dict(
         is_available=returns(True),
         is_initialized=returns(True),
@@ -142,14 +188,19 @@ def _patches(capability: tuple[int, int], memory: int, name: str) -> Iterator[An
         default_generators=(torch.Generator(),),
     )
     yield mock.patch.multiple(torch.cuda, **answers)
-    yield mock.patch.multiple(torch.cuda.random, **{n: answers[n] for n in ("current_device", "device_count", "_lazy_call")})
+    yield mock.patch.multiple(
+        torch.cuda.random,
+        **{n: answers[n] for n in ("current_device", "device_count", "_lazy_call")},
+    )
     yield mock.patch.object(Tensor, "pin_memory", lambda self, *_: self)
     yield mock.patch.object(Tensor, "record_stream", nothing)
-    yield mock.patch.object(fake_tensor, "init_gpu_context", nothing)  # it would make a real CUDA tensor
+    # it would make a real CUDA tensor
+    yield mock.patch.object(fake_tensor, "init_gpu_context", nothing)
 
 
 class _Mode(FakeTensorMode):
-    """FakeTensorMode that makes `torch.tensor(..., device="cuda")` on the CPU first: there is no CUDA kernel to copy with.
+    """FakeTensorMode that makes `torch.tensor(..., device="cuda")` on the CPU first: there is no
+    CUDA kernel to copy with.
 
     `torch.tensor(..., device="meta")` is not fake in torch 2.13, and becomes so when it is used.
     """
@@ -157,7 +208,10 @@ class _Mode(FakeTensorMode):
     avoid_device_init = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [self.from_tensor(each) if type(each) is Tensor and each.is_meta else each for each in args]
+        args = [
+            self.from_tensor(each) if type(each) is Tensor and each.is_meta else each
+            for each in args
+        ]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -167,8 +221,9 @@ def fake_cuda(
 ) -> Iterator[FakeTensorMode]:
     """Inside, tensors are fake, and torch sees one GPU of this compute capability and memory.
 
-    waits: what happens where the host would wait for the GPU, "raise" (HostWaits) or "allow", which allows blocking copies;
-    a number of a fake tensor does not exist, so reading one raises either way. Operators without a fake implementation
+    waits: what happens where the host would wait for the GPU, "raise" (HostWaits) or "allow", which
+    allows blocking copies; a number of a fake tensor does not exist, so reading one raises either
+    way. Operators without a fake implementation
     raise, too: a kernel of the CPU is never run in their place.
     """
     mode = _Mode(allow_fallback_kernels=False, allow_non_fake_inputs=False)

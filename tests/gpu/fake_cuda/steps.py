@@ -1,11 +1,14 @@
-"""Training steps on fake CUDA tensors: variations of every family by ways to train, each by litft's own Trainer.
+"""Training steps on fake CUDA tensors: variations of every family by ways to train, each by litft's
+own Trainer.
 
     python tests/gpu/fake_cuda/steps.py                       # all, in about 10 minutes
-    python tests/gpu/fake_cuda/steps.py --covering            # one variation of each family, in turn with each way; 1 minute
-    python tests/gpu/fake_cuda/steps.py --only "llama: grouped" --capability 7.5
+    python tests/gpu/fake_cuda/steps.py --covering            # one variation of each family, in
+    turn with each way; 1 minute python tests/gpu/fake_cuda/steps.py --only "llama: grouped"
+    --capability 7.5
 
-A step fails if a tensor is on the wrong device, if an operator refuses its inputs, if the host waits for the GPU, or if a
-parameter has no gradient. Nothing is computed. README.md of `tests/gpu` says what this cannot show.
+A step fails if a tensor is on the wrong device, if an operator refuses its inputs, if the host
+waits for the GPU, or if a parameter has no gradient. Nothing is computed. README.md of `tests/gpu`
+says what this cannot show.
 """
 
 import argparse
@@ -42,8 +45,8 @@ from litft.args import (  # noqa: E402
     TrainArgs,
 )
 from litft.data.dataset import DataSplits  # noqa: E402
-from litft.data.encoder import Sample  # noqa: E402
 from litft.data.packing import Layout, MicroBatch  # noqa: E402
+from litft.data.sample import Sample  # noqa: E402
 from litft.data.tokenizer import Tokenizer  # noqa: E402
 from litft.distributed.devices import lacks_bf16, make_fabric, pick_accelerator  # noqa: E402
 from litft.distributed.process_group import launch  # noqa: E402
@@ -57,11 +60,16 @@ from litft.training.schedule import Schedule  # noqa: E402
 from litft.training.setup import Setup  # noqa: E402
 from litft.training.trainer import Trainer  # noqa: E402
 
-kernels.are_installed = lambda: False  # those of flash-linear-attention read the lengths of documents
+# those of flash-linear-attention read the lengths of documents
+kernels.are_installed = lambda: False
 
 
-def _lora(precision: str = "bf16", packing: bool = True, lora: dict | None = None, **train: Any) -> FinetuneArgs:
-    args = LoRAFinetuneArgs(precision=precision, lora=LoRAArgs(**(lora or {})), train=TrainArgs(**train))
+def _lora(
+    precision: str = "bf16", packing: bool = True, lora: dict | None = None, **train: Any
+) -> FinetuneArgs:
+    args = LoRAFinetuneArgs(
+        precision=precision, lora=LoRAArgs(**(lora or {})), train=TrainArgs(**train)
+    )
     return replace(args, data=replace(args.data, packing=packing))
 
 
@@ -79,11 +87,16 @@ WAYS: dict[str, FinetuneArgs] = {
 # only with the first variation of a few families
 MORE_WAYS: dict[str, FinetuneArgs] = {
     "adapter": AdapterFinetuneArgs(precision="bf16"),
-    "LoRA, dropout, recomputed MLPs": _lora(lora=dict(dropout=0.1), activation_checkpointing="selective"),
+    "LoRA, dropout, recomputed MLPs": _lora(
+        lora=dict(dropout=0.1), activation_checkpointing="selective"
+    ),
     "full, Adafactor": FullFinetuneArgs(precision="bf16", train=TrainArgs(optimizer="adafactor")),
-    "full, Muon, clipped": FullFinetuneArgs(precision="bf16", train=TrainArgs(optimizer="muon", max_grad_norm=0.1)),
+    "full, Muon, clipped": FullFinetuneArgs(
+        precision="bf16", train=TrainArgs(optimizer="muon", max_grad_norm=0.1)
+    ),
     "full, bf16-true, stepped in the backward pass": FullFinetuneArgs(
-        precision="bf16-true", train=TrainArgs(optimizer_in_backward=True, max_grad_norm=0.0, global_batch_size=4)
+        precision="bf16-true",
+        train=TrainArgs(optimizer_in_backward=True, max_grad_norm=0.0, global_batch_size=4),
     ),
     "LoRA, label smoothing, auto precision": _lora("auto", label_smoothing=0.1),
 }
@@ -112,9 +125,12 @@ class FourSamples(Sequence):
     """Four samples of different lengths, on the host."""
 
     def __init__(self) -> None:
-        self.samples = [Sample(tokens[:-1], tokens[1:]) for tokens in (draw(n, seed=n) for n in (20, 9, 14, 5))]
+        self.samples = [
+            Sample(tokens[:-1], tokens[1:]) for tokens in (draw(n, seed=n) for n in (20, 9, 14, 5))
+        ]
         self.lengths = np.array([sample.tokens.numel() for sample in self.samples])
-        self.supervised = np.array([sample.supervised for sample in self.samples])  # counted before the tensors are fake
+        # counted before the tensors are fake
+        self.supervised = np.array([sample.supervised for sample in self.samples])
         self.sizes = [len(self.samples)]
 
     def __len__(self) -> int:
@@ -126,47 +142,68 @@ class FourSamples(Sequence):
 
 @contextmanager
 def real_on_the_host(mode: FakeTensorMode) -> Iterator[None]:
-    """Within the context, the order of samples and their micro-batches are real; these then become fake, on the host."""
+    """Within the context, the order of samples and their micro-batches are real; these then become
+    fake, on the host."""
     collate_rows, step_indices = Layout.collate_rows, Schedule.step_indices
 
     def collate(self: Layout, rows: list[list[Sample]]) -> MicroBatch:
         with unset_fake_temporarily():
             batch = collate_rows(self, rows)
-        return MicroBatch(*(fake_cuda.faked(mode, getattr(batch, item.name)) for item in fields(batch)))
+        return MicroBatch(
+            *(fake_cuda.faked(mode, getattr(batch, item.name)) for item in fields(batch))
+        )
 
     def indices(self: Schedule, step: int) -> list[int]:
         with unset_fake_temporarily():
             return step_indices(self, step)
 
-    with mock.patch.object(Layout, "collate_rows", collate), mock.patch.object(Schedule, "step_indices", indices):
+    with (
+        mock.patch.object(Layout, "collate_rows", collate),
+        mock.patch.object(Schedule, "step_indices", indices),
+    ):
         yield
 
 
 def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], steps: int) -> None:
-    """Take `steps` optimizer steps of two micro-batches with the Trainer; raise whatever is wrong."""
+    """Take `steps` optimizer steps of two micro-batches with the Trainer; raise whatever is
+    wrong."""
     source = UnreadFolder(Path(), Path(), None, hf, read_config(hf))
     data = DataSplits(FourSamples(), FourSamples(), [1.0], {}, 32, "none", 64)
     batch_size = args.train.global_batch_size if args.train.optimizer_in_backward else 4
     rows = 4 if args.train.optimizer_in_backward else 1 if args.data.packing else 2
-    flags = replace(args.train, max_steps=steps, global_batch_size=batch_size, micro_batch_size=rows, compile=False)
+    flags = replace(
+        args.train,
+        max_steps=steps,
+        global_batch_size=batch_size,
+        micro_batch_size=rows,
+        compile=False,
+    )
     if flags.activation_checkpointing == "auto":
         flags = replace(flags, activation_checkpointing="none")
     args = replace(args, train=flags, eval=EvalArgs(max_new_tokens=0))
     setup = Setup(args, source)
     schedule = Schedule(args, data, 1)
-    with fake_cuda.fake_cuda(capability, waits="allow") as mode, tempfile.TemporaryDirectory() as folder:
+    with (
+        fake_cuda.fake_cuda(capability, waits="allow") as mode,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         device = torch.device(pick_accelerator("cuda"), 0)
         recomputed = args.train.activation_checkpointing
-        settings = Settings(device, "single", "", 1, setup.precision(device), recomputed, None, 1.0, 80 * 2**30)
+        settings = Settings(
+            device, "single", "", 1, setup.precision(device), recomputed, None, 1.0, 80 * 2**30
+        )
         if args.precision == "auto":
             note = lacks_bf16(device)
             print(note or "bf16")
             assert settings.precision == ("fp32" if note else "bf16")
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         fabric = make_fabric(args, "single")
-        trainer = Trainer(fabric, launch(fabric, args.timeout), setup, schedule, settings, Path(folder))
+        trainer = Trainer(
+            fabric, launch(fabric, args.timeout), setup, schedule, settings, Path(folder)
+        )
         optimizer = make_optimizer(setup.args.train, setup.method, trainer.trained)
-        model, optimizer = fabric.setup(trainer.model, optimizer, move_to_device=False)  # all of it is there already
+        # all of it is there already
+        model, optimizer = fabric.setup(trainer.model, optimizer, move_to_device=False)
         gradients = {
             name: p.register_hook(lambda grad, name=name: gradients.__setitem__(name, grad) or grad)
             for name, p in trainer.trained.items()
@@ -177,13 +214,24 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
                 trainer._train_step(model, optimizer)
     missing = [name for name, grad in gradients.items() if type(grad) in hooks]
     assert not missing, f"no gradient: {missing[:3]}"
-    assert all(grad.is_cuda and grad.shape == trainer.trained[name].shape for name, grad in gradients.items())
+    assert all(
+        grad.is_cuda and grad.shape == trainer.trained[name].shape
+        for name, grad in gradients.items()
+    )
 
 
 def where(error: BaseException) -> str:
     """Return the line of litft that an error came from, and its message."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT / "litft"))]
-    line = f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else "not in litft"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(str(ROOT / "litft"))
+    ]
+    line = (
+        f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}"
+        if frames
+        else "not in litft"
+    )
     return f"{type(error).__name__} at {line}: {str(error).strip().partition(chr(10))[0][:150]}"
 
 
@@ -195,7 +243,9 @@ def cases(covering: bool) -> Iterator[tuple[str, dict[str, Any], FinetuneArgs]]:
             continue  # a relative, which differs in values of its config
         modules.add(families()[family])
         more = [*MORE_WAYS] if family in MORE_FAMILIES else []
-        more = more[MORE_FAMILIES.index(family) :: len(MORE_FAMILIES)] if covering and more else more
+        more = (
+            more[MORE_FAMILIES.index(family) :: len(MORE_FAMILIES)] if covering and more else more
+        )
         names = [(variation, way) for variation in variations for way in WAYS] + [
             (next(iter(variations)), way) for way in more
         ]
@@ -209,9 +259,15 @@ def cases(covering: bool) -> Iterator[tuple[str, dict[str, Any], FinetuneArgs]]:
 
 def main() -> None:
     """Take all chosen steps and report those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--covering", action="store_true", help="one variation of each family file, and each way")
-    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the steps to take")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--covering", action="store_true", help="one variation of each family file, and each way"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="parts of the names of the steps to take"
+    )
     parser.add_argument("--capability", default="9.0", help="compute capability of the GPU")
     options = parser.parse_args()
     capability = tuple(map(int, options.capability.split(".")))
@@ -225,7 +281,9 @@ def main() -> None:
         except Exception as error:  # all kinds are counted
             failed.setdefault(where(error), []).append(name)
     count = sum(map(len, failed.values()))
-    print(f"{passed + count} steps: {passed} passed, {count} failed, in {time.time() - start:.0f} s")
+    print(
+        f"{passed + count} steps: {passed} passed, {count} failed, in {time.time() - start:.0f} s"
+    )
     for reason, names in sorted(failed.items(), key=lambda pair: -len(pair[1])):
         print(f"{len(names)} x {reason}", *names, sep="\n    ")
     sys.exit(bool(failed))

@@ -1,9 +1,11 @@
 """Count the launches and waits of a training step and of a decoded token on the pretended GPU.
 
     eval "$(tests/gpu/pretended_gpu/build.sh ENV)"
-    python tests/gpu/pretended_gpu/launches.py step eager     # or: step compiled, token eager, token compiled
+    python tests/gpu/pretended_gpu/launches.py step eager     # or: step compiled, token eager,
+    token compiled
 
-The model is Llama 3.1 8B with random weights: LoRA over 2,048 packed tokens, and decoding with a capacity of 1,024 tokens.
+The model is Llama 3.1 8B with random weights: LoRA over 2,048 packed tokens, and decoding with a
+capacity of 1,024 tokens.
 """
 
 import ctypes
@@ -40,8 +42,12 @@ def counts() -> tuple[int, ...]:
 
 def training_step(compiled: bool) -> Callable[[], None]:
     """Return a LoRA step."""
-    train = TrainArgs(compile=compiled, micro_batch_size=1, global_batch_size=1, activation_checkpointing="none")
-    args = BenchmarkArgs(FOLDER, precision="bf16", train=train, data=DataArgs(max_seq_length=TOKENS))
+    train = TrainArgs(
+        compile=compiled, micro_batch_size=1, global_batch_size=1, activation_checkpointing="none"
+    )
+    args = BenchmarkArgs(
+        FOLDER, precision="bf16", train=train, data=DataArgs(max_seq_length=TOKENS)
+    )
     contender, samples, count = first_step(args, "cuda")
 
     def step() -> None:  # as `Contender.step`, without reading the loss
@@ -78,7 +84,9 @@ def main() -> None:
         step()
     before = counts()
     step()
-    launches, waits, graphs = (after - earlier for after, earlier in zip(counts(), before, strict=True))
+    launches, waits, graphs = (
+        after - earlier for after, earlier in zip(counts(), before, strict=True)
+    )
     print(f"{what}, {mode}: {launches} launches, {waits} waits, {graphs} CUDA graphs")
 
 

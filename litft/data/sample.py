@@ -1,0 +1,84 @@
+"""A sample, the unit of training: its tokens and targets, and how they are stored."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from litft.model.loss import IGNORED
+
+# a sample is stored as token ids (T + 1,), uint32, whose two highest bits are flags
+SUPERVISED = np.uint32(1 << 31)
+IN_ANSWER = np.uint32(1 << 30)  # it is a target; it is in a complete answer
+ID_MASK = np.uint32((1 << 30) - 1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs and targets of one example, both (T,) int64: `targets[t]` is the token after
+    `tokens[t]`, or IGNORED.
+
+    A pair of answers is one sample with two documents, the chosen answer and the rejected one, each
+    with its prompt.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    # (prompt, answer): the last complete answer and the tokens before it
+    answer: tuple[Tensor, Tensor] | None = None
+    documents: tuple[int, ...] = ()  # the length of each document; empty: there is one
+    desirable: bool | None = None  # the label of an answer; None: no label
+    # of each document: its targets' summed log-probability in the reference model
+    reference: tuple[float, ...] = ()
+    mismatch: "Sample | None" = None  # the prompt with the answer of another example, for KTO
+
+    @property
+    def document_lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each document."""
+        return self.documents or (self.tokens.numel(),)
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether it is a pair, or an answer with a label."""
+        return bool(self.documents) or self.desirable is not None
+
+    @cached_property
+    def supervised(self) -> int:
+        """The number of target tokens."""
+        return int((self.targets != IGNORED).sum())
+
+    def split(self) -> "list[Sample]":
+        """Return each document as a sample of its own."""
+        parts = (
+            values.split(list(self.document_lengths)) for values in (self.tokens, self.targets)
+        )
+        return [Sample(*document) for document in zip(*parts, strict=True)]
+
+
+def to_sample(stored: np.ndarray, first_size: int = 0, desirable: bool | None = None) -> Sample:
+    """Convert stored token ids with flags to a sample: one document (T + 1,) uint32, or two, the
+    first with `first_size`."""
+    if first_size:
+        documents = [stored[:first_size], stored[first_size:]]
+    else:
+        documents = [stored]
+    tokens = []
+    targets = []
+    for document in documents:
+        ids = torch.from_numpy((document & ID_MASK).astype(np.int64))
+        supervised = torch.from_numpy((document & SUPERVISED) > 0)
+        tokens.append(ids)
+        targets.append(torch.where(supervised, ids, IGNORED)[1:])
+    in_answer = (documents[0] & IN_ANSWER) > 0
+    # start, end of each answer
+    bounds = np.flatnonzero(np.diff(in_answer, prepend=False, append=False))
+    if len(bounds):
+        answer = (tokens[0][: bounds[-2]], tokens[0][bounds[-2] : bounds[-1]])
+    else:
+        answer = None
+    inputs = [ids[:-1] for ids in tokens]
+    if not first_size:
+        return Sample(inputs[0], targets[0], answer, desirable=desirable)
+    return Sample(torch.cat(inputs), torch.cat(targets), answer, tuple(map(len, inputs)))
