@@ -43,7 +43,7 @@ data: chat_template reasoning messages turn_rendering turns tool_calls answer_pa
  digests tokenizer_backends tokenizer formats readers in_memory preferences sample encoder sources
  token_store token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
-inference: sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding
+inference: generation_config sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding
  generation chat_answers streaming terminal session chat generate
 training: intervals residence flops metrics loggers html_report screen adafactor optimizers
  activation_checkpointing compile cpu_offload objectives setup file_hashes base_files

@@ -92,8 +92,8 @@ class ModelArgs(OpenArgs):
     logit_bias: str | None = None
     """Numbers to add to logits, as JSON by token id: '{"262": -100}'."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end an answer; they are not part of it. As JSON if one has a comma: '["\\n\\n",
-    "User:"]'."""
+    """Strings that end an answer; they are not part of it, and white space counts. Several: a,b, or
+    as JSON if one has a comma: '["\\n\\n", "User:"]'."""
     seed: int | None = None
     """Random seed that makes sampling repeatable. With --precision fp32 an answer does not depend
     on the other answers of its batch; in bf16 it may, since rounding depends on the batch. Default:

@@ -30,6 +30,9 @@ MOST_VALUES = 10_000  # of a YAML file
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+# flags with a list of texts, whose white space counts
+TEXT_LISTS = ("stop",)
+
 
 def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     """Return an instance of the dataclass `cls` from flags.
@@ -206,14 +209,9 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
         elif value is None:
             problems.append(f"--{name} needs a value")
         else:
-            values.append(
-                (
-                    name,
-                    _as_list(value, flag_types[name])
-                    if get_origin(flag_types[name]) is list
-                    else value,
-                )
-            )
+            if get_origin(flag_types[name]) is list:
+                value = _as_list(value, flag_types[name], keeps_spaces=name in TEXT_LISTS)
+            values.append((name, value))
     given = dict(values) | unknown
     problems += [_unknown_flag(name, flag_types, value, given) for name, value in unknown.items()]
     has_model = "checkpoint_dir" in dict(values) or dict(values).get("resume", "").lower() == "true"
@@ -277,10 +275,27 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
     return _read_config(DEMO / f"{method}.yaml", cls)
 
 
-def _as_list(value: str, flag_type: Any) -> str:
+def _items(value: str, keeps_spaces: bool) -> list[str]:
+    """Return the items of a list that commas divide.
+
+    keeps_spaces: a single item is taken as it is, and white space alone is an item, as in
+    `--stop $'\\n'`.
+    """
+    if keeps_spaces and "," not in value:
+        return [value]
+    items = []
+    for item in value.split(","):
+        if item.strip():
+            items.append(item.strip())
+        elif item and keeps_spaces:
+            items.append(item)
+    return items
+
+
+def _as_list(value: str, flag_type: Any, keeps_spaces: bool = False) -> str:
     """Return a list as JSON: a,b becomes ["a", "b"].
 
-    JSON stays unchanged (for items with commas).
+    JSON stays unchanged (for items with commas). keeps_spaces: see `_items`.
     """
     if value == "null":
         return "[]"
@@ -296,10 +311,7 @@ def _as_list(value: str, flag_type: Any) -> str:
     if is_list:
         items = _item_texts(items)
     else:
-        items = []
-        for item in value.split(","):
-            if item.strip():
-                items.append(item.strip())
+        items = _items(value, keeps_spaces)
     # read as YAML, which has no escapes for surrogate pairs
     return json.dumps(items, ensure_ascii=False)
 
@@ -392,7 +404,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         if isinstance(items, list):
             texts[name] = json.dumps(_item_texts(items), ensure_ascii=False, default=str)
         else:
-            texts[name] = _as_list(texts[name], flag_types[name])
+            texts[name] = _as_list(texts[name], flag_types[name], keeps_spaces=name in TEXT_LISTS)
     return list(texts.items()), problems
 
 

@@ -31,6 +31,9 @@ NUM_BARS = 10  # of the histogram
 ALWAYS_SET = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
 ALWAYS_SET += ("bos_token", "eos_token", "unk_token", "pad_token")
 
+# the words of Python for values of JSON
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
 
 @dataclass
 class DataSplits:
@@ -344,6 +347,8 @@ def with_arguments(source: str, items: list[str]) -> str:
                 f"--data.template_args {item}: the chat template has no variable {name}; check the "
                 "spelling"
             )
+        # Python's spelling, as in transformers' documentation, would be a text, which is true
+        value = PYTHON_WORDS.get(value, value)
         try:
             if json.loads(value) is None:
                 literal = "none"

@@ -25,7 +25,7 @@ from litft.data.formats import (
     unused_fields,
 )
 from litft.data.messages import LEARNED_ENTRIES
-from litft.data.preferences import EQUAL, FIELDS, PROMPT_CUT, cut_together, to_preferences
+from litft.data.preferences import EQUAL, PROMPT_CUT, cut_together, read_fields, to_preferences
 from litft.data.reasoning import drop_reasoning
 from litft.data.sample import ID_MASK, IN_ANSWER, SUPERVISED
 from litft.data.tokenizer import Tokenizer
@@ -126,8 +126,9 @@ class Encoder:
             encoded.notes += [f"{WITHOUT} {name}" for name in missing]
             record = rename_columns(record, self.columns)
             if self.kind != "supervised":
-                encoded.unused = unused_fields(record, {*FIELDS, *COMMON_FIELDS})
                 self._encode_preferences(record, where, encoded)
+                read = {*read_fields(record, where), *COMMON_FIELDS}
+                encoded.unused = unused_fields(record, read)
                 return encoded
             form = self.form or detect_format(record, where, missing)
             example = to_example(record, where, self.tokenizer.chat_template, form)

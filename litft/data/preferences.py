@@ -28,18 +28,10 @@ EQUAL = "skipped: both answers are equal"
 PROMPT_CUT = "with the beginning of the prompt cut to the length limit"
 
 QUESTIONS = ("prompt", "question", "instruction")  # fields that may have the prompt as text
-FIELDS = (
-    "chosen",
-    "rejected",
-    "completion",
-    "label",
-    *QUESTIONS,
-    "input",
-    "conversations",
-    "messages",
-    "system",
-    "tools",
-)
+CONVERSATIONS = ("conversations", "messages")  # fields that may have it as messages
+ANSWERS = ("chosen", "rejected", "completion", "label")
+# of records with preferences; `read_fields` says which of them one record uses
+FIELDS = (*ANSWERS, *QUESTIONS, "input", *CONVERSATIONS, "system", "tools")
 # of dialogues as one text, as in Anthropic/hh-rlhf
 _HUMAN_ASSISTANT = re.compile(r"\n\n(Human|Assistant):")
 
@@ -98,6 +90,45 @@ def to_preferences(record: Record, where: str, template: str, kind: str) -> list
     raise ValueError(f"{where}: preferences need the fields {needed}, found {names}; {remedy}")
 
 
+def read_fields(record: Record, where: str) -> set[str]:
+    """Return the fields of a record that are read: of those that may have the prompt, one.
+
+    A question that the answers' own dialogues repeat counts as read.
+    """
+    read = {*ANSWERS}
+    question = _name_of_question(record)
+    dialogues = []
+    for name in ("chosen", "rejected", "completion"):
+        if record.get(name) is not None:
+            answer = _answer(record[name], f"{where}: {name}", is_dialogue=question is None)
+            if _has_prompt(answer):
+                dialogues.append(answer)
+    if dialogues:
+        for name in QUESTIONS:
+            if any(message["content"] == record.get(name) for message in dialogues[0]):
+                read.add(name)
+        return read
+    if question is not None:
+        return read | {question, "input"}
+    for name in CONVERSATIONS:
+        if record.get(name):
+            return read | {name}
+    return read
+
+
+def _has_prompt(answer: list[Message]) -> bool:
+    """Return whether an answer is a whole dialogue, which begins with the prompt."""
+    return answer[0]["role"] != "assistant" and answer[-1]["role"] == "assistant"
+
+
+def _name_of_question(record: Record) -> str | None:
+    """Return the field with the prompt; None without one."""
+    for name in QUESTIONS:
+        if record.get(name):
+            return name
+    return None
+
+
 def _label(value: Any, where: str) -> bool:
     """Return whether a label means that the answer is desirable."""
     label = read_label(value)
@@ -113,7 +144,7 @@ def _dialogue(record: Record, name: str, where: str, template: str) -> list[Mess
     """Return the prompt with the answer in field `name`, which may be a whole dialogue."""
     question = _question(record, where, template)
     answer = _answer(record[name], f"{where}: {name}", is_dialogue=not question)
-    if answer[0]["role"] != "assistant" and answer[-1]["role"] == "assistant":
+    if _has_prompt(answer):
         return _with_system(answer, record, where)
     prompt = question or _conversation(record, where, template)
     if not prompt:
@@ -152,7 +183,7 @@ def _labelled(record: Record, where: str, template: str) -> tuple[list[Message],
 
 def _question(record: Record, where: str, template: str) -> list[Message]:
     """Return the prompt that a field of its own has; an empty list without one."""
-    name = next((name for name in QUESTIONS if record.get(name)), None)
+    name = _name_of_question(record)
     if name is None:
         return []
     if isinstance(record[name], list):

@@ -79,10 +79,7 @@ class Tokenizer:
             raise ValueError(
                 f"{folder / 'tokenizer_config.json'}: {reason}; name one of its tokens"
             )
-        add_bos = config.get("add_bos_token")
-        self.adds_bos = self.bos_id is not None and (
-            add_bos if add_bos is not None else self._backend.adds_bos(self.bos_id)
-        )
+        self.adds_bos = self._backend.adds_bos(self.bos_id, config.get("add_bos_token"))
         self.stop_ids = _stop_ids(self.generation_folders, self.eos_id)
         # end tokens are special even if the tokenizer file does not mark them so
         self.special_ids = self._backend.special_ids | (
@@ -343,6 +340,11 @@ class Tokenizer:
         if tools:
             return self.named_templates.get(TOOL_USE, self.chat_template)
         return self.chat_template
+
+    def check_tools(self, tools: list | None) -> None:
+        """Raise ValueError if the template would leave tools out."""
+        if tools and "tools" not in self.template_for(tools):
+            raise ValueError("the model's chat template does not support tools; leave them out")
 
     def choices(self) -> dict[str, Any]:
         """Return the settings that a run has changed from the folder's files."""

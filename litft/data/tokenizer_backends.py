@@ -112,8 +112,11 @@ class FastBackend:
             folder, {i: {name: getattr(token, name) for name in names} for i, token in added}
         )
 
-    def adds_bos(self, bos_id: int | None) -> bool:
-        """Return whether the file's post-processor adds BOS to every text."""
+    def adds_bos(self, bos_id: int | None, configured: bool | None) -> bool:
+        """Return whether the file's post-processor adds BOS to every text.
+
+        As in transformers 5, `configured`, the add_bos_token of tokenizer_config.json, is ignored.
+        """
         ids = self.backend.encode("a", add_special_tokens=True).ids
         return bos_id is not None and ids[:1] == [bos_id]
 
@@ -269,8 +272,11 @@ class SentencePieceBackend:
         }
         _write_added(folder, special | added)
 
-    def adds_bos(self, bos_id: int | None) -> bool:
-        return bos_id is not None  # transformers' default for these files
+    def adds_bos(self, bos_id: int | None, configured: bool | None) -> bool:
+        """Return whether BOS is added to every text. configured: add_bos_token of the folder."""
+        if bos_id is None:
+            return False
+        return configured is not False  # transformers' default for these files is to add it
 
 
 def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:

@@ -33,7 +33,7 @@ from typing import Any
 
 from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
-from litft.model.config import Config
+from litft.model.config import Config, DeltaNetConfig, Mamba2Config
 from litft.model.config_fields import declared_fields, undeclared_fields
 from litft.model.rope_config import scaled_context
 
@@ -143,6 +143,7 @@ def read_config(hf: dict[str, Any]) -> Config:
         module = family(str(hf["model_type"]))
         hf = _with_one_rope(declared_fields(hf))
         config = module.config(hf)
+        _check_convolutions(hf, config)
     except KeyError as missing:
         raise ValueError(
             f"config.json lacks the field {missing}; is it the folder of a causal language model?"
@@ -150,6 +151,22 @@ def read_config(hf: dict[str, Any]) -> Config:
     if config.learned_positions:
         return config
     return replace(config, max_positions=scaled_context(hf, config.max_positions))
+
+
+def _check_convolutions(hf: dict[str, Any], config: Config) -> None:
+    """Raise ValueError if the convolutions of recurrent mixers have another activation than SiLU.
+
+    In transformers they have the activation of the MLP, or one of their own (Nemotron-H).
+    """
+    if not any(isinstance(layer.mixer, Mamba2Config | DeltaNetConfig) for layer in config.layers):
+        return
+    name = "mamba_hidden_act" if hf["model_type"] == "nemotron_h" else "hidden_act"
+    activation = hf.get(name, "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(
+            f"config.json: {name} {activation!r} is not supported in a network with recurrent "
+            "layers, whose convolutions have it, too; only silu is"
+        )
 
 
 def _with_one_rope(hf: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' ApertusConfig."""
     hf = {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, **hf}
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
-        hf["rope_parameters"] = {**ROPE, "rope_theta": hf.get("rope_theta") or 12e6}
+        hf["rope_parameters"] = ROPE  # as in transformers, also beside a rope_theta
     base = llama.config(hf, rope_theta=12e6)
     return replace(base, gated=False, mlp_bias=False, qk_norm=base.norm)
 

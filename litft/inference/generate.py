@@ -12,6 +12,8 @@ from typing import Any
 
 from litft.args import GenerateArgs
 from litft.data.answer_parser import AnswerFormat, AnswerParser, ParsedAnswer, make_parser
+from litft.data.chat_template import Message
+from litft.data.formats import COMMON_FIELDS, read_template_args, with_system
 from litft.data.messages import check_messages, read_tools
 from litft.data.readers import read_records
 from litft.data.tokenizer import Tokenizer
@@ -254,7 +256,7 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
         if isinstance(record, ValueError):
             raise record
         if record.get("messages") is not None:
-            record = {**record, "messages": check_messages(record["messages"], where)}
+            check_messages(record["messages"], where)
         elif not isinstance(record.get("prompt"), str):
             raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
         if key in record:
@@ -278,18 +280,38 @@ def _encode_prompt(
 
     Raise ValueError with its location if the model cannot read it.
     """
-    messages = record.get("messages")
-    if in_template and not messages:
-        messages = [{"role": "user", "content": record["prompt"]}]
     tokenizer = session.tokenizer
     try:
+        messages = _messages(record, where, in_template)
         if messages:
             tools = read_tools(record.get("tools"), where)
-            text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
+            tokenizer.check_tools(tools)
+            text = tokenizer.apply_chat_template(
+                messages,
+                tools,
+                add_generation_prompt=True,
+                **read_template_args(record, where),
+            )
             prompt = Prompt(tokenizer.encode(text, bos=False), text, tools, is_chat=True)
         else:
+            for name in COMMON_FIELDS:
+                if record.get(name):
+                    raise ValueError(
+                        f"{name} needs a chat template, and the prompt is continued as text; "
+                        "remove the field"
+                    )
             prompt = Prompt(tokenizer.encode(record["prompt"]))
         check_prompt(session.model, prompt.ids)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+        is_located = not where or str(error).startswith(where)
+        raise ValueError(str(error) if is_located else f"{where}: {error}") from None
     return prompt
+
+
+def _messages(record: dict[str, Any], where: str, in_template: bool) -> list[Message]:
+    """Return the conversation of a record, with its system prompt; empty for text to continue."""
+    if record.get("messages") is not None:
+        return with_system(check_messages(record["messages"], where), record, where)
+    if in_template:
+        return with_system([{"role": "user", "content": record["prompt"]}], record, where)
+    return []

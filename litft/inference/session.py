@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from litft import run_dir
 from litft.args import ModelArgs, Sampling, SpeculativeArgs
 from litft.args.processes import is_first_on_node, started_by
-from litft.args.sampling import USUAL
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.device_map import DeviceMap
 from litft.distributed.devices import (
@@ -30,18 +29,13 @@ from litft.distributed.devices import (
 from litft.inference.decoder import Decoder
 from litft.inference.fused_linears import fuse_linears, pack_weights
 from litft.inference.generation import Completion, Request, generate_completions
+from litft.inference.generation_config import SETTING_TYPES, read_generation_config
 from litft.inference.speculative import Drafter, DraftModel, PromptLookup
 from litft.inference.tp_decoding import TensorParallelDecoder, make_tp_decoder
 from litft.methods import disabled
-from litft.model.config_file import read_object
 from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.transformer import GPT
 from litft.pretrained import PretrainedFolder, load_models, resolve
-
-MAX_NEW_TOKENS = 256
-# settings that generation_config.json may also hold, and their types
-SETTING_TYPES = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float))
-SETTING_TYPES |= {"top_k": (int,), "max_new_tokens": (int,)}
 
 
 class Session(NamedTuple):
@@ -199,22 +193,17 @@ def _open_sessions(
     )
     sessions = []
     for model, tokenizer, settings in zip(models, tokenizers, all_settings, strict=True):
-        sampling = Sampling(
-            **{
-                field.name: settings[field.name]
-                for field in fields(Sampling)
-                if field.name in settings
-            }
-        )
+        max_new_tokens = settings.pop("max_new_tokens")
+        stop = settings.pop("stop")
+        sampling = Sampling(**settings)
         _check_bias(sampling, model.config.vocab_size)
-        max_new_tokens = settings.get("max_new_tokens", MAX_NEW_TOKENS)
         sessions.append(
             Session(
                 model.requires_grad_(False),
                 tokenizer,
                 sampling,
                 max_new_tokens,
-                settings["stop"],
+                stop,
                 compiled,
                 tp_decoder,
             )
@@ -280,118 +269,24 @@ def _tokenizer(source: PretrainedFolder) -> Tokenizer:
 def _settings(args: ModelArgs, source: PretrainedFolder) -> dict[str, Any]:
     """Return the settings of generation_config.json, interpreted as by transformers, overridden by
     the flags."""
-    settings = _read_generation_config(source)
-    banned = {}
-    for token in settings.pop("suppress_tokens"):
-        if token < source.config.vocab_size:
-            banned[token] = -math.inf
-    flags = {
-        name: getattr(args, name)
-        for name in (*SETTING_TYPES, "presence_penalty", "frequency_penalty", "seed")
-    }
-    bias = {
-        int(token): float(value) for token, value in json.loads(args.logit_bias or "{}").items()
-    }
-    settings |= {name: value for name, value in flags.items() if value is not None}
-    max_new_tokens = settings.get("max_new_tokens", MAX_NEW_TOKENS)
-    if max_new_tokens < 1:
+    stored = read_generation_config([source.folder, source.base])
+    if stored.ignored:
+        print(stored.note(), file=sys.stderr)
+    flags = {}
+    for name in (*SETTING_TYPES, "presence_penalty", "frequency_penalty", "seed"):
+        value = getattr(args, name)
+        if value is not None:
+            flags[name] = value
+    bias = stored.banned(source.config.vocab_size)
+    for token, value in json.loads(args.logit_bias or "{}").items():
+        bias[int(token)] = float(value)
+    settings = {"max_new_tokens": stored.max_new_tokens} | stored.sampling | flags
+    if settings["max_new_tokens"] < 1:
         raise ValueError(
-            f"generation_config.json: max_new_tokens {max_new_tokens}: must be at least 1; give "
-            "--max_new_tokens"
+            f"generation_config.json: max_new_tokens {settings['max_new_tokens']}: must be at "
+            "least 1; give --max_new_tokens"
         )
-    return settings | {"stop": args.stop or settings["stop_strings"], "logit_bias": banned | bias}
-
-
-def _read_generation_config(source: PretrainedFolder) -> dict[str, Any]:
-    """Read sampling settings, stop texts and suppressed tokens of generation_config.json.
-
-    Raise ValueError if invalid.
-    """
-    files = (folder / "generation_config.json" for folder in (source.folder, source.base))
-    path = next((file for file in files if file.is_file()), None)
-    config = read_object(path) if path else {}
-    settings = {name: config[name] for name in SETTING_TYPES if config.get(name) is not None}
-    invalid = [
-        f"{name} {value!r}"
-        for name, value in settings.items()
-        if type(value) not in SETTING_TYPES[name]
-    ]
-    for name, expected_type in (("stop_strings", str), ("suppress_tokens", int)):
-        value = config.get(name) or []
-        settings[name] = [value] if isinstance(value, expected_type) else value
-        is_valid = isinstance(settings[name], list) and all(
-            type(item) is expected_type and item != "" for item in settings[name]
-        )
-        if not is_valid or any(isinstance(item, int) and item < 0 for item in settings[name]):
-            invalid.append(f"{name} {value!r}")
-    if invalid:
-        raise ValueError(f"{path}: {', '.join(invalid)[:200]}: not valid; fix or remove it")
-    if config.get("do_sample") is False:
-        settings["temperature"] = 0.0
-    elif config.get("do_sample"):  # then transformers' defaults apply to what it leaves out
-        settings = {"top_k": 50} | settings
-    elif not settings.keys() & {"temperature", "top_k", "top_p", "min_p"}:
-        settings |= USUAL
-    settings["top_k"] = settings.get("top_k") or None  # 0: all
-    ignored = _ignored_settings(config)
-    if ignored:
-        print(
-            f"{path}: {', '.join(ignored)}: ignored, litft does not support it; answers differ",
-            file=sys.stderr,
-        )
-    sampling_fields = {}
-    for field in fields(Sampling):
-        if field.name in settings:
-            sampling_fields[field.name] = settings[field.name]
-    problems = Sampling(**sampling_fields).problems()
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems).replace('--', '')}; fix or remove it")
-    return settings
-
-
-# settings of generation_config.json that change transformers' answers, with the values that change
-# nothing
-_UNSUPPORTED_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "assistant_early_exit": (),
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "constraints": ([],),
-    "diversity_penalty": (0.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1.0,),
-    "length_penalty": (1.0, 0.0),
-    "max_time": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "penalty_alpha": (0.0,),
-    "sequence_bias": ({},),
-    "top_h": (),
-    "typical_p": (1.0,),
-    "watermarking_config": ({},),
-}
-
-
-def _ignored_settings(config: dict[str, Any]) -> list[str]:
-    """Return the settings of generation_config.json that transformers obeys and litft does not,
-    with their values."""
-    ignored = []
-    for name, neutral in _UNSUPPORTED_SETTINGS.items():
-        value = config.get(name)
-        if value is None or value in neutral:
-            continue
-        if name == "length_penalty" and config.get("num_beams", 1) == 1:  # of beam search alone
-            continue
-        ignored.append(f"{name} {str(value)[:40]}")
-    return ignored
+    return settings | {"stop": args.stop or stored.stop, "logit_bias": bias}
 
 
 def make_drafter(args: SpeculativeArgs, session: Session, capacity: int) -> Drafter | None:

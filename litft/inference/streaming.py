@@ -1,9 +1,10 @@
 """Generation from Python, one text at a time: `litft.generate` and `litft.stream`."""
 
+import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
-from litft.args.sampling import USUAL
 from litft.data.answer_parser import ParsedAnswer
 from litft.data.chat_template import Message
 from litft.data.messages import read_tools
@@ -11,6 +12,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.inference.chat_answers import ChatAnswer, answer_parser
 from litft.inference.decoder import Decoder, check_prompt
 from litft.inference.generation import GenerationChunk, Request, generate_batch
+from litft.inference.generation_config import GenerationConfig, read_generation_config
 from litft.inference.sampling import Sampling
 from litft.inference.speculative import Drafter
 from litft.model.transformer import GPT
@@ -53,8 +55,8 @@ def stream(
     tokenizer: Tokenizer,
     prompt: str | list[Message],
     *,
-    max_new_tokens: int = 256,
-    stop: str | Sequence[str] = (),
+    max_new_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
     tools: list[dict[str, Any]] | None = None,
     drafter: Drafter | None = None,
     **sampling: Any,
@@ -67,14 +69,22 @@ def stream(
     context) and `stats`.
     sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty,
     presence_penalty, frequency_penalty, logit_bias, seed). stop: a text, or several, that end the
-    answer, also special tokens.
+    answer, also special tokens. What is not given is as the folder's generation_config.json says,
+    or else as with `generate/base.py`.
     tools: functions that the model may call, in OpenAI's form. Raises ValueError if a setting is
-    invalid, or the prompt is empty, longer than the context or outside the vocabulary.
+    invalid, or the prompt is empty, longer than the context or outside the vocabulary; TypeError
+    for a setting that does not exist, and for a prompt that is neither text nor messages.
     """
-    settings = Sampling(**USUAL | sampling)
-    problems = settings.problems()
-    if problems:
-        raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))
+    stored = read_generation_config(tokenizer.generation_folders)
+    if stored.ignored:
+        warnings.warn(stored.note(), stacklevel=2)
+    settings = _sampling(stored, sampling, model.config.vocab_size)
+    if max_new_tokens is None:
+        max_new_tokens = stored.max_new_tokens
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens {max_new_tokens}: must be at least 1")
+    if stop is None:
+        stop = stored.stop
     stops = [stop] if isinstance(stop, str) else list(stop)
     if "" in stops:
         raise ValueError("stop: an empty text occurs everywhere; leave it out")
@@ -91,6 +101,25 @@ def stream(
     yield from (chunk for _, chunk in generate_batch(decoder, tokenizer, [request], drafter))
 
 
+def _sampling(stored: GenerationConfig, given: dict[str, Any], vocab_size: int) -> Sampling:
+    """Return the settings that are given, completed by those of generation_config.json.
+
+    Raises TypeError for a name that is no setting, ValueError for a value that is not valid.
+    """
+    known = [field.name for field in fields(Sampling)]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{name!r} is not a setting of sampling; known: {', '.join(known)}")
+    bias = stored.banned(vocab_size)
+    for token, value in (given.get("logit_bias") or {}).items():
+        bias[int(token)] = float(value)  # the names of JSON objects are texts
+    settings = Sampling(**stored.sampling | given | {"logit_bias": bias})
+    problems = settings.problems()
+    if problems:
+        raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))
+    return settings
+
+
 def prompt_ids(
     tokenizer: Tokenizer, prompt: str | list[Message], tools: list | None = None
 ) -> list[int]:
@@ -98,5 +127,11 @@ def prompt_ids(
     prompt."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
+    if not isinstance(prompt, list) or not all(isinstance(part, dict) for part in prompt):
+        raise TypeError(
+            "the prompt must be a text, or a list of messages such as "
+            "{'role': 'user', 'content': 'Hello'}"
+        )
+    tokenizer.check_tools(tools)
     text = tokenizer.apply_chat_template(prompt, tools, add_generation_prompt=True)
     return tokenizer.encode(text, bos=False)

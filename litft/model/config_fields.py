@@ -254,8 +254,8 @@ FIELDS: dict[str, FieldType] = {
     # texts
     **_all(
         TEXT,
-        "model_type hidden_act activation_function activation afn mlp_hidden_act topk_method "
-        "expert_selection_fn shared_expert_combination_strategy",
+        "model_type hidden_act activation_function activation afn mlp_hidden_act mamba_hidden_act "
+        "topk_method expert_selection_fn shared_expert_combination_strategy",
     ),
     **_all(TEXT.or_null(), "hidden_activation position_embedding_type hybrid_override_pattern"),
     # lists

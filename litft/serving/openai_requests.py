@@ -300,12 +300,10 @@ class ChatRequest(ApiRequest):
             raise ApiError(
                 400, "tools: each needs a function with a name of its own", param="tools"
             )
-        if tools and "tools" not in tokenizer.template_for(tools):
-            raise ApiError(
-                400,
-                "the model's chat template does not support tools; leave them out",
-                param="tools",
-            )
+        try:
+            tokenizer.check_tools(tools)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="tools") from None
         variables = dict(self.chat_template_kwargs or {})
         reserved = RESERVED_VARIABLES & variables.keys()
         if reserved:

@@ -767,3 +767,17 @@ def test_a_flag_needs_its_group_only_where_several_have_it(tmp_path):
     assert (args.seed, args.data.seed) == (3, 42)
     with pytest.raises(ValueError, match="--interval does not exist"):
         parser.parse(LoRAFinetuneArgs, [*words, "--interval", "3"])
+
+
+@pytest.mark.parametrize(
+    ("value", "stops"),
+    [
+        ("\n", ["\n"]),
+        ("User: ", ["User: "]),
+        ("a, b", ["a", "b"]),
+        ("a,\n\n", ["a", "\n\n"]),
+        ('["a, b"]', ["a, b"]),
+    ],
+)
+def test_white_space_counts_in_stop_texts(value, stops):
+    assert parse(flags.GenerateArgs, ["--prompt", "Hi", "--stop", value]).stop == stops

@@ -337,3 +337,18 @@ def test_preferences_without_an_objective_are_pointed_to_it(tiny, tmp_path):
     write_records(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}])
     flags = ["--checkpoint_dir", tiny, "--data.path", "pairs.jsonl", "--dry_run"]
     assert "add --objective dpo" in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("record", "unused"),
+    [
+        ({"prompt": "P", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ["prompt"]),
+        ({"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, []),
+        ({"prompt": "P", "question": "Q", **TEXTS}, ["question"]),
+        ({"prompt": "P", "messages": [USER], **TEXTS}, ["messages"]),
+        ({"messages": [USER], "conversations": [human("C")], **TEXTS}, ["messages"]),
+        ({"instruction": "P", "input": "I", **TEXTS}, []),
+    ],
+)
+def test_a_second_prompt_is_named(encoder, record, unused):
+    assert encoder("here", record).unused == unused

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from litft.args import DataArgs
-from litft.data.dataset import load_data
+from litft.data.dataset import load_data, with_arguments
 from litft.data.encoder import Encoder
 from litft.data.reasoning import InlineThought
 from litft.data.sample import SUPERVISED
@@ -101,6 +101,14 @@ def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_fold
     assert theirs.apply_chat_template(FIELD[:1], **options) == rendered
     thinking = theirs.apply_chat_template(FIELD[:1], enable_thinking=True, **options)
     assert thinking.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "literal"), [("False", "false"), ("True", "true"), ("None", "none"), ("no", '"no"')]
+)
+def test_template_arguments_may_have_pythons_words(value, literal):
+    source = with_arguments("{{ enable_thinking }}", [f"enable_thinking={value}"])
+    assert f"set enable_thinking = {literal} %" in source
 
 
 @pytest.mark.parametrize("item", ["thinking", "=1", "a b=1", "{{x}}=1"])

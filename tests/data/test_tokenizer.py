@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT, SHARED, copy_unpacked
 from own_tokenizers import OTHER_SCRIPTS, WRITERS, corpus
 from sentencepiece import SentencePieceProcessor
+from transformers import AutoTokenizer
 
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
@@ -288,3 +289,14 @@ def test_a_broken_file_is_reported(tmp_path):
     (tmp_path / "tokenizer.model").unlink()
     with pytest.raises(ValueError, match=r"contains no tokenizer.json or tokenizer.model"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bytes", "header", "fallback", "sentencepiece"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_who_decides_whether_bos_is_added(tokenizer_folder, tmp_path, name, adds):
+    """transformers ignores add_bos_token beside a tokenizer.json, whose post-processor decides."""
+    folder = copy_unpacked(tokenizer_folder(name), tmp_path / "tokenizer")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": adds}))
+    ids = AutoTokenizer.from_pretrained(folder)("Hello there")["input_ids"]
+    assert Tokenizer(folder).encode("Hello there") == ids

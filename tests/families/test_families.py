@@ -332,6 +332,18 @@ REFUSED = [
         dict(hidden_act="snake"),
         "activation 'snake' is not supported; known: silu",
     ),
+    (
+        "mamba2",
+        next(iter(ROWS["mamba2"][1])),
+        dict(hidden_act="gelu"),
+        "hidden_act 'gelu' is not supported in a network with recurrent layers",
+    ),
+    (
+        "nemotron_h",
+        next(iter(ROWS["nemotron_h"][1])),
+        dict(mamba_hidden_act="gelu"),
+        "mamba_hidden_act 'gelu' is not supported in a network with recurrent layers",
+    ),
     ("falcon", "untied", dict(alibi=True), "alibi true is not supported"),
     (
         "ernie4_5_moe",

@@ -10,6 +10,7 @@ from conftest import script
 import litft
 from litft.args import GenerateArgs, ModelArgs, Sampling, ServeArgs
 from litft.cli import run as command
+from litft.inference.generate import _encode_prompt
 from litft.inference.session import open_session
 
 
@@ -188,7 +189,9 @@ def test_generation_config_applies_and_flags_override_it(folder, tmp_path):
     )
     assert script(*command, "--seed", "1", cwd=tmp_path).stdout == complete(copy, **settings) + "\n"
     flags = ["--temperature", "0", "--repetition_penalty", "1", "--max_new_tokens", "15"]
-    assert script(*command, *flags, cwd=tmp_path).stdout == complete(copy, max_new_tokens=15) + "\n"
+    assert (
+        script(*command, *flags, cwd=tmp_path).stdout == complete(folder, max_new_tokens=15) + "\n"
+    )
     write(do_sample=False, max_new_tokens=30)
     text = complete(copy, max_new_tokens=30)
     stop = text.split()[-3]
@@ -382,3 +385,94 @@ def test_a_top_k_of_0_or_minus_1_means_off(folder, top_k):
     assert litft.generate(*model, "One day", top_k=top_k, **settings) == litft.generate(
         *model, "One day", **settings
     )
+
+
+PROMPT_TEMPLATE = """{%- for message in messages -%}
+<{{ message.role }}>{{ message.content }}
+{%- endfor -%}
+{%- if loud is defined and loud %}!{% endif -%}
+<assistant>"""
+
+
+@pytest.fixture
+def chat_session(folder, tmp_path):
+    """A session of a model whose template has no tools."""
+    shutil.copytree(folder, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(PROMPT_TEMPLATE)
+    return open_session(ModelArgs(checkpoint_dir=str(tmp_path / "chat")))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "Hi", "system": "Be kind."}, "<system>Be kind.<user>Hi<assistant>"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}], "system": "Be kind."},
+            "<system>Be kind.<user>Hi<assistant>",
+        ),
+        ({"prompt": "Hi", "chat_template_kwargs": {"loud": True}}, "<user>Hi!<assistant>"),
+    ],
+)
+def test_prompts_have_the_fields_that_training_reads(chat_session, record, expected):
+    prompt = _encode_prompt(chat_session, "line 1", record, in_template=True)
+    assert prompt.text == "<s>" + expected
+
+
+def test_fields_that_cannot_be_rendered_are_refused(chat_session):
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    record = {"prompt": "Hi", "tools": [tool]}
+    with pytest.raises(ValueError, match=r"line 1: .* does not support tools"):
+        _encode_prompt(chat_session, "line 1", record, in_template=True)
+    with pytest.raises(ValueError, match="does not support tools"):
+        model, tokenizer = chat_session.model, chat_session.tokenizer
+        litft.generate(model, tokenizer, [{"role": "user", "content": "Hi"}], tools=[tool])
+    with pytest.raises(ValueError, match="line 1: system needs a chat template"):
+        record = {"prompt": "Hi", "system": "Be kind."}
+        _encode_prompt(chat_session, "line 1", record, in_template=False)
+
+
+def test_an_output_line_has_the_record_as_it_was(chat_session, tmp_path):
+    content = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    record = {"messages": [{"role": "user", "content": content, "weight": 0, "id": 7}]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(record))
+    flags = f"--checkpoint_dir {tmp_path}/chat --prompts {tmp_path}/in.jsonl"
+    command("generate", [*flags.split(), "--out", str(tmp_path / "o"), "--max_new_tokens", "2"])
+    (line,) = lines(tmp_path / "o")
+    assert {name: line[name] for name in record} == record
+
+
+def test_python_obeys_the_generation_config(folder, tmp_path):
+    """What a call does not set is as the command sets it."""
+    shutil.copytree(folder, tmp_path / "model")
+    stored = {"do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 12}
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps(stored))
+    opened = litft.load(tmp_path / "model", precision="fp32")
+    expected = complete(folder, max_new_tokens=12, repetition_penalty=1.3)
+    assert "".join(litft.stream(*opened, "One day")) == expected
+    assert complete(tmp_path / "model", max_new_tokens=3) != expected
+    stop = expected.split()[-2]
+    path.write_text(json.dumps(stored | {"stop_strings": [stop], "num_beams": 4}))
+    with pytest.warns(UserWarning, match="num_beams 4: ignored"):
+        assert "".join(litft.stream(*opened, "One day")) == expected[: expected.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "error", "message"),
+    [
+        ("One day", {"max_new_tokens": 0}, ValueError, "max_new_tokens 0: must be at least 1"),
+        ("One day", {"temprature": 1}, TypeError, "'temprature' is not a setting"),
+        ([3, 4], {}, TypeError, "a list of messages"),
+    ],
+)
+def test_invalid_calls_from_python_are_reported(folder, prompt, settings, error, message):
+    opened = litft.load(folder, precision="fp32")
+    with pytest.raises(error, match=message):
+        next(litft.stream(*opened, prompt, **settings))
+
+
+def test_names_of_a_logit_bias_may_be_texts(folder):
+    """As in JSON, where names of objects are texts."""
+    first = litft.load(folder)[1].encode(complete(folder, max_new_tokens=1), bos=False)[0]
+    banned = complete(folder, max_new_tokens=1, logit_bias={first: -100})
+    assert complete(folder, max_new_tokens=1, logit_bias={str(first): -100}) == banned
