@@ -22,7 +22,8 @@ def atomic_write(path: Path, text: str) -> None:
         file = partial.open("a", encoding="utf-8", newline="")
         with file:
             _wait_for_lock(file)
-            if not is_at(file, partial):  # the former owner has given it its final name
+            # the former owner has given it its final name
+            if not is_at(file, partial):
                 continue
             file.truncate(0)
             file.write(text)

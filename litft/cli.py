@@ -162,7 +162,8 @@ def fail(message: str, any_rank: bool = False) -> NoReturn:
     """
     rank = local_rank()
     if rank != "0" and not any_rank and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(5)  # if rank 0 had the same error, torchrun has ended this process by then
+        # if rank 0 had the same error, torchrun has ended this process by then
+        time.sleep(5)
         any_rank = True
     if rank == "0" or any_rank:
         prefix = "" if rank == "0" else f"process {global_rank()}: "

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TextIO
 
 LOCK = ".lock"
-LEASE = 100.0  # seconds; NFS 4 has leases of 90 (RFC 8881)
-_held: set[Path] = set()  # record locks do not exclude other threads of the same process
+# seconds; NFS 4 has leases of 90 (RFC 8881)
+LEASE = 100.0
+# record locks do not exclude other threads of the same process
+_held: set[Path] = set()
 
 
 @contextmanager

@@ -51,10 +51,13 @@ DEMO = Path(__file__).parent / "demo"
 class PretrainedFolder:
     """The contents of a model or adapter folder; weights are only read on demand."""
 
-    folder: Path  # of the model or adapter; has the tokenizer
-    base: Path  # of the base model; has config.json and the weights
+    # of the model or adapter; has the tokenizer
+    folder: Path
+    # of the base model; has config.json and the weights
+    base: Path
     adapter: Path | None
-    hf: dict[str, Any]  # contents of config.json; the language model's part of a multimodal one
+    # contents of config.json; the language model's part of a multimodal one
+    hf: dict[str, Any]
     config: Config
     # whether adapters for a multimodal base have the names of the text model alone
     text_names: bool = False

@@ -57,7 +57,8 @@ def finetune(
     try:
         flags |= {"checkpoint_dir": fspath(model)} if model is not None else {}
         flags |= {"data_path": ["in memory"]} if data is not None else {}
-        args = from_keywords(method, flags)  # raises for invalid flags before the records are read
+        # raises for invalid flags before the records are read
+        args = from_keywords(method, flags)
         paths = {} if data is None else {"path": _paths(data, args.data.limit)}
         paths |= {} if val_data is None else {"val_path": _paths(val_data)}
         return run_finetuning(replace(args, data=replace(args.data, **paths)), callback, metrics)
@@ -68,7 +69,8 @@ def finetune(
             lambda m: f"record {int(m[1]) - 1} of the data" if m[1] else "the data", str(error)
         )
         message = name_keywords(message, method)
-        if message == str(error):  # it may be an error of the callback, whose traceback is needed
+        # it may be an error of the callback, whose traceback is needed
+        if message == str(error):
             raise
         raise type(error)(message) from None
 

@@ -15,8 +15,10 @@ from litft.folder_lock import LOCK
 
 OUT = Path("out")
 CONFIG = "config.yaml"
-_HEADER = "# A run of litft"  # first line of config.yaml: other programs have files of that name
-_PREVIOUS = "previous"  # the folder of the earlier result of a run that is continued
+# first line of config.yaml: other programs have files of that name
+_HEADER = "# A run of litft"
+# the folder of the earlier result of a run that is continued
+_PREVIOUS = "previous"
 _LAUNCH_LINE = "# begun by the launch "
 
 
@@ -116,7 +118,8 @@ def _cells(line: str) -> list[str]:
     lines after it."""
     try:
         return next(csv.reader([line]), [])
-    except csv.Error:  # zero bytes before Python 3.11, or a very long cell
+    except csv.Error:
+        # zero bytes before Python 3.11, or a very long cell
         return []
 
 

@@ -19,11 +19,13 @@ class Run(NamedTuple):
     """A run as its folder describes it."""
 
     folder: Path
-    started: datetime  # the last time that it was started or resumed
+    # the last time that it was started or resumed
+    started: datetime
     method: str
     model: str
     steps: int
-    losses: dict[str, float]  # the newest "validation loss" and "loss", where there is one
+    # the newest "validation loss" and "loss", where there is one
+    losses: dict[str, float]
     state: str
 
 

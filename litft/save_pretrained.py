@@ -80,7 +80,8 @@ def model_entries(
     with torch.device("meta"):
         model = GPT(config)
 
-    @lru_cache(maxsize=1)  # the parts of a fused tensor are requested in sequence
+    # the parts of a fused tensor are requested in sequence
+    @lru_cache(maxsize=1)
     def read(mapping: TensorMapping) -> list[Tensor]:
         return mapping.convert([source.checkpoint.read(name) for name in mapping.sources])
 

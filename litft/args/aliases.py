@@ -9,11 +9,14 @@ from typing import NamedTuple
 class Alias(NamedTuple):
     """What a flag of another program is here."""
 
-    flags: str  # with {value} for the value, if it carries over; empty: it is not needed
+    # with {value} for the value, if it carries over; empty: it is not needed
+    flags: str
     note: str = ""  # where the meaning differs
-    off: str = ""  # the flags for the value false; empty: none are needed
+    # the flags for the value false; empty: none are needed
+    off: str = ""
     limit: float = math.inf  # numbers from here on do not carry over
-    values: Mapping[str, str] = {}  # the flags for some values; empty: none are needed
+    # the flags for some values; empty: none are needed
+    values: Mapping[str, str] = {}
     # the value is multiplied by that of one of these flags, if it is given, too
     times: tuple[str, ...] = ()
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 # of a LoRA rank or a prefix: larger values would run out of memory before any message
 LARGEST_SIZE = 2**14
-LARGEST = 2**31 - 1  # of any number: seeds beyond it overflow, and no flag needs more
+# of any number: seeds beyond it overflow, and no flag needs more
+LARGEST = 2**31 - 1
 
 
 def _numbers(args: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -35,7 +35,8 @@ class DataPath:
 
         Raise ValueError for invalid JSON, and for settings that do not exist or have a wrong type.
         """
-        if os.path.exists(item):  # a file may be named like JSON, or contain =
+        # a file may be named like JSON, or contain =
+        if os.path.exists(item):
             return cls(item)
         if not item.lstrip().startswith("{"):
             name, equals, path = item.partition("=")
@@ -83,7 +84,8 @@ class DataPath:
         return json.dumps(entry, ensure_ascii=False)
 
 
-TYPES: dict[str, tuple[Any, str]] = {  # of each setting: type, and what it is, for messages
+# of each setting: type, and what it is, for messages
+TYPES: dict[str, tuple[Any, str]] = {
     "path": (str, "text"),
     "name": (str, "letters, digits, _ and -"),
     "format": (str, f"one of {', '.join(get_args(Formats))}; left out, it is detected"),
@@ -96,7 +98,8 @@ TYPES: dict[str, tuple[Any, str]] = {  # of each setting: type, and what it is, 
 }
 
 
-OTHERS = {  # settings of axolotl's data sets, and what they are here
+# settings of axolotl's data sets, and what they are here
+OTHERS = {
     "type": "format, and detected if it is left out",
     "ds_type": "the ending of the file's name",
     "chat_template": "template",

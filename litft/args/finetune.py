@@ -30,7 +30,8 @@ Optimizers = Literal[
 
 
 _BLOCK_REASON = "the 8-bit blocks of a weight's shard differ from those of the whole weight"
-UNSHARDED = {  # optimizers that cannot run on shards of a weight, and why
+# optimizers that cannot run on shards of a weight, and why
+UNSHARDED = {
     "adafactor": "it needs whole rows and columns, and each device holds only a shard",
     "adamw_8bit": _BLOCK_REASON,
     "paged_adamw_8bit": _BLOCK_REASON,

@@ -14,7 +14,8 @@ from litft.args.data_path import TYPES, Formats
 
 FLAG = re.compile(r"--([\w.]+)(?: (?!--)(.*?))?(?= --|$)")  # a name and its value in a translation
 PLACEHOLDERS = ("N", "R", "RUN", "VALUE", "FILE.jinja", "NAMES")  # of values that do not carry over
-OMITTED = ("resume", "strategy")  # a new run does not need them: the strategy is chosen
+# a new run does not need them: the strategy is chosen
+OMITTED = ("resume", "strategy")
 DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
 RENAMED = {"data_files": "path", "name": "subset", "train_on_split": "split"}
 # the name of a turn's speaker -> litft's field of the turns
@@ -54,7 +55,8 @@ def in_litfts_terms(
     """
     converted: dict[str, Any] = {}
     notes: list[str] = []
-    of_lora: list[str] = []  # names of settings that this method does not have
+    # names of settings that this method does not have
+    of_lora: list[str] = []
     for name, value in entries.items():
         if name in flag_types:
             if value is not None:

@@ -14,7 +14,8 @@ from litft.args.parser import parse, types_of_flags
 
 # flags with a parameter of their own
 OWN = {"checkpoint_dir": "model", "data.path": "data", "data.val_path": "val_data"}
-PREFIXED = ("lora", "adapter")  # groups whose names need their prefix to be clear: lora_r
+# groups whose names need their prefix to be clear: lora_r
+PREFIXED = ("lora", "adapter")
 
 
 def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
@@ -53,7 +54,8 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
         raise TypeError(
             "\n".join(_unknown_keyword(name, keywords[name], names) for name in unknown)
         )
-    keywords = {"config": None} | dict(keywords)  # first: other keywords override those of the file
+    # first: other keywords override those of the file
+    keywords = {"config": None} | dict(keywords)
     pairs = (
         (names[name], value)
         for name, value in keywords.items()

@@ -101,7 +101,8 @@ def _is_valid(parser: ArgumentParser, word: str) -> bool:
     """Return whether `word`, one --flag=value, has a value of the flag's type."""
     try:
         parser.parse_args([word])
-    except (ArgumentError, OverflowError):  # a whole number beyond the range of floats
+    except (ArgumentError, OverflowError):
+        # a whole number beyond the range of floats
         return False
     return True
 

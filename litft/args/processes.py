@@ -124,4 +124,5 @@ def launch_id() -> str | None:
     launch = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
     if launch == "none":
         return None
-    return launch  # torchrun's default, the same for every launch
+    # torchrun's default, the same for every launch
+    return launch

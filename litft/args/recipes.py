@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import yaml
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-KEY = "recipe"  # the entry of a recipe's file that describes it; all others are flags
+# the entry of a recipe's file that describes it; all others are flags
+KEY = "recipe"
 
 
 @dataclass
@@ -35,7 +36,8 @@ class Recipe(NamedTuple):
     method: str  # the fine-tuning command
     model: str  # the hub id of a model of this size
     memory_of_gpu: str  # of each one
-    planned_peak: str  # that model's memory according to the plan
+    # that model's memory according to the plan
+    planned_peak: str
     flags: dict[str, Any]  # nested by group
 
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field, fields
 
-LARGEST_NUMBER = 1e6  # larger values overflow, and no use needs them
+# larger values overflow, and no use needs them
+LARGEST_NUMBER = 1e6
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if record_path.is_file():
         config["litft"] = read_object(record_path)
         _check_record(record_path, config["litft"])
-    elif "litft" in config:  # written before the record had a file of its own
+    elif "litft" in config:
+        # written before the record had a file of its own
         _check_record(path, config["litft"])
     return config
 

@@ -30,7 +30,8 @@ class TensorMapping:
     convert: Callable[[list[Tensor]], list[Tensor]]
     revert: Callable[[list[Tensor]], list[Tensor]]
     is_copy: bool = False  # one tensor, copied unchanged
-    is_stack: bool = False  # the target stacks the sources along dim 0
+    # the target stacks the sources along dim 0
+    is_stack: bool = False
 
 
 def untransposed(rules: Iterable[Rule]) -> list[Rule]:
@@ -70,7 +71,8 @@ def mappings_from_hf(
                 )
                 mappings[rule, numbers] = mapping
             elif name not in mappings[rule, numbers].sources:
-                unknown.append(name)  # an alternative name of a tensor that is already mapped
+                # an alternative name of a tensor that is already mapped
+                unknown.append(name)
     return list(mappings.values()), unknown
 
 

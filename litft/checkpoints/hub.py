@@ -123,7 +123,8 @@ def fetch(repo: HubId, token: str | None = None, folder: Path | None = None) -> 
             "repository"
         )
     _check_disk_space(folder or _cache_folder(pinned.name), names, sizes, pinned)
-    for patterns in _weights_last(names):  # weights last: once they are complete, all files are
+    # weights last: once they are complete, all files are
+    for patterns in _weights_last(names):
         with translate_hub_errors(repo):
             snapshot = hub.snapshot_download(
                 pinned.name,

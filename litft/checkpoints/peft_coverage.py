@@ -15,7 +15,8 @@ from torch import Tensor
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from litft.checkpoints.peft_names import PREFIX, all_names, text_name
 
-MATCH_SECONDS = 1.0  # for one expression and one name; an honest one takes microseconds
+# for one expression and one name; an honest one takes microseconds
+MATCH_SECONDS = 1.0
 _FIRST_FACTORS = ("lora_A.weight", "lora_embedding_A")  # their first dimension is the rank
 _LAYER = r".*?\.[^.]*\.(?P<index>\d+)\."  # finds the first number in a name
 _REMEDY = "use the config that was saved with the tensors"
@@ -79,7 +80,8 @@ def _is_targeted(module: str, config: dict[str, Any]) -> bool:
     """Return whether PEFT would adapt a module
     (peft.tuners.tuners_utils.check_target_module_exists)."""
     if config.get("ensure_weight_tying") and not regex.search(r"\.\d+\.", module):
-        return True  # PEFT adapts the head with the embedding, whichever is named
+        # PEFT adapts the head with the embedding, whichever is named
+        return True
     excluded = config.get("exclude_modules")
     if excluded and _is_named(module, excluded, "exclude_modules"):
         return False

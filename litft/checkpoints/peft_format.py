@@ -21,12 +21,14 @@ from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_files import write_file
 
-TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # key of new tokens: rows, not differences
+# key of new tokens: rows, not differences
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 
 # Dimensions: E experts, R rank, N new tokens, C hidden dim
 
 TABLES = ("embed", "lm_head")  # the modules with one row per token
-ReadBase = Callable[[str], Tensor]  # returns a tensor of the base model by its litft name
+# returns a tensor of the base model by its litft name
+ReadBase = Callable[[str], Tensor]
 
 
 @dataclass
@@ -39,7 +41,8 @@ class LoraAdapter:
     tokens: list[int] = field(default_factory=list)  # ids of new tokens
     # rows of the new tokens, (N, C) each
     token_rows: dict[str, Tensor] = field(default_factory=dict)
-    bias: str = "none"  # which biases are trained: none, lora_only or all, as in PEFT
+    # which biases are trained: none, lora_only or all, as in PEFT
+    bias: str = "none"
     # the adapter unties the head of a tied model, PEFT's default when it trains one of the two
     untied: bool = False
 
@@ -80,7 +83,8 @@ def write_adapter(
         if fused[target].m is not None:
             tensors[f"{key}.lora_magnitude_vector"] = fused[target].m
     trained = _peft_tensors(adapter.trained, rules, {target.name for target in adapted})
-    if _trains_tied_embedding(adapter, model):  # PEFT expects a copy for the tied head too
+    # PEFT expects a copy for the tied head too
+    if _trains_tied_embedding(adapter, model):
         trained[f"{targets['lm_head'].name}.weight"] = adapter.trained["embed.weight"].clone()
     for name, rows in adapter.token_rows.items():
         tensors[f"{targets[name.partition('.')[0]].name}.{TOKEN_ROWS}"] = rows
@@ -91,7 +95,8 @@ def write_adapter(
     if vocabulary.tables or (adapter.tokens and not adapter.token_rows):
         config["litft"] = config.get("litft", {}) | {"new_tokens": adapter.tokens}
     if config.get("target_parameters"):
-        config["lora_dropout"] = 0.0  # PEFT does not support dropout for target_parameters
+        # PEFT does not support dropout for target_parameters
+        config["lora_dropout"] = 0.0
     write_tensors(
         folder,
         {PREFIX + names.of(key): value for key, value in (tensors | trained).items()},

@@ -127,7 +127,8 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: Reading) -> _Parts:
     for key, tensor in tensors.items():
         module, leaf = split_key(key)
         if key.endswith(".base_layer.weight"):
-            continue  # PEFT also saves the base weight of an adapted head
+            # PEFT also saves the base weight of an adapted head
+            continue
         if leaf is None:
             parts.base[module.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = (
                 tensor
@@ -141,7 +142,8 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: Reading) -> _Parts:
             name = mappings[0].targets[0].removesuffix(".weight")
         else:
             name = None
-        if name not in targets:  # an unknown module, or a block that the base does not have
+        # an unknown module, or a block that the base does not have
+        if name not in targets:
             reason = f"{PREFIX}{key} matches no module of the base"
             raise ValueError(f"{reading.path}: {reason}; pass --base_dir with another base")
         if targets[name].experts:

@@ -29,7 +29,8 @@ _LEAVES = {
 # endings under which PEFT saves a table of the vocabulary that is not trained, or not trained in
 # full
 _FROZEN_TABLES = ("base_layer.weight", "token_adapter.base_layer.weight", "original_module.weight")
-MOST_ROWS = 0.1  # the share of a table's rows from which on the table was trained, not single rows
+# the share of a table's rows from which on the table was trained, not single rows
+MOST_ROWS = 0.1
 _SAVED_TABLE = "modules_to_save.weight"
 
 # Dimensions: R rank, N new tokens, C hidden dim, V vocabulary of the base, W that of the adapter
@@ -42,7 +43,8 @@ class Reading:
     folder: Path
     config: dict[str, Any]
     init: str | None  # see `initial_update`
-    saved: list[str]  # modules_to_save, by their names in the text model
+    # modules_to_save, by their names in the text model
+    saved: list[str]
     model: nn.Module
     rules: list[Rule]
     targets: dict[str, PeftTarget]  # by litft name
@@ -234,7 +236,8 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: Reading) -> dict[
                 f"{reading.init!r}"
             )
             raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
-        return {}  # the table is what is left of the base's after the initial update
+        # the table is what is left of the base's after the initial update
+        return {}
     base = reading.read_base(base_table(name, reading.model)).float()
     whole = torch.cat((table[:size], base[width:]))
     changed = (whole != base).any(1).nonzero().flatten().tolist()

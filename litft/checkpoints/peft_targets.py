@@ -30,12 +30,14 @@ class PeftTarget:
     """A unit that PEFT adapts with one pair of factors: a module, or a parameter with stacked
     experts."""
 
-    name: str  # in the checkpoint; without ".weight" for a module
+    # in the checkpoint; without ".weight" for a module
+    name: str
     linears: tuple[str, ...]  # litft names, in the order of the rows
     rule: Rename | Split | Interleave
     experts: int = 0  # number of stacked experts; 0: a module
     embedding: bool = False
-    is_parameter: bool = False  # whether PEFT adapts it as a parameter, rather than as a module
+    # whether PEFT adapts it as a parameter, rather than as a module
+    is_parameter: bool = False
 
     @property
     def config_name(self) -> str:

@@ -22,7 +22,8 @@ METHODS = ("fp8", "gptq", "awq", "compressed-tensors")
 class StoredWeight:
     """A weight that is stored as several tensors."""
 
-    parts: dict[str, str]  # names of the stored tensors, by their suffix
+    # names of the stored tensors, by their suffix
+    parts: dict[str, str]
     shape: tuple[int, int]  # (O, I)
     dtype: torch.dtype
     dequantize: Callable[[dict[str, Tensor]], Tensor]  # stored tensors by suffix -> weight

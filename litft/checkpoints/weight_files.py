@@ -29,7 +29,8 @@ from litft.model.quantization import (
 )
 
 SHARD_BYTES = 5 * 10**9  # Hugging Face's default shard size
-MAX_MAPPED_BYTES = 2**28  # bytes read from a file before it is reopened
+# bytes read from a file before it is reopened
+MAX_MAPPED_BYTES = 2**28
 ROWS_AT_ONCE = 8192  # of two matrices that are compared
 MAX_LISTED = 10  # names listed in one message
 
@@ -324,7 +325,8 @@ def _open_safetensors(path: Path):
 def _open_pickle(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except Exception as error:  # UnpicklingError, RuntimeError, EOFError, ...
+    except Exception as error:
+        # UnpicklingError, RuntimeError, EOFError, ...
         reason = str(error).split("\n")[0][:200]
         raise ValueError(
             f"{path} is truncated or contains more than tensors, and litft does not execute "

@@ -87,8 +87,10 @@ class AnswerParser:
         self.spaces = ""
         self.started: set[str] = set()  # the kinds of text returned so far
         self.has_calls = False
-        self.tried = 0  # characters of the buffer in which no closing mark has completed a call
-        self.failed = 0  # characters that were read as calls and are none
+        # characters of the buffer in which no closing mark has completed a call
+        self.tried = 0
+        # characters that were read as calls and are none
+        self.failed = 0
 
     @property
     def gives_up(self) -> bool:
@@ -133,7 +135,8 @@ class AnswerParser:
                 self.closing_marks = (closing,)
                 self.state = "thought"
                 return
-            if text.startswith(closing):  # an empty thought that the prompt has opened
+            # an empty thought that the prompt has opened
+            if text.startswith(closing):
                 self.buffer = text.removeprefix(closing)
                 self.state = "after_thought"
                 return

@@ -38,8 +38,10 @@ class _Generation(Extension):
 
 # of all loops of one rendering; a conversation of a thousand messages takes some thousands
 MOST_STEPS = 2_000_000
-LONGEST_TEXT = 50_000_000  # characters of a value that a template builds
-LARGEST_NUMBER = 100_000  # in the call of a method or a filter, as for jinja's own range
+# characters of a value that a template builds
+LONGEST_TEXT = 50_000_000
+# in the call of a method or a filter, as for jinja's own range
+LARGEST_NUMBER = 100_000
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):

@@ -25,7 +25,8 @@ from litft.data.token_cache import prepare
 from litft.data.token_store import EncodingReport, Samples, TokenStore
 from litft.data.tokenizer import CONTROL, Tokenizer
 
-SPLIT_RULE = "by content"  # what decides the split; a resumed run must use the same rule
+# what decides the split; a resumed run must use the same rule
+SPLIT_RULE = "by content"
 NUM_BARS = 10  # of the histogram
 # variables of chat templates that every program sets
 ALWAYS_SET = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
@@ -41,13 +42,16 @@ class DataSplits:
 
     train: Samples
     val: Samples
-    weights: list[float]  # how often an epoch passes over each training store
+    # how often an epoch passes over each training store
+    weights: list[float]
     reports: dict[str, EncodingReport]  # by label of the file
     limit: int  # the most input tokens of a sample
-    template: str  # where the chat template comes from, for messages
+    # where the chat template comes from, for messages
+    template: str
     context: int  # the model's maximum number of tokens
     kind: str = "supervised"  # or "pairs", "labels": see `Encoder`
-    val_names: tuple[str, ...] = ()  # of each validation store; empty: they are one set
+    # of each validation store; empty: they are one set
+    val_names: tuple[str, ...] = ()
 
     def count(self, *notes: str) -> int:
         """Return the number of examples in both splits with any of these notes."""
@@ -180,7 +184,8 @@ def load_data(
     _check_samples(data)
     if any(report.has_conversations for report in reports.values()):
         tokenizer.has_template = True
-    else:  # nothing was rendered: the folder's templates stay, and none is invented
+    else:
+        # nothing was rendered: the folder's templates stay, and none is invented
         tokenizer.chat_template, tokenizer.named_templates = own
         data = replace(data, template="not used: the data is text")
     # generation must stop at the special tokens that end a turn in the data, even if no file of the
@@ -381,7 +386,8 @@ def split(
     scores = [_scores(store.units, seed) for store in stores]
     sorted_scores = np.sort(np.concatenate(scores))
     threshold = 0.0
-    if fraction and len(sorted_scores):  # above the lowest, and not above the highest
+    # above the lowest, and not above the highest
+    if fraction and len(sorted_scores):
         threshold = min(max(fraction, np.nextafter(sorted_scores[0], 1.0)), sorted_scores[-1])
     masks = [store_scores < threshold for store_scores in scores]
     return [

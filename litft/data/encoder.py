@@ -32,7 +32,8 @@ from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.data.turns import Turn, assistant_turns
 
-LONG_CONVERSATION = 40  # messages; from here on, those beyond the length limit are not rendered
+# messages; from here on, those beyond the length limit are not rendered
+LONG_CONVERSATION = 40
 
 # notes on what happens to examples; reports print them after a count
 CUT = "cut to the length limit"
@@ -49,7 +50,8 @@ WITHOUT = "without the field"
 END_TEXT = "with an end token written after an answer, which is removed"
 
 
-SPAN = 2048  # characters of a divided text that go into the same split
+# characters of a divided text that go into the same split
+SPAN = 2048
 
 
 @dataclass
@@ -65,14 +67,17 @@ class Encoded:
     # of each pair: the number of tokens of the chosen answer
     first_sizes: list[int] = field(default_factory=list)
     labels: list[bool] = field(default_factory=list)  # of each answer with a label
-    text: bool = False  # the samples are the consecutive spans of a text
+    # the samples are the consecutive spans of a text
+    text: bool = False
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that end its answers
     # the system prompt of its conversation; empty without one, None for a text
     system: str | None = None
-    last_token: int | None = None  # of a record of token ids whose last token is learned
+    # of a record of token ids whose last token is learned
+    last_token: int | None = None
     answers: int = 0  # answers that are learned
-    empty_thoughts: int = 0  # those with an empty thought of the template, which is not learned
+    # those with an empty thought of the template, which is not learned
+    empty_thoughts: int = 0
     unused: list[str] = field(default_factory=list)  # fields with a value that nothing reads
     error: str | None = None
 
@@ -99,8 +104,10 @@ class Encoder:
     columns: dict[str, str] = field(default_factory=dict)
     mask_prompt: bool = True
     last_only: bool = False
-    reasoning: str = "learn"  # or "learn_empty", "mask", "drop": see --data.reasoning
-    kind: str = "supervised"  # or "pairs", "labels": see preferences.py
+    # or "learn_empty", "mask", "drop": see --data.reasoning
+    reasoning: str = "learn"
+    # or "pairs", "labels": see preferences.py
+    kind: str = "supervised"
 
     @cached_property
     def digest(self) -> str:
@@ -385,7 +392,8 @@ class Encoder:
                 if name not in LEARNED_ENTRIES:
                     clean[name] = value
             if message["role"] == "developer" and "developer" not in template:
-                clean["role"] = "system"  # "developer" is OpenAI's newer name for it
+                # "developer" is OpenAI's newer name for it
+                clean["role"] = "system"
             if (
                 message["role"] == "assistant"
                 and (content := strip_end_token(message["content"])) != message["content"]
@@ -442,7 +450,8 @@ class Encoder:
 
         try:
             at = bisect_left(answers, True, key=exceeds)
-        except ValueError:  # what renders each turn says what is wrong
+        except ValueError:
+            # what renders each turn says what is wrong
             return messages
         if at < len(answers):
             return messages[: answers[at] + 1]
@@ -521,7 +530,8 @@ def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
         if not text and number and not parts[number - 1]["text"].strip():
             raise ValueError("the calls of one turn have different weights; give them the same one")
         found = turn.text.find(text, position, turn.end)
-        if found < 0:  # an end token that the file has after it was removed
+        # an end token that the file has after it was removed
+        if found < 0:
             text = strip_end_token(text).strip()
             found = turn.text.find(text, position, turn.end)
         if found < 0:

@@ -25,7 +25,8 @@ from litft.data.messages import (
 )
 from litft.data.reasoning import REASONING_FIELDS
 
-NO_TARGET = -100  # the label of a token that the loss ignores, in transformers
+# the label of a token that the loss ignores, in transformers
+NO_TARGET = -100
 # characters of text above which a record is divided between training and validation
 LONG_TEXT = 65_536
 # fields that records of several formats may have

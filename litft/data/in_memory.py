@@ -48,7 +48,8 @@ def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = No
                 sha256.update(line)
                 file.write(line)
         path = folder / f"{sha256.hexdigest()[:32]}.jsonl"
-        if path.is_file():  # it keeps its times, and with them the cached hash of the file
+        # it keeps its times, and with them the cached hash of the file
+        if path.is_file():
             os.unlink(temporary)
         else:
             os.replace(temporary, path)

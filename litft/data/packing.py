@@ -24,7 +24,8 @@ class Sequences(NamedTuple):
     # (B, T) int64: the number of each token's sequence in the micro-batch; pairs are 2 n and 2 n +
     # 1
     numbers: Tensor
-    references: Tensor  # (D,) fp64: log-probabilities in the reference model, 0 without one
+    # (D,) fp64: log-probabilities in the reference model, 0 without one
+    references: Tensor
     desirable: Tensor  # (D,) bool: the labels; True without any
 
 
@@ -37,15 +38,18 @@ class MicroBatch:
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
-    positions: Tensor | None = None  # (B, T) int64 within each document; 0 for padding
-    documents: PackedSequences | None = None  # a number for each token's document; -1: padding
+    # (B, T) int64 within each document; 0 for padding
+    positions: Tensor | None = None
+    # a number for each token's document; -1: padding
+    documents: PackedSequences | None = None
     # (N,) int64 into the flattened rows; computed here to avoid a GPU sync
     target_indices: Tensor | None = None
     sequences: Sequences | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on another device."""
-        is_cuda = device.type == "cuda"  # copies from pinned memory do not block the host
+        # copies from pinned memory do not block the host
+        is_cuda = device.type == "cuda"
 
         def move(value: Tensor) -> Tensor:
             return (value.pin_memory() if is_cuda else value).to(device, non_blocking=True)

@@ -23,8 +23,10 @@ from typing import Any, BinaryIO
 from litft.data.formats import Record, field_with_records
 from litft.data.messages import json_type
 
-BLOCK = 1 << 20  # bytes read at once; a text file becomes records of about this size
-COMPRESSED_BLOCK = 1 << 11  # bytes of a .zst file, which may be a thousand times as many of text
+# bytes read at once; a text file becomes records of about this size
+BLOCK = 1 << 20
+# bytes of a .zst file, which may be a thousand times as many of text
+COMPRESSED_BLOCK = 1 << 11
 # characters after an error in JSON that may end within a word, an escape or a number
 LONGEST_TOKEN = 16
 
@@ -98,7 +100,8 @@ class _Zstandard(io.RawIOBase):
         self.library = _library("zstandard", path)
         self.file = path.open("rb")
         self.buffered = b""
-        self.at = 0  # decompressed bytes, and how many of them were returned
+        # decompressed bytes, and how many of them were returned
+        self.at = 0
         self.decompressor = self.library.ZstdDecompressor().decompressobj()
 
     def readable(self) -> bool:
@@ -239,7 +242,8 @@ class _Values:
         self.decode = json.JSONDecoder().raw_decode
         self.text = ""
         self.at = 0
-        self.dropped = 0  # buffered text, position in it, characters dropped before it
+        # buffered text, position in it, characters dropped before it
+        self.dropped = 0
 
     def read_more(self) -> bool:
         """Drop the consumed text, and read as much again as is left; return False at the end of the

@@ -13,10 +13,13 @@ from litft.data.chat_template import Message
 
 # fields of a message that hold its reasoning, the usual one first
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-PARTS = "parts"  # spelling: content with a part of type "thinking", as in Mistral's templates
-INLINE = "inline"  # spelling: content that begins with <think>...</think>
+# spelling: content with a part of type "thinking", as in Mistral's templates
+PARTS = "parts"
+# spelling: content that begins with <think>...</think>
+INLINE = "inline"
 
-_TAG = r"(?:\w+:)?think(?:ing)?(?::\w+)?"  # <think>, <seed:think>, <mm:think>, <think:opensource>
+# <think>, <seed:think>, <mm:think>, <think:opensource>
+_TAG = r"(?:\w+:)?think(?:ing)?(?::\w+)?"
 _OPENING_MARKS = (
     rf"<{_TAG}>",
     r"\[THINK\]",
@@ -67,7 +70,8 @@ def thought_marks(template: str) -> tuple[tuple[str, str], ...]:
 class InlineThought:
     """A content with reasoning at its beginning, in the parts that it consists of."""
 
-    opening: str  # with the white space around it; empty if the prompt has written it
+    # with the white space around it; empty if the prompt has written it
+    opening: str
     reasoning: str
     closing: str  # with the white space around it
     answer: str
@@ -198,7 +202,8 @@ def spellings(messages: list[Message], inline: bool) -> Iterator[list[Message]]:
             for number, answer in answers.items():
                 written[number] = answer.spelled(spelling).write()
             yield written
-        if inline:  # for a template that writes <think> before every answer
+        # for a template that writes <think> before every answer
+        if inline:
             written = list(messages)
             for number, answer in answers.items():
                 written[number] = replace(answer.spelled(INLINE), opening="").write()

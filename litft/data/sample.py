@@ -11,7 +11,8 @@ from litft.model.loss import IGNORED
 
 # a sample is stored as token ids (T + 1,), uint32, whose two highest bits are flags
 SUPERVISED = np.uint32(1 << 31)
-IN_ANSWER = np.uint32(1 << 30)  # it is a target; it is in a complete answer
+# it is a target; it is in a complete answer
+IN_ANSWER = np.uint32(1 << 30)
 ID_MASK = np.uint32((1 << 30) - 1)
 
 
@@ -28,11 +29,13 @@ class Sample:
     targets: Tensor
     # (prompt, answer): the last complete answer and the tokens before it
     answer: tuple[Tensor, Tensor] | None = None
-    documents: tuple[int, ...] = ()  # the length of each document; empty: there is one
+    # the length of each document; empty: there is one
+    documents: tuple[int, ...] = ()
     desirable: bool | None = None  # the label of an answer; None: no label
     # of each document: its targets' summed log-probability in the reference model
     reference: tuple[float, ...] = ()
-    mismatch: "Sample | None" = None  # the prompt with the answer of another example, for KTO
+    # the prompt with the answer of another example, for KTO
+    mismatch: "Sample | None" = None
 
     @property
     def document_lengths(self) -> tuple[int, ...]:

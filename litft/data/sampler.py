@@ -16,7 +16,8 @@ from litft.data.packing import Layout
 from litft.data.token_store import Samples
 
 MAX_RANKED = 2_000_000
-MAX_LAID_OUT = 200_000  # samples of a run that `largest_micro_batch` ranks, and that it lays out
+# samples of a run that `largest_micro_batch` ranks, and that it lays out
+MAX_LAID_OUT = 200_000
 
 
 class Sampler:
@@ -66,7 +67,8 @@ class Largest(NamedTuple):
     # the micro-batch with the most tokens, padding included: rows of sample indices
     rows: list[list[int]]
     max_targets: int  # the most target tokens in a micro-batch
-    accumulates: bool  # whether a step has several micro-batches per rank
+    # whether a step has several micro-batches per rank
+    accumulates: bool
 
 
 def largest_micro_batch(

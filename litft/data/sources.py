@@ -31,14 +31,16 @@ class Reading(NamedTuple):
     """How the records of a file are read, where that differs from the flags."""
 
     format: str | None = None
-    columns: tuple[tuple[str, str], ...] = ()  # (litft's field name, the name in the file)
+    # (litft's field name, the name in the file)
+    columns: tuple[tuple[str, str], ...] = ()
     template: str | None = None
 
 
 class File(NamedTuple):
     """A file of examples, or several that are read one after the other."""
 
-    name: str  # of the file, or of the folder or pattern that names several
+    # of the file, or of the folder or pattern that names several
+    name: str
     limit: int | None = None  # the most records to read
     reading: Reading = Reading()
     parts: tuple[str, ...] = ()  # the files, if there are several
@@ -353,7 +355,8 @@ def _load_dataset(name: str, subset: str | None) -> Any:
     try:
         dataset_id = hub_id(name)
         return datasets.load_dataset(dataset_id.name, subset, revision=dataset_id.revision)
-    except Exception as error:  # from the network, the hub, or the reader of the files
+    except Exception as error:
+        # from the network, the hub, or the reader of the files
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"{name} is not a local file or folder, and not a data set on the hub ({reason})"

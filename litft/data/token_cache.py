@@ -41,8 +41,10 @@ SKIP_HINT = "--data.skip_bad allows a share of bad records"
 # records that a process tokenizes at once; files of more than eight chunks are tokenized in
 # parallel
 CHUNK = 250
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal sent to a process when its parent dies
-MAX_PROCESSES = 16  # one process reads and writes for all, which is about a sixteenth of the work
+# linux/prctl.h: the signal sent to a process when its parent dies
+PR_SET_PDEATHSIG = 1
+# one process reads and writes for all, which is about a sixteenth of the work
+MAX_PROCESSES = 16
 
 
 def prepare(
@@ -222,7 +224,8 @@ _encoder: Encoder  # set in each process of the pool
 def _init_worker(encoder: Encoder, lock: TextIO, parent: int) -> None:
     global _encoder
     _encoder = encoder
-    lock.close()  # otherwise this process would still hold the lock after the parent is killed
+    # otherwise this process would still hold the lock after the parent is killed
+    lock.close()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before prctl was called

@@ -38,8 +38,10 @@ NO_LABEL = -1
 MAX_HASHED = 1 << 30
 # the least share of the records of token ids that end with a token, if answers end with it
 END_SHARE = 0.1
-MAX_SYSTEMS = 2  # system prompts that a report has: whether there are several
-MAX_NAMED = 10  # records that a report names for each note, in addition to their count
+# system prompts that a report has: whether there are several
+MAX_SYSTEMS = 2
+# records that a report names for each note, in addition to their count
+MAX_NAMED = 10
 
 
 @dataclass
@@ -54,7 +56,8 @@ class EncodingReport:
     notes: dict[str, list] = field(default_factory=dict)  # note -> [count, the first records]
     bad: list = field(default_factory=lambda: [0, []])  # [count, the first messages]
     answers: int = 0  # that are learned
-    empty_thoughts: int = 0  # of these, with an empty thought of the template that is not learned
+    # of these, with an empty thought of the template that is not learned
+    empty_thoughts: int = 0
     # field that nothing reads -> number of records
     unused: dict[str, int] = field(default_factory=dict)
     # the first system prompts that differ; empty: none
@@ -297,12 +300,16 @@ class SampleIndex(NamedTuple):
     starts: np.ndarray  # offset of its first token
     sizes: np.ndarray  # number of its tokens
     supervised: np.ndarray  # number of its target tokens
-    digests: np.ndarray  # hash of an example's tokens; unused for a window of a text
-    units: np.ndarray  # hash of its record's content; 0 for a window of a text
+    # hash of an example's tokens; unused for a window of a text
+    digests: np.ndarray
+    # hash of its record's content; 0 for a window of a text
+    units: np.ndarray
     # 2 * the message index of its last complete answer (or -1), + 1 if a partial answer follows
     turns: np.ndarray
-    first_sizes: np.ndarray  # number of tokens of the first of its two documents; 0: it has one
-    labels: np.ndarray  # 1 for a desirable answer, 0 for an undesirable one, or NO_LABEL
+    # number of tokens of the first of its two documents; 0: it has one
+    first_sizes: np.ndarray
+    # 1 for a desirable answer, 0 for an undesirable one, or NO_LABEL
+    labels: np.ndarray
 
 
 class Samples(Sequence):

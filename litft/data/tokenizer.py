@@ -18,7 +18,8 @@ from litft.data.turns import EndTokens
 
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder, as in transformers
-TOOL_USE = "tool_use"  # the name of the template for conversations with tools
+# the name of the template for conversations with tools
+TOOL_USE = "tool_use"
 
 CONTENT_END = "qzxcontentendxzq"  # in no text
 
@@ -98,7 +99,8 @@ class Tokenizer:
         self.named_templates: dict[str, str] = {}
         self.use_template(self.own_template or ALPACA)
         for name, source in named_templates.items():
-            with suppress(ValueError):  # a template for another purpose may need more than messages
+            # a template for another purpose may need more than messages
+            with suppress(ValueError):
                 source = self._with_bos(source)
             self.named_templates[name] = source
 

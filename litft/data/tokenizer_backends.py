@@ -91,7 +91,8 @@ class FastBackend:
 
     def serialized(self) -> tuple[str, bytes]:
         largest = max(self.vocabulary().values(), default=0)
-        if largest > LARGEST_ID:  # the library writes a line for each id up to it
+        # the library writes a line for each id up to it
+        if largest > LARGEST_ID:
             raise ValueError(
                 f"tokenizer.json has the token id {largest:,}, which no model has; download it "
                 "again"
@@ -276,7 +277,8 @@ class SentencePieceBackend:
         """Return whether BOS is added to every text. configured: add_bos_token of the folder."""
         if bos_id is None:
             return False
-        return configured is not False  # transformers' default for these files is to add it
+        # transformers' default for these files is to add it
+        return configured is not False
 
 
 def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:

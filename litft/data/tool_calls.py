@@ -25,12 +25,15 @@ class ToolCall:
 class CallMarks:
     """The texts around the calls of an answer."""
 
-    opening: str  # empty: calls are a whole answer that begins with {
-    closing: str = ""  # empty: the calls extend to the end of the answer
+    # empty: calls are a whole answer that begins with {
+    opening: str
+    # empty: the calls extend to the end of the answer
+    closing: str = ""
 
 
 CALL_MARKS = (
-    CallMarks("<tool_call>", "</tool_call>"),  # Hermes, Qwen, GLM, Granite 4, Nemotron 3
+    # Hermes, Qwen, GLM, Granite 4, Nemotron 3
+    CallMarks("<tool_call>", "</tool_call>"),
     CallMarks("<tool_calls>", "</tool_calls>"),  # Jamba, MiniMax M1, Apriel
     CallMarks("<tool_calls:opensource>", "</tool_calls:opensource>"),  # Hunyuan 3
     CallMarks("[TOOL_CALLS]"),  # Mistral

@@ -30,7 +30,8 @@ class TurnRendering:
     message: Message
     tools: list | None
     following: list[Message] = field(default_factory=list)
-    split: ReasonedAnswer | None = None  # the message taken apart, if it is not to be read anew
+    # the message taken apart, if it is not to be read anew
+    split: ReasonedAnswer | None = None
 
     @property
     def answer(self) -> ReasonedAnswer:

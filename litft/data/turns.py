@@ -40,7 +40,8 @@ THINKING_OFF = ({"enable_thinking": False}, {"thinking": False})
 OPENS_TURN = re.compile("start|begin|open", re.IGNORECASE)  # in the name of a token
 BOTH_ON = {"enable_thinking": True, "thinking": True}
 
-MARK_LENGTH = 40  # characters, more than any mark of a thought has
+# characters, more than any mark of a thought has
+MARK_LENGTH = 40
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def assistant_turns(
     inline = any(ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages))
     spells_inline = reasons and _writes_think_tags(render, tools)
     first_error = None
-    plain = None  # the turns of the conversation as it is, if its reasoning is inline
+    # the turns of the conversation as it is, if its reasoning is inline
+    plain = None
     for spelled in _variants(messages, spells_inline):
         for variables in ({}, BOTH_ON) if reasons else ({},):
             try:
@@ -350,7 +352,8 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
     None: the prompt has something in front of the last message that is left out before an answer.
     """
     prompt = rendering.prompt()
-    if prompt is None:  # some templates render no empty conversation
+    # some templates render no empty conversation
+    if prompt is None:
         return first
     thinking = rendering.answer.reasoning.strip()
     if thinking:
@@ -449,7 +452,8 @@ def _turn_end(
         position = len(text.rstrip()) or len(text)
     if rendering.following and not found:
         raise ValueError(f"the chat template does not show where a turn ends; {OTHER_TEMPLATE}")
-    if rendering.following:  # what follows was only added to find the turn
+    # what follows was only added to find the turn
+    if rendering.following:
         text = text[:position]
     return text, position
 

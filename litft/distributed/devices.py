@@ -25,7 +25,8 @@ from litft.args import FinetuneArgs, PlanArgs, seconds
 from litft.args.processes import cores, is_first_on_node, started_by
 from litft.errors import is_host_memory_error
 
-if TYPE_CHECKING:  # importing it takes a second, which generation and conversion do not need
+# importing it takes a second, which generation and conversion do not need
+if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 # Multiplications per decode step up to which one thread is as fast as two. Two threads synchronize
@@ -51,7 +52,8 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
     is_distributed = args.devices * args.num_nodes > 1
     timeout = timedelta(seconds=seconds(args.timeout))
     fabric_strategy: Any = "auto"
-    if strategy in ("fsdp", "hsdp"):  # Setup.build shards the network before it loads the weights
+    # Setup.build shards the network before it loads the weights
+    if strategy in ("fsdp", "hsdp"):
         world_size = args.devices * args.num_nodes
         fabric_strategy = ModelParallelStrategy(
             lambda model, mesh: model, world_size, 1, True, _backend(accelerator), timeout

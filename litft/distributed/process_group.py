@@ -148,7 +148,8 @@ def sync_gradients(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[N
     """
     network = getattr(model, "module", model)
     if is_sharded(network):
-        network.set_requires_all_reduce(last)  # replicas only need to sync once per step
+        # replicas only need to sync once per step
+        network.set_requires_all_reduce(last)
         yield
     else:
         with fabric.no_backward_sync(model, enabled=fabric.world_size > 1 and not last):
@@ -189,8 +190,10 @@ def peer_failure(error: BaseException, timeout: str) -> str | None:
     if not isinstance(error, comm_errors) and not any(
         name in text.lower() for name in ("gloo", "nccl", "process group")
     ):
-        return None  # for example CUDA's "the launch timed out"
-    if "onnection" in text:  # gloo reports a lost process as a closed connection
+        # for example CUDA's "the launch timed out"
+        return None
+    # gloo reports a lost process as a closed connection
+    if "onnection" in text:
         return "another process of the run has ended"
     timed_out = "imed out" in text or "imeout" in text
     if timed_out:

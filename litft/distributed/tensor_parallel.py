@@ -22,7 +22,8 @@ from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, H heads, D head dim, V vocabulary
 
-KEY_VALUE = ("k_proj", "v_proj", "k_norm")  # may have fewer heads than there are processes
+# may have fewer heads than there are processes
+KEY_VALUE = ("k_proj", "v_proj", "k_norm")
 # sharded along the output dimension
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")  # sharded along the input dimension
@@ -35,7 +36,8 @@ OUTPUT_DIM = {
     "adapter_bias": -1,
 }
 INPUT_DIM = {"weight": -1, "lora_a": -1}
-MAX_SUGGESTED_PROCESSES = 64  # highest number of processes that the error message suggests
+# highest number of processes that the error message suggests
+MAX_SUGGESTED_PROCESSES = 64
 
 
 def check_divides(config: Config, processes: int) -> None:
@@ -205,7 +207,8 @@ class TensorParallelPlacement(WeightPlacement):
             if name.rpartition(".")[2] in ROW_PARALLEL:
                 module.__class__ = mixin_class(RowParallel, type(module))
         head = model.lm_head
-        if type(head) is Linear:  # a head that a method has changed stays complete
+        # a head that a method has changed stays complete
+        if type(head) is Linear:
             rows_per_rank = -(-head.out_features // self.size)
             local_rows = slice(rows_per_rank * self.rank, rows_per_rank * (self.rank + 1))
             for leaf, full in list(head.named_parameters()):

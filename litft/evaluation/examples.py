@@ -19,7 +19,8 @@ from litft.inference.session import source_of
 from litft.pretrained import PretrainedFolder, resolve
 from litft.training.objectives import OBJECTIVES
 
-Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
+# identifies an example independently of the model, see Samples.names
+Name = tuple[int, int, int]
 # flags that determine the held-out examples
 SPLIT_FLAGS = ("val_path", "val_fraction", "seed", "subset", "split", "limit", "format", "columns")
 # larger than any token id: the model's vocabulary size is checked when it is scored

@@ -27,12 +27,14 @@ from litft.args import Sampling
 from litft.inference.generation import Request
 from litft.inference.session import Session
 
-MAX_LOGITS = 2**28  # per forward pass, 1 GiB in fp32: long texts get smaller batches
+# per forward pass, 1 GiB in fp32: long texts get smaller batches
+MAX_LOGITS = 2**28
 DEFAULT_MAX_TOKENS = 256  # for tasks that set no limit
 
 # B rows, N maximum continuation length, V vocabulary size
 
-Pair = tuple[list[int], list[int]]  # token ids of a context and of its continuation
+# token ids of a context and of its continuation
+Pair = tuple[list[int], list[int]]
 
 
 class HarnessModel(TemplateLM):
@@ -268,7 +270,8 @@ def run_tasks(
     model = HarnessModel(session, batch_size)
     try:
         return simple_evaluate(model, tasks=tasks, task_manager=manager, **settings)
-    except Exception as error:  # from a YAML file, a template, a task's code, the hub: any kind
+    except Exception as error:
+        # from a YAML file, a template, a task's code, the hub: any kind
         frames = traceback.extract_tb(error.__traceback__)
         if any(frame.filename == __file__ and frame.name != run_tasks.__name__ for frame in frames):
             raise  # an error of this module

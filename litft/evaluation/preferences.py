@@ -19,7 +19,8 @@ class PreferenceScores:
     """A model's log-probabilities of the answers of N examples: pairs, or single answers with
     labels."""
 
-    log_probs: Tensor  # summed over tokens: (N, 2), chosen and rejected, or (N, 1)
+    # summed over tokens: (N, 2), chosen and rejected, or (N, 1)
+    log_probs: Tensor
     lengths: Tensor  # number of tokens, like log_probs
     desirable: Tensor | None  # (N,) bool: the labels; None for pairs
 

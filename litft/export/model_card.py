@@ -41,7 +41,8 @@ TITLES = {
 }
 
 
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported values of vLLM's --max-lora-rank
+# supported values of vLLM's --max-lora-rank
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class CardInfo(NamedTuple):
@@ -49,11 +50,14 @@ class CardInfo(NamedTuple):
 
     repo_id: str  # the repository to upload to
     source: PretrainedFolder
-    run: Path | None  # the run that produced the model; None: unknown
+    # the run that produced the model; None: unknown
+    run: Path | None
     args: FinetuneArgs | None  # the run's flags
     base: HubId | None  # the base model on the hub
-    adapter_config: dict[str, Any]  # adapter_config.json; empty for a full model
-    licence: dict[str, str]  # the fields license, license_name and license_link of a card's header
+    # adapter_config.json; empty for a full model
+    adapter_config: dict[str, Any]
+    # the fields license, license_name and license_link of a card's header
+    licence: dict[str, str]
 
     @property
     def base_folder(self) -> Path:
@@ -195,7 +199,8 @@ def _results(info: CardInfo) -> Iterator[str]:
             rows = list(csv.DictReader(file))
     except (OSError, TypeError):
         return
-    if info.source.folder.name == "best":  # its weights are those of an earlier step
+    # its weights are those of an earlier step
+    if info.source.folder.name == "best":
         losses = {
             int(row["step"]): float(row["val_loss"])
             for row in rows

@@ -21,7 +21,8 @@ GGUF_EXPERTS = {
     "leading_dense_block_count": "num_dense_layers",
 }
 GGUF_FIELDS = GGUF_EXPERTS | llama.GGUF_WINDOWS
-STEP = 4  # llama.cpp rotates no queries and keys in each fourth layer
+# llama.cpp rotates no queries and keys in each fourth layer
+STEP = 4
 
 NORMS = {
     "attention_norm": "input_layernorm",

@@ -20,7 +20,8 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' ApertusConfig."""
     hf = {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, **hf}
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
-        hf["rope_parameters"] = ROPE  # as in transformers, also beside a rope_theta
+        # as in transformers, also beside a rope_theta
+        hf["rope_parameters"] = ROPE
     base = llama.config(hf, rope_theta=12e6)
     return replace(base, gated=False, mlp_bias=False, qk_norm=base.norm)
 

@@ -24,7 +24,8 @@ GGUF_EXPERTS = {
     "leading_dense_block_count": "first_k_dense_replace",
 }
 GGUF_TENSORS = {"use_qk_norm": "attn_q_norm.weight"}
-LARGE = 64  # layers from which llama.cpp expects norms of queries and keys (Command R+)
+# layers from which llama.cpp expects norms of queries and keys (Command R+)
+LARGE = 64
 GGUF_FIELDS = {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"}
 GGUF_FIELDS |= GGUF_EXPERTS | llama.GGUF_WINDOWS
 

@@ -21,8 +21,10 @@ GGUF = {
     "glm4_moe_lite": ("deepseek2", "Glm4MoeLiteForCausalLM"),
 }
 SOFTMAX = 1
-SIGMOID = 2  # llama.cpp's numbers of the functions that score experts
-GGUF_EXPERTS = {  # metadata of mixtures with the fields of `routed_experts`
+# llama.cpp's numbers of the functions that score experts
+SIGMOID = 2
+# metadata of mixtures with the fields of `routed_experts`
+GGUF_EXPERTS = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -264,7 +266,8 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     metadata = gguf_latent(latent)
-    if rope.rope_type == "yarn":  # the scale of scores is squared: see `yarn_scale`
+    # the scale of scores is squared: see `yarn_scale`
+    if rope.rope_type == "yarn":
         scale = math.sqrt(layer.attention_scale * math.sqrt(latent.head_dim))
         metadata["rope.scaling.yarn_log_multiplier"] = (scale - 1) / math.log(rope.factor)
     return metadata | gguf_experts(config)

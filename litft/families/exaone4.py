@@ -33,7 +33,8 @@ def layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
         return base.layers
 
     def is_sliding(index: int) -> bool:
-        if isinstance(pattern, str):  # published files have LLLG: three local layers, one global
+        # published files have LLLG: three local layers, one global
+        if isinstance(pattern, str):
             return pattern[index % len(pattern)] == "L"
         return not pattern or (index + 1) % pattern != 0
 

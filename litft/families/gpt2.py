@@ -58,7 +58,8 @@ def standard_names(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-LAYERS = "{transformer.|}h.{}."  # files saved from transformers' GPT2Model lack the prefix
+# files saved from transformers' GPT2Model lack the prefix
+LAYERS = "{transformer.|}h.{}."
 LINEARS = {
     "attention.o_proj": "attn.c_proj",
     "mlp.up_proj": "mlp.c_fc",

@@ -223,7 +223,8 @@ def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
     pattern = hf.get("layer_types")
     if pattern is None:
         return hf
-    if isinstance(pattern, int):  # every so many layers, one has full attention
+    # every so many layers, one has full attention
+    if isinstance(pattern, int):
         pattern = [
             pattern == 0 or n % pattern < pattern - 1 for n in range(hf["num_hidden_layers"])
         ]

@@ -68,7 +68,8 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0) -> Config:
     if is_ministral3 and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf["rope_parameters"] = YARN
     if hf["model_type"] != "ministral":
-        hf["layer_types"] = None  # only Ministral has different kinds of layers
+        # only Ministral has different kinds of layers
+        hf["layer_types"] = None
     base = llama.config(
         {"head_dim": 128, "rms_norm_eps": 1e-5, **hf} if is_ministral3 else hf, rope_theta
     )

@@ -49,7 +49,8 @@ def config(hf: dict[str, Any]) -> Config:
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
     if not has_shared_expert:
-        hf["layer_types"] = None  # Qwen 3 MoE has the same attention in all layers
+        # Qwen 3 MoE has the same attention in all layers
+        hf["layer_types"] = None
     base = llama.config(hf)
     windows = llama.layer_windows(
         hf,

@@ -33,7 +33,8 @@ def config(hf: dict[str, Any]) -> Config:
     HeliumConfig."""
     model_type = hf["model_type"]
     hf = {**DEFAULTS.get(model_type, {}), **hf}
-    if model_type == "internlm3":  # published files have other names for the two flags
+    # published files have other names for the two flags
+    if model_type == "internlm3":
         hf = {"attention_bias": hf.get("qkv_bias", False), "mlp_bias": hf.get("bias", False), **hf}
     base = llama.config(hf, rope_theta=1e5 if model_type == "helium" else 1e4)
     if model_type == "seed_oss":

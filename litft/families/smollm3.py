@@ -11,7 +11,8 @@ from litft.model.config import Config
 __all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("smollm3",)
-GGUF = {"smollm3": ("smollm3", "SmolLM3ForCausalLM")}  # llama.cpp skips RoPE in every fourth layer
+# llama.cpp skips RoPE in every fourth layer
+GGUF = {"smollm3": ("smollm3", "SmolLM3ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:

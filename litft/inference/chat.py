@@ -50,7 +50,8 @@ class Conversation:
         self.history: tuple[str, list[int]] = ("", [])
         self.num_questions = 0
         self.last_chunk: GenerationChunk | None = None  # the end of the last answer
-        self.prompt_text = self.output_text = ""  # the last prompt and output, with special tokens
+        # the last prompt and output, with special tokens
+        self.prompt_text = self.output_text = ""
 
     @property
     def system(self) -> str | None:
@@ -134,7 +135,8 @@ class Conversation:
             raise
         finally:
             if self.messages is not original_messages:
-                parsed.add(parser.finish())  # nothing, unless the caller has stopped early
+                # nothing, unless the caller has stopped early
+                parsed.add(parser.finish())
                 self.messages.append(answer_message(parsed))
             self.output_text = self.tokenizer.decode(tokens, skip_special=False)
             complete = bool(tokens) and tokens[-1] in self.tokenizer.special_ids
@@ -227,7 +229,8 @@ class Chat:
                 self._handle(line)
             except EOFError:
                 return
-            except KeyboardInterrupt:  # in a terminal: a second Ctrl-C, which stops at once
+            except KeyboardInterrupt:
+                # in a terminal: a second Ctrl-C, which stops at once
                 if not self.screen.is_terminal:
                     raise
                 self.screen.notice("stopped")
@@ -270,7 +273,8 @@ class Chat:
         """Show an answer as it is generated, then its stats; Ctrl-C stops it."""
         signals_to_catch = (signal.SIGINT,) if self.screen.is_terminal else ()
         with closing(steps), Signals(signals_to_catch, notice=None) as signals:
-            first_step = next(steps)  # errors are raised before anything is shown
+            # errors are raised before anything is shown
+            first_step = next(steps)
             with self.screen.answering() as show:
                 for step in chain([first_step], steps):
                     for part in step.parts:

@@ -12,14 +12,16 @@ from litft.data.chat_template import Message
 from litft.data.tokenizer import Tokenizer
 from litft.data.tool_calls import ToolCall
 
-ID_LENGTH = 9  # characters, the only length that Mistral's templates accept
+# characters, the only length that Mistral's templates accept
+ID_LENGTH = 9
 
 
 class ChatAnswer(str):
     """The content of an answer as a str; its reasoning and tool calls are attributes."""
 
     reasoning_content: str
-    tool_calls: list[dict[str, Any]]  # as in `message`: with the arguments as an object
+    # as in `message`: with the arguments as an object
+    tool_calls: list[dict[str, Any]]
 
     def __new__(cls, parsed: ParsedAnswer) -> "ChatAnswer":
         """Create a str with two attributes, without white space at its ends."""

@@ -18,10 +18,13 @@ from litft.inference.state_snapshots import RowStates, Snapshot, best_start, tak
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
 
-PREFILL_CHUNK = 512  # prompt tokens in one forward pass; bounds the memory for activations
+# prompt tokens in one forward pass; bounds the memory for activations
+PREFILL_CHUNK = 512
 NOT_A_NUMBER = "the model's logits are NaN; look for NaN or infinity in its weights"
-SHOWS_NAN = 16  # torch's attention on a CPU computes finite numbers from NaN for fewer queries
-MIN_BOUND = 256  # compiled code attends to this many keys, doubled until all cached keys fit
+# torch's attention on a CPU computes finite numbers from NaN for fewer queries
+SHOWS_NAN = 16
+# compiled code attends to this many keys, doubled until all cached keys fit
+MIN_BOUND = 256
 
 # B rows, V vocabulary
 

@@ -16,7 +16,8 @@ from litft.inference.decoder import NOT_A_NUMBER, BrokenModel, Decoder
 from litft.inference.sampling import Constraint, Sampler, Sampling
 from litft.inference.speculative import Drafter, speculative_rounds
 
-REPLACEMENT = "\ufffd"  # what bytes decode to that are no complete character
+# what bytes decode to that are no complete character
+REPLACEMENT = "\ufffd"
 
 # stop token or text; max_new_tokens; context full
 FinishReason = Literal["stop", "length", "context"]
@@ -29,13 +30,18 @@ class Request:
     ids: list[int]  # token ids of the prompt
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
-    stop_ids: Sequence[int] = ()  # tokens that end the answer and are not part of its text
-    stop: Sequence[str] = ()  # texts that end the answer and are not part of it
-    top_logprobs: int = 0  # how many of the most likely tokens to report for each position
+    # tokens that end the answer and are not part of its text
+    stop_ids: Sequence[int] = ()
+    # texts that end the answer and are not part of it
+    stop: Sequence[str] = ()
+    # how many of the most likely tokens to report for each position
+    top_logprobs: int = 0
     # remove leading whitespace, which some templates leave to the answer
     strip_leading: bool = False
-    shown_special_ids: frozenset[int] = frozenset()  # special tokens that are part of the text
-    constraint: Constraint | None = None  # which tokens may follow; of this answer alone
+    # special tokens that are part of the text
+    shown_special_ids: frozenset[int] = frozenset()
+    # which tokens may follow; of this answer alone
+    constraint: Constraint | None = None
     # final length of the text, for some ropes; None: prompt plus max_new_tokens
     max_length: int | None = None
 
@@ -45,7 +51,8 @@ class GenerationStats:
     """Token counts and timings of an answer."""
 
     prompt_tokens: int
-    prefill_tokens: int = 0  # prompt tokens that went through the model, not copied from the cache
+    # prompt tokens that went through the model, not copied from the cache
+    prefill_tokens: int = 0
     new_tokens: int = 0
     time_to_first: float = 0.0  # seconds until the first token
     seconds: float = 0.0  # elapsed time
@@ -81,10 +88,13 @@ class ChosenToken(NamedTuple):
 class GenerationChunk(str):
     """A str: the next part of an answer's text, with its tokens."""
 
-    tokens: list[int]  # since the last chunk, including a stop token at the end
+    # since the last chunk, including a stop token at the end
+    tokens: list[int]
     logprobs: list[float]  # of each token, by the unmodified logits
-    top: list[list[tuple[int, float]]]  # at each position, the most likely tokens with theirs
-    finish_reason: FinishReason | None  # set in the last chunk, whose text may be empty
+    # at each position, the most likely tokens with theirs
+    top: list[list[tuple[int, float]]]
+    # set in the last chunk, whose text may be empty
+    finish_reason: FinishReason | None
     stats: GenerationStats
 
     def __new__(
@@ -337,7 +347,8 @@ class Prefill:
     request: Request
     start_time: float
     num_cached: int = 0  # prompt tokens in the cache
-    num_computed: int = 0  # of these, tokens that went through the model
+    # of these, tokens that went through the model
+    num_computed: int = 0
 
 
 class Batch:
@@ -353,7 +364,8 @@ class Batch:
         self.prefilling: dict[int, Prefill] = {}  # by row, in order of arrival
         # by row: number of the request, answer so far
         self.running: dict[int, tuple[int, Answer]] = {}
-        self.assigned = [0] * rows  # when the row was last assigned, as a counter
+        # when the row was last assigned, as a counter
+        self.assigned = [0] * rows
 
     @property
     def free(self) -> list[int]:
@@ -445,7 +457,8 @@ class Batch:
         tokens[rows] = self.sampler.next(self.logits[rows])
         idle_rows = [row for row in range(rows.start, rows.stop) if not active[row]]
         if idle_rows:
-            tokens[idle_rows] = 0  # computed too, with any valid token; the result is ignored
+            # computed too, with any valid token; the result is ignored
+            tokens[idle_rows] = 0
         num_top = max(answer.request.top_logprobs for _, answer in self.running.values())
         pending = PendingTokens(tokens[rows], self.logits[rows], num_top)
         # the device runs the next step while the host handles this one; for answers that end here

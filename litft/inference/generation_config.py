@@ -25,7 +25,8 @@ class GenerationConfig:
     max_new_tokens: int
     stop: list[str]
     suppressed: list[int]  # tokens that no answer contains
-    ignored: list[str]  # settings that transformers obeys and litft does not, with their values
+    # settings that transformers obeys and litft does not, with their values
+    ignored: list[str]
 
     def banned(self, vocab_size: int) -> dict[int, float]:
         """Return the logit bias of the suppressed tokens."""
@@ -67,7 +68,8 @@ def read_generation_config(folders: Sequence[Path]) -> GenerationConfig:
         raise ValueError(f"{path}: {', '.join(invalid)[:200]}: not valid; fix or remove it")
     if config.get("do_sample") is False:
         settings["temperature"] = 0.0
-    elif config.get("do_sample"):  # then transformers' defaults apply to what it leaves out
+    elif config.get("do_sample"):
+        # then transformers' defaults apply to what it leaves out
         settings = {"top_k": 50} | settings
     elif not settings.keys() & {"temperature", "top_k", "top_p", "min_p"}:
         settings |= USUAL

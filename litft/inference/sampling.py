@@ -157,7 +157,8 @@ class Sampler:
             allowed = constraint.allowed() if constraint is not None else None
             if allowed is None:
                 continue
-            logits = logits.clone()  # the caller's logits give the log-probabilities
+            # the caller's logits give the log-probabilities
+            logits = logits.clone()
             logits[index].masked_fill_(~allowed.to(self.device, non_blocking=True), -torch.inf)
         return logits
 

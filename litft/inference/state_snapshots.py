@@ -22,7 +22,8 @@ class Snapshot(NamedTuple):
 
     length: int
     states: list[Tensor]
-    logits: Tensor | None  # (V,), of the next token, if they were computed
+    # (V,), of the next token, if they were computed
+    logits: Tensor | None
 
 
 class RowStates:

@@ -34,9 +34,12 @@ from litft.model.transformer import GPT
 from litft.pretrained import PretrainedFolder
 from litft.signals import defer_signal
 
-TIMEOUT = "10m"  # timeout at the start and within a forward pass
-LEADER_VARIABLE = "LITFT_LEADER"  # environment variable with the process id of rank 0
-IDLE_TIMEOUT = timedelta(days=365)  # timeout between calls: rank 0 may wait for the user
+# timeout at the start and within a forward pass
+TIMEOUT = "10m"
+# environment variable with the process id of rank 0
+LEADER_VARIABLE = "LITFT_LEADER"
+# timeout between calls: rank 0 may wait for the user
+IDLE_TIMEOUT = timedelta(days=365)
 
 # B rows, V vocabulary
 
@@ -49,7 +52,8 @@ class TensorParallelDecoder:
             os.environ[LEADER_VARIABLE] = str(os.getpid())
         elif LEADER_VARIABLE in os.environ:
             _exit_with(int(os.environ[LEADER_VARIABLE]))
-        elif started_by() is None:  # torchrun and srun end the processes that they have started
+        elif started_by() is None:
+            # torchrun and srun end the processes that they have started
             reason = (
                 f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r}, and no launcher has started this "
                 "process"
@@ -86,7 +90,8 @@ class TensorParallelDecoder:
     def call(self, number: int, name: str, *inputs: Any) -> Iterator[None]:
         """Within the context, the other ranks make the same call of decoder `number`; Ctrl-C is
         held back until it ends."""
-        if self._in_call:  # part of an outer call, which the other ranks repeat as a whole
+        # part of an outer call, which the other ranks repeat as a whole
+        if self._in_call:
             yield
             return
         self.defer(number, name, *inputs)
@@ -137,7 +142,8 @@ class TensorParallelDecoder:
             while True:
                 for number, name, *inputs in self._receive_calls():
                     if name == "end":
-                        os._exit(0)  # at a normal exit gloo's threads may abort
+                        # at a normal exit gloo's threads may abort
+                        os._exit(0)
                     self._repeat_call(model, decoders, number, name, inputs)
         except RuntimeError as error:
             if is_out_of_memory(error) or not peer_failure(error, TIMEOUT):
@@ -161,7 +167,8 @@ class TensorParallelDecoder:
                 tokens = torch.empty(len(decoder.texts), dtype=torch.long, device=self.device)
                 distributed.broadcast(tokens, 0)
                 inputs = [tokens, *inputs]
-            with suppress(ValueError):  # rank 0 raises and reports the same error
+            # rank 0 raises and reports the same error
+            with suppress(ValueError):
                 getattr(decoder, name)(*inputs)
 
     def _receive_calls(self) -> list[list[Any]]:

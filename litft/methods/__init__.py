@@ -32,7 +32,8 @@ METHODS = {
     AdapterV2FinetuneArgs: lambda args: AdapterV2(args.adapter),
     FullFinetuneArgs: Full,
 }
-SAVED = (LoRA, Adapter, AdapterV2)  # methods that save adapters and have a `read`
+# methods that save adapters and have a `read`
+SAVED = (LoRA, Adapter, AdapterV2)
 
 
 def method_of(args: FinetuneArgs) -> Method:

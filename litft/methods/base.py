@@ -71,12 +71,14 @@ class Method:
     """
 
     name: ClassVar[str]  # the group of its flags, as in --lora.r
-    title: ClassVar[str]  # its name in FINETUNE, in messages and in the run folder
+    # its name in FINETUNE, in messages and in the run folder
+    title: ClassVar[str]
     # values of peft_type in adapter_config.json that `read` accepts
     peft_types: ClassVar[tuple[str, ...]] = ()
     # flags that may change when training continues from an adapter
     changeable: ClassVar[tuple[str, ...]] = ()
-    saves_full_model: ClassVar[bool] = False  # whether it saves a full model rather than an adapter
+    # whether it saves a full model rather than an adapter
+    saves_full_model: ClassVar[bool] = False
 
     def __init__(self, args: Any) -> None:
         self.args = args

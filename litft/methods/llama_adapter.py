@@ -96,7 +96,8 @@ class AffineLinear(Mixin):
             return y
         scale = self.adapter_scale
         bias = self.adapter_bias
-        if grouping:  # experts: y (N, out) has its rows sorted by expert
+        # experts: y (N, out) has its rows sorted by expert
+        if grouping:
             scale = by_expert(scale, *grouping)
             bias = bias if bias is None else by_expert(bias, *grouping)
         return (scale * (y if bias is None else y + bias)).to(y.dtype)

@@ -230,7 +230,8 @@ class LoRA(Method):
         }
         settings |= record
         size = self.vocab_size(model.config)
-        if size > model.config.vocab_size:  # in PEFT, the base has to be resized first
+        # in PEFT, the base has to be resized first
+        if size > model.config.vocab_size:
             settings["litft"] = settings.get("litft", {}) | {"vocab_size": size}
         write_adapter(
             folder,

@@ -44,7 +44,8 @@ class LoRALinear(Mixin):
 
         self.lora_a = empty_parameter(r, in_dim)
         self.lora_b = empty_parameter(out_dim, r)
-        from_weight = init != "default"  # then the initial product is not zero, and is subtracted
+        # then the initial product is not zero, and is subtracted
+        from_weight = init != "default"
         self.register_parameter(
             "lora_a0", empty_parameter(r, in_dim, trained=False) if from_weight else None
         )
@@ -72,7 +73,8 @@ class LoRALinear(Mixin):
 
         The default is PEFT's uniform A.
         """
-        if not self.lora_a.numel():  # rank 0: only DoRA's magnitudes, see `_unadapted_linears`
+        # rank 0: only DoRA's magnitudes, see `_unadapted_linears`
+        if not self.lora_a.numel():
             return
         if self.init == "default":
             nn.init.kaiming_uniform_(

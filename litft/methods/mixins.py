@@ -181,7 +181,8 @@ def train_parameters(
             heads = [model.lm_head]
         else:
             heads = []
-        for owner in [module, *heads]:  # a tied head keeps sharing the embedding's parameter
+        # a tied head keeps sharing the embedding's parameter
+        for owner in [module, *heads]:
             if not isinstance(owner, TrainedWeight):
                 trained_class(owner).mix_over(owner)
             owner.replace_leaf(leaf, trained, dtype or frozen.dtype, keep)

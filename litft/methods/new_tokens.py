@@ -15,7 +15,8 @@ from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, V vocabulary, N new tokens
 
-ROWS = ("embed.token_rows", "lm_head.token_rows")  # the second exists only if the head is not tied
+# the second exists only if the head is not tied
+ROWS = ("embed.token_rows", "lm_head.token_rows")
 
 
 class TokenRows(Mixin):
@@ -46,7 +47,8 @@ class TokenEmbedding(TokenRows):
         y = super().forward(tokens.clamp(max=self.num_embeddings - 1))
         if not self.enabled:
             return y
-        row = self.row_of[tokens]  # (B, T), -1 for tokens that use the base's row
+        # (B, T), -1 for tokens that use the base's row
+        row = self.row_of[tokens]
         return torch.where(
             (row >= 0)[..., None], F.embedding(row.clamp(min=0), self.token_rows).to(y.dtype), y
         )

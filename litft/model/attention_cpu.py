@@ -35,11 +35,13 @@ class DocumentGroups(NamedTuple):
     Vectors are stored in rows, ordered by group, document, head and position.
     """
 
-    shapes: list[tuple[int, int]]  # (number of documents, padded length) of each group
+    # (number of documents, padded length) of each group
+    shapes: list[tuple[int, int]]
     # (R,) index of each row's vector among B x T x heads; None: rows are in that order
     gather_index: Tensor | None
     inverse_index: Tensor | None  # (B T heads,) row of each vector
-    padding_rows: Tensor | None  # rows after the end of a document, which repeat its last token
+    # rows after the end of a document, which repeat its last token
+    padding_rows: Tensor | None
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows (R, W) of vectors (B T heads, W)."""
@@ -83,7 +85,8 @@ class DocumentGroups(NamedTuple):
         return rows.view(batch, -1, parts[0].size(1), *parts[0].shape[3:]).transpose(1, 2)
 
 
-@lru_cache(maxsize=8)  # every layer of a model asks for the same groups
+# every layer of a model asks for the same groups
+@lru_cache(maxsize=8)
 # training cannot use inference tensors, and generation may fill this cache first
 @torch.inference_mode(False)
 def _make_groups(bounds: tuple[int, ...], score_heads: int, heads: int) -> DocumentGroups:
@@ -122,7 +125,8 @@ def _group_by_length(bounds: tuple[int, ...], heads: int) -> list[list[tuple[int
     """Group documents of similar length, the longest first; return (length, start) of each document
     by group."""
     grouped: list[list[tuple[int, int]]] = []
-    area = 0  # scores per head of the last group's documents, without padding
+    # scores per head of the last group's documents, without padding
+    area = 0
     filled = (ends for ends in pairwise(bounds) if ends[0] < ends[1])
     for start, end in sorted(filled, key=lambda ends: (ends[0] - ends[1], ends[0])):
         length = end - start
@@ -241,7 +245,8 @@ def _bf16_gradients(
     copy their inputs first.
     """
     batch, heads, length, width = q.shape
-    is_power_of_two = math.frexp(scale)[0] == 0.5  # such a scale multiplies q without rounding
+    # such a scale multiplies q without rounding
+    is_power_of_two = math.frexp(scale)[0] == 0.5
     query_scale, score_scale = (scale, 1.0) if is_power_of_two else (1.0, scale)
     q_groups = _make_groups(bounds, heads, heads)
     kv_groups = _make_groups(bounds, heads, k.size(1))

@@ -9,7 +9,8 @@ from typing import Literal
 
 from litft.model.rope_config import RopeConfig
 
-ALIBI_DIMS = 2  # entries that ALiBi adds to each query and key
+# entries that ALiBi adds to each query and key
+ALIBI_DIMS = 2
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class NormConfig:
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
-    offset: float = 0.0  # added to the stored weight; 1 for Gemma, which stores weight - 1
+    # added to the stored weight; 1 for Gemma, which stores weight - 1
+    offset: float = 0.0
     weight: bool = True
     bias: bool = False
 
@@ -36,23 +38,28 @@ class ExpertsConfig:
     count: int
     top_k: int
     hidden_dim: int  # of one expert
-    renormalize: bool  # scale the selected experts' probabilities to sum to 1
+    # scale the selected experts' probabilities to sum to 1
+    renormalize: bool
     router_bias: bool = False
     bias: bool = False  # of the experts' Linears
     # hidden dim of the shared expert, which every token uses; 0: no shared expert
     shared_dim: int = 0
-    shared_gate: bool = False  # multiply the shared expert's output by a sigmoid gate
+    # multiply the shared expert's output by a sigmoid gate
+    shared_gate: bool = False
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     jitter: float = 0.01  # sparsemixer
-    correction_bias: bool = False  # added to the scores for the selection only (arXiv 2408.15664)
+    # added to the scores for the selection only (arXiv 2408.15664)
+    correction_bias: bool = False
     # experts are only selected from the `top_groups` groups with the highest scores (arXiv
     # 2412.19437)
     groups: int = 1
     top_groups: int = 1
     # of a group: the sum of its two highest scores, or the highest
     group_score: Literal["top2", "max"] = "top2"
-    weight_scale: float = 1.0  # multiplies the selected experts' weights
-    output_scale: float = 1.0  # multiplies the sum of routed and shared experts
+    # multiplies the selected experts' weights
+    weight_scale: float = 1.0
+    # multiplies the sum of routed and shared experts
+    output_scale: float = 1.0
     # the weights multiply the experts' inputs rather than their outputs (Llama 4)
     weighted_input: bool = False
     # experts and the dense MLP side by side, with norms of their own (Gemma 4)
@@ -89,11 +96,13 @@ class LatentConfig:
     """Multi-head latent attention (arXiv 2405.04434): sizes of the latent vectors and of a head's
     parts."""
 
-    dim: int  # of the vector from which keys and values are expanded
+    # of the vector from which keys and values are expanded
+    dim: int
     # of the vector from which queries are expanded; None: they are projected directly
     query_dim: int | None
     nope_dim: int  # entries of a head that are not rotated
-    rope_dim: int  # entries of a head that are rotated; the rotated key is shared by all heads
+    # entries of a head that are rotated; the rotated key is shared by all heads
+    rope_dim: int
     value_dim: int
     norm: NormConfig = NormConfig()  # of both vectors
 
@@ -108,14 +117,17 @@ class DeltaNetConfig:
     """Gated DeltaNet (arXiv 2412.06464); with `row_decay`, Kimi Delta Attention (arXiv
     2510.26692)."""
 
-    n_heads: int  # of values; each has a state of key_dim x value_dim
+    # of values; each has a state of key_dim x value_dim
+    n_heads: int
     n_key_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
     norm_eps: float
-    row_decay: bool = False  # one decay for each row of the state, rather than one a head
-    negative_eigenvalues: bool = False  # write strengths up to 2 (arXiv 2411.12537)
+    # one decay for each row of the state, rather than one a head
+    row_decay: bool = False
+    # write strengths up to 2 (arXiv 2411.12537)
+    negative_eigenvalues: bool = False
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -149,8 +161,10 @@ class Mamba2Config:
     norm_eps: float
     bias: bool = False  # of the projections
     conv_bias: bool = True
-    norm: bool = True  # of the output, with the gate; False: only the gate
-    gate_first: bool = True  # the gate multiplies the output before the norm
+    # of the output, with the gate; False: only the gate
+    norm: bool = True
+    # the gate multiplies the output before the norm
+    gate_first: bool = True
     step_limits: tuple[float, float] = (0.0, math.inf)
     out_bias: bool = False
     # Falcon-H1's muP scales: of the input, the output, and gate, values, keys, queries and steps
@@ -198,7 +212,8 @@ class Chunk:
 class AltUpConfig:
     """Alternating Updates (arXiv 2301.13310) and LAuReL (arXiv 2411.07501), as in Gemma 3n."""
 
-    streams: int  # number of residual streams; a block computes one and predicts the others
+    # number of residual streams; a block computes one and predicts the others
+    streams: int
     active: int  # the stream that blocks compute
     laurel_rank: int
 
@@ -216,19 +231,24 @@ class LayerConfig:
     # keys before it
     window: int | Chunk | None = None
     experts: ExpertsConfig | None = None  # None: one dense MLP
-    attention_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(head_dim)
+    # multiplies q k^T; None: 1 / sqrt(head_dim)
+    attention_scale: float | None = None
     hidden_dim: int | None = None  # of the dense MLP; None: the config's
-    latent: LatentConfig | None = None  # None: keys and values are projected directly
+    # None: keys and values are projected directly
+    latent: LatentConfig | None = None
     # of the MLP: the share of gate values that are set to zero, if they are distributed normally
     sparsity: float = 0.0
     mixer: MixerConfig | None = None  # a recurrent mixer
-    attention: bool = True  # False: the layer has only the mixer, or only the MLP
+    # False: the layer has only the mixer, or only the MLP
+    attention: bool = True
     mlp: bool = True
     norm_position: str | None = None  # None: the config's
-    qk_norm: bool = True  # whether queries and keys have the config's norm
+    # whether queries and keys have the config's norm
+    qk_norm: bool = True
     head_dim: int | None = None  # None: the config's
     n_kv_heads: int | None = None  # None: the config's
-    key_is_value: bool = False  # values are the keys before norm and rotation
+    # values are the keys before norm and rotation
+    key_is_value: bool = False
     # later layers reuse the keys and values of the last layer before them with the same window
     kv_sharing: Literal["none", "store", "reuse"] = "none"
 
@@ -243,7 +263,8 @@ class Config:
 
     model_type: str
     vocab_size: int
-    max_positions: int  # context length in tokens, from config.json
+    # context length in tokens, from config.json
+    max_positions: int
     dim: int
     hidden_dim: int  # of a dense MLP
     n_heads: int
@@ -252,17 +273,21 @@ class Config:
     layers: tuple[LayerConfig, ...]
     norm: NormConfig
     activation: str = "silu"
-    gated: bool = True  # activation(gate) * up, rather than activation(up)
+    # activation(gate) * up, rather than activation(up)
+    gated: bool = True
     activation_limit: float | None = None  # gpt-oss clamps gate and up
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    tied: bool = False  # the output head shares the embedding's weight
+    # the output head shares the embedding's weight
+    tied: bool = False
     # of attention and MLP f: x + f(norm(x)), x + norm(f(x)), both of them, or norm(x + f(x))
     norm_position: Literal["before", "after", "both", "residual"] = "before"
-    parallel: bool = False  # attention and MLP read the same input, and their outputs are added
-    shared_norm: bool = False  # with parallel: attention and MLP share one norm
+    # attention and MLP read the same input, and their outputs are added
+    parallel: bool = False
+    # with parallel: attention and MLP share one norm
+    shared_norm: bool = False
     qk_norm: NormConfig | None = None
     # one weight for all heads, one per head, one norm over all
     qk_norm_over: Literal["head", "heads", "all"] = "head"
@@ -277,14 +302,16 @@ class Config:
     attention_gate: bool | Literal["head"] = False
     # slope of each query head, by which scores fall with the distance (arXiv 2108.12409)
     alibi: tuple[float, ...] = ()
-    rope_interleaved: bool = False  # entry 2 i pairs with 2 i + 1, rather than i with i + dim / 2
+    # entry 2 i pairs with 2 i + 1, rather than i with i + dim / 2
+    rope_interleaved: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-    learned_positions: bool = False  # a table of `max_positions` rows is added to the embedding
+    # a table of `max_positions` rows is added to the embedding
+    learned_positions: bool = False
     # sine and cosine of the position are added to the embedding (arXiv 1706.03762)
     sinusoidal_positions: bool = False
     # added to positions before they are looked up; the table has as many more rows
@@ -292,7 +319,8 @@ class Config:
     value_norm: NormConfig | None = None
     per_layer_dim: int = 0  # of the per-layer embeddings; 0: none
     per_layer_vocab_size: int = 0
-    layer_scale: bool = False  # a constant multiplies each block's output
+    # a constant multiplies each block's output
+    layer_scale: bool = False
     altup: AltUpConfig | None = None
     embed_norm: NormConfig | None = None  # of the embedding
     final_norm: bool = True  # before the head

@@ -22,7 +22,8 @@ class FieldType:
     description: str  # completes "must be ..."
     is_valid: Callable[[Any], bool]
     fields: dict[str, "FieldType"] = field(default_factory=dict)  # of an object
-    entries: "FieldType | None" = None  # of an object with any names, such as numbers of layers
+    # of an object with any names, such as numbers of layers
+    entries: "FieldType | None" = None
 
     def or_null(self) -> "FieldType":
         """Return this type, which also allows null."""
@@ -93,7 +94,8 @@ COUNT = _whole(1, 10_000)  # heads, experts
 WIDTH = _whole(1, 1_000)  # of convolutions over tokens
 DEPTH = _whole(1, 1_000)  # layers: several Python objects each
 LENGTH = _whole(1, 10**9)  # in tokens
-ORIGINAL_LENGTH = _whole(2, 10**9).or_null()  # before scaling; its logarithm is a divisor
+# before scaling; its logarithm is a divisor
+ORIGINAL_LENGTH = _whole(2, 10**9).or_null()
 VOCABULARY = _whole(1, 10**8)
 COUNT_OR_0 = _whole(0, 10_000)
 POSITIVE = _number("a number above 0", lambda value: 0 < value <= 1e18)

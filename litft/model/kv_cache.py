@@ -28,7 +28,8 @@ class Call(NamedTuple):
     positions: Tensor | None  # (B, T); None: start to end in every row
     # by window; empty: the attention kernel needs no mask tensor
     masks: dict[int | Chunk | None, Tensor | None]
-    active: Tensor | None = None  # (B,), rows whose states change; None: all
+    # (B,), rows whose states change; None: all
+    active: Tensor | None = None
 
 
 class LayerCache:
@@ -128,7 +129,8 @@ class KVCache:
         self.max_length: int | Tensor = self.capacity
         # with positions: the keys that are attended to; a tensor, whose size can differ between
         # calls of one compiled graph
-        self.key_positions: Tensor | None = None  # 0, 1, ... (N,); None: the whole capacity
+        # 0, 1, ... (N,); None: the whole capacity
+        self.key_positions: Tensor | None = None
         self.call = Call(0, 0, None, {})
 
     @staticmethod

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from litft.model.device_type import device_type, is_planned
 
 IGNORED = -100
-CHUNK = 1024  # rows of logits per chunk: 1,024 x 128,256 x 2 bytes = 0.26 GB for Llama 3 in bf16
+# rows of logits per chunk: 1,024 x 128,256 x 2 bytes = 0.26 GB for Llama 3 in bf16
+CHUNK = 1024
 # fp32 logits per softmax: on a CPU they stay in its cache between passes
 SOFTMAX_CHUNK = {"cpu": 2**20, "cuda": 2**24}
 
@@ -196,7 +197,8 @@ def _chunk_losses(
     """Return the losses (n,) of a chunk's logits (n, V); in training, replace the logits by their
     gradient."""
     if compiled:
-        if is_planned():  # nothing to plan: compiled code has no fp32 logits in memory
+        # nothing to plan: compiled code has no fp32 logits in memory
+        if is_planned():
             return logits.new_zeros(len(logits), dtype=torch.float32)
         torch._dynamo.mark_static(logits, 1)
         return _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
@@ -280,7 +282,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits, targets[chunk], softcap, smoothing, any(needed), compiled
             ).sum()
             grads.add(chunk, logits)  # which now contain their gradient
-            del logits  # free them before the next chunk is computed
+            # free them before the next chunk is computed
+            del logits
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return total
@@ -321,7 +324,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 logits, targets[chunk], softcap, 0.0, keeps_grad, compiled and keeps_grad
             )
             grads.add(chunk, logits)  # which now contain their gradient
-            del logits  # free them before the next chunk is computed
+            # free them before the next chunk is computed
+            del logits
         ctx.options = softcap, compiled
         ctx.save_for_backward(
             *((hidden, weight, bias, targets) if trains_head else (grads.hidden,))

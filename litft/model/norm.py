@@ -97,7 +97,8 @@ def rms_norm_single_token(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     decode steps."""
     if not x.is_cpu or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
-    x_fp32 = x.float()  # F.rms_norm runs twice as many operations on a CPU
+    # F.rms_norm runs twice as many operations on a CPU
+    x_fp32 = x.float()
     mean_square = torch.linalg.vector_norm(x_fp32).item() ** 2 / x.numel() + eps
     return (
         torch.mul(x_fp32, mean_square**-0.5 if mean_square else math.inf).mul_(weight).to(x.dtype)

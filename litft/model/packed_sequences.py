@@ -16,8 +16,10 @@ class PackedSequences(NamedTuple):
     Built once per batch on the host, which avoids a GPU sync.
     """
 
-    ids: Tensor  # (B, T) integers; within a row, each document has its own value
-    cu_seqlens: Tensor  # (N + 1,) int32: document starts in the flattened B x T tokens, then B x T
+    # (B, T) integers; within a row, each document has its own value
+    ids: Tensor
+    # (N + 1,) int32: document starts in the flattened B x T tokens, then B x T
+    cu_seqlens: Tensor
     # the same on the CPU, for kernels whose launches depend on the lengths
     host_cu_seqlens: Tensor | None = None
     # by window; if present, flex_attention uses them
@@ -54,7 +56,8 @@ class PackedSequences(NamedTuple):
         numbers = torch.where(is_start, is_start.cumsum(0) - 1, limit)
         starts = torch.full((limit + 1,), ids.numel(), dtype=torch.int32, device=ids.device)
         starts.scatter_(0, numbers, torch.arange(ids.numel(), dtype=torch.int32, device=ids.device))
-        starts[limit:].fill_(ids.numel())  # the slot that collects all tokens that start no chunk
+        # the slot that collects all tokens that start no chunk
+        starts[limit:].fill_(ids.numel())
         return PackedSequences(ids * (length // size + 1) + positions // size, starts)
 
     def with_masks(self, windows: Iterable[int | None]) -> "PackedSequences":

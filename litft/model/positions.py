@@ -7,7 +7,8 @@ from torch import Tensor
 
 # B batch, T tokens, H query heads, K key/value heads, D head dim, C channels
 
-ALIBI_BLOCK = 128  # bf16 represents the whole numbers up to 256
+# bf16 represents the whole numbers up to 256
+ALIBI_BLOCK = 128
 
 
 def sinusoids(positions: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -75,8 +75,10 @@ class CosSin(NamedTuple):
     """cos and sin for the queries and keys of a layer, (B, 1, T, rope.dim) each, and an optional
     scale of the queries."""
 
-    cos: Tensor  # cos of every pair, repeated for the second half
-    sin: Tensor  # sin of every pair for the first half, -sin for the second
+    # cos of every pair, repeated for the second half
+    cos: Tensor
+    # sin of every pair for the first half, -sin for the second
+    sin: Tensor
     query_scale: Tensor | None  # (B, 1, T, 1)
 
 
@@ -185,7 +187,8 @@ class _Rotation(torch.autograd.Function):
 def _rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.size(-1)
     half = width // 2
-    if x.size(2) == 1 and x.size(-1) == width:  # decode step: as few operations as possible
+    # decode step: as few operations as possible
+    if x.size(2) == 1 and x.size(-1) == width:
         return (x * cos).add_((x * sin).roll(half, -1))
     y = torch.empty_like(x)
     y[..., width:] = x[..., width:]

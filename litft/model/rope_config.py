@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST_FACTOR = 1e6  # of a context; a larger one is a broken file
+# of a context; a larger one is a broken file
+LARGEST_FACTOR = 1e6
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # the parameters that a type cannot do without
 REQUIRED = {
@@ -30,8 +31,10 @@ class RopeConfig:
     """
 
     theta: float
-    dim: int  # number of entries of a head that are rotated
-    fraction: float = 1.0  # proportional: the share of them whose frequencies are not zero
+    # number of entries of a head that are rotated
+    dim: int
+    # proportional: the share of them whose frequencies are not zero
+    fraction: float = 1.0
     rope_type: str = "default"
     factor: float = 1.0
     original_max_positions: int = 2048  # context length in tokens before scaling
@@ -40,7 +43,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
+    # yarn: round the bounds of the ramp to whole dimensions
+    truncate: bool = True
     reversed: bool = False  # nanochat rotates by the negative angles
     # Ministral 3 and Llama 4: queries at position p are multiplied by 1 + beta log(1 + floor((p +
     # offset) / context))

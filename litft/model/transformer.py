@@ -68,7 +68,8 @@ class GPT(nn.Module):
             ropes.index(layer.rope) if layer.rope else None for layer in config.layers
         ]
         self.label_smoothing = self.neftune_alpha = 0.0  # set by the training loop
-        self.compiled_loss = False  # whether the loss is compiled in training
+        # whether the loss is compiled in training
+        self.compiled_loss = False
         # set if weights are offloaded to the host; None: the device of the weights
         self.compute_device: torch.device | None = None
 

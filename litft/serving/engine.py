@@ -38,7 +38,8 @@ class Job:
     """A request and the callback that receives its answer."""
 
     number: int
-    group: int  # number of the first request that was submitted together with this one
+    # number of the first request that was submitted together with this one
+    group: int
     model: str
     request: Request
     deliver: Deliver
@@ -61,7 +62,8 @@ class Engine:
         self.max_waiting = max_waiting
         next(iter(models.values())).limit_threads(rows)
         self.alive = True
-        self._jobs: dict[int, Job] = {}  # waiting and running, in order of arrival
+        # waiting and running, in order of arrival
+        self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._numbers = count()
         # from other threads, run in the engine's thread

@@ -211,7 +211,8 @@ class CompletionReply(Reply):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.offsets: Counter[int] = Counter()  # text position of each choice's next token
+        # text position of each choice's next token
+        self.offsets: Counter[int] = Counter()
 
     def choice(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
         logprobs = self._logprobs(index, chunks) if self.with_logprobs else None

@@ -26,7 +26,8 @@ from litft.serving.openai_replies import ChatReply, CompletionReply, Reply
 MAX_CHOICES = 128  # per request, as in OpenAI's API
 # in a token; texts of more than so many a token of the capacity are tokenized in parts
 MANY_CHARACTERS = 8
-CUT_TOKENS = 64  # by which the tokens of a text's beginning may exceed those of the text
+# by which the tokens of a text's beginning may exceed those of the text
+CUT_TOKENS = 64
 MAX_STOPS = 32
 MAX_STOP_LENGTH = 1000
 RESERVED_VARIABLES = {
@@ -38,7 +39,8 @@ RESERVED_VARIABLES = {
     "day",
     "strftime_now",
 }
-DEFAULT_COMPLETION_TOKENS = 16  # for a completion without max_tokens, as in OpenAI's API
+# for a completion without max_tokens, as in OpenAI's API
+DEFAULT_COMPLETION_TOKENS = 16
 
 
 class ApiError(Exception):

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from litft.inference.decoder import PREFILL_CHUNK
 from litft.inference.generation import Batch
 
-SLICE_SECONDS = 0.25  # of a slice for which another request waits
-SMALLEST_SLICE = 128  # in tokens; smaller ones take longer for each token
-SLICE_MULTIPLE = 64  # recurrent mixers compute so many tokens together
+# of a slice for which another request waits
+SLICE_SECONDS = 0.25
+# in tokens; smaller ones take longer for each token
+SMALLEST_SLICE = 128
+# recurrent mixers compute so many tokens together
+SLICE_MULTIPLE = 64
 
 
 @dataclass

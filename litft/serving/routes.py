@@ -39,7 +39,8 @@ from litft.serving.openai_requests import (
 
 PAGE = Path(__file__).parent / "page"
 KEY_VARIABLE = "LITFT_API_KEY"
-REQUEST_TIMEOUT = 60  # seconds that a client may take to send a request
+# seconds that a client may take to send a request
+REQUEST_TIMEOUT = 60
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 # The page loads its own files only, and connects to this server only. Scripts within HTML never
 # run, and HTML is inserted only as DOMPurify returns it.

@@ -33,8 +33,10 @@ from litft.inference.session import Session, missing_template_note, open_session
 from litft.pretrained import resolve
 from litft.serving.engine import Engine
 
-LINGER_SECONDS = 5  # on shutdown, time for clients to receive the end of their answers
-DEFAULT_CAPACITY = 4096  # default maximum length of prompt plus answer, in tokens
+# on shutdown, time for clients to receive the end of their answers
+LINGER_SECONDS = 5
+# default maximum length of prompt plus answer, in tokens
+DEFAULT_CAPACITY = 4096
 
 
 def serve(args: ServeArgs) -> None:

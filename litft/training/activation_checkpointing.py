@@ -10,14 +10,16 @@ from torch.utils.checkpoint import checkpoint
 from litft.methods.mixins import mixin_class
 from litft.model.transformer import GPT
 
-RECOMPUTED = ("none", "selective", "full")  # in decreasing order of speed and of memory
+# in decreasing order of speed and of memory
+RECOMPUTED = ("none", "selective", "full")
 
 
 class Recomputed(nn.Module):
     """A module that saves only its inputs, and runs again in the backward pass (arXiv
     1604.06174)."""
 
-    uses_rng = False  # whether it draws random numbers, which recomputation must repeat
+    # whether it draws random numbers, which recomputation must repeat
+    uses_rng = False
 
     def forward(self, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():

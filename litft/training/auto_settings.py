@@ -25,7 +25,8 @@ class Settings:
     precision: str
     recomputed: str
     plan: Plan
-    slowdown: float  # factor of a step's time, for what is recomputed or waits on the host
+    # factor of a step's time, for what is recomputed or waits on the host
+    slowdown: float
     device_bytes: int  # a device's memory
 
 

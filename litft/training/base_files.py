@@ -17,7 +17,8 @@ class BaseFiles:
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
-        self._hashes: dict[str, str] = {}  # by file name; of the files that were read to their end
+        # by file name; of the files that were read to their end
+        self._hashes: dict[str, str] = {}
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -64,7 +65,8 @@ class BaseFiles:
                 continue
             try:
                 self._hashes[path.name] = file_hash(path)
-            except OSError:  # then only the first values of each tensor are compared
+            except OSError:
+                # then only the first values of each tensor are compared
                 continue
 
 

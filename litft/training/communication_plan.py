@@ -24,7 +24,8 @@ class Cluster:
 
     devices: int  # per node
     nodes: int
-    size: int  # devices that share one copy of the weights
+    # devices that share one copy of the weights
+    size: int
     intra_node: float  # bandwidth within a node
     inter_node: float  # bandwidth between nodes
 

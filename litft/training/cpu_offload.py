@@ -74,7 +74,8 @@ class SavedTensorOffload(saved_tensors_hooks):
         self.copies = copies
         self.weight_storages = weight_storages
         self.host_tensors: list[Tensor] = []
-        self.indices = WeakIdKeyDictionary()  # storage -> view of it -> index in host_tensors
+        # storage -> view of it -> index in host_tensors
+        self.indices = WeakIdKeyDictionary()
         self.fetched: dict[int, Tensor] = {}
         super().__init__(self.pack, self.unpack)
 

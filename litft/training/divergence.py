@@ -9,7 +9,8 @@ from litft.args import TrainArgs
 from litft.training.metrics import Row
 from litft.training.schedule import Schedule
 
-MAX_SKIPPED = 10  # steps in a row that --train.skip_nan leaves out before the run ends all the same
+# steps in a row that --train.skip_nan leaves out before the run ends all the same
+MAX_SKIPPED = 10
 # times the loss of the first step, or of a uniform guess: training does not recover from there
 EXPLODED = 3
 

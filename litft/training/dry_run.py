@@ -40,7 +40,8 @@ STRATEGIES = {
 GREEN = "\033[32m"
 OFF = "\033[0m"
 MARKS = "⟦", "⟧"  # without colours
-SWITCH = "enable_thinking"  # the variable of most templates that have thoughts
+# the variable of most templates that have thoughts
+SWITCH = "enable_thinking"
 FEW_STEPS = 30
 FEW_EXAMPLES = 10  # fewer are warned about
 FEW_EXAMPLES_RATE = 1e-3  # of LoRA, for a small set of examples

@@ -19,8 +19,10 @@ from xxhash import xxh3_64
 
 from litft.data.digests import file_hash
 
-_LARGE = 1 << 20  # bytes: handing a smaller piece to another thread takes longer than hashing it
-_SUFFIX = ".xxh3"  # of the file with a file's hash, next to it until the checkpoint is complete
+# bytes: handing a smaller piece to another thread takes longer than hashing it
+_LARGE = 1 << 20
+# of the file with a file's hash, next to it until the checkpoint is complete
+_SUFFIX = ".xxh3"
 
 
 class HashingWriter(FileSystemWriter):

@@ -79,7 +79,8 @@ def run_finetuning(
             setup.args = replace(setup.args, resume=True, overwrite=False)
         hosts.check_equal(_shared_facts(setup, schedule, settings))
         screen = open_screen(fabric.global_rank == 0)
-        if fabric.global_rank == 0:  # before the weights are read, which takes long
+        # before the weights are read, which takes long
+        if fabric.global_rank == 0:
             peak = peak_flops(fabric.device, settings.precision)
             screen.header(
                 run_title(setup), str(folder), description(setup, schedule, settings, peak)
@@ -174,7 +175,8 @@ def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
     source.check()
     setup = Setup(args, source)
     if setup.quantize != "none":
-        bitsandbytes()  # raises here rather than after the data has been read
+        # raises here rather than after the data has been read
+        bitsandbytes()
     device = torch.device(pick_accelerator(args.accelerator))
     check_devices(device.type, args.devices)
     _check_offload(setup, device)
@@ -190,7 +192,8 @@ def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
         if value and not len(data.val):
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
-    if setup.tokenizer.day:  # a resumed run keeps the date of its first day
+    # a resumed run keeps the date of its first day
+    if setup.tokenizer.day:
         setup.args = replace(setup.args, data=replace(args.data, date=setup.tokenizer.day))
     schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
     return setup, schedule, choose(setup, schedule, device)

@@ -16,7 +16,8 @@ from litft import __version__
 from litft.atomic import atomic_write
 from litft.run_dir import CONFIG, metrics_rows
 
-POINTS = 400  # maximum number of points of a curve; longer curves are averaged over intervals
+# maximum number of points of a curve; longer curves are averaged over intervals
+POINTS = 400
 TICKS = 4
 COLORS = 6  # of curves, in report.css
 STYLE, SCRIPT = (
@@ -31,7 +32,8 @@ CONTROLS = (
     "value=0></label></div>"
 )
 SHOWN = 600  # characters of a validation example
-PROMPTS = 5  # the most prompts whose answers are shown
+# the most prompts whose answers are shown
+PROMPTS = 5
 # the folders of an absolute path, which the page leaves out; URLs do not match
 ABSOLUTE = re.compile(r"(?<![\w./:<\[~-])~?/(?:[^\s/:,;'\"()<>]+/)+(?=[^\s/])")
 
@@ -66,7 +68,8 @@ class Report:
     flags: Mapping[str, str]  # those that matter most
     setup: Sequence[str]  # the data and the plan
     machine: Sequence[str]
-    lengths: Sequence[tuple[int, int, int]]  # histogram: tokens from, tokens to, number of examples
+    # histogram: tokens from, tokens to, number of examples
+    lengths: Sequence[tuple[int, int, int]]
     answers: Sequence[dict[str, str | int]]  # step, prompt, answer
     loss: str  # what the loss is
     hardest: Sequence[HardExample] = ()

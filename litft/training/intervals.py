@@ -5,7 +5,8 @@ from litft.data.dataset import DataSplits
 
 VALIDATIONS = 10  # of a run
 FEWEST_VALIDATIONS = 3
-FORWARD_COST = 1 / 3  # of a training step, without the backward pass
+# of a training step, without the backward pass
+FORWARD_COST = 1 / 3
 LARGEST_SHARE = 0.5  # of the training time, for validations
 # steps between validations of a run whose number of steps is not known
 LONGEST_WITH_TIME_LIMIT = 100

@@ -11,7 +11,8 @@ from litft.training.memory_plan import format_bytes, predict
 from litft.training.schedule import Schedule
 from litft.training.setup import Setup
 
-MIN_SAVING = 0.05  # of the run's peak memory; flags that save less are not suggested
+# of the run's peak memory; flags that save less are not suggested
+MIN_SAVING = 0.05
 MAX_FLAGS = 4
 
 
@@ -101,7 +102,8 @@ def _options(
         )
     if settings.recomputed != "full":
         yield "--train.activation_checkpointing full", {"recomputed": "full"}
-    if args.resume:  # a resumed run must keep the settings below
+    # a resumed run must keep the settings below
+    if args.resume:
         return
     if not is_full and setup.quantize == "none" and not offloads_frozen:
         yield "--quantize nf4", {"quantize": "nf4"}

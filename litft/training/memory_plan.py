@@ -52,8 +52,10 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # saved by the blocks for their backward pass
-    loss: int  # temporary memory of the loss and its gradient
+    # saved by the blocks for their backward pass
+    activations: int
+    # temporary memory of the loss and its gradient
+    loss: int
     # in a sharded network: gathered blocks, and the gathered weights outside the blocks
     gathered: int
     # excess of activations and gradients over `activations` at the peak of the backward pass
@@ -105,7 +107,8 @@ PYTHON_BYTES = int(0.65 * 2**30)  # Python, the libraries and their threads
 # freed memory that glibc's malloc keeps, plus a part of what a step allocates
 GLIBC_BYTES = int(0.3 * 2**30)
 GLIBC_PART = 0.4
-OTHER_PART = 0.15  # the same for other allocators, which keep less
+# the same for other allocators, which keep less
+OTHER_PART = 0.15
 
 
 def process_line(memory: Memory, malloc: str) -> str:
@@ -148,7 +151,8 @@ class Plan:
     trained: int
     flops: Flops
     memory: Memory
-    gathered: int  # bytes of all weights as FSDP2 gathers them; 0 if they are not sharded
+    # bytes of all weights as FSDP2 gathers them; 0 if they are not sharded
+    gathered: int
     blocks: int
 
     def title_line(self, method: str) -> str:
@@ -332,7 +336,8 @@ def _sharded(
             resident += weight.nbytes
             continue
         sharded = weight.nbytes
-        if weight.packed:  # 4 or 8 bits per element; the remaining bytes are scales
+        # 4 or 8 bits per element; the remaining bytes are scales
+        if weight.packed:
             if weight.nbytes < weight.numel:
                 sharded = weight.numel // 2
             else:
@@ -404,7 +409,8 @@ class Fit(NamedTuple):
 
 
 OVERHEAD_TOKENS = 128  # fixed cost of a micro-batch, in tokens
-QUANTIZED_COST = 1.05  # factor for dequantizing each weight before its matrix product
+# factor for dequantizing each weight before its matrix product
+QUANTIZED_COST = 1.05
 # FLOPs of a GPU in the time that one frozen element takes over PCIe, forward and backward
 FETCH_FLOPS = 50_000
 
@@ -433,6 +439,7 @@ def fastest(
                 if fit.plan.memory.peak > budget:
                     break
                 fits.append(fit)
-            else:  # all row counts fit, and the remaining settings are slower
+            else:
+                # all row counts fit, and the remaining settings are slower
                 return min(fits, key=lambda fit: fit.cost), smallest
     return min(fits, key=lambda fit: fit.cost, default=None), smallest

@@ -49,7 +49,8 @@ class Shape(NamedTuple):
     accumulated: bool = False
     # maximum number of target tokens in a micro-batch; None: all tokens
     max_targets: int | None = None
-    per_token: bool = False  # the objective needs the loss of each token, not their sum
+    # the objective needs the loss of each token, not their sum
+    per_token: bool = False
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.tokens:,} tokens"
@@ -144,10 +145,13 @@ class AllocationTracker(TorchDispatchMode):
 class Trace(NamedTuple):
     """Bytes of one module's forward and backward pass."""
 
-    forward: int  # peak of the forward pass, with its input and output
-    saved: int  # saved for the backward pass, with the input if that is saved
+    # peak of the forward pass, with its input and output
+    forward: int
+    # saved for the backward pass, with the input if that is saved
+    saved: int
     gradients: int  # of its parameters
-    backward: int  # peak of the backward pass beyond `saved`, with the parameters' gradients
+    # peak of the backward pass beyond `saved`, with the parameters' gradients
+    backward: int
     has_grad: bool  # whether the output requires a gradient
 
 
@@ -212,7 +216,8 @@ def _trace(
     with AllocationTracker() as tracker:
         x = _input(example)
         y = run(x)
-        del x  # otherwise it would count even if autograd does not save it
+        # otherwise it would count even if autograd does not save it
+        del x
         has_grad = y.requires_grad
         saved = tracker.current - y.untyped_storage().nbytes()
         forward = tracker.peak
@@ -453,7 +458,8 @@ def trace_loss(
 
     if optimizer and trained:
         with AllocationTracker():
-            run()  # the first step creates the optimizer's state
+            # the first step creates the optimizer's state
+            run()
     for parameter in trained if shape.accumulated else ():
         parameter.grad = torch.empty_like(parameter)
     key = (

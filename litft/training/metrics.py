@@ -40,15 +40,19 @@ class Metrics:
         self.columns = [*COLUMNS[:position], *self.scores, *COLUMNS[position:]]
         self.sinks: list[Callable[[Row], None]] = []
         self.rows: list[dict[str, Any]] = []
-        self.resumed_rows: list[Row] = []  # rows already in the file when a run resumes
+        # rows already in the file when a run resumes
+        self.resumed_rows: list[Row] = []
         self.seconds = 0.0  # of all flushed steps
         self.tokens = 0
         self._flops = 0.0
-        self._resumed_seconds = 0.0  # FLOPs of this process; seconds of the run before this process
+        # FLOPs of this process; seconds of the run before this process
+        self._resumed_seconds = 0.0
         self._step_start: float | None = None
         self._window_seconds = 0.0
-        self._data_seconds = 0.0  # since the last flush: in steps; waiting for data
-        self.last: Row = {}  # the newest written row of a training step
+        # since the last flush: in steps; waiting for data
+        self._data_seconds = 0.0
+        # the newest written row of a training step
+        self.last: Row = {}
         self.newest: Row = {}  # the newest value of every column
         self._first: Row = {}
 
@@ -154,7 +158,8 @@ class Metrics:
             {name: _number(row[name]) for name in self.columns if row.get(name) is not None}
             for row in self.rows
         ]
-        for row in written:  # NaN: a step without desirable, or undesirable, answers
+        # NaN: a step without desirable, or undesirable, answers
+        for row in written:
             for name in [name for name in self.scores if math.isnan(row.get(name, 0.0))]:
                 del row[name]
         for row in written:

@@ -51,14 +51,16 @@ from litft.training.screen import Screen
 from litft.training.setup import Setup
 from litft.training.validation import Validation, metric_format
 
-SHOWN_SYSTEM = 200  # characters of a system prompt that a suggested command has
+# characters of a system prompt that a suggested command has
+SHOWN_SYSTEM = 200
 
 
 class TrainedNetwork(NamedTuple):
     """The network of a run, and the parameters that belong to its method."""
 
     model: GPT
-    parameters: dict[str, nn.Parameter]  # those that are saved; some may be frozen
+    # those that are saved; some may be frozen
+    parameters: dict[str, nn.Parameter]
     sharded: bool  # this process holds a part of each
 
     @property
@@ -116,7 +118,8 @@ class Recorder:
         self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
         self.is_claimed = False  # config.yaml is written
         self.is_open = False  # the folder is this run's
-        self.next_report = 0.0  # time.monotonic() from which on it may be written again
+        # time.monotonic() from which on it may be written again
+        self.next_report = 0.0
         self.logger: Any = None
         # the logger and the run's name there, of a run that is resumed
         self.logged_as: list[str] | None = None
@@ -379,7 +382,8 @@ class Recorder:
         else:
             yield chat
         shares_base = self.args.quantize == "none" or not self.setup.method.unquantized_modules()
-        if shares_base:  # otherwise the base has modules quantized that the result has not
+        # otherwise the base has modules quantized that the result has not
+        if shares_base:
             serve = f"{run_dir.command('generate/serve.py')} {flags} --with_base"
             yield f"{serve}   # a chat page that compares it with the base model"
 

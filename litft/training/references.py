@@ -28,7 +28,8 @@ from litft.training.objectives.objective import document_log_probs
 from litft.training.schedule import Schedule
 
 FOLDER = "reference"  # within the run's folder
-BLOCK = 64  # samples of a process that are laid out at once, and written together
+# samples of a process that are laid out at once, and written together
+BLOCK = 64
 
 
 class Mismatches(Sequence):

@@ -9,9 +9,11 @@ from typing import NamedTuple
 class Residence(NamedTuple):
     """What is stored on the device; the rest is in host memory."""
 
-    weights: bool  # of a sharded network, with their gradients
+    # of a sharded network, with their gradients
+    weights: bool
     state: bool  # the optimizer's state
-    activations: bool  # saved by the blocks for their backward pass
+    # saved by the blocks for their backward pass
+    activations: bool
 
 
 def residence(optimizer: str, cpu_offload: str, sharded: bool, device: str) -> Residence:

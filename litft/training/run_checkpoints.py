@@ -29,11 +29,14 @@ from litft.run_dir import checkpoint_step, checkpoints
 from litft.training.file_hashes import HashingWriter, check_hashes, collect_hashes, object_hash
 from litft.training.optimizers import StochasticRounding, averaged_weights
 
-TRAINING_DATA = "training data"  # entries of a run's identity that are hashes of examples
+# entries of a run's identity that are hashes of examples
+TRAINING_DATA = "training data"
 VALIDATION_DATA = "validation data (--data.val_path)"
 _PROGRESS = "progress.json"
-_OWN_HASH = "hash"  # the field of progress.json with the hash of all others
-_PARAMETERS = "parameters."  # prefix of the keys of trained parameters
+# the field of progress.json with the hash of all others
+_OWN_HASH = "hash"
+# prefix of the keys of trained parameters
+_PARAMETERS = "parameters."
 _DCP = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
     *(
@@ -87,7 +90,8 @@ class Saver:
         self.is_writer = is_writer
         self.group = group
         self.writing_step: int | None = None  # the step whose state is being written
-        self.saved_step: int | None = None  # the step of the last complete checkpoint
+        # the step of the last complete checkpoint
+        self.saved_step: int | None = None
 
     def begin(
         self,
@@ -180,7 +184,8 @@ def read_progress(folder: Path) -> dict[str, Any]:
         ):
             if not isinstance(progress[name], types):
                 raise ValueError(f"{name} {str(progress[name])[:40]!r}")
-        own_hash = progress.pop(_OWN_HASH, None)  # checkpoints before November 2026 have none
+        # checkpoints before November 2026 have none
+        own_hash = progress.pop(_OWN_HASH, None)
         if own_hash is not None and own_hash != object_hash(progress):
             raise ValueError(
                 f"{_PROGRESS} has changed since it was written: its hash is another one"
@@ -386,7 +391,8 @@ def delete_after(run: Path, step: int) -> None:
 
 
 def _delete(run: Path, folders: list[Path]) -> None:
-    for folder in folders:  # an incomplete checkpoint must not have a final name
+    # an incomplete checkpoint must not have a final name
+    for folder in folders:
         folder.rename(folder.with_name(folder.name + ".partial"))
     for folder in (run / "checkpoints").glob("*.partial"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -25,8 +25,10 @@ from litft.training.objectives.objective import document_log_probs
 
 T = TypeVar("T")
 
-BLOCK = 64  # samples that a rank loads and lays out at once
-ROOM = 8  # tokens that a greedy answer may be longer than the expected one
+# samples that a rank loads and lays out at once
+BLOCK = 64
+# tokens that a greedy answer may be longer than the expected one
+ROOM = 8
 MAX_ANSWER_ROWS = 16  # generated at once
 
 
@@ -64,10 +66,12 @@ def summed_loss(model: GPT, batches: Iterable[MicroBatch], device: torch.device)
 class ValidationAnswer(NamedTuple):
     """The model's greedy answer to the question of a validation example."""
 
-    prompt: str  # all before the answer, as the model reads it
+    # all before the answer, as the model reads it
+    prompt: str
     answer: str
     expected: str
-    ended: bool  # it has ended by itself, not at the length limit
+    # it has ended by itself, not at the length limit
+    ended: bool
 
 
 Metric = Callable[[list[ValidationAnswer]], float]

@@ -18,7 +18,8 @@ from rich.text import Text
 from litft.training.html_report import STYLE, chart, points
 from litft.training.metrics import Row
 
-UPDATE_SECONDS = 0.5  # between two updates of a notebook's output
+# between two updates of a notebook's output
+UPDATE_SECONDS = 0.5
 
 
 class Screen:
@@ -154,7 +155,8 @@ class Terminal(Screen):
 
     def row(self, row: Row, steps: int, left: str) -> None:
         """Show the row after the bar."""
-        if self.progress is None:  # the last row, which waits for the last validation
+        # the last row, which waits for the last validation
+        if self.progress is None:
             self.say(f"step {row['step']:.0f}/{steps}: {_scores(row)}")
         else:
             speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['memory_gib']:.1f} GiB"

@@ -131,11 +131,15 @@ class Trainer:
             self.args.train, schedule, setup.source.config.vocab_size, folder, self.say
         )
         self.time_limit = seconds(self.args.train.max_time or "") or math.inf
-        self.step = self.start_step = 0  # steps done; those done before this process began
+        # steps done; those done before this process began
+        self.step = self.start_step = 0
         self.elapsed = 0.0
-        self.start_time = time.monotonic()  # seconds of the run, the same on all processes
-        self.saved_at = 0.0  # what `elapsed` was at the last checkpoint
-        self.elapsed_before = 0.0  # what `elapsed` was before this process's first step
+        # seconds of the run, the same on all processes
+        self.start_time = time.monotonic()
+        # what `elapsed` was at the last checkpoint
+        self.saved_at = 0.0
+        # what `elapsed` was before this process's first step
+        self.elapsed_before = 0.0
         self.flops = Flops(self.model)
         self.signals = Signals()
 
@@ -178,7 +182,8 @@ class Trainer:
             while (reason := self._try_references()) is not None:
                 self.probe.halve(reason)  # what was computed is not computed again
             self.start_time = time.monotonic()
-            self.elapsed = 0.0  # --train.max_time does not count the reference
+            # --train.max_time does not count the reference
+            self.elapsed = 0.0
         self.validation.samples = self.references.validation()
 
     def _try_references(self) -> str | None:
@@ -340,7 +345,8 @@ class Trainer:
             self.recorder.save(optimizer, step, self.elapsed)
             self.saved_at = self.elapsed
         if validate:
-            self._check_signals()  # one that came during the sample answers, which may take a while
+            # one that came during the sample answers, which may take a while
+            self._check_signals()
 
     def _validation_is_due(self) -> bool:
         """Whether to validate after the steps done so far."""

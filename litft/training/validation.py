@@ -36,9 +36,12 @@ from litft.training.scoring import (
 )
 
 NUM_HARDEST = 5
-SEARCHED = 1024  # validation examples with the largest losses in the report; among how many
-PROMPT_CANDIDATES = 16  # first samples, among which default prompts are searched
-NUM_TRAINED = 3  # prompts out of the training set, if nothing is held out
+# validation examples with the largest losses in the report; among how many
+SEARCHED = 1024
+# first samples, among which default prompts are searched
+PROMPT_CANDIDATES = 16
+# prompts out of the training set, if nothing is held out
+NUM_TRAINED = 3
 
 
 class Validation:
@@ -375,7 +378,8 @@ def _texts(item: str) -> list[str]:
         raise ValueError(
             f"--eval.prompts {item} is not a UTF-8 text file ({error.reason} at byte {error.start})"
         ) from None
-    except OSError:  # the prompt is too long to be a file name
+    except OSError:
+        # the prompt is too long to be a file name
         return [item]
     if item.endswith((".txt", ".json", ".jsonl")) and " " not in item:
         raise ValueError(f"--eval.prompts {item}: no such file")

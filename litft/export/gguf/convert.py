@@ -90,7 +90,8 @@ def read(args: GgufConvertArgs) -> Path:
             (folder / "README.md").write_text(
                 f"---\nlicense: {json.dumps(licence)}\n---\n", "utf-8"
             )
-        Tokenizer(folder)  # fail before the weights are written if it cannot be loaded
+        # fail before the weights are written if it cannot be loaded
+        Tokenizer(folder)
         compare(folder, write_result(folder, source, dtype, None, args.shard_gb))
 
     out = write_folder(args.out_dir, fill)

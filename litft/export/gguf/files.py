@@ -160,7 +160,8 @@ def _reader(path: Path) -> Any:
         )
     try:
         return gguf.GGUFReader(path)
-    except Exception as error:  # damaged files cause errors of numpy, struct and enum
+    except Exception as error:
+        # damaged files cause errors of numpy, struct and enum
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} is damaged or truncated ({reason}); download it again") from None
 

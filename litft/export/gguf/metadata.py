@@ -103,8 +103,10 @@ NEEDS_HEAD = (
     "dots1 exaone-moe gpt-oss kimi-linear mellum minimax-m2 nemotron olmo2 olmoe phi2 qwen2moe "
     "stablelm".split()
 )
-UNROTATED = 1e30  # a divisor that leaves entries where they are (Gemma 4)
-DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
+# a divisor that leaves entries where they are (Gemma 4)
+UNROTATED = 1e30
+# of Gemma 3's sliding-window layers, unless the file has another value
+DEFAULT_LOCAL_THETA = 1e4
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class GgufArchitecture:
     """Architecture of a model as a GGUF file describes it."""
 
     name: str
-    metadata: dict[str, Any]  # by key, without the architecture's name in front
+    # by key, without the architecture's name in front
+    metadata: dict[str, Any]
     tensor_names: frozenset[str]
     vocab_size: int
     tied: bool
@@ -428,7 +431,8 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
         metadata["rope.scaling.type"] = rope.rope_type
     if rope.rope_type in ("linear", "yarn"):
         metadata["rope.scaling.factor"] = rope.factor
-    if rope.rope_type == "linear":  # llama.cpp's files have the length before scaling
+    # llama.cpp's files have the length before scaling
+    if rope.rope_type == "linear":
         metadata["context_length"] = rope.original_max_positions
     if rope.rope_type in ("yarn", "longrope"):
         metadata["rope.scaling.original_context_length"] = rope.original_max_positions

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from litft.data.chat_template import Message
 from litft.data.tokenizer import Tokenizer
 
-_MARK = "\ue000words\ue000"  # characters of a private use area, which no template contains
+# characters of a private use area, which no template contains
+_MARK = "\ue000words\ue000"
 _PROBES = ("system user", "user assistant user", "system user assistant user assistant user")
 
 
@@ -20,7 +21,8 @@ def modelfile(name: str, tokenizer: Tokenizer) -> str:
     lines = [f"FROM ./{name}"]
     stop_texts = [tokenizer.decode([number], skip_special=False) for number in tokenizer.stop_ids]
     stops = [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stop_texts]
-    if not tokenizer.has_template:  # Ollama then continues the prompt as it is
+    # Ollama then continues the prompt as it is
+    if not tokenizer.has_template:
         return "\n".join([*lines, *stops]) + "\n"
     parts = _template_parts(tokenizer)
     if parts and not any(text in "".join(filter(None, parts)) for text in ('"""', "{{")):
@@ -34,7 +36,8 @@ class _Parts(NamedTuple):
     """Text before and after the content of each role, before a conversation without system prompt,
     and at the end."""
 
-    before_system: str | None  # None: the template does not support a system prompt
+    # None: the template does not support a system prompt
+    before_system: str | None
     after_system: str | None
     before_user: str
     after_user: str

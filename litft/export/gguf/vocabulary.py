@@ -25,7 +25,8 @@ from litft.export.gguf.files import GgufFile, gguf
 
 _TokenType = gguf.TokenType
 SPACE = "\u2581"  # sentencepiece's character for a space
-NO_MERGE_SCORE = -1000.0  # for tokens that no merge produces, as in llama.cpp's own converter
+# for tokens that no merge produces, as in llama.cpp's own converter
+NO_MERGE_SCORE = -1000.0
 
 
 _PHI3 = re.compile(r"phi-?3", re.IGNORECASE)
@@ -38,7 +39,8 @@ class PreTokenizer(NamedTuple):
     patterns: tuple[str, ...] = ()
     digits: bool = False  # split into single digits
     gpt2: bool = True  # split by GPT-2's pattern
-    ignore_merges: bool = False  # a piece that is a token in the vocabulary is not split by merges
+    # a piece that is a token in the vocabulary is not split by merges
+    ignore_merges: bool = False
 
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -95,8 +97,10 @@ ALIASES = {
     **dict.fromkeys("llama4 kanana2 minimax-m2".split(), "gpt-4o"),
     **dict.fromkeys("hunyuan-dense joyai-llm".split(), "deepseek-v3"),
 }
-ADD_BOS = {"llama-bpe", "tekken"}  # llama.cpp adds the BOS token unless the file says otherwise
-NORMALIZED = {"qwen2", "qwen35"}  # to NFC; llama.cpp leaves this to its callers
+# llama.cpp adds the BOS token unless the file says otherwise
+ADD_BOS = {"llama-bpe", "tekken"}
+# to NFC; llama.cpp leaves this to its callers
+NORMALIZED = {"qwen2", "qwen35"}
 # if the file names no end-of-turn token, the first of these in the vocabulary is used
 TURN_ENDS = "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|>".split()
 TURN_ENDS += "<EOT> _<EOT> [EOT]".split()
@@ -106,7 +110,8 @@ class _Tokens(NamedTuple):
     """The tokens of a vocabulary, ordered by id."""
 
     texts: list[str]
-    types: list[int]  # gguf.TokenType, the same as sentencepiece's
+    # gguf.TokenType, the same as sentencepiece's
+    types: list[int]
     scores: list[float]
 
 
@@ -137,7 +142,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         backend = (_byte_level_bpe if kind == "gpt2" else _sentencepiece_bpe)(
             stored, tokens, special.get("unk_token")
         )
-    except Exception as error:  # the package tokenizers raises plain Exception
+    except Exception as error:
+        # the package tokenizers raises plain Exception
         raise ValueError(
             f"{file.folder}: its tokenizer cannot be read ({error}); download the file again"
         ) from None

@@ -97,7 +97,8 @@ def fused_recurrence(
     kernel = chunk_simple_gla
     if b is not None:
         kernel = chunk_gated_delta_rule if g.dim() == 3 else chunk_kda
-    elif heads > q.size(2):  # only the kernels of the delta rule share queries and keys
+    elif heads > q.size(2):
+        # only the kernels of the delta rule share queries and keys
         q, k = (x.repeat_interleave(heads // x.size(2), dim=2) for x in (q, k))
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g.float(), *([] if b is None else [b.float()])]
     settings = {"scale": 1.0, "initial_state": None if state is None else state.float()}

@@ -26,7 +26,8 @@ from litft.model.packed_sequences import PackedSequences
 class Mixer(nn.Module):
     """Base class of recurrent mixers."""
 
-    flops_per_token: float  # of the recurrence in the forward pass, without Linears
+    # of the recurrence in the forward pass, without Linears
+    flops_per_token: float
 
     def forward(
         self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
@@ -49,7 +50,8 @@ class Mixer(nn.Module):
         return _mix_in_training(self, documents, inputs)
 
 
-@torch.compiler.disable  # a loop over chunks, whose number depends on the length
+# a loop over chunks, whose number depends on the length
+@torch.compiler.disable
 def _mix_in_training(
     mixer: Mixer, documents: PackedSequences | None, inputs: Sequence[Tensor | None]
 ) -> Tensor:

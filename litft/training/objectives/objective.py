@@ -16,7 +16,8 @@ from litft.model.transformer import GPT, eval_mode
 
 # learning rate of LoRA divided by that of full fine-tuning (https://thinkingmachines.ai/blog/lora)
 LORA_RATIO = 10
-SFT_LORA_RATE = 2e-4  # the default learning rate of LoRA with the supervised objective
+# the default learning rate of LoRA with the supervised objective
+SFT_LORA_RATE = 2e-4
 
 # D sequences of a micro-batch, N target tokens
 
@@ -25,7 +26,8 @@ class Totals(NamedTuple):
     """Counts over a step's samples on all processes: what sums of losses are divided by."""
 
     samples: int
-    tokens: int  # target tokens; of preferences: those of the chosen (desirable) answers
+    # target tokens; of preferences: those of the chosen (desirable) answers
+    tokens: int
     desirable: int = 0  # samples with this label
     undesirable: int = 0
 

@@ -17,7 +17,8 @@ class Side(NamedTuple):
 
     log_probs: Tensor  # summed over the answer's tokens
     lengths: Tensor  # number of the answer's tokens
-    references: Tensor  # the log-probabilities in the reference model
+    # the log-probabilities in the reference model
+    references: Tensor
 
     @property
     def mean(self) -> Tensor:
