@@ -28,6 +28,7 @@ def atomic_write(path: Path, text: str) -> None:
             file.truncate(0)
             file.write(text)
             file.flush()
+            # on disk before it gets its name
             os.fsync(file.fileno())
             partial.replace(path)
         return
@@ -52,6 +53,7 @@ def atomic_folder(folder: Path, partial: Path | None = None) -> Iterator[Path]:
         partial = folder.with_name(f"{folder.name}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     with locked(partial.with_name(f"{partial.name}.lock"), folder):
+        # what a killed process has left: with the lock held, nobody is writing it
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
@@ -76,14 +78,18 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
     After a crash `folder` is complete or absent.
     """
+    # files before the folders that list them
     for path in sorted(partial.rglob("*"), reverse=True):
         _sync(path)
     _sync(partial)
+
+    # two renames, since a folder that is not empty cannot be replaced in one
     old = folder.with_name(f"{folder.name}.old.partial")
     shutil.rmtree(old, ignore_errors=True)
     if folder.is_dir():
         folder.rename(old)
     partial.rename(folder)
+    # the renames themselves
     _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 

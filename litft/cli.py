@@ -122,6 +122,7 @@ def main() -> None:
     if sys.argv[1:] in (["--version"], ["-V"]):
         print(f"litft {__version__}")
         return
+    # the name of a command may have two words
     for name in COMMANDS:
         words = name.split()
         if sys.argv[1 : 1 + len(words)] == words:
@@ -138,6 +139,8 @@ def main() -> None:
         "\n"
         "`litft COMMAND --help` lists a command's flags."
     )
+
+    # an unknown command, with the nearest one that there is
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
         meant = OTHERS.get(typed.split()[0] if typed else "")  # a command of another program

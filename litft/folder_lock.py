@@ -30,6 +30,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
     Raises ValueError if a process that still runs owns it, with that process and its host.
     """
+    # mkdir would fail with a misleading message
     if folder.is_symlink() and not folder.exists():
         target = folder.readlink()
         raise ValueError(
@@ -61,6 +62,7 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
             yield
         finally:
             _held.discard(key)
+            # while the lock is held, so that `_try_lock` notices
             path.unlink(missing_ok=True)
 
 
@@ -83,6 +85,7 @@ def _locked_file(path: Path, folder: Path) -> Iterator[TextIO]:
 
 def _try_lock(path: Path) -> TextIO | None:
     """Open and lock a file; return None if another process has locked it."""
+    # until the locked file is the one at this path
     while True:
         file = path.open("a+", encoding="utf-8")
         try:

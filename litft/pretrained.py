@@ -154,6 +154,7 @@ class PretrainedFolder:
     def dtype(self, precision: str | None) -> torch.dtype:
         """Return the dtype of `precision`, or the folder's dtype if it is None."""
         if precision is None:
+            # the embedding's dtype stands for all weights, some of which may be quantized
             embedding = next(
                 (
                     mapping.sources[0]
@@ -206,6 +207,7 @@ class PretrainedFolder:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read the base model's tensor by its litft name, in the dtype of the file."""
+        # a fused tensor has several targets
         mapping = next(mapping for mapping in self.mappings if name in mapping.targets)
         return mapping.convert([self.checkpoint.read(source) for source in mapping.sources])[
             mapping.targets.index(name)
@@ -216,6 +218,7 @@ class PretrainedFolder:
         two differ."""
         requested = None if requested == "none" else requested
         settings = self.hf.get("quantization_config") or {}
+        # other formats are dequantized when they are read
         if settings.get("quant_method") != "bitsandbytes":
             return requested
         suffix = "-dq" if settings.get("bnb_4bit_use_double_quant") else ""
@@ -254,6 +257,7 @@ class PretrainedFolder:
         self.check()
         model = self.meta_model(self.dtype(precision), placement)
         kind = self.quantization(quantize)
+        # on the meta device: the unquantized network is never in memory
         if kind:
             quantize_modules(
                 model,
@@ -286,6 +290,7 @@ class PretrainedFolder:
     def _check_filled(self, model: GPT) -> None:
         """Raise RuntimeError if a parameter of the base has no value from the files: it would be
         whatever memory held."""
+        # what the files have filled: by identity, as a parameter may have several names
         filled = set()
         for mapping in self.checked_mappings:
             for name in mapping.targets:
@@ -336,6 +341,8 @@ def resolve(
         raise ValueError(
             f"{folder} is a file; {_gguf_remedy([folder]) or 'name the folder that contains it'}"
         )
+
+    # the folder of a run stands for its result, once there is one
     if run_dir.is_run(folder) and not run_dir.finished(folder):
         if not run_dir.checkpoints(folder):
             reason = "is a run that has not finished, and it has no checkpoint yet"
@@ -350,6 +357,8 @@ def resolve(
         )
     if (folder / "final").is_dir() and not (folder / "config.json").is_file():
         folder = folder / "final"  # the folder of a run means its result
+
+    # the base, and the network that its config.json describes
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
     base = _find_base(folder, base_dir) if adapter else folder
     hf = text_config(_read_config_json(base))
@@ -381,6 +390,7 @@ def _with_own_head(source: PretrainedFolder) -> PretrainedFolder:
         TIE_FIELDS & source.hf.keys() | {"tie_word_embeddings"}, False
     )
     untied = replace(source, hf=untied_hf, config=replace(source.config, tied=False))
+    # tensors of layers cannot be head or embedding, and there are many
     outside = []  # of the layers
     for name in checkpoint.names:
         if not re.search(r"\.\d+\.", name):
@@ -396,6 +406,7 @@ def _with_own_head(source: PretrainedFolder) -> PretrainedFolder:
         or checkpoint.meta(head).shape != checkpoint.meta(embedding).shape
     ):
         return source
+    # the same values, stored twice
     if checkpoint.equal(head, embedding):
         return source
     return untied
@@ -405,6 +416,8 @@ def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
     """Raise ValueError for an unknown model_type, naming the families whose networks have the same
     tensors."""
     fitting = []
+
+    # families for which the tensors would fit
     for model_type in LOOKALIKES:
         try:
             renamed = as_family(hf, model_type)
@@ -412,6 +425,7 @@ def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
             fitting.append(model_type)
         except (ValueError, TypeError):
             continue
+    # raises the error that names the model_type
     try:
         read_config(hf)
     except ValueError as error:
@@ -477,6 +491,7 @@ def load_models(
         )
         raise ValueError(f"{reason}; load that adapter alone, or all of them unquantized")
     base = sources[0].base_model(precision, device, quantize, unquantized, placement)
+    # the last model is the base itself, so the others are copied before a method changes it
     models = [*(share_weights(base) for _ in adapters[1:]), base]
     for model, adapter in zip(models, adapters, strict=True):
         if adapter:
@@ -490,6 +505,7 @@ def share_weights(model: GPT) -> GPT:
     """Copy the network's modules but share its tensors, so that a method only changes the modules
     of the copy."""
     tensors = itertools.chain(model.parameters(), model.buffers())
+    # deepcopy takes what is in the memo as it is
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
@@ -512,6 +528,7 @@ def load(
     """
     if quantize not in (None, "none", *KINDS):
         raise ValueError(f"quantize {quantize!r} is not supported; use {', '.join(KINDS)}")
+
     source = resolve(folder, base_dir)
     source.check_base_dir(base_dir)
     warning = source.quantization_warning(source.quantization(quantize))
@@ -551,12 +568,14 @@ def _find_base(adapter: Path, base_dir: str | Path | None) -> Path:
     config = read_adapter_config(adapter)
     base_path = config.get("litft", {}).get("base_path")
     base_name = config.get("base_model_name_or_path") or ""
+    # litft's path is relative to the adapter, so it survives a move of both
     candidates = [adapter / base_path] if base_path else []
     for path in [*candidates, Path(base_name)]:
         if base_name and path.is_dir():
             return Path(os.path.normpath(path))
     reason = f"{adapter}: its base model {base_name!r} is not a local folder; pass --base_dir"
     revision = config.get("revision")
+    # the hub comes last, since it means a download
     repo = hub_id(f"{base_name}@{revision}" if revision else base_name)
     if not repo:
         raise ValueError(reason)

@@ -63,8 +63,11 @@ def finetune(
         paths |= {} if val_data is None else {"val_path": _paths(val_data)}
         return run_finetuning(replace(args, data=replace(args.data, **paths)), callback, metrics)
     except (TypeError, ValueError) as error:
+        # subclasses have messages that need no change
         if type(error) not in (TypeError, ValueError) or method not in FINETUNE:
             raise
+
+        # files of records become "the data", and flags become keywords
         message = RECORD.sub(
             lambda m: f"record {int(m[1]) - 1} of the data" if m[1] else "the data", str(error)
         )
@@ -88,6 +91,7 @@ def _paths(examples: Examples, limit: int | None = None) -> list[str]:
     return [str(stored_examples(examples, limit))]
 
 
+# the signature that editors show has every flag as a keyword
 _own = [
     item
     for item in inspect.signature(finetune).parameters.values()

@@ -99,6 +99,7 @@ def metrics_rows(path: Path) -> Iterator[dict[str, str]]:
                 f"{path} does not start with a row of column names; fix it, or move it away"
             )
         for line in file:
+            # a row that a crash has cut short
             cells = _cells(line)
             if len(cells) < len(names):
                 continue
@@ -130,6 +131,7 @@ def newest_run(is_finished: bool) -> Path | None:
     for path in OUT.glob(f"*/{CONFIG}"):
         if is_run(path.parent) and finished(path.parent) == is_finished:
             runs.append(path.parent)
+    # by the last start, since a resumed run writes its config again
     return max(runs, key=lambda run: (run / CONFIG).stat().st_mtime, default=None)
 
 
@@ -159,6 +161,7 @@ def claim(method: str) -> Path:
     number = 1
     while True:
         folder = OUT / (method if number == 1 else f"{method}-{number}")
+        # fails if another run has just made the folder
         try:
             folder.mkdir()
             return folder
@@ -171,6 +174,8 @@ def check(folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | No
     it reads."""
     if folder.is_file():
         raise ValueError(f"--out_dir {folder} is a file; name a folder")
+
+    # what a run may write over
     occupied = folder.is_dir() and any(not _is_temporary(path) for path in folder.iterdir())
     if occupied and not is_run(folder):
         raise ValueError(

@@ -46,6 +46,7 @@ def list_runs(args: RunsArgs) -> None:
         table.add_column(title, justify="right")
     table.add_column("state", overflow="fold")
     for run in runs:
+        # a run may have no validation
         losses = (
             f"{run.losses[name]:.4g}" if name in run.losses else ""
             for name in ("loss", "validation loss")
@@ -71,6 +72,7 @@ def read_run(folder: Path) -> Run:
     """Return a run's description; files that are damaged or not written yet leave it incomplete."""
     config = _config(folder)
     newest = _newest_metrics(folder)
+    # a run that has just begun has neither
     losses = {}
     for column, title in (("loss", "loss"), ("val_loss", "validation loss")):
         if column in newest:

@@ -100,6 +100,7 @@ def model_entries(
         return mapping.convert([litft_tensor(name) for name in mapping.sources])
 
     def entry(mapping: TensorMapping, index: int, name: str) -> LazyTensor:
+        # shape and dtype as they are written, on the meta device
         tensors = [
             model.get_parameter(source).detach().to(stored_dtype(source, dtype))
             for source in mapping.sources
@@ -152,6 +153,8 @@ def write_result(
     write_weights(folder, entries, int(shard_gb * 1e9))
     if folder is None:
         return entries
+
+    # config.json
     after = result.config(source.config) if result else source.config
     hf = whole.multimodal if whole else source.hf
     before = whole.config if whole else source.config
@@ -190,6 +193,8 @@ def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> lis
             f"--multimodal: the weights of {whole.base} are quantized; use the unquantized model "
             "as --base_dir"
         )
+
+    # from the names of the language model alone to those in the multimodal checkpoint
     stored = {mapping.targets: mapping.sources for mapping in whole.checked_mappings}
     names = {}
     for mapping in mappings_to_hf(whole.rules, [name for targets in stored for name in targets]):
@@ -230,6 +235,8 @@ def check_written(folder: Path, source: PretrainedFolder) -> None:
                 f"{folder}: {missing[0]} is not in the base model, as it is opened elsewhere; "
                 f"{fault}"
             )
+
+    # the values must be those that the method expects
     method, values = read_method(folder, source)
     model = source.meta_model()
     method.attach(model)

@@ -18,6 +18,7 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 @contextmanager
 def defer_signal(number: signal.Signals) -> Iterator[None]:
     """Within the context, defer a signal until the end, for work that must not be interrupted."""
+    # other threads cannot set handlers
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -56,6 +56,7 @@ _WORKERS = Alias("", "data is tokenized once into a cache; no workers are needed
 BETAS = {"adam_beta1": "0.9", "adam_beta2": "0.999"}
 _ENDS = Alias("", "the template says how answers end, and padding needs no token")
 
+# names have underscores in place of hyphens, and no group unless it decides the meaning
 ALIASES: dict[str, Alias] = {
     # model and output
     "model": Alias("--checkpoint_dir {value}", _LOAD),
@@ -308,6 +309,7 @@ LIGHTNING: dict[str, tuple[str, str]] = {
 def precision(value: str, is_full: bool) -> str:
     """Return our name of a precision that may be Lightning's; raise ValueError for one that has no
     counterpart."""
+    # full fine-tuning has the first name of a pair, the other methods the second
     ours = LIGHTNING.get(value, (value, value))[not is_full]
     if value in LIGHTNING and " " in ours:
         raise ValueError(f"--precision {value}: {ours}")
@@ -338,21 +340,26 @@ def translate(
     )
     if alias is None:
         return None
+    # null or nothing: it was not set, and needs no counterpart
     if value in ("null", "", "[]", "{}"):
         return "", ""
+    # a switch that is off: the flags that turn it off here, often none
     if (value or "").lower() in ("false", "no", "off") and (
         "{value}" not in alias.flags or alias.off
     ):
         return alias.off, ""
     if value in alias.values:
         return alias.values[value], ""
+    # other programs multiply two flags to what is one number here
     if alias.times:
         factor = next((given[other] for other in alias.times if given.get(other)), None)
         are_counts = all(count and count.isdigit() for count in (value, factor))
         value = str(int(value) * int(factor)) if are_counts else "N"
+    # a number from the limit on means a count instead of a fraction
     is_number = bool(value) and value.replace(".", "", 1).isdigit()
     if is_number and float(value) >= alias.limit:
         value = None
+    # both rates are one flag here, so the one that is missing gets its default there
     betas = {beta: given.get(beta) or default for beta, default in BETAS.items()}
     flags = alias.flags.format(value="VALUE" if value is None else value, **betas)
     note = f" ({alias.note})" if alias.note else ""

@@ -50,6 +50,7 @@ def wrong_types(args: Any, group: str = "") -> list[str]:
         expected = types[name]
         flag = f"{group}{name}"
         if is_dataclass(expected):
+            # the fields of a group can be checked only if it is one
             is_wrong = not isinstance(value, expected)
             problems += wrong_types(value, f"{flag}.") if not is_wrong else []
         else:
@@ -69,12 +70,14 @@ def wrong_types(args: Any, group: str = "") -> list[str]:
 def _matches_type(value: Any, expected: Any) -> bool:
     origin = get_origin(expected)
     type_args = get_args(expected)
+    # 1 == True in Python, so the types are compared, too
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in type_args)
     if origin in (Union, UnionType):
         return any(_matches_type(value, option) for option in type_args)
     if origin is list:
         return isinstance(value, list) and all(_matches_type(item, type_args[0]) for item in value)
+    # a whole number is a valid float, and bool is a subclass of int
     if expected is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(value, origin or expected) and not (
@@ -124,6 +127,7 @@ def sharding_problems(
         ]
     if strategy in ("fsdp", "hsdp") and num_devices == 1:
         return [f"--strategy {strategy}: weights cannot be sharded over one device; give --devices"]
+    # groups of one device would share nothing, and a single group of all devices is fsdp
     if strategy == "hsdp" and (num_devices % group_size or group_size in (1, num_devices)):
         reason = f"{num_devices} devices cannot be split into several equal groups of {group_size}"
         return [f"--strategy hsdp: {reason}; give another --shard_size, or use fsdp"]
@@ -134,6 +138,7 @@ def size(text: str) -> int | None:
     """Parse a size (24GiB, 80GB, 500MB) to bytes; return None for other text."""
     match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B", text.strip())
     try:
+        # GiB counts in powers of 1024, GB in powers of 1000
         if match:
             return round(
                 float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1)
@@ -153,6 +158,7 @@ def seconds(text: str) -> float | None:
             amounts = []
     except ValueError:
         return None
+    # text without any amount matches, too, and its sum of 0 is no duration
     return (
         sum(amount * unit for amount, unit in zip(amounts, (86400, 3600, 60, 1), strict=False))
         or None

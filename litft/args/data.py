@@ -88,6 +88,7 @@ class DataArgs:
     @property
     def path_weights(self) -> list[float]:
         """The weight of each path."""
+        # a weight of the path itself has priority
         defaults = self.weights or [1.0] * len(self.path)
         return [
             default if path.weight is None else path.weight
@@ -98,6 +99,7 @@ class DataArgs:
         """Return every problem with the values that can be found before anything is loaded."""
         invalid = []
         for column in self.columns:
+            # an = at the beginning or the end has no name on one side
             if "=" not in column.strip("="):
                 invalid.append(column)
         problems = [
@@ -118,6 +120,7 @@ class DataArgs:
                 f"--data.weights has {len(self.weights)} numbers for {len(self.path)} paths; give "
                 "one per path"
             )
+        # weights of 0 for all paths would leave no example
         if any(weight < 0 for weight in self.weights) or (self.weights and not any(self.weights)):
             problems.append("--data.weights must not be negative, and at least one must be above 0")
         if any(weight > 1000 for weight in self.weights):

@@ -49,6 +49,7 @@ class DataPath:
             raise ValueError(f"{item[:80]}: invalid JSON ({error})") from None
         unknown = [name for name in settings if name not in TYPES]
         if unknown:
+            # axolotl's settings have another name here, or are not needed
             here = [f"{name!r} is here {OTHERS[name]}" for name in unknown if name in OTHERS]
             here = "; ".join(here) or f"use {', '.join(TYPES)}"
             raise ValueError(f"{item[:80]}: no setting {', '.join(map(repr, unknown))}; {here}")
@@ -62,12 +63,14 @@ class DataPath:
     def entry(self) -> str | dict[str, Any]:
         """Return the item as a person writes it in YAML: a text if it is only a path, with or
         without a name."""
+        # `columns` has a factory instead of a default, which gives {}
         defaults = {
             item.name: item.default if item.default is not MISSING else {} for item in fields(self)
         }
         settings = {
             name: getattr(self, name) for name in TYPES if getattr(self, name) != defaults[name]
         }
+        # the short form, if `parse` reads the same item from it
         short = f"{self.name}={self.path}" if self.name else self.path
         is_short = settings.keys() <= {"path", "name"} and (
             os.path.exists(short) or not short.lstrip().startswith("{")
@@ -114,6 +117,7 @@ OTHERS = {
 
 
 def _is_valid(name: str, value: Any) -> bool:
+    # True would pass as a number
     if not isinstance(value, TYPES[name][0]) or isinstance(value, bool):
         return False
     if name == "columns":

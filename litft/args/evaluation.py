@@ -50,6 +50,7 @@ class RunEvalArgs(OpenArgs):
             + below_minimum(self, "", 1, "limit", "batch_size", "max_new_tokens")
         )
         problems += below_minimum(self, "", 0, "show", "num_fewshot")
+        # flags of the data that only a training run uses
         for name in ("new_tokens", "weights"):
             if getattr(self.data, name):
                 problems.append(f"--data.{name} applies only to training; leave it out")
@@ -65,6 +66,7 @@ class RunEvalArgs(OpenArgs):
 
         No compilation: texts of many lengths would recompile.
         """
+        # only the flags that open a model; those of generation keep their defaults
         settings = {item.name: getattr(self, item.name) for item in fields(OpenArgs)}
         return ModelArgs(
             **settings | {"checkpoint_dir": folder, "base_dir": base_dir}, compile="false"

@@ -87,6 +87,7 @@ class ExportArgs(MergeArgs):
         problems = super().problems()
         if self.merge and self.text_names:
             problems.append("--text_names is about adapters: add --merge false")
+        # flags that change what is merged
         if not self.merge and (
             self.dequantized_base or self.multimodal or self.precision != "auto"
         ):

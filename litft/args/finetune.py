@@ -128,6 +128,8 @@ class TrainArgs:
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
         problems = below_minimum(self, "train", 1, "global_batch_size", "max_steps", "log_interval")
+
+        # the micro-batch size may be the word auto
         problems += (
             below_minimum(self, "train", 1, "micro_batch_size")
             if self.micro_batch_size != "auto"
@@ -146,6 +148,8 @@ class TrainArgs:
             problems.append(
                 f"--train.max_time {self.max_time}: expected a time such as 90m, 1h30m or 45s"
             )
+
+        # an update within the backward pass cannot be undone or scaled afterwards
         if self.optimizer_in_backward:
             clashes = {
                 "max_grad_norm": self.max_grad_norm,
@@ -164,6 +168,8 @@ class TrainArgs:
                     "--train.optimizer_in_backward: schedule_free averages all weights at once; "
                     "choose another"
                 )
+
+        # auto and full agree with what offloading does anyway: it recomputes whole blocks
         if self.cpu_offload == "parameters":
             if self.activation_checkpointing in ("auto", "full"):
                 recomputation = ""
@@ -179,6 +185,7 @@ class TrainArgs:
                 for name, is_set in clashes.items()
                 if is_set
             ]
+        # schedule-free averaging takes the place of a decay
         if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
             reason = "it averages the weights instead of decaying the learning rate"
             problems.append(
@@ -194,6 +201,8 @@ class TrainArgs:
             problems.append(
                 f"--train.betas {text}: expected two numbers from 0 to below 1, such as 0.9,0.999"
             )
+
+        # betas and eps that the optimizer would ignore
         for name, without in (
             ("betas", ("adafactor", "sgd")),
             ("eps", ("adafactor", "sgd", "lion")),
@@ -349,6 +358,7 @@ class FinetuneArgs:
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
+        # the checks below compare numbers, and would fail on text
         problems = wrong_types(self)
         if problems:
             return problems
@@ -369,6 +379,8 @@ class FinetuneArgs:
             problems.append(
                 f"--timeout {self.timeout}: expected a time such as 30s, 10m or 1h, at most 365d"
             )
+
+        # devices and nodes are those that torchrun or srun has started, if any
         try:
             problems += apply_launcher(self).clashes(self.strategy)
         except ValueError as error:
@@ -380,6 +392,8 @@ class FinetuneArgs:
             *self.eval.problems(),
             *self.save.problems(),
         ]
+
+        # without both, the demo is trained
         if self.checkpoint_dir and not self.data.path:
             problems.append("--data.path is missing: name the file of training examples")
         if self.data.path and not self.checkpoint_dir:
@@ -390,8 +404,10 @@ class FinetuneArgs:
         """Return the problems of flags that have no meaning when learning from preferences."""
         if self.objective == "sft":
             return []
+        # a value that is true stands for a flag that was set
         clashes = {
             "data.format": self.data.format,
+            # the value is shown as it was given
             "data.mask_prompt": not self.data.mask_prompt and "false",
             "train.label_smoothing": self.train.label_smoothing,
         }
@@ -409,6 +425,7 @@ class FinetuneArgs:
                 "use one device"
             )
         problems += sharding_problems(strategy, self.shard_size, self.devices, self.num_nodes)
+        # auto is checked again once it is decided
         if strategy not in ("fsdp", "hsdp"):
             if num_devices > 1 and strategy == "ddp" and train.cpu_offload == "parameters":
                 problems.append(
@@ -416,6 +433,8 @@ class FinetuneArgs:
                     "--strategy fsdp"
                 )
             return problems
+
+        # what sharded weights exclude: (flag, its value if it clashes, reason)
         for flag, value, reason in (
             (
                 "optimizer",
@@ -522,10 +541,12 @@ def apply_launcher(args: FinetuneArgs) -> FinetuneArgs:
         return args
     # a resumed run may have other process counts than its flags say
     devices, nodes = process_counts(*((1, 1) if args.resume else (args.devices, args.num_nodes)))
+    # torchrun counts the restarts of its processes, SLURM those of a job that it has requeued
     restarted = (
         os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
     ) != "0"
     args = replace(args, devices=devices, num_nodes=nodes)
+    # with --overwrite, each restart would delete the checkpoints that it has to continue from
     if restarted:
         return replace(args, resume=True, overwrite=False)
     return args

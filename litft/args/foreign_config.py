@@ -53,6 +53,7 @@ def in_litfts_terms(
     entries: the values by dotted name; texts: the same in the form of the command line. is_valid:
     whether a flag accepts a value.
     """
+    # entries are litft's flags, axolotl's data sets, or other programs' flags
     converted: dict[str, Any] = {}
     notes: list[str] = []
     # names of settings that this method does not have
@@ -69,6 +70,7 @@ def in_litfts_terms(
             _put(converted, DATA[name], [item for item, _ in items])
             notes += [note for _, lost in items for note in lost]
         elif translation := translate(name, texts[name], texts):
+            # one setting may be several flags here
             for flag, setting in FLAG.findall(translation[0]):
                 text = setting or "true"
                 if flag in OMITTED or text in PLACEHOLDERS:
@@ -91,6 +93,7 @@ def in_litfts_terms(
         converted["lora"] = {
             name: value for name, value in converted.get("lora", {}).items() if name == "dropout"
         }
+    # PEFT reads a text with special characters as a regular expression
     if "lora.targets" in flag_types and re.search(
         r"[\\(|+]", str(entries.get("lora_target_modules", ""))
     ):
@@ -103,10 +106,13 @@ def in_litfts_terms(
             "lora_target_modules: a regular expression has no counterpart; name modules, or "
             "patterns: *.q_proj"
         )
+
+    # what the other program would do without being told
     _put_their_defaults(converted, entries)
     if "finetuning_type" in entries:
         _put_llama_factorys_defaults(converted, entries, flag_types, notes)
     _share_template(converted.get("data", {}))
+    # groups that have lost all of their settings
     converted = {name: value for name, value in converted.items() if value != {}}
     return yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip(), list(
         dict.fromkeys(notes)
@@ -124,6 +130,7 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
         name = RENAMED.get(name, name)
         if name in TYPES and value is not None:
             settings[name] = value
+    # in axolotl, `type` says both the fields and the prompt that is made of them
     if data_set.get("type") in get_args(Formats):
         settings["format"] = data_set["type"]
     if data_set.get("type") == "alpaca":  # which is a prompt there, too
@@ -133,7 +140,8 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
         settings["columns"] = columns
     files = settings.get("path")
     for path in files if isinstance(files, list) else [files]:
-        # only data sets on the hub have splits
+        # only data sets on the hub have splits; a path with a suffix is a file, even if it is
+        # missing on this machine
         is_file = Path(str(path)).suffix != "" or os.path.exists(str(path))
         kept = {}
         for n, v in (settings | {"path": path}).items():
@@ -168,14 +176,17 @@ def _put_llama_factorys_defaults(
     Source: its FinetuningArguments, and transformers' TrainingArguments of version 4.
     """
     train = converted.setdefault("train", {})
+    # transformers' defaults, which differ from litft's
     train.setdefault("learning_rate", 5e-5)
     train.setdefault("lr_schedule", "linear")
+    # a number of steps ends a run by itself there
     if "max_steps" not in train:
         train.setdefault("epochs", 3)
     if "warmup_steps" not in train:
         train.setdefault("warmup_fraction", 0.0)
     if "lora.alpha" in flag_types:
         lora = converted.setdefault("lora", {})
+        # its lora_alpha is twice its lora_rank by default
         rank = lora.setdefault("r", 8)
         lora.setdefault("alpha", 2 * rank)
     data = converted.get("data", {})
@@ -201,6 +212,7 @@ def _share_template(data: dict[str, Any]) -> None:
 def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
     """Return litft's names of fields that the data set names otherwise."""
     columns: dict[str, Any] = {}
+    # the field of plain texts
     if "field" in data_set:
         columns["text"] = data_set["field"]
     turns = data_set.get("field_messages")
@@ -209,8 +221,10 @@ def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
         speaker = data_set.get("message_field_role")
         if isinstance(properties, Mapping):
             speaker = properties.get("role", speaker)
+        # the name of the field with the turns says which form they have
         usual = "conversations" if turns == "conversations" else "messages"
         columns[TURNS.get(str(speaker), usual)] = turns
+    # a `type` may also be a mapping with the names of the fields
     for source in (data_set, data_set.get("type")):
         if isinstance(source, Mapping):
             columns |= {
@@ -221,6 +235,7 @@ def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
 
 def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each setting that litft does not have, with what it does instead."""
+    # settings that are converted, or that need no note
     known = {
         *(f"field_{field}" for field in FIELDS),
         *TYPES,
@@ -240,6 +255,7 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
                 f"{name} {value!r} has no counterpart: turns have role and content, or from and "
                 "value; rename them"
             )
+        # axolotl's usual roles are those that litft knows
         elif name == "roles" and value not in (
             None,
             {"user": ["human", "user"], "assistant": ["gpt", "assistant"]},
@@ -258,6 +274,7 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
             "the format of its type has no counterpart: the model's template is used; `template` "
             "names another"
         )
+    # such as train[:1000]
     if str(data_set.get("split", "train")) != "train" and Path(str(data_set.get("path"))).suffix:
         yield (
             f"split {data_set['split']!r} has no counterpart for a file: `limit` takes its first "

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+# owner/name, neither of which begins with a dot
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -66,6 +67,7 @@ class UploadArgs:
             value = getattr(self, name)
             if value is None and name == "repo_id":
                 problems.append("--repo_id is missing: name the target repository as owner/name")
+            # the base of the card may have a revision; the target has none
             elif value is not None and not HUB_NAME.fullmatch(
                 value.partition("@")[0] if name == "base_model" else value
             ):

@@ -102,6 +102,7 @@ class ModelArgs(OpenArgs):
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
         problems = super().problems() + below_minimum(self, "", 1, "max_new_tokens")
+        # a flag that was left out has no value to check
         sampling = {name: getattr(self, name) for name in NUMBERS}
         problems += Sampling(
             **{name: value for name, value in sampling.items() if value is not None}
@@ -122,6 +123,7 @@ def _is_bias(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(biases, dict) and all(
+        # JSON has only texts as keys, so the ids are digits
         key.isdecimal() and type(value) in (int, float) and abs(value) <= LARGEST_NUMBER
         for key, value in biases.items()
     )
@@ -172,6 +174,7 @@ class GenerateArgs(SpeculativeArgs):
     def problems(self) -> list[str]:
         """Return the problems of the model flags plus those of the prompts and the output file."""
         problems = super().problems() + below_minimum(self, "", 1, "batch_size", "num_samples")
+        # both, or neither
         if (self.prompt is None) == (self.prompts is None):
             problems.append("give either --prompt TEXT or --prompts FILE.jsonl")
         if self.out and not self.prompts:

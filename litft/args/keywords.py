@@ -26,6 +26,7 @@ def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
     names = {}
     for flag, leaf in zip(flags, leaves, strict=True):
         group = flag.rpartition(".")[0]
+        # lora_r rather than r, and a leaf alone only if no other group has it
         is_clear = not group or (leaves.count(leaf) == 1 and group not in PREFIXED)
         names[leaf if is_clear else f"{group}_{leaf}"] = flag
     return names
@@ -41,6 +42,7 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
     if method not in FINETUNE:
         raise ValueError(f"method {method!r} does not exist; use {', '.join(FINETUNE)}")
     types = types_of_flags(FINETUNE[method])
+    # beside the short name, every flag has the name with its group
     names = (
         keyword_names(FINETUNE[method])
         | {flag.replace(".", "_"): flag for flag in types}
@@ -69,12 +71,14 @@ def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
     """Return a message that names the keyword that is meant: of a flag of another program, or the
     nearest name."""
     message = f"finetune() got an unexpected keyword argument {name!r}"
+    # a translation is written as on the command line; here it is shown as a keyword
     translation = translate(name, json.dumps(value) if value is None else str(value))
     if translation is not None:
         flags, note = translation
         if not flags:
             return f"{message}; leave it out{note}"
         flag, _, setting = flags.removeprefix("--").partition(" ")
+        # the model and the data have parameters of their own, which `names` does not contain
         keyword = OWN.get(flag) or next(
             (keyword for keyword, other in names.items() if other == flag), None
         )
@@ -104,6 +108,7 @@ def name_keywords(message: str, method: str) -> str:
 
     def keyword(match: re.Match) -> str:
         name = keywords.get(match[1], match[0])
+        # on the command line, a boolean flag alone means true
         if types.get(match[1]) is bool and not match[2]:
             return f"{name}=True"
         return f"{name}{match[2]}"
@@ -122,6 +127,7 @@ def _as_word(value: Any, flag_type: Any) -> str:
         if value is None or isinstance(value, str):
             return value or "null"
         items = list(value) if isinstance(value, Iterable) else [value]
+        # numbers stay numbers; all other items are read as text
         return json.dumps(items if get_args(flag_type) == (float,) else list(map(str, items)))
     if value is None or isinstance(value, bool):
         return json.dumps(value)
@@ -139,6 +145,7 @@ def signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
             default = defaults
             for part in flag.split("."):
                 default = getattr(default, part)
+            # methods share most flags: the first one's default is shown
             flags.setdefault(
                 name,
                 inspect.Parameter(

@@ -68,11 +68,14 @@ class LoRAArgs:
 
 def _pattern_error(text: str, flag: str) -> str | None:
     """Return what is wrong with a NAME=NUMBER pattern, or None."""
+    # the last =, since the pattern may contain others
     name, _, number = text.rpartition("=")
     try:
         value = float(number)
     except ValueError:
+        # text that is no number fails the check of the range
         value = 0.0
+    # a rank is a size of a matrix, an alpha only a factor
     maximum = LARGEST_SIZE if flag == "rank_pattern" else LARGEST
     if flag == "rank_pattern":
         expected = f"a whole number from 1 to {maximum:,}"

@@ -44,6 +44,7 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     """
     flag_types = types_of_flags(cls)
     values, problems, passthrough = _read_argv(argv, cls)
+    # flags of the resumed run or of the demo come first, so that those on the command line win
     if issubclass(cls, flags.FinetuneArgs):
         implied, invalid = _implied_flags(dict(values), cls)
         values = implied + values
@@ -58,6 +59,7 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     parser.prog = prog or Path(sys.argv[0]).name
     value_words = [f"--{name}={value}" for name, value in values]
     try:
+        # --help would end the process before the problems are shown
         namespace = parser.parse_args(value_words + (passthrough if not problems else []))
     except (ArgumentError, OverflowError) as error:  # names only the first invalid flag
         invalid = []
@@ -129,6 +131,7 @@ def parser_of(cls: type) -> ArgumentParser:
         # jsonargparse would accept a file for each group; here only --config does
         if action.dest in groups:
             action.help = SUPPRESS
+        # NAME+ would append to a list; here, a list is given as a whole
         action.option_strings = [
             option for option in action.option_strings if not option.endswith("+")
         ]
@@ -143,6 +146,7 @@ def _put_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
     group = parser.add_argument_group("the flags that matter most")
     for action in (parser._option_string_actions.get(f"--{name}") for name in names):
         if action is not None:
+            # argparse has no public way to move a flag to another group
             next(
                 other for other in parser._action_groups if action in other._group_actions
             )._group_actions.remove(action)
@@ -189,6 +193,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
                     value = "true"
             values.append(_renamed(name, value))
             continue
+        # a boolean flag alone means true, unless its value is the next word
         if not equals:
             is_bare = flag_types.get(name) in (bool, bool | None) and (
                 not words or words[0].lower() not in ("true", "false")
@@ -200,6 +205,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             else:
                 value = None
         if name == "config":
+            # a file has priority over a recipe of the same name
             if value and is_recipe(value) and not os.path.isfile(value):
                 recipe = value
             file_values, file_problems = _read_config(value, cls)
@@ -213,6 +219,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             if get_origin(flag_types[name]) is list:
                 value = _as_list(value, flag_types[name], keeps_spaces=name in TEXT_LISTS)
             values.append((name, value))
+    # the message about one flag may depend on the value of another
     given = dict(values) | unknown
     problems += [_unknown_flag(name, flag_types, value, given) for name, value in unknown.items()]
     has_model = "checkpoint_dir" in dict(values) or dict(values).get("resume", "").lower() == "true"
@@ -300,6 +307,7 @@ def _as_list(value: str, flag_type: Any, keeps_spaces: bool = False) -> str:
     """
     if value == "null":
         return "[]"
+    # numbers need no quotation marks, but may have brackets
     if flag_type == list[float]:
         return f"[{value.strip('[]')}]"
     try:
@@ -375,6 +383,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     problems = [
         f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}" for name in unknown
     ]
+    # a file of another program: show all of it in litft's terms
     if (
         unknown
         and _is_finetuning(flag_types)
@@ -524,15 +533,18 @@ def _unknown_flag(
 ) -> str:
     """Return a message about a flag that does not exist: what another program's is called here, or
     the nearest name."""
+    # a flag of another program, or one whose value changes nothing
     if _is_finetuning(flag_types) and (message := explain(name, value, given)):
         return message
     if _is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
         return f"--{name} does not exist; leave it out"
+    # a flag of fine-tuning that was given to another command
     if name in types_of_flags(FINETUNE["lora"]):
         return (
             f"--{name} does not exist here; it is a flag of the fine-tuning scripts, such as "
             "finetune/lora.py"
         )
+    # reversed, so that of several flags with this last name, the first is suggested
     leaves = {flag.rpartition(".")[2]: flag for flag in reversed(flag_types)}
     matches = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
     matches = [leaves[leaf] for leaf in matches] or difflib.get_close_matches(

@@ -131,6 +131,7 @@ class PlanArgs:
                 "devices, or span nodes"
             )
             problems.append(f"--shard_size {group_size}: {reason}; choose another")
+        # each is in range, but their product may not be
         if (self.max_seq_length or 1) * (self.micro_batch_size or 1) > LARGEST:
             problems.append(
                 f"--max_seq_length {self.max_seq_length} x --micro_batch_size "

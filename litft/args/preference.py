@@ -34,6 +34,7 @@ class PreferenceArgs:
         problems = []
         for item in fields(self):
             value = getattr(self, item.name)
+            # a flag that the objective would ignore
             if value != item.default and objective not in USED_BY[item.name]:
                 users = ", ".join(USED_BY[item.name])
                 problems.append(
@@ -41,6 +42,7 @@ class PreferenceArgs:
                 )
             elif value is not None and value < 0:
                 problems.append(f"--preference.{item.name} {value}: must not be negative")
+        # weights of 0 switch a term off, but beta scales all of the loss
         if self.beta == 0:
             problems.append("--preference.beta 0: must be above 0")
         if self.label_smoothing >= 0.5:

@@ -11,6 +11,7 @@ def started_by() -> tuple[str, int, int] | None:
     torchrun nor srun.
     """
     env = os.environ
+    # torchrun may run in a job of SLURM, so its variables come first
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun", *_per_node(
             "torchrun", _read_count("WORLD_SIZE"), _read_count("LOCAL_WORLD_SIZE")
@@ -31,6 +32,7 @@ def started_by() -> tuple[str, int, int] | None:
 def _started_by_srun() -> bool:
     """Return whether srun, and not torchrun, started this process as one of several."""
     env = os.environ
+    # a shell in an allocation has the variables of SLURM as well, but is a single process
     several = env.get("SLURM_NTASKS", "1") != "1" and env.get("SLURM_JOB_NAME") not in (
         "bash",
         "interactive",
@@ -43,6 +45,7 @@ def local_rank() -> str:
 
     Local rank 0 prints messages.
     """
+    # torchrun and Fabric set LOCAL_RANK, srun SLURM_LOCALID
     return os.environ.get("LOCAL_RANK") or (
         os.environ.get("SLURM_LOCALID", "0") if _started_by_srun() else "0"
     )
@@ -55,6 +58,7 @@ def is_first_on_node() -> bool:
 
 def global_rank() -> str:
     """Return this process's rank among all processes; "0" if it is the only one."""
+    # torchrun sets RANK, srun SLURM_PROCID
     return os.environ.get("RANK") or (
         os.environ.get("SLURM_PROCID", "0") if _started_by_srun() else "0"
     )
@@ -63,6 +67,7 @@ def global_rank() -> str:
 def is_first_process() -> bool:
     """Return whether this is the first of all processes, also of those that Fabric starts: they
     have no RANK yet."""
+    # on several nodes without a launcher, the user gives each of them its NODE_RANK
     first_node = os.environ.get("NODE_RANK", "0") == "0"
     return global_rank() == "0" and is_first_on_node() and (first_node or started_by() is not None)
 
@@ -76,6 +81,7 @@ def process_counts(devices: int, nodes: int) -> tuple[int, int]:
     if launch is None:
         return devices, nodes
     launcher, *started = launch
+    # (1, 1) are the defaults: the flags were left out
     if (devices, nodes) not in ((1, 1), tuple(started)):
         requested = f"--devices {devices} --num_nodes {nodes}"
         actual = f"{started[0]} processes on {started[1]} nodes"
@@ -122,7 +128,7 @@ def _read_count(name: str) -> int:
 def launch_id() -> str | None:
     """Return an id shared by all processes of a launch and their restarts, or None if unknown."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+    # torchrun's default, the same for every launch
     if launch == "none":
         return None
-    # torchrun's default, the same for every launch
     return launch

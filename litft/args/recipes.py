@@ -64,6 +64,7 @@ def recipe_file(name: str) -> Path:
 def read_recipe(path: Path) -> Recipe:
     """Return the recipe in a file."""
     content = yaml.safe_load(path.read_text("utf-8"))
+    # what is left after the description are flags
     return Recipe(path.stem, **content.pop(KEY), flags=content)
 
 

@@ -40,6 +40,7 @@ class Sampling:
         """Return the problems of invalid values, by flag name."""
         valid_temperature = 0 <= self.temperature <= LARGEST_NUMBER
         penalty_range = "must lie within a million of 0"
+        # name: (whether the value is valid, what it must be)
         checks = {
             "temperature": (valid_temperature, "must lie in [0, 1000000]; 0 is greedy"),
             "top_k": (self.top_k is None or self.top_k >= -1, "must be at least 1; 0 and -1: off"),

@@ -59,16 +59,19 @@ class ServeArgs(ModelArgs):
     def problems(self) -> list[str]:
         """Return the problems of the model flags plus those of the server flags."""
         problems = super().problems() + below_minimum(self, "", 1, "batch_size")
+        # room for one token of the prompt and one of the answer
         if self.max_seq_length is not None:
             problems += below_minimum(self, "", 2, "max_seq_length")
         problems += below_minimum(self, "", 0, "max_waiting")
         if self.batch_size > MAX_BATCH_SIZE:
             problems.append(f"--batch_size {self.batch_size}: must be at most {MAX_BATCH_SIZE}")
         for origin in self.cors_origin:
+            # an origin is a scheme and a host, with or without a port, but without a path
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 problems.append(
                     f"--cors_origin {origin}: expected an origin such as https://app.example, or *"
                 )
+        # a name may begin with *. for all of its subdomains
         for host in self.allow_host:
             if not re.fullmatch(r"\*|(\*\.)?[\w.\-]+", host):
                 problems.append(
@@ -92,6 +95,8 @@ class ServeArgs(ModelArgs):
             for item in self.adapters
             if not all(item.partition("="))
         ]
+
+        # requests select a model by its name
         duplicates = set()
         for name in names:
             if names.count(name) > 1 or name == self.model_name:

@@ -23,6 +23,7 @@ ADAPTER_RECORD = "litft.json"
 def read_token_ids(config: dict[str, Any], folder: Path) -> list[int]:
     """Return the ids of new tokens in an adapter's config; raise ValueError if they are invalid."""
     config_value = config.get("trainable_token_indices") or []
+    # a list is for the embedding; a dictionary has one for each module
     if isinstance(config_value, dict):
         lists = list(config_value.values())
     else:
@@ -58,6 +59,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: base_model_name_or_path must be text; save the adapter again")
     record_path = folder / ADAPTER_RECORD
     if record_path.is_file():
+        # a file of its own, since PEFT warns of fields that it does not know
         config["litft"] = read_object(record_path)
         _check_record(record_path, config["litft"])
     elif "litft" in config:
@@ -80,6 +82,7 @@ def _check_record(path: Path, record: Any) -> None:
                 f"{path}: {name} must be text, found {value!r:.100}; save the adapter again"
             )
     tokens = record.get("new_tokens", [])
+    # no vocabulary has so many tokens
     are_ids = isinstance(tokens, list) and all(
         type(token) is int and 0 <= token < 10**7 for token in tokens
     )
@@ -183,6 +186,8 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
             f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter in PEFT "
             "format?"
         )
+
+    # the patterns come first, as their values are checked below
     alpha_pattern = config.get("alpha_pattern") or {}
     rank_pattern = config.get("rank_pattern") or {}
     target_parameters = config.get("target_parameters") or []
@@ -196,6 +201,7 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
     invalid = [
         f"{name} {value!r}"
         for name, value in values.items()
+        # an alpha of 0 is valid: it switches an adapter off
         if not is_positive(value) and value != 0
     ]
     ranks = {"r": config["r"], **rank_pattern}
@@ -225,6 +231,7 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
         isinstance(saved, list) and all(isinstance(name, str) for name in saved)
     ):
         invalid.append(f"modules_to_save {saved!r}")
+    # the expressions are matched later, and must compile
     for key in alpha_pattern:
         try:
             regex.compile(key)

@@ -58,10 +58,12 @@ def mappings_from_hf(
         if rule is None:
             unknown.append(name)
         elif not isinstance(rule, Drop):
+            # the last number of a stack's name is the position in the stack
             if isinstance(rule, Stack):
                 numbers = match.groups()[:-1]
             else:
                 numbers = match.groups()
+            # one mapping for all tensors that are converted together
             if (rule, numbers) not in mappings:
                 is_copy = isinstance(rule, Rename) and not rule.transposed
                 sources = rule.sources(name, match)
@@ -82,6 +84,7 @@ def mappings_to_hf(rules: Iterable[Rule], names: Iterable[str]) -> list[TensorMa
     mappings: dict[tuple, TensorMapping] = {}
     for name in names:
         rule, numbers = rule_of(rules, name)
+        # tensors with the same rule and numbers are converted by one mapping
         mappings[rule, numbers] = TensorMapping(
             tensor_names(rule, numbers), rule.hf_names(numbers), rule.to_hf, rule.from_hf
         )

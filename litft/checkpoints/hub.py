@@ -60,6 +60,7 @@ def hub_id(text: str | Path) -> HubId | None:
     """Parse a flag's value as a hub id; return None if it is a path (it exists, or does not have
     the form of an id)."""
     match = _ID.fullmatch(str(text))
+    # if the first part is a folder, it is a path with a mistake rather than an id
     if match is None or Path(text).exists() or Path(str(text).partition("/")[0]).is_dir():
         return None
     return HubId(*match.groups())
@@ -79,6 +80,7 @@ def files_to_transfer(names: list[str]) -> list[str]:
     for name in names:
         if name in supported or _LICENSE_FILE.fullmatch(name) or _NAMED_TEMPLATE.fullmatch(name):
             small_files.append(name)
+    # safetensors are preferred to pickles, and an adapter has weights of its own
     for stem in WEIGHTS[:2]:
         base, extension = stem.split(".")
         shard = re.compile(rf"{base}(-\d+-of-\d+)?\.{extension}(\.index\.json)?")
@@ -104,6 +106,7 @@ def fetch(repo: HubId, token: str | None = None, folder: Path | None = None) -> 
             info = hub.HfApi(token=token).model_info(
                 repo.name, revision=repo.revision, files_metadata=True
             )
+        # without a network, a complete snapshot will do: the branch's commit at the last request
         except Exception as error:
             if (
                 folder is not None
@@ -116,6 +119,8 @@ def fetch(repo: HubId, token: str | None = None, folder: Path | None = None) -> 
         pinned = HubId(repo.name, info.sha)
         sizes = {str(file.rfilename): int(file.size or 0) for file in info.siblings}
         assert pinned.is_pinned, f"unexpected commit {info.sha!r}"
+
+    # download what is missing
     names = files_to_transfer(sorted(sizes))
     if not {"config.json", "adapter_config.json"} & set(names):
         raise ValueError(
@@ -161,10 +166,12 @@ def pinned_data(repo: HubId) -> HubId:
 def downloaded_from(folder: Path) -> HubId | None:
     """Return the pinned id that `fetch` downloaded a folder from, or None for other folders."""
     folder = Path(os.path.realpath(folder))
+    # in the cache: models--OWNER--NAME/snapshots/COMMIT
     owner, _, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     if folder.parent.name == "snapshots" and name and _COMMIT.fullmatch(folder.name):
         return HubId(f"{owner}/{name}", folder.name)
     try:
+        # in a folder of the user, `fetch` has left a note
         repo = HubId(**json.loads((folder / _ORIGIN_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return None
@@ -204,6 +211,7 @@ def translate_hub_errors(repo: HubId) -> Iterator[None]:
         else:
             reason = str(error).split("\n")[0][:200]
         raise ValueError(f"{repo}: the hub returned status {status}: {reason}") from None
+    # HTTP libraries differ between versions of huggingface_hub, and so do their exceptions
     except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split())[:150]
         if not (isinstance(error, errors.LocalEntryNotFoundError) or _is_unreachable(error)):
@@ -288,6 +296,7 @@ def _weights_last(names: list[str]) -> list[list[str]]:
 def _check_disk_space(folder: Path, names: list[str], sizes: dict[str, int], repo: HubId) -> None:
     """Raise ValueError if the remaining files do not fit on the disk."""
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    # a snapshot has links to blobs, which must not count twice
     downloaded = sum(
         path.stat().st_size
         for path in folder.rglob("*")

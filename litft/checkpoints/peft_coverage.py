@@ -35,6 +35,7 @@ def check_coverage(config: dict[str, Any], tensors: Mapping[str, Tensor], folder
             names = " and ".join(["target_modules", *fields])
             reason = f"{names} leave out {module}, of which {ADAPTER_WEIGHTS} has weights"
             raise ValueError(f"{folder / ADAPTER_CONFIG}: {reason}; {_REMEDY}")
+        # `matching_pattern` takes the text model's name, and tries the wrapped ones too
         expected = matching_pattern(config, "rank_pattern", text_name(module), config["r"])
         if rank != expected:
             reason = f"{module} has the rank {expected}, but {rank} in {ADAPTER_WEIGHTS}"
@@ -64,12 +65,14 @@ def matching_pattern(config: dict[str, Any], field: str, name: str, default: flo
 def _module_ranks(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the rank of each module that has LoRA weights; stacked experts are adapted as
     parameters instead."""
+    # an entry names a parameter, the tensors of its factors are under the module
     stacks = [f".{name.rpartition('.')[0]}" for name in config.get("target_parameters") or []]
     ranks = {}
     for key, tensor in tensors.items():
         module, _, leaf = key.removeprefix(PREFIX).partition(".lora_")
         if f"lora_{leaf}" not in _FIRST_FACTORS or tensor.ndim != 2:
             continue
+        # PEFT nests one wrapper for each adapted parameter of a module
         is_stack = any(f".{module.replace('.base_layer', '')}".endswith(stack) for stack in stacks)
         if not is_stack:
             ranks[module] = tensor.size(0)
@@ -91,6 +94,7 @@ def _is_targeted(module: str, config: dict[str, Any]) -> bool:
     if not _is_named(module, targets or [], "target_modules"):
         return False
     layers = config.get("layers_to_transform")
+    # layers_to_transform limits only names that match by their end
     if isinstance(targets, str) or module in targets or layers is None or layers == []:
         return True
     patterns = config.get("layers_pattern") or []
@@ -120,6 +124,7 @@ def _search(expression: str, name: str, field: str) -> regex.Match | None:
 
     Raises ValueError if it is invalid or takes too long.
     """
+    # the expression comes from a file: a bad one could run for hours without the timeout
     try:
         return regex.match(expression, name, timeout=MATCH_SECONDS)
     except TimeoutError:

@@ -70,6 +70,8 @@ def write_adapter(
         trained=vocabulary.trained,
         token_rows=vocabulary.token_rows,
     )
+
+    # LoRA factors
     adapted = list(dict.fromkeys(targets[name] for name in adapter.factors))
     fused = {target: target.fuse(adapter.factors) for target in adapted}
     tensors = dict(vocabulary.tables)
@@ -82,16 +84,21 @@ def write_adapter(
         tensors |= {f"{key}.{a}": fused[target].a, f"{key}.{b}": fused[target].b}
         if fused[target].m is not None:
             tensors[f"{key}.lora_magnitude_vector"] = fused[target].m
+
+    # parameters trained in full, and rows of new tokens
     trained = _peft_tensors(adapter.trained, rules, {target.name for target in adapted})
     # PEFT expects a copy for the tied head too
     if _trains_tied_embedding(adapter, model):
         trained[f"{targets['lm_head'].name}.weight"] = adapter.trained["embed.weight"].clone()
     for name, rows in adapter.token_rows.items():
         tensors[f"{targets[name.partition('.')[0]].name}.{TOKEN_ROWS}"] = rows
+
+    # the config
     config = _lora_config(fused, targets, names) | _extra_config(adapter, model, rules, targets)
     if "modules_to_save" in config:
         config["modules_to_save"] = [names.of(module) for module in config["modules_to_save"]]
     config |= settings
+    # PEFT does not know which rows of a whole table are new, so litft's record says it
     if vocabulary.tables or (adapter.tokens and not adapter.token_rows):
         config["litft"] = config.get("litft", {}) | {"new_tokens": adapter.tokens}
     if config.get("target_parameters"):
@@ -128,12 +135,14 @@ def _vocabulary(
     others = [
         name for name in TABLES if name in adapter.factors or f"{name}.weight" in adapter.trained
     ]
+    # without anything else in the tables, PEFT's trainable tokens do
     if not (adapter.tokens and others):
         return plain
     written = _WrittenVocabulary(dict(adapter.factors), dict(adapter.trained), {})
     for name in TABLES:
         rows = adapter.token_rows.get(f"{name}.token_rows", adapter.token_rows["embed.token_rows"])
         weight = f"{name}.weight"
+        # a table that is trained in full takes the rows
         if weight in written.trained:
             written.trained[weight] = _with_rows(written.trained[weight], adapter.tokens, rows)
             continue
@@ -144,6 +153,8 @@ def _vocabulary(
             and "embed.weight" in written.trained
         ):
             continue  # it is a copy of the trained embedding
+
+        # the rows go into a copy of the base's table, next to the factors if there are any
         base = read_base(base_table(name, model)).float()
         table = _with_rows(base, adapter.tokens, rows)
         if name not in written.factors:
@@ -192,6 +203,8 @@ def _lora_config(
         name = names.of(target.config_name)
         ranks[name] = lora.a.size(0) // max(target.experts, 1)
         alphas[name] = lora.scale * ranks[name]
+
+    # the most common values are the defaults, and the patterns have the others
     r = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     modules = [names.of(target.config_name) for target in fused if not target.is_parameter]
@@ -199,6 +212,7 @@ def _lora_config(
     adaptable = [
         names.of(target.config_name) for target in targets.values() if not target.is_parameter
     ]
+    # short names would also match the modules of a vision tower
     if names.is_wrapper and modules:
         target_modules: list[str] | str = target_regex(modules, dict.fromkeys(adaptable))
     else:
@@ -230,6 +244,7 @@ def _extra_config(
     full_modules = dict.fromkeys(
         name.rpartition(".")[0] for name in adapter.trained if not name.endswith(".bias")
     )
+    # modules trained in full, by their names in the checkpoint
     if full_modules:
         mappings = mappings_to_hf(
             rules, [name for name in adapter.trained if name.rpartition(".")[0] in full_modules]

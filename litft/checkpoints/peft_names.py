@@ -72,6 +72,7 @@ def target_regex(adapted: Iterable[str], adaptable: Collection[str]) -> str:
     all_numbers = _numbers_by_form(adaptable)
     alternatives = []
     for form, numbers in _numbers_by_form(adapted).items():
+        # all layers: no need to list their numbers
         if numbers == all_numbers[form]:
             digits = r"\d+"
         else:
@@ -100,6 +101,7 @@ def missing_modules(
     model may have another name in its files (`backbone.layers.3`) than in its class: only
     `layers.3` is compared then.
     """
+    # in a wrapper, full names tell the language model's blocks from a vision tower's
     is_wrapper = any("language_model." in name for name in base_names)
     blocks = set()
     for name in base_names:

@@ -56,13 +56,19 @@ def read_adapter(
         targets=peft_targets(model, rules),
         read_base=read_base,
     )
+
+    # the file's tensors by their names in the text model
     stored = read_tensors(folder)
     check_coverage(config, stored, folder)
     tensors = {}
     for key, tensor in stored.items():
         tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
+
+    # the vocabulary comes first: what is left then has the shapes of the base
     vocabulary = take_vocabulary(tensors, reading)
     parts = _sort_tensors(tensors, reading)
+
+    # the rest, by the unit that it adapts
     factors = {}
     for target, target_parts in parts.targets.items():
         factors |= target.split(_weights(target, target_parts, reading))
@@ -76,6 +82,8 @@ def read_adapter(
         token_rows=vocabulary.rows,
         bias=config.get("bias", "none"),
     )
+
+    # a tied head is the embedding, unless the adapter has other values for it
     if not model.config.tied:
         return adapter
     if _differs(adapter):
@@ -86,6 +94,7 @@ def read_adapter(
 def _differs(adapter: LoraAdapter) -> bool:
     """Return whether an adapter of a tied base has other values for the head than for the
     embedding."""
+    # parameters trained in full, and then the rows of new tokens
     embed = adapter.trained.get("embed.weight")
     head = adapter.trained.get("lm_head.weight")
     if (embed is None) != (head is None):
@@ -129,14 +138,18 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: Reading) -> _Parts:
         if key.endswith(".base_layer.weight"):
             # PEFT also saves the base weight of an adapted head
             continue
+        # a parameter of the base, which PEFT names after its own wrapper
         if leaf is None:
             parts.base[module.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = (
                 tensor
             )
             continue
+        # a stack of experts that is adapted as a parameter
         if module in parameter_keys:
             parts.targets.setdefault(parameter_keys[module], {})[leaf] = tensor
             continue
+
+        # a module, known to the base by another name
         mappings = mappings_from_hf(reading.rules, [f"{module}.weight"])[0]
         if mappings:
             name = mappings[0].targets[0].removesuffix(".weight")
@@ -170,6 +183,7 @@ def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: Reading) -> 
     a = parts["a"]
     b = parts["b"]
     init = reading.init
+    # a stack has R rows of A for each expert
     rank = a.size(0) // max(target.experts, 1)
     scale = update_scale(reading.config, target.config_name, rank)
     if init is None or target.embedding:
@@ -179,6 +193,8 @@ def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: Reading) -> 
     if target.experts or changes_embedding or (init == "olora" and target.rule.transposed):
         reason = f"init_lora_weights {init!r} of {target.name} is not supported"
         raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
+
+    # to subtract the initial update is to add ranks with the opposite sign
     weights = [reading.read_base(f"{name}.weight").float() for name in target.linears]
     weight = target.rule.join_rows(weights)  # (out, in)
     a0, b0 = _initial_factors(weight, rank, scale, init)
@@ -202,6 +218,8 @@ def _trained_parameters(base_tensors: dict[str, Tensor], reading: Reading) -> di
     expected = dict(reading.model.named_parameters(remove_duplicate=False))
     parameters = {}
     mappings, unknown = mappings_from_hf(reading.rules, base_tensors)
+
+    # a fused tensor is converted only if all of its parts are there
     for mapping in mappings:
         is_complete = all(name in base_tensors for name in mapping.sources)
         if not (is_complete and all(name in expected for name in mapping.targets)):
@@ -230,6 +248,7 @@ def _check_complete(
     for name, lora in factors.items():
         if lora.m is None:
             without_magnitudes.append(name)
+    # in PEFT's config, DoRA is for all modules or for none
     if 0 < len(without_magnitudes) < len(factors):
         reason = (
             f"DoRA needs a lora_magnitude_vector for every module, {without_magnitudes[0]} has none"
@@ -247,6 +266,8 @@ def _stack_experts(
 ) -> LoraWeights:
     """Stack the LoRA weights of single experts; experts without an adapter get zeros."""
     linear: ExpertLinear = reading.model.get_submodule(name)
+
+    # ranks may differ between experts: smaller ones are padded with zeros
     ranks = [parts["a"].size(0) for parts in expert_parts.values() if "a" in parts]
     max_rank = max(ranks, default=1)
     a = torch.zeros(linear.count, max_rank, linear.in_features)
@@ -264,6 +285,7 @@ def _stack_experts(
         if not all(tensor.isfinite().all() for tensor in parts.values()):
             raise ValueError(f"{reading.path}: {module} contains NaN or infinity")
         a[expert, :rank] = parts["a"]
+        # scales may differ as well, so they become part of B
         b[expert, :, :rank] = parts["b"] * update_scale(reading.config, module, rank)
     return LoraWeights(a, b, 1.0)
 
@@ -287,6 +309,8 @@ def _problem(target: PeftTarget, parts: dict[str, Tensor], model: nn.Module) -> 
         return f"lacks {'lora_A' if 'a' not in parts else 'lora_B'}"
     linears = [model.get_submodule(name) for name in target.linears]
     num_experts = max(target.experts, 1)
+
+    # the sizes that the factors must have
     if target.embedding:
         in_features = linears[0].num_embeddings
         out_features = linears[0].embedding_dim
@@ -297,9 +321,12 @@ def _problem(target: PeftTarget, parts: dict[str, Tensor], model: nn.Module) -> 
         magnitudes = (num_experts, out_features)
     else:
         magnitudes = (out_features,)
+    # such a stack has A and B exchanged
     in_features, out_features = (
         (out_features, in_features) if target.swapped else (in_features, out_features)
     )
+
+    # the sizes that they have
     a = parts["a"]
     b = parts["b"]
     m = parts.get("m")

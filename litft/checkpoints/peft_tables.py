@@ -87,6 +87,7 @@ def take_vocabulary(tensors: dict[str, Tensor], reading: Reading) -> Vocabulary:
     PEFT saves the whole tables if the vocabulary was resized (more rows, or fewer, without the
     base's padding).
     """
+    # rows of the config's new tokens, and rows that whole tables have in addition to the base's
     given_ids = read_token_ids(reading.config, reading.folder)
     given = {}
     own = {}
@@ -97,6 +98,8 @@ def take_vocabulary(tensors: dict[str, Tensor], reading: Reading) -> Vocabulary:
         raise ValueError(
             f"{reading.path}: {len(given_ids)} new tokens need rows; copy the adapter again"
         )
+
+    # the tokens: those of the config first, in its order
     new_ids = sorted(own["embed"].keys() | own["lm_head"].keys())
     vocabulary = Vocabulary(list(dict.fromkeys([*given_ids, *new_ids])))
     if not vocabulary.ids:
@@ -109,6 +112,8 @@ def take_vocabulary(tensors: dict[str, Tensor], reading: Reading) -> Vocabulary:
             given[name] = given[other]
             own[name] = own[other]
             of_the_other.add(name)
+
+    # each table's rows: of its own, of the other table, or of the base
     for name in TABLES:
         rows = dict(own[name])
         if given[name] is not None:
@@ -126,6 +131,7 @@ def _add_update(
 ) -> None:
     """Add the LoRA update of a table to rows (1, C) that are those of the tied other one: PEFT adds
     it to all rows."""
+    # the factors have been fitted to the base's vocabulary
     known = [token for token in rows if token < reading.model.config.vocab_size]
     if not known or not _are_factors(tensors, _factor_keys(tensors, reading.targets[name].name)):
         return
@@ -202,6 +208,7 @@ def _check_rows(rows: dict[int, Tensor], ids: list[int], reading: Reading) -> No
 def _take_table(tensors: dict[str, Tensor], module: str) -> Tensor | None:
     """Take the table of a module out of the tensors: the trained one, if there are several."""
     table = None
+    # in this order, so that a trained table replaces a frozen one
     for ending in (*_FROZEN_TABLES, "weight", _SAVED_TABLE):
         stored = tensors.pop(f"{module}.{ending}", None)
         table = table if stored is None else stored
@@ -222,6 +229,8 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: Reading) -> dict[
     has_lora = _are_factors(tensors, factors)
     if leaf in factors and not has_lora:
         return {}  # `_problem` says what is wrong with them
+
+    # the number of rows in the adapter
     size = reading.model.config.vocab_size
     width = size if table is None else table.size(0)
     if has_lora:
@@ -238,10 +247,14 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: Reading) -> dict[
             raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
         # the table is what is left of the base's after the initial update
         return {}
+
+    # rows that differ from the base's
     base = reading.read_base(base_table(name, reading.model)).float()
+    # without the base's padding, a table gets it back
     whole = torch.cat((table[:size], base[width:]))
     changed = (whole != base).any(1).nonzero().flatten().tolist()
     is_saved = any(target.name.endswith(pattern) for pattern in reading.saved)
+    # the table was trained as a whole
     if is_saved or (len(changed) > MOST_ROWS * size and not has_lora):
         tensors[f"{target.name}.weight"] = whole
         changed = []
@@ -249,6 +262,7 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: Reading) -> dict[
     recorded = reading.config.get("litft", {}).get("new_tokens", [])
     tokens = {*changed, *recorded, *range(size, width)}
     rows = table
+    # single rows are final values: the update of the module is part of them
     if has_lora:
         rows = _with_update(table, target, tensors, reading)
         tensors[factors[leaf]] = _resized(tensors[factors[leaf]], size, dim)

@@ -60,8 +60,10 @@ class PeftTarget:
     def fuse(self, factors: dict[str, LoraWeights]) -> LoraWeights:
         """Combine the factors of the Linears (some may have none) into one pair in PEFT's
         layout."""
+        # the A's are stacked; B is block-diagonal, and a Linear's columns begin at `start`
         loras = [factors[name] for name in self.linears if name in factors]
         a = torch.cat([lora.a for lora in loras], dim=-2)
+        # PEFT has one scale for the pair, so B takes up the differences
         scale = next((lora.scale for lora in loras if lora.scale), 1.0)
         start = 0
         blocks = []
@@ -77,6 +79,8 @@ class PeftTarget:
             m = None
         else:
             m = self.rule.join_rows([lora.m[..., None] for lora in loras]).squeeze(-1)
+
+        # stacked experts, in the layout of PEFT's ParamWrapper
         if self.experts:
             a, b = (b.mT, a.mT) if self.swapped else (a, b)
             a = a.flatten(0, 1)
@@ -94,6 +98,8 @@ class PeftTarget:
         """Invert `fuse`: each Linear gets A and its rows of B, without the ranks that are zero in
         these rows."""
         a, b, scale, m = fused
+
+        # undo the layout of ParamWrapper
         if self.experts:
             a = a.unflatten(0, (self.experts, -1))
             b = b.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
@@ -105,6 +111,8 @@ class PeftTarget:
         else:
             magnitudes = [part.squeeze(-1) for part in self.rule.split_rows(m[..., None])]
         factors = {}
+
+        # B is zero before training, and then does not tell which ranks belong to a Linear
         untrained = not b.any()
         for name, rows, magnitude in zip(
             self.linears, self.rule.split_rows(b), magnitudes, strict=True
@@ -130,6 +138,7 @@ def peft_targets(model: nn.Module, rules: list[Rule]) -> dict[str, PeftTarget]:
     targets = {}
     has_experts = any(isinstance(module, ExpertLinear) for module in model.modules())
     for name, module in adaptable_modules(model).items():
+        # PEFT's names come first in the rules, so they win
         rule, numbers = rule_of(rules, f"{name}.weight")
         linears = tuple(
             weight_name.removesuffix(".weight") for weight_name in tensor_names(rule, numbers)

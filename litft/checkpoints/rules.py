@@ -175,6 +175,7 @@ class Tile(_SingleTensorRule):
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """Convert [stored tensor] to the litft tensors."""
         *others, last = tensors[0].split(self.sizes, dim=self.dim)
+        # (heads per key head, key heads, D), to be exchanged
         last = last.unflatten(self.dim, (-1, self.key_heads, self.head_dim))
         last = last.transpose(self.dim, self.dim + 1).flatten(self.dim, self.dim + 2)
         return [*others, (-last).log() if self.decay else last]
@@ -255,6 +256,7 @@ class Stack:
     def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
         """Return the names of all tensors of the stack, including those missing from the
         checkpoint."""
+        # the tensors of a stack differ in the last number alone
         start, end = match.span(match.lastindex)
         return tuple(f"{name[:start]}{n}{name[end:]}" for n in range(self.count))
 
@@ -322,8 +324,9 @@ class Dequantize:
         """Convert [blocks, scales] to the litft tensors of `rule`."""
         blocks, scales = tensors
         table = torch.tensor(FP4, dtype=torch.bfloat16, device=blocks.device)
-        # (..., I / 32, 16, 2)
+        # the lower four bits of a byte are the first value: (..., I / 32, 16, 2)
         pairs = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), dim=-1)
+        # scales are exponents with a bias of 127 (E8M0)
         values = torch.ldexp(pairs.flatten(-2), scales[..., None].int() - 127)
         return self.rule.from_hf([values.flatten(-2).bfloat16()])
 
@@ -372,6 +375,7 @@ def _compiled(pattern: str) -> re.Pattern:
 
 
 def _choice(text: str) -> str:
+    # numbers alone are groups, since they are carried over to the other name
     if text in ("", "*"):
         return {"": r"(\d+)", "*": ".*"}[text]
     if _is_numbers(text):

@@ -34,6 +34,7 @@ def check_method(settings: dict[str, Any]) -> None:
     method = settings.get("quant_method")
     remedy = "download the unquantized model"
     if method == "compressed-tensors":
+        # each group of modules may have a format of its own
         formats = {
             group.get("format") or settings.get("format")
             for group in settings.get("config_groups", {}).values()
@@ -81,11 +82,13 @@ def _fp8_weights(
     for name, meta in metas.items():
         if isinstance(meta, Tensor) and meta.dtype in FP8 and name.endswith(".weight"):
             stem = name.removesuffix("weight")
+            # the names in DeepSeek's format, and in that of compressed-tensors
             suffix = next(
                 (s for s in ("weight_scale_inv", "weight_scale") if f"{stem}{s}" in metas), None
             )
             if suffix is None:
                 raise ValueError(f"{name} is stored in FP8, but its scale is missing; {_AGAIN}")
+            # scales of activations, which the dequantized weight does not need
             unused = {}
             for s in ("input_scale", "activation_scale"):
                 if f"{stem}{s}" in metas:
@@ -108,6 +111,7 @@ def _check_fp8_scale(name: str, scale: Any, weight: Tensor, block: Iterable[int]
             f"config.json: weight_block_size must be two positive numbers, found {sizes!r:.100}"
         )
     rows, columns = weight.shape
+    # blocks at the edges may be smaller
     blocks = (-(-rows // sizes[0]), -(-columns // sizes[1]))
     shapes = ((), (1,), (1, 1), (rows, 1), blocks)
     if not isinstance(scale, Tensor) or not scale.is_floating_point():
@@ -147,6 +151,7 @@ def dequantize_fp8(
     """Return weight (O, I) in bf16. scale: one number, one a row (O, 1), or one for each block of
     (block[0], block[1])."""
     scale = scale.float()
+    # one number or one a row broadcasts as it is; one a block is repeated over its block
     if scale.dim() == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, weight.size(0))):
         rows, columns = weight.shape
         scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[
@@ -163,6 +168,8 @@ def _integer_weights(
     for name, meta in metas.items():
         if not name.endswith(".qweight"):
             continue
+
+        # the parts of the weight
         stem = name.removesuffix("qweight")
         suffixes = ["qweight", "qzeros", "scales"]
         if f"{stem}g_idx" in metas:
@@ -178,6 +185,8 @@ def _integer_weights(
             raise ValueError(
                 f"{name}: expected a matrix of torch.int32, found {_dtype_of(meta)}; {_AGAIN}"
             )
+
+        # the shape of the weight follows from that of its packed numbers
         packed = 32 // bits  # numbers in each int32
         if method == "gptq":
             outputs = meta.shape[1]
@@ -189,6 +198,8 @@ def _integer_weights(
             outputs = meta.shape[1] * packed
             inputs = meta.shape[0]
             dequantize = partial(_call, dequantize_awq)
+
+        # every part must have the shape that follows from it
         scales = metas[parts["scales"]]
         if isinstance(scales, Tensor) and scales.dim() == 2:
             groups = scales.shape[0]
@@ -198,6 +209,8 @@ def _integer_weights(
         _check_part(
             parts["qzeros"], metas[parts["qzeros"]], torch.int32, (groups, outputs // packed)
         )
+
+        # with g_idx, groups may have any size and order; otherwise all have the same size
         if "g_idx" in parts and method == "gptq":
             _check_part(parts["g_idx"], metas[parts["g_idx"]], torch.int32, (inputs,))
         elif groups == 0 or inputs % groups:
@@ -227,6 +240,8 @@ def dequantize_gptq(
         raise ValueError(
             f"{name}: expected groups from 0 to {scales.size(0) - 1}, found others; {_AGAIN}"
         )
+
+    # values are packed along the inputs, zeros along the outputs
     values = _unpack(qweight.mT, bits)  # (O, I)
     zeros = _unpack(qzeros, bits) + int(v1)  # (G, O)
     features = values.size(1)
@@ -240,6 +255,7 @@ def dequantize_gptq(
 def dequantize_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, **unused: Tensor) -> Tensor:
     """Return the weight (O, I) of AWQ (arXiv 2306.00978). qweight: (I, O / 8) int32; qzeros: (G, O
     / 8); scales: (G, O)."""
+    # from the order of the bits to the order of the columns
     order = torch.tensor(AWQ_ORDER).argsort()
     values, zeros = (
         _unpack(x, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for x in (qweight, qzeros)
@@ -253,5 +269,6 @@ def dequantize_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, **unused: Te
 def _unpack(x: Tensor, bits: int) -> Tensor:
     """Return the numbers of `bits` bits in x (rows, columns) int32, the lowest bits first: (rows,
     columns * 32 / bits)."""
+    # the shift copies the sign bit, which the mask removes again
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((x[..., None] >> shifts) & (2**bits - 1)).flatten(-2)

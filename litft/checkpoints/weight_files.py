@@ -61,6 +61,7 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """The sorted names of all tensors, without what quantized weights are stored as."""
+        # scales and the like belong to a quantized weight, and are no tensors of their own
         statistics = {
             name for parts in self._packed.values() for name in parts.values()
         } - self._packed.keys()
@@ -100,6 +101,7 @@ class Checkpoint:
             )
         if name not in self._packed:
             return meta
+        # a 4-bit weight is stored flat, and its state has the shape
         state = next(
             (stored_name for suffix, stored_name in self._packed[name].items() if suffix in STATES),
             None,
@@ -159,6 +161,7 @@ class Checkpoint:
         suffixes."""
         packed = {}
         for name in self._file_of:
+            # bitsandbytes appends suffixes to the weight's name (4 bits) or to the module's (int8)
             stem, _, _ = name.rpartition(".weight.") if ".weight." in name else name.rpartition(".")
             suffix = name.removeprefix(f"{stem}.")
             if suffix in (*STATES, *STATISTICS) and f"{stem}.weight" in self._file_of:
@@ -168,11 +171,13 @@ class Checkpoint:
     def _read_stored(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         handle = self._handle_of(self._file_of[name])
         meta = self._metas[name]
+        # the tensors of a pickle file are memory-mapped, so a slice reads no more than itself
         if isinstance(handle, dict):
             tensor = handle[name][slices]
         elif isinstance(meta, str) or meta[slices].shape == meta.shape:
             tensor = handle.get_tensor(name)
         else:
+            # safetensors accepts no slices beyond the end
             clipped = tuple(
                 slice(part.start, min(part.stop, size))
                 for part, size in zip(slices, meta.shape, strict=True)
@@ -286,6 +291,7 @@ def _indexed_files(index: Path) -> list[Path]:
         raise ValueError(f"{index} is not a valid index ({error!r}); download it again") from None
     if not shards:
         raise ValueError(f"{index} lists no files; download it again")
+    # an index may come from anywhere: it must not lead to files outside of its folder
     strays = []
     for name in shards:
         if Path(name).name != name:
@@ -350,15 +356,19 @@ def check_weights(
 ) -> list[TensorMapping]:
     """Return the mappings that fill `model`; raise ValueError for missing, unexpected or misshapen
     tensors."""
+    # what the network expects
     names = set(checkpoint.names)
     mappings, unexpected = mappings_from_hf(rules, checkpoint.names)
     expected = {
         name: torch.empty_like(parameter, device="meta")
         for name, parameter in model.named_parameters()
     }
+
+    # compare each stored tensor with the network's, converted back
     problems = []
     filled = set()
     for mapping in mappings:
+        # a target that the network lacks, or that has a value already
         if any(target not in expected or target in filled for target in mapping.targets):
             unexpected += [name for name in mapping.sources if name in names]
             continue
@@ -370,6 +380,8 @@ def check_weights(
                 if name in names
                 else [f"missing {name}"]
             )
+
+    # the network's parameters without a stored tensor
     unfilled = [name for name in expected if name not in filled]
     problems += [
         f"missing {name}" for mapping in mappings_to_hf(rules, unfilled) for name in mapping.targets
@@ -439,20 +451,24 @@ def load_weights(
             for module, name in zip(modules, mapping.targets, strict=True)
         ]
         device = model.get_parameter(mapping.targets[0]).device
+        # stored in bitsandbytes' format: taken over as it is
         if mapping.is_copy and quantized[0] and (packed := checkpoint.packed(mapping.sources[0])):
             modules[0].fill(packed.to(device))
         elif len(modules) == 1 and not quantized[0]:
+            # a single target can be read in part, so that a rank reads only its shard
             name = mapping.targets[0]
             placement.copy_in(
                 name, model.get_parameter(name), partial(_read_part, checkpoint, mapping)
             )
         else:
+            # quantized here, or converted together with others: this needs the whole tensors
             tensors = mapping.convert([checkpoint.read(name) for name in mapping.sources])
             for name, module, is_quantized, tensor in zip(
                 mapping.targets, modules, quantized, tensors, strict=True
             ):
                 if is_quantized:
                     module.fill(
+                        # stacked experts (E, out, in) are quantized as one matrix
                         QuantizedTensor.quantize(
                             placement.shard(name, tensor).to(device, dtype).flatten(0, -2),
                             module.kind,
@@ -464,6 +480,7 @@ def load_weights(
 
 def _read_part(checkpoint: Checkpoint, mapping: TensorMapping, slices: tuple[slice, ...]) -> Tensor:
     """Read a slice of the only target of a mapping."""
+    # copies and stacks are read in part; any other conversion needs its whole sources
     if mapping.is_copy:
         return checkpoint.read(mapping.sources[0], slices)
     if mapping.is_stack:
@@ -503,6 +520,7 @@ def write_weights(
         for entry in entries:
             entry.make()
         return
+    # a tensor that does not fit into the last shard begins a new one
     shards: list[list[LazyTensor]] = [[]]
     for entry in entries:
         if (
@@ -517,6 +535,8 @@ def write_weights(
         names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
     else:
         names = ["model.safetensors"]
+
+    # one shard after the other, so that only its own tensors are in memory
     for file, shard in zip(names, shards, strict=True):
         tensors = {entry.name: entry.make().detach().cpu().contiguous() for entry in shard}
         write_file(tensors, folder / file)

@@ -46,6 +46,7 @@ _QUESTION: Message = {"role": "user", "content": "How warm is it?"}
 def _answer(content: str) -> Message:
     """Return a message with the call."""
     function = {"name": _CALL.name, "arguments": _CALL.arguments}
+    # Mistral's templates refuse ids that do not have nine letters and digits
     call = {"type": "function", "id": "a1b2c3d40", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
@@ -54,13 +55,17 @@ def _answer(content: str) -> Message:
 def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
     thoughts = thought_marks(template)
     write = partial(render, template, day="2026-01-01", **json.loads(variables))
+    # a template that needs text fails on an object, or prints it in Python's form
     as_text = "tool" in template and not _takes_objects(write)
+    # the marks of gpt-oss are known, and a call is a message in a channel
     if "<|channel|>" in template and "<|message|>" in template:
         return AnswerFormat(thoughts, channels=True, arguments_as_text=as_text)
     if "tool" in template:
         written = list(_written_calls(write, ends))
     else:
         written = []
+
+    # of the marks that occur in the call, those with which it can be read back
     for marks in CALL_MARKS:
         found = AnswerFormat(thoughts, marks, arguments_as_text=as_text)
         if any(marks.opening in text and _reads(found, text) for text in written):
@@ -81,17 +86,20 @@ def _takes_objects(write: Render) -> bool:
 def answer_format(template: str, special: dict[str, str], ends: EndTokens) -> AnswerFormat:
     """Return how a template writes answers. special: bos_token and other variables of the
     template."""
+    # as text, since the arguments of a cached function must be hashable
     return _format_of(template, ends, json.dumps(special, sort_keys=True))
 
 
 def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
     """Yield what the template renders for a call after some content, and for a call alone."""
+    # a template may write a call beside content and a call alone in different ways
     for content in (_CONTENT, ""):
         try:
             turn = assistant_turns(write, [_QUESTION, _answer(content)], [_TOOL], ends)[0].turns[0]
         except ValueError:
             continue
         text = turn.text[turn.start : turn.end]
+        # the token that ends the turn is not a part of the call
         for token in ends.special:
             text = text.removesuffix(token)
         yield text
@@ -99,6 +107,7 @@ def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
 
 def _reads(answer_format: AnswerFormat, written: str) -> bool:
     """Return whether the call is read back from what the template has written."""
+    # the prompt may have opened the thought that the answer closes
     in_thought = any(
         closing in written and opening not in written for opening, closing in answer_format.thoughts
     )

@@ -123,6 +123,7 @@ class AnswerParser:
         while True:
             before = (self.state, len(self.buffer))
             yield from getattr(self, f"_in_{self.state}")(is_last)
+            # nothing has changed: the state waits for more text
             if (self.state, len(self.buffer)) == before:
                 return
 
@@ -140,9 +141,11 @@ class AnswerParser:
                 self.buffer = text.removeprefix(closing)
                 self.state = "after_thought"
                 return
+            # the text so far may become a mark
             if not is_last and (opening.startswith(text) or closing.startswith(text)):
                 return
         self._begin_answer(text, is_last)
+        # a generator without parts, like the other states
         yield from ()
 
     def _begin_answer(self, text: str, is_last: bool) -> None:
@@ -196,6 +199,7 @@ class AnswerParser:
         A closing mark may be a part of an argument: then a later one completes the calls.
         """
         marks = self.format.calls
+        # earlier closing marks of this buffer have been tried
         start = max(self.tried, len(marks.opening))
         while marks.closing and not self.gives_up:
             end = self.buffer.find(marks.closing, start)
@@ -304,12 +308,14 @@ class ChannelParser(AnswerParser):
     def continue_message(self, prompt: str) -> None:
         """Begin within a message if the prompt ends within one."""
         before, mark, text = prompt.rpartition("<|message|>")
+        # no end after the last mark: the prompt ends within this message
         if mark and first_mark(text, self.ENDS)[0] < 0:
             self.header = before.rpartition("<|start|>")[2]
             self.state = "message"
 
     def _in_header(self, is_last: bool) -> Iterator[AnswerPart]:
         """Read up to the text of a message."""
+        # text that cannot become a header is content: the model has left the header out
         if not _may_be_header(self.buffer):
             self.state = "content"
             return
@@ -347,6 +353,7 @@ class ChannelParser(AnswerParser):
 
     def _call(self, name: str, text: str) -> Iterator[AnswerPart]:
         try:
+            # as an object, so that arguments are checked as in other formats
             (call,) = read_calls(json.dumps({"name": name, "arguments": text}))
         except ValueError:
             yield from self._text("content", f"{self.header}<|message|>{text}")
@@ -393,6 +400,7 @@ def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
 def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of `text` that is a beginning of `mark`, but not the
     whole mark."""
+    # the longest first
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return length

@@ -76,6 +76,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             if is_sequence and all(isinstance(size, int) for size in sizes):
                 _check_length(sizes[0] * sizes[1])
         elif operator == "**":
+            # a power of large numbers has more digits than memory
             is_huge = isinstance(right, int) and abs(right) > 10_000
             _check_length(LONGEST_TEXT + 1 if is_huge else 0)
         elif operator == "%" and isinstance(left, str) and re.search(r"%[^%]*?(\d{6}|\*)", left):
@@ -145,6 +146,7 @@ def _compile(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _tojson
     environment.limit_filters()
+    # after it, since `_parse` inserts these two, and they take no numbers
     environment.filters["counted"] = _counted
     environment.filters["bounded"] = _bounded
     environment.globals["raise_exception"] = _raise
@@ -182,6 +184,7 @@ def render(
     else:
         today = datetime.date.today()
     context = {"documents": None, **variables}
+    # a list, in which all loops of one rendering count together
     context |= dict(
         messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, litft_steps=[0]
     )
@@ -224,6 +227,8 @@ def last_user_message(prompt: str, render: Callable[[list[Message]], str]) -> st
         {"role": role, "content": text}
         for role, text in (("user", "a"), ("assistant", answer), ("user", mark))
     ]
+
+    # what precedes a user's message is common to the first one and a later one
     try:
         head, found, tail = render(messages[2:]).partition(mark)
         later_head = render(messages).partition(mark)[0]

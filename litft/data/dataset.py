@@ -134,6 +134,7 @@ def load_data(
     no collectives, so it can run before the process group exists. Raise ValueError naming file and
     record for unreadable data, and for tokens outside the model's vocabulary.
     """
+    # to be restored if nothing is rendered
     own = tokenizer.chat_template, tokenizer.named_templates
     template = choose_template(args.template, tokenizer)
     _set_arguments(tokenizer, args.template_args)
@@ -155,11 +156,15 @@ def load_data(
     }
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
+
+    # without validation files, a part of each training file is held out
     splits = split([stores[file] for file in train], 0.0 if val else args.val_fraction, args.seed)
     held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [
         (s, out) for s, _, out in splits
     ]
     weights = args.path_weights
+
+    # a file that is read in two ways has one label, but two reports
     reports: dict[str, EncodingReport] = {}
     for file, store in stores.items():
         reports[file.label + " (with other settings)" * (file.label in reports)] = store.report
@@ -234,6 +239,7 @@ def length_limit(max_seq_length: int | None, context: int) -> int:
 def _encoder_of(file: File | HubSplit, encoder: Encoder) -> Encoder:
     """Return the encoder of a file, which may have a format, columns and a template of its own."""
     form, columns, template = file.reading
+    # a copy: other files are rendered with the template of the flags
     if template is not None:
         own = copy.copy(encoder.tokenizer)
         choose_template(template, own)
@@ -323,6 +329,7 @@ def _set_arguments(tokenizer: Tokenizer, items: list[str]) -> None:
     tokenizer.chat_template = with_arguments(tokenizer.chat_template, items)
     templates = {}
     for name, source in tokenizer.named_templates.items():
+        # an argument applies to the templates that mention it; the main one must
         known = []
         for item in items:
             if mentions_variable(source, item.partition("=")[0]):
@@ -384,6 +391,7 @@ def split(
     and at least one is kept (the highest score).
     """
     scores = [_scores(store.units, seed) for store in stores]
+    # thresholds between the lowest and the highest score keep both sides from being empty
     sorted_scores = np.sort(np.concatenate(scores))
     threshold = 0.0
     # above the lowest, and not above the highest
@@ -399,6 +407,8 @@ def split(
 def _scores(units: np.ndarray, seed: int) -> np.ndarray:
     """Map the hash of each unit to a number in [0, 1), by the finalizer of SplitMix64 (Steele et
     al., OOPSLA 2014)."""
+    # SplitMix64's state, `seed` steps after the unit: its increment is 2^64 divided by the golden
+    # ratio
     x = units + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -421,6 +431,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     bars of equal width."""
     first = int(lengths.min())
     width = -(-int(lengths.max() - lengths.min() + 1) // NUM_BARS)
+    # lengths are whole numbers: a bar reaches from one edge, exclusive, to the next, inclusive
     edges = np.arange(first - 1, int(lengths.max()) + width, width)
     counts, _ = np.histogram(lengths, edges + 1)
     edges[-1] = lengths.max()

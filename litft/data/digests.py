@@ -42,6 +42,7 @@ def digest_of(path: Path) -> str:
             fcntl.flock(lock, fcntl.LOCK_EX)
             return _cached_digest(path, entry) or _hash_and_cache(path, entry)
     except OSError as error:
+        # an error of the data file is the caller's; one of the cache only costs time
         if error.filename and not str(error.filename).startswith(str(folder)):
             raise
         return _hash_file(path)  # the cache is not writable
@@ -56,6 +57,7 @@ def _cached_digest(path: Path, entry: Path) -> str | None:
     try:
         cached = json.loads(entry.read_text("utf-8"))
         identity = _identity(path)
+        # see SETTLED: the times alone do not show a change right after the hashing
         settled = cached["at"] - max(identity[2:4]) > SETTLED
         if cached["identity"] == identity and settled:
             return cached["digest"]
@@ -66,6 +68,8 @@ def _cached_digest(path: Path, entry: Path) -> str | None:
 
 def _hash_and_cache(path: Path, entry: Path) -> str:
     now = time.time_ns()
+
+    # of both ends of the reading: a file that is being written has no hash to keep
     identity = _identity(path)
     digest = _hash_file(path)
     if _identity(path) != identity:  # it was written in the meantime

@@ -172,6 +172,8 @@ class Encoder:
         plain = to_preferences(record, where, "", self.kind)
         unit = unit_hash(_prompt_of(plain[0].answers[0]))
         preferences = to_preferences(record, where, self.tokenizer.chat_template, self.kind)
+        # a pair that became two labelled answers: equal answers would be both desirable and
+        # undesirable
         if len(preferences) == 2 and preferences[0].answers == preferences[1].answers:
             encoded.notes.append(EQUAL)
             return
@@ -189,6 +191,7 @@ class Encoder:
                 len(after) < len(before) - lost for before, after in zip(sides, cut, strict=True)
             ):
                 encoded.notes.append(CUT)
+            # an answer that was cut is not complete, and is not generated to compare
             sides = [
                 after if len(after) == len(before) - lost else after & ~IN_ANSWER
                 for before, after in zip(sides, cut, strict=True)
@@ -213,6 +216,7 @@ class Encoder:
             encoded.notes += [] if EMPTY in encoded.notes else [MASKED]
             return None
         self._note_unused(messages, example, encoded)
+        # where the template needs several texts, the last one ends with the answer to compare
         *_, (ids, turns) = self._tokenize(messages, example)
         stored = np.array(ids, np.uint32)
         for turn in turns:
@@ -271,6 +275,7 @@ class Encoder:
             for turn in turns:
                 if turn.message in supervised:
                     self._mark_targets(sample, turn, encoded)
+                # a sample has one token more than inputs: its last token is only a target
                 if turn.end <= self.limit + 1:
                     last_complete = turn.message
                     sample[self._answer_start(turn) : turn.end] |= IN_ANSWER
@@ -326,6 +331,7 @@ class Encoder:
                 encoded.unused.append(f"{TEMPLATE_ARGS}.{name}")
         if not example.tools:
             return
+        # the first prompt with tools and without: the same text has no tools in it
         first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
         texts = []
         for tools in (example.tools, None):
@@ -346,6 +352,7 @@ class Encoder:
         text = example.text
         if not text.strip():
             return
+        # tokenized as a whole, so that no token depends on the cuts
         cuts = [*range(SPAN, len(text), SPAN)] if example.divided else []
         ids, boundaries = self.tokenizer.encode_with_boundaries(text, cuts)
         opening = self.tokenizer.encode("") if example.begins else []
@@ -448,6 +455,7 @@ class Encoder:
             )
             return len(self.tokenizer.encode(prompt, bos=False)) > self.limit + 1
 
+        # the longer prompts come later, so bisection renders only a few of them
         try:
             at = bisect_left(answers, True, key=exceeds)
         except ValueError:
@@ -464,6 +472,7 @@ class Encoder:
         them."""
         render = partial(self.tokenizer.apply_chat_template, **example.template_args)
         for rendered in assistant_turns(render, messages, example.tools, self.tokenizer.end_tokens):
+            # all positions of a text are looked up at once, in one pass of the tokenizer
             offsets = []
             masked = {}
             for turn in rendered.turns:
@@ -563,6 +572,7 @@ def unit_hash(example: Example) -> int:
     """Return the hash of a conversation, independent of which turns are supervised."""
     if example.token_ids is not None:
         return hash64(json.dumps(example.token_ids))
+    # a record stays on its side of the split if only its mask changes
     messages = []
     for message in example.messages:
         messages.append(

@@ -155,6 +155,7 @@ def unused_fields(record: Record, read: Collection[str]) -> list[str]:
 
 def read_label(value: Any) -> bool | None:
     """Return whether a label means that an answer is desirable; None if it has another meaning."""
+    # tables may have 1.0 for 1
     return LABELS.get(str(value).lower().removesuffix(".0"))
 
 
@@ -192,6 +193,9 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
                 for field in form.fields
             ):
                 return name
+
+    # the message: the remedies are tried from the most general to the most specific, and the last
+    # one that applies is shown
     supported = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
     field_names = ", ".join(map(repr, record))[:200] or "none"
     remedy = "map the fields with --data.columns OURS=THEIRS,..."
@@ -202,6 +206,7 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
             f"'prompt={texts[0]},completion={texts[1]}'"
         )
     if re.search(r"\.[ct]sv\b", where):
+        # a name that is long, or ends like a sentence, is a value
         is_record = any(len(name) > 40 or name.rstrip().endswith(("?", ".")) for name in record)
         names = "the first line of a table must have the names of its fields"
         if is_record:
@@ -397,15 +402,18 @@ _GUANACO = re.compile(r"###\s*(Human|Assistant)\s*:")
 def _text(record: Record, where: str, template: str) -> Example:
     """Convert guanaco's `### Human: ... ### Assistant: ...`, or plain text."""
     text = text_field(record, "text", where)
+    # the pattern's group keeps the speakers: text before, speaker, content, speaker, content, ...
     before, *parts = _GUANACO.split(text)
     speakers = parts[::2]
     contents = parts[1::2]
+    # text that only mentions these marks, but does not begin with them, stays a text
     if not (text.lstrip().startswith("###") and "Assistant" in speakers):
         return Example(
             messages=[],
             text=text,
             begins=record.get("begins") is not False,
             ends=record.get("ends") is not False,
+            # only parts of a text file say whether they have the beginning
             divided="begins" in record or len(text) > LONG_TEXT,
         )
     messages = []
@@ -448,6 +456,7 @@ def _token_ids(record: Record, where: str, template: str) -> Example:
 
 def _integers(record: Record, name: str, where: str) -> list[int]:
     values = record[name]
+    # bool is a subclass of int, but no token id
     if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise ValueError(f"{where}: field {name!r} must be a list of whole numbers")
     return values

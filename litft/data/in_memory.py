@@ -27,6 +27,7 @@ def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = No
     records to read. Raise ValueError for anything else, and for a record that is not a mapping or
     cannot be written as JSON.
     """
+    # a data set with several splits is a mapping
     if isinstance(records, Mapping) or not isinstance(records, Iterable):
         if isinstance(records, Mapping):
             names = f" with {', '.join(map(str, records))}"
@@ -39,6 +40,8 @@ def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = No
         raise ValueError(f"data: cannot use {type(records).__name__}{names} as examples; {remedy}")
     folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / EXAMPLES
     folder.mkdir(parents=True, exist_ok=True)
+
+    # the final name is known only at the end: it is the hash of the content
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".partial")
     try:
         sha256 = hashlib.sha256()

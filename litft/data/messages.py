@@ -83,6 +83,8 @@ def _message(message: Any, where: str) -> Message:
     if message.get("function_call") and not calls:  # OpenAI's older form of a single call
         calls = _calls([message["function_call"]], where)
     content = message.get("content")
+
+    # content: text, typed parts, or null beside calls and reasoning
     thoughts = []
     if content is None and (calls or any(message.get(name) for name in REASONING_FIELDS)):
         content = ""
@@ -95,6 +97,7 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(content, str):
         raise ValueError(f"{where} must have text as its 'content'")
     checked = {"role": message["role"], "content": content} | text_fields(message, where)
+    # parts are joined to one text, so reasoning after the text would lose its place
     if thoughts:
         if (
             any(name in checked for name in REASONING_FIELDS)
@@ -133,6 +136,7 @@ def _thought(part: Any) -> str | None:
     """Return the reasoning that a part of type thinking or reasoning has; None for other parts."""
     if not isinstance(part, dict) or part.get("type") not in ("thinking", "reasoning"):
         return None
+    # the text is in a field named like the type, or in `text`
     text = part.get(part["type"], part.get("text"))
     if isinstance(text, list):  # Mistral's parts have a list of texts
         texts = []
@@ -251,9 +255,11 @@ def joined_messages(first: Message, second: Message) -> Message:
     calls = first.get("tool_calls", []) + second.get("tool_calls", [])
     if calls:
         joined["tool_calls"] = calls
+    # the first message may be a joined one already, with parts of its own
     parts = [*(first.get("parts") or [_as_part(first)]), _as_part(second)]
     joined.pop("train", None)
     joined.pop("parts", None)
+    # all parts alike: the message as a whole is learned or not
     if not any(part["train"] for part in parts):
         joined["train"] = False
     elif not all(part["train"] for part in parts):
@@ -275,6 +281,8 @@ def sharegpt_turn(turn: Any, where: str) -> Message:
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where} is from {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
     value = turn.get("value", turn.get("content"))
+
+    # some files have a turn of their own for a call, with the call as its value
     if speaker == "function_call":
         if isinstance(value, str):
             function_call = parse_json(value, where)

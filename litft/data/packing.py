@@ -58,12 +58,14 @@ class MicroBatch:
             item.name: tree_map_only(Tensor, move, getattr(self, item.name))
             for item in fields(self)
         }
+        # `documents` anew: their `to` leaves a part of them on the CPU
         return MicroBatch(**moved | {"documents": self.documents and self.documents.to(move)})
 
     def with_min_targets(self, count: int) -> "MicroBatch":
         """Return a copy with at least `count` targets, with arbitrary values: for measuring
         memory."""
         targets = self.targets.flatten()
+        # the first positions without a target get one, token 0
         free = (targets == IGNORED).nonzero()[: max(0, count - len(target_indices_of(targets))), 0]
         targets = targets.index_fill(0, free, 0).view_as(self.targets)
         return replace(self, targets=targets, target_indices=target_indices_of(targets))
@@ -93,11 +95,15 @@ class Layout:
         Each micro-batch is a list of rows of sample indices. Rows of similar length go together, to
         reduce padding. All ranks get the same number of micro-batches.
         """
+        # the longest samples first: a row is padded only to the longest one of its own micro-batch
         if self.row_tokens is None:
             rows = [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
         else:
             rows = pack(lengths, self.row_tokens, self.ranks)
             rows.sort(key=lambda row: -sum(lengths[i] for i in row))
+
+        # the fewest micro-batches that hold the rows, as a multiple of the ranks; their sizes
+        # differ by at most one row
         count = self.ranks * -(-len(rows) // (self.rows * self.ranks))
         bounds = [len(rows) * i // count for i in range(count + 1)]
         return [rows[bounds[i] : bounds[i + 1]] for i in range(count)]
@@ -151,6 +157,7 @@ def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[i
     row exceeds `row_tokens` that way: rows of equal length need no padding. The number of rows is a
     multiple of `ranks` if there are enough samples.
     """
+    # best fit decreasing: each sample goes into the fullest row that still has room for it
     by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens, row), sorted
@@ -161,13 +168,18 @@ def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[i
             rows.append([])
         rows[row].append(i)
         insort(free, (left - lengths[i], row))
+
+    # as many rows again, rounded up to a multiple of the ranks; a row needs at least one sample
     count = min(-(-len(rows) // ranks) * ranks, len(lengths))
+    # a heap, with the emptiest row at its head
     filled = [(0, row) for row in range(count)]
     even_rows: list[list[int]] = [[] for _ in range(count)]
     for i in by_length:
         used, row = filled[0]
         heapq.heapreplace(filled, (used + lengths[i], row))
         even_rows[row].append(i)
+
+    # one pair may be longer than `row_tokens`; its length is then the limit
     if max(filled, default=(0, 0))[0] <= max(row_tokens, max(lengths, default=0)):
         return even_rows
     return rows
@@ -181,6 +193,7 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
     Without rows, return one token without a target: a rank without data adds nothing to the loss,
     but joins the collectives.
     """
+    # padding keeps token 0, no target, and document -1
     longest = max((sum(sample.tokens.numel() for sample in row) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -208,6 +221,9 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
         sequences = _sequences(numbers, samples)
     else:
         sequences = None
+
+    # rows of one document each need no mask of documents: causal attention never reaches the
+    # padding on the right
     if not (packed or any(sample.documents for sample in samples)):
         return MicroBatch(
             tokens, targets, positions, target_indices=target_indices, sequences=sequences
@@ -220,6 +236,7 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
 def _sequences(numbers: Tensor, samples: list[Sample]) -> Sequences:
     references = []
     for sample in samples:
+        # without a reference model, each document counts as 0
         for value in sample.reference or (0.0,) * len(sample.document_lengths):
             references.append(value)
     desirable = [

@@ -170,6 +170,8 @@ def _labelled(record: Record, where: str, template: str) -> tuple[list[Message],
             )
         return dialogue, len(dialogue) - 1
     dialogue = _dialogue(record, "completion", where, template)
+
+    # calls and their results within the answer belong to it
     first = next(
         (
             n
@@ -190,6 +192,7 @@ def _question(record: Record, where: str, template: str) -> list[Message]:
         return check_messages(record[name], where)
     text = text_field(record, name, where)
     dialogue = _split_dialogue(text)
+    # as in hh-rlhf: the prompt ends with "Assistant:", after which the answer begins
     if dialogue and dialogue[-1] == {"role": "assistant", "content": ""}:
         return dialogue[:-1]
     return [
@@ -235,6 +238,7 @@ def _split_dialogue(text: str) -> list[Message]:
     before, *parts = _HUMAN_ASSISTANT.split(text)
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
+    # a text before the first speaker: these words are a part of an answer
     if before.strip():
         return []
     return [{"role": roles[speaker], "content": content.strip()} for speaker, content in turns]
@@ -243,6 +247,7 @@ def _split_dialogue(text: str) -> list[Message]:
 def _common_messages(first: list[Message], second: list[Message]) -> int:
     """Return the number of messages that two dialogues begin with, at most all but the last of the
     shorter one."""
+    # the last message is the answer, also where both are equal
     count = min(len(first), len(second)) - 1
     return next((number for number in range(count) if first[number] != second[number]), count)
 
@@ -262,14 +267,17 @@ def cut_together(
     tokens in each; then the ends. flag: of target tokens; mask: of token ids. Return the tokens,
     and how many the prompt has lost.
     """
+    # a sample has one token more than inputs
     excess = max(map(len, answers)) - (limit + 1)
     if excess <= 0:
         return answers, 0
     prompt = min(int(np.flatnonzero(answer & flag)[0]) for answer in answers)
+    # the common prompt of both answers, before their first targets
     if len(answers) > 1:
         prompt = min(
             prompt, common_prefix_length(*((answer & mask).tolist() for answer in answers))
         )
+    # BOS and the last token of the prompt stay
     lost = max(0, min(excess, prompt - 2))
     return [
         np.concatenate((answer[:1], answer[1 + lost :]))[: limit + 1] for answer in answers

@@ -99,8 +99,8 @@ class _Zstandard(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self.library = _library("zstandard", path)
         self.file = path.open("rb")
-        self.buffered = b""
         # decompressed bytes, and how many of them were returned
+        self.buffered = b""
         self.at = 0
         self.decompressor = self.library.ZstdDecompressor().decompressobj()
 
@@ -108,6 +108,7 @@ class _Zstandard(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
+        # a block may decompress to nothing, such as the header of a frame
         while self.at == len(self.buffered):
             block = self.file.read(COMPRESSED_BLOCK)
             if not block and not self.decompressor.eof:
@@ -177,6 +178,7 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[str]:
                 raise ValueError(f"{path} is UTF-32 text; save it as UTF-8")
             is_utf16 = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
             decoder = codecs.getincrementaldecoder("utf-16" if is_utf16 else "utf-8-sig")()
+        # the decoder counts the position of an error from the bytes that it kept of the last block
         num_pending = len(decoder.getstate()[0])
         yield _decode(decoder, block, path, offset - num_pending)
         offset += len(block)
@@ -240,9 +242,9 @@ class _Values:
         self.path = path
         self.blocks = _blocks(path, file)
         self.decode = json.JSONDecoder().raw_decode
+        # buffered text, position in it, characters dropped before it
         self.text = ""
         self.at = 0
-        # buffered text, position in it, characters dropped before it
         self.dropped = 0
 
     def read_more(self) -> bool:
@@ -251,6 +253,7 @@ class _Values:
         self.text = self.text[self.at :]
         self.dropped = self.dropped + self.at
         self.at = 0
+        # a value is parsed again from its start: to double the text each time keeps this linear
         num_missing = len(self.text) + 1
         blocks = []
         while num_missing > 0 and (block := next(self.blocks, None)) is not None:
@@ -292,6 +295,7 @@ class _Values:
         """Return an error with the line and column of `offset` in the whole text; None: where the
         next value begins."""
         offset = self.dropped + self.at if offset is None else offset
+        # the text before the position was dropped, so the lines are counted in the file
         with OPENERS[split_suffixes(self.path)[1]](self.path) as file:
             before = ""
             left = offset
@@ -360,6 +364,7 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     A header with `;` and without `separator` is read with `;`: Excel writes that where the comma is
     the decimal mark.
     """
+    # the line breaks within quoted cells belong to their text
     lines = (line + "\n" for line in _text_lines(path, file))
     header = next(lines, "")
     skipped = 0  # lines before the header
@@ -379,12 +384,14 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
         names = _without_empty_end(next(rows, []))
         _check_names(names, f"{path}, line {1 + skipped}", "the first line is the header")
         for row in rows:
+            # a row may have several lines; this is its last one
             last_line = rows.line_num + skipped
             where = f"{path}, line {last_line}"
             if len(row) <= len(names):
                 row = row
             else:
                 row = _without_empty_end(row, len(names))
+            # the reader returns an empty list for a blank line, which is no record
             if len(row) == len(names):
                 yield where, dict(zip(names, row, strict=True))
             elif row:
@@ -422,6 +429,7 @@ def _parquet(path: Path, file: BinaryIO) -> Records:
     """Yield one record per row."""
     parquet = _library("pyarrow.parquet", path)
     with _parquet_errors(path):
+        # Parquet is read from its end, and a stream of zstd cannot seek
         source = parquet.ParquetFile(file if file.seekable() else io.BytesIO(file.read()))
     _check_names(source.schema_arrow.names, str(path), "rename one of them")
     index = 0
@@ -486,6 +494,7 @@ def _plain(path: Path, file: BinaryIO) -> Records:
     for block in _blocks(path, file):
         text += block
         if len(text) >= 2 * BLOCK:
+            # at least one block is kept, so that the last part is not a short one
             cut = text.rfind("\n", 0, BLOCK) + 1 or BLOCK
             yield (
                 f"{path}, part {number}",
@@ -493,6 +502,7 @@ def _plain(path: Path, file: BinaryIO) -> Records:
             )
             text = text[cut:]
             number = number + 1
+    # after earlier parts, an empty last one still says that the text ends
     if text.strip() or number:
         yield f"{path}, part {number}", {"text": text, "begins": number == 0, "ends": True}
 

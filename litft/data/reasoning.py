@@ -144,6 +144,7 @@ class ReasonedAnswer:
 
     def write(self) -> Message:
         """Return the message in its spelling."""
+        # also with empty reasoning: an inline thought is written back as it was read
         if self.spelling == INLINE:
             return {
                 **self.message,
@@ -162,6 +163,7 @@ class ReasonedAnswer:
         """Return the same message in another spelling, if it has reasoning."""
         if not self.reasoning.strip():
             return self
+        # the white space around reasoning belongs to the spelling, not to the text
         return replace(self, spelling=spelling, reasoning=self.reasoning.strip())
 
     def bare(self) -> "ReasonedAnswer":

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from litft.model.loss import IGNORED
 
-# a sample is stored as token ids (T + 1,), uint32, whose two highest bits are flags
+# a sample is stored as token ids (T + 1,), uint32, whose two highest bits are flags:
+# the token is a target
 SUPERVISED = np.uint32(1 << 31)
-# it is a target; it is in a complete answer
+# the token is in a complete answer
 IN_ANSWER = np.uint32(1 << 30)
 ID_MASK = np.uint32((1 << 30) - 1)
 
@@ -74,6 +75,8 @@ def to_sample(stored: np.ndarray, first_size: int = 0, desirable: bool | None = 
         supervised = torch.from_numpy((document & SUPERVISED) > 0)
         tokens.append(ids)
         targets.append(torch.where(supervised, ids, IGNORED)[1:])
+    # the answer that is generated to compare: of a pair, the chosen one; of a conversation, the
+    # last
     in_answer = (documents[0] & IN_ANSWER) > 0
     # start, end of each answer
     bounds = np.flatnonzero(np.diff(in_answer, prepend=False, append=False))

@@ -15,8 +15,8 @@ import torch
 from litft.data.packing import Layout
 from litft.data.token_store import Samples
 
+# samples of a run that `largest_micro_batch` ranks by an estimate, and that it lays out
 MAX_RANKED = 2_000_000
-# samples of a run that `largest_micro_batch` ranks, and that it lays out
 MAX_LAID_OUT = 200_000
 
 
@@ -38,6 +38,7 @@ class Sampler:
         self.size = sum(
             round(n * weight) for n, weight in zip(self.sizes, self.weights, strict=True)
         )
+        # two epochs: a step may reach from one into the next
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def _permute(self, epoch: int) -> list[int]:
@@ -46,6 +47,7 @@ class Sampler:
         parts = []
         start = 0
         for size, weight in zip(self.sizes, self.weights, strict=True):
+            # whole passes over the set, and a remainder that is drawn anew in each epoch
             repeats, remainder = divmod(round(size * weight), size) if size else (0, 0)
             if remainder:
                 drawn = torch.randperm(size, generator=generator)[:remainder]
@@ -89,7 +91,10 @@ def largest_micro_batch(
     supervised = samples.supervised
     indices = np.array(order.indices(first, min(num_samples, first + MAX_RANKED)))
     starts = np.arange(0, len(indices), batch_size)
+
+    # an estimate for each step, from the sum and the maximum of its lengths
     sums, longest = (ufunc.reduceat(lengths[indices], starts) for ufunc in (np.add, np.maximum))
+    # packing fills rows of about `row_tokens`; a row that has a longer sample is as wide as that
     if layout.row_tokens:
         num_rows = np.ceil(sums / layout.row_tokens)
     else:
@@ -98,8 +103,11 @@ def largest_micro_batch(
         width = np.maximum(longest, sums / num_rows)
     else:
         width = longest
+    # the largest micro-batch of a rank has at most `layout.rows` rows
     estimates = width * np.minimum(np.ceil(num_rows / layout.ranks), layout.rows)
     candidates = np.argsort(-estimates, kind="stable")[: max(16, MAX_LAID_OUT // batch_size)]
+
+    # the exact numbers, of the steps with the largest estimates
     rows = []
     max_slots = 0
     max_targets = 0

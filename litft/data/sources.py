@@ -101,6 +101,8 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
     """
     train = []
     val = []
+
+    # flags that nothing would read
     if args.split and not any(hub_dataset(item.path) for item in args.paths):
         raise ValueError(
             f"--data.split {args.split}: no --data.path is a data set on the hub; leave it out"
@@ -115,6 +117,8 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
             raise ValueError(
                 f"{item.text()}: only data sets on the hub have a split or a subset; leave them out"
             )
+
+    # the training files, and the validation files that come with them
     for item in args.paths:
         path, splits = (
             item.path,
@@ -131,6 +135,7 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
                 f"format; name the file, or a pattern such as '{path}/*.jsonl', with --data.path"
             )
         reading = _reading(item)
+        # --data.limit is about training examples; validation files are used whole
         train.append(splits["train"]._replace(limit=item.limit or args.limit, reading=reading))
         val += [splits["val"]._replace(reading=reading)] if "val" in splits else []
     # a path may name the validation split as training examples
@@ -139,6 +144,8 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
     for source in val:
         if source not in is_trained_on:
             named.append(("", source))
+
+    # validation files that the flags name replace those that come with the paths
     if args.val_path:
         named = [(item.name, _val_source(item, args.subset)) for item in args.val_paths]
         named = _with_names(named) if len(named) > 1 else named
@@ -203,8 +210,11 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
     split: the training split of a data set on the hub, unless the path ends with one,
     owner/name:split.
     """
+    # several files as one
     if is_pattern(path):
         return {"train": _files_of(path, sorted(glob(path, recursive=True)))}
+
+    # a folder: one file for each split, or numbered parts; train.jsonl beside parts has priority
     if Path(path).is_dir():
         files = sorted(Path(path).iterdir())
         named = _named_files(path, files)
@@ -215,6 +225,8 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
             if re.search(r"\d", file.stem):
                 numbered.append(file)
         return _parts_of_splits(path, numbered) | named
+
+    # a path that cannot be a data set on the hub is a file; if it is missing, reading it says so
     if not hub_dataset(path):
         return {"train": File(path)}
     name, _, own_split = path.partition(":")
@@ -320,6 +332,7 @@ def _readable(files: list[Path]) -> list[Path]:
 def _split_of(file: Path) -> str:
     """Return the split whose name the file's name begins with: train, val, one of OTHER_SPLITS; or
     none, ""."""
+    # the letters at the beginning: train of train-00000-of-00003.parquet
     word = re.match(r"[a-z]*", file.name.lower())[0]
     for split, names in SPLITS.items():
         if word in names:

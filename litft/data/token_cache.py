@@ -65,6 +65,7 @@ def prepare(
             folder.parent.mkdir(parents=True, exist_ok=True)
             with folder.with_suffix(".lock").open("w") as lock:
                 _wait(lock, folder.with_suffix(".partial"), file.label, timeout)
+                # the process that held the lock may have written the store in the meantime
                 if TokenStore.open_or_none(folder) is None:
                     _write(file, digest, encoder, max_bad, folder, lock)
         except OSError as error:
@@ -95,6 +96,7 @@ def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+        # the process that holds the lock is alive if its file grows
         size = sum(path.stat().st_size for path in partial.glob("tokens.bin"))
         if size != last_size:
             last_size = size
@@ -110,6 +112,7 @@ def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
 
 def _key(file: File | HubSplit, digest: str, encoder: Encoder) -> str:
     """Return the hash of everything that decides the samples."""
+    # the name, the number of records and the way of reading are a part of the file's `repr`
     parts = (repr(file), digest, encoder.digest, _code_version())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
@@ -144,6 +147,7 @@ def _write(
                     lines = "\n".join(writer.report.bad_lines())
                     raise ValueError(f"{lines}\nreading {file.label} stopped here; {SKIP_HINT}")
         _check_bad(file.label, writer.report, max_bad)
+        # the hash that names this entry was taken before the file was read
         if file.digest() != digest:
             raise ValueError(
                 f"{file.label} changed while it was read; start again when it is completely written"
@@ -170,6 +174,7 @@ def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded
     """Yield the encoding of each record, in order; many records are encoded by several
     processes."""
     chunks = iter(lambda: list(islice(records, CHUNK)), [])
+    # a ninth chunk shows that the file is long enough to pay for the start of processes
     first_chunks = list(islice(chunks, 9))
     workers = min(cores(), MAX_PROCESSES)
     pool = None
@@ -206,6 +211,7 @@ def _in_parallel(
     chunks: Iterable[list], pool: ProcessPoolExecutor, workers: int
 ) -> Iterator[Encoded]:
     try:
+        # a few chunks per process keep all of them busy, and the rest of the file out of memory
         pending = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers))
         while pending:
             yield from pending.popleft().result()
@@ -230,6 +236,7 @@ def _init_worker(encoder: Encoder, lock: TextIO, parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before prctl was called
             os._exit(1)
+    # each process has one core; threads of the library would only compete for it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
 

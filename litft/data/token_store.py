@@ -95,6 +95,7 @@ class EncodingReport:
         """Return the first of the named messages with each reason, and how many others have the
         same one."""
         by_reason: dict[str, list[str]] = {}
+        # a message begins with the place of its record, up to the first colon
         for message in self.bad[1]:
             by_reason.setdefault(message.partition(": ")[2], []).append(message)
         return [
@@ -154,6 +155,7 @@ class TokenStoreWriter:
             ids = stored & ID_MASK
             self._file.write(data)
             self._tokens_hash.update(data)
+            # with its length: other samples of the same tokens in a row have another hash
             self._hash.update(len(stored).to_bytes(8, "little") + data)
             self._lengths.append(len(stored))
             # the first token of an example or a text is never a target
@@ -177,6 +179,7 @@ class TokenStoreWriter:
 
     def close(self) -> None:
         """Write the index and the report."""
+        # the index
         self._file.close()
         offsets = np.concatenate(([0], np.cumsum(np.array(self._lengths, np.int64))))
         np.save(self.folder / "offsets.npy", offsets.astype(np.int64))
@@ -195,6 +198,8 @@ class TokenStoreWriter:
         report.special = sorted(self._used_special)
         report.content = self._hash.hexdigest()
         report.hashes = {"tokens.bin": self._tokens_hash.hexdigest()}
+
+        # the hashes of the index; report.json comes last, and makes the store complete
         for path in self.folder.glob("*.npy"):
             report.hashes[path.name] = file_hash(path)
         (self.folder / "report.json").write_text(json.dumps(asdict(report)), "utf-8")
@@ -223,6 +228,8 @@ class TokenStore:
         """Open the store in a folder; return None if it is missing, incomplete or damaged."""
         try:
             store = cls(folder)
+
+            # a token has 4 bytes; of a store that was copied in part, the files do not fit together
             count = store.report.samples
             size = (folder / "tokens.bin").stat().st_size
             complete = size == 4 * store.offsets[-1] and len(store.offsets) == count + 1
@@ -247,6 +254,7 @@ class TokenStore:
     @cached_property
     def _tokens(self) -> np.ndarray:
         path = self.folder / "tokens.bin"
+        # numpy cannot map an empty file
         if self.offsets[-1]:
             return np.memmap(path, np.uint32, "r")
         return np.zeros(0, np.uint32)
@@ -263,9 +271,12 @@ class TokenStore:
         once.
         """
         # runs: one example each, or neighbouring spans of one text
+        # the prepended -2 makes the first entry follow nothing
         follows = np.diff(entries, prepend=-2) == 1
         is_first = ~((self.kinds[entries] == CONTINUATION) & follows)
         firsts = entries[is_first]
+        # a run ends where the next one begins; the first mark, rolled to the end, closes the last
+        # run
         lasts = entries[np.roll(is_first, -1)]
         begins = self.offsets[firsts]
         ends = self.offsets[lasts + 1]
@@ -278,6 +289,8 @@ class TokenStore:
         windows_before = np.cumsum(num_windows) - num_windows  # in earlier runs
         number = np.arange(len(run)) - windows_before[run]  # of each window within its run
         of_text = is_text[run]
+        # neighbouring windows share one token, the last target of one and the first input of the
+        # next
         starts = begins[run] + number * limit * of_text
         remaining = ends[run] - starts
         sizes = np.where(of_text, np.minimum(limit + 1, remaining), remaining)
@@ -340,6 +353,7 @@ class Samples(Sequence):
     @property
     def sizes(self) -> list[int]:
         """The number of samples of each store."""
+        # with 0 for a store of which no sample is left
         return np.bincount(self.store_numbers, minlength=len(self.stores)).tolist()
 
     def __getitem__(self, key: Any) -> "Sample | Samples":
@@ -358,6 +372,8 @@ class Samples(Sequence):
         tokens."""
         prompt = self._read(i)
         answer = self._read(j)
+
+        # the first target is where the prompt ends
         starts = [int(np.flatnonzero(stored & SUPERVISED)[0]) for stored in (prompt, answer)]
         return to_sample(
             np.concatenate((prompt[: starts[0]], answer[starts[1] :]))[: limit + 1], desirable=True
@@ -377,6 +393,7 @@ class Samples(Sequence):
         """Return the number of input tokens of each document of these samples."""
         lengths = self.lengths[indices]
         first = self.sample_index.first_sizes[indices]
+        # a sample with a single document has 0 in the first column, which is removed
         lengths = np.stack(
             (np.maximum(first - 1, 0), lengths - np.maximum(first - 1, 0)), axis=1
         ).ravel()

@@ -47,6 +47,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path, base: Path | None = None) -> None:
         self.folder = folder
+        # the folders that may name stop tokens, in the order of their priority
         if base in (None, folder):
             self.generation_folders = [folder]
         else:
@@ -69,6 +70,8 @@ class Tokenizer:
                 f"{folder} contains no tokenizer.json or tokenizer.model; copy the model's "
                 "tokenizer into it"
             )
+
+        # a missing end token would be learned as the characters of its text
         self.bos_id = self._id("bos_token")
         self.eos_id = self._id("eos_token")
         if "eos_token" in self.special and self.eos_id is None:
@@ -157,6 +160,7 @@ class Tokenizer:
     @property
     def answer_format(self) -> AnswerFormat:
         """How the chat template writes answers."""
+        # a call is written by the template for tools, if there is one of its own
         return answer_format(self.template_for([{}]), self.special, self.end_tokens)
 
     @property
@@ -192,6 +196,7 @@ class Tokenizer:
 
     def digest(self) -> str:
         """Return the hash of everything that decides how texts and conversations are tokenized."""
+        # a template without a date gives the same cache on every day
         templates = [self.chat_template, self.named_templates]
         settings = [
             self.special,
@@ -230,6 +235,7 @@ class Tokenizer:
         texts = list(dict.fromkeys(texts))
         if any(not text.strip() for text in texts):
             raise ValueError("a new token must contain more than whitespace")
+        # encoded before the text becomes a token: the new embedding is computed from these pieces
         pieces = [self._backend.encode(text) for text in texts]
         for text, before in zip(texts, pieces, strict=True):
             token_id = self.token_id(text)
@@ -243,6 +249,7 @@ class Tokenizer:
             special = set(filter(NEW_CONTROL.fullmatch, new))
             self._backend.add(new, special)
             self.special_ids |= {self.token_id(text) for text in special}
+            # cached values that depend on the special tokens
             for name in ("special_texts", "control_text", "structure_ids", "_special_text_by_id"):
                 self.__dict__.pop(name, None)
             self._has_new_tokens = True
@@ -303,6 +310,7 @@ class Tokenizer:
         """Render a conversation to the text the model reads; encode it with `bos=False`. variables:
         of the template."""
         variables = self.special | variables
+        # templates that print arguments as they are would print a dict in Python's form
         if (
             any(message.get("tool_calls") for message in messages)
             and self.answer_format.arguments_as_text
@@ -330,6 +338,7 @@ class Tokenizer:
         marked = [*messages[:-1], {**last, "content": content + CONTENT_END}]
         text = self.apply_chat_template(marked, tools, **variables)
         before, mark, _ = text.partition(CONTENT_END)
+        # templates may strip the beginning of a content, but a change at its end would be continued
         if not mark or not before.endswith(content.lstrip()):
             raise ValueError(
                 "the chat template changes the content of the last message, so that it cannot be "
@@ -384,6 +393,7 @@ class Tokenizer:
         template does not."""
         if not self.adds_bos:
             return source
+        # a short conversation shows whether the template writes BOS itself
         probe = [{"role": "user", "content": "a"}]
         text = render(source, probe, day=self.day, **self.special)
         if text.startswith(self.special["bos_token"]):
@@ -426,11 +436,13 @@ def _added_tokens(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     entries = config.get("added_tokens_decoder")
     entries = entries.items() if isinstance(entries, dict) else ()
     valid = []
+    # the keys are ids as text; entries that are not of this form are left out
     for i, e in entries:
         if isinstance(e, dict) and isinstance(e.get("content"), str) and i.isdecimal():
             valid.append((i, e))
     added = {}
     for token_id, entry in valid:
+        # flags that the file does not have keep the library's defaults
         flags = {}
         for name in ("lstrip", "rstrip", "normalized", "single_word"):
             if name in entry:
@@ -451,6 +463,8 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, di
     """
     entries = config.get("chat_template")
     named = {}
+
+    # several templates as a list of names and texts, in older folders
     if isinstance(entries, list):
         for entry in entries:
             if isinstance(entry, dict) and isinstance(entry.get("template"), str):
@@ -461,6 +475,8 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, di
             f"{folder / 'tokenizer_config.json'}: chat_template must be text, found "
             f"{type(entries).__name__}"
         )
+
+    # files of their own have priority over tokenizer_config.json
     for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
         named[path.stem] = path.read_text("utf-8")
     path = folder / TEMPLATE_FILE
@@ -471,6 +487,8 @@ def _stop_ids(folders: list[Path], eos_id: int | None) -> list[int]:
     """Return the stop tokens: eos_token_id of the first generation_config.json or config.json, and
     the tokenizer's EOS."""
     eos_ids = []
+
+    # the first file that names any, of the adapter's folder before the model's
     for path in (
         folder / name for folder in folders for name in ("generation_config.json", "config.json")
     ):
@@ -478,6 +496,7 @@ def _stop_ids(folders: list[Path], eos_id: int | None) -> list[int]:
         if found is not None:
             eos_ids = found if isinstance(found, list) else [found]
             break
+    # a wrong id would never be generated, and answers would not end
     for value in eos_ids:
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"{path}: eos_token_id {value!r} is not a token id")

@@ -35,8 +35,11 @@ class FastBackend:
             raise ValueError(
                 f"{path} is not a valid tokenizer ({error}); download it again"
             ) from None
+        # some files have the truncation and the padding with which the tokenizer was trained
         self.backend.no_truncation()
         self.backend.no_padding()
+
+        # in the order of their ids, since the library gives the next free id to each new token
         missing = [text for text in added if self.backend.token_to_id(text) is None]
         for text in sorted(missing, key=lambda text: added[text]["id"]):
             token = added[text]
@@ -83,6 +86,7 @@ class FastBackend:
     def add(self, texts: list[str], special: set[str]) -> None:
         from tokenizers import AddedToken
 
+        # normalized=False: the text is matched as it is, before the normalizer changes it
         self.backend.add_tokens(
             [AddedToken(text, normalized=False, special=text in special) for text in texts]
         )
@@ -118,6 +122,7 @@ class FastBackend:
 
         As in transformers 5, `configured`, the add_bos_token of tokenizer_config.json, is ignored.
         """
+        # the library does not say what its post-processor adds; an example does
         ids = self.backend.encode("a", add_special_tokens=True).ids
         return bos_id is not None and ids[:1] == [bos_id]
 
@@ -138,6 +143,7 @@ class SentencePieceBackend:
         size = self.backend.vocab_size()
         # tokens that the file does not contain
         self.added = {text: i for text, i in added.items() if i >= size}
+        # `token_id` reads both tables, so the second one has to exist before it is filled
         self.special: dict[str, int] = {}
         self.special = {
             text: token_id for text in special if (token_id := self.token_id(text)) is not None
@@ -147,6 +153,7 @@ class SentencePieceBackend:
 
     def _update_vocabulary(self) -> None:
         """Update the size, and the pattern that splits a text at special and added tokens."""
+        # the longest first: a token may be the beginning of another one
         texts = sorted({**self.special, **self.added}, key=len, reverse=True)
         self.size = (
             max([self.backend.vocab_size() - 1, *self.added.values(), *self.special.values()]) + 1
@@ -158,6 +165,7 @@ class SentencePieceBackend:
 
     def encode(self, text: str) -> list[int]:
         ids = []
+        # the group of the pattern keeps the tokens themselves among the parts
         added = {**self.special, **self.added}
         for part in self._split.split(text) if self._split else [text]:
             ids += [added[part]] if part in added else self.backend.encode(part)
@@ -166,11 +174,14 @@ class SentencePieceBackend:
     def encode_with_boundaries(
         self, text: str, boundaries: list[int]
     ) -> tuple[list[int], list[int]]:
+        # a few boundaries: tokenize each beginning of the text, which is exact
         if len(boundaries) < MANY_BOUNDARIES:
             ids = self.encode(text)
             return ids, [
                 common_prefix_length(ids, self.encode(text[:boundary])) for boundary in boundaries
             ]
+
+        # many: one pass, with the ends of tokens computed from the text
         ids = []
         ends = []
         at = 0
@@ -203,6 +214,8 @@ class SentencePieceBackend:
     def decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:
             ids = [i for i in ids if i not in self.special_ids]
+        # sentencepiece decodes runs of its own pieces; special and added tokens are put between
+        # them
         names = {i: token for token, i in {**self.special, **self.added}.items()}
         # the model's embedding may have more rows, which are no tokens
         num_pieces = self.backend.get_piece_size()
@@ -211,6 +224,7 @@ class SentencePieceBackend:
             return self.backend.decode(ids)
         text = ""
         pending = []
+        # the None at the end makes the last run complete
         for i in [*ids, None]:
             if i is None or i in names:
                 text += self.backend.decode(pending) + names.get(i, "")
@@ -244,6 +258,7 @@ class SentencePieceBackend:
         if added_id is not None:
             return added_id
         piece_id = self.backend.piece_to_id(token)
+        # for an unknown text, sentencepiece returns the id of <unk>
         if self.backend.id_to_piece(piece_id) == token:
             return piece_id
         return None
@@ -295,6 +310,7 @@ def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:
     path = folder / "tokenizer_config.json"
     config = read_json(path)
     existing = config.get("added_tokens_decoder") or {}
+    # what the file says of a token already has priority
     config["added_tokens_decoder"] = {
         str(i): existing.get(str(i), e) for i, e in sorted(entries.items())
     } | existing

@@ -156,6 +156,7 @@ class _Schemas:
         """Return an argument that is written without quotes, by its declared type; text if it is
         not valid JSON."""
         declared = self.types.get((function, argument))
+        # the word null is a text unless the schema allows null
         if declared == {"string", "null"} and text == "null":
             return None
         if declared in ({"string"}, {"string", "null"}):
@@ -177,6 +178,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
         for choice in schema.get(name) or ():
             if isinstance(choice, dict):
                 types |= _types(choice)
+    # a schema may list values without a type
     values = schema.get("enum") or ()
     if not types and values and all(isinstance(value, str) for value in values):
         types = {"string"}
@@ -185,6 +187,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 def _json_values(text: str) -> list[Any] | None:
     """Return JSON values that are written one after the other; None if there is anything else."""
+    # strict=False: models write line breaks within JSON's texts
     decoder = json.JSONDecoder(strict=False, parse_constant=_no_constant)
     values = []
     position = 0
@@ -225,12 +228,14 @@ def _call_of_object(entry: Any) -> ToolCall | None:
     """Return the call that a JSON object describes."""
     if not isinstance(entry, dict):
         return None
+    # OpenAI's form has the call one level deeper
     if isinstance(entry.get("function"), dict):
         entry = entry["function"]
     name = entry.get("name", entry.get("tool_name"))
     arguments = entry.get("arguments", entry.get("parameters", {}))
     if name is None and len(entry) == 1:  # {"weather": {"town": "Oslo"}}
         (name, arguments), *_ = entry.items()
+    # arguments that are JSON in a text
     if isinstance(arguments, str):
         values = _json_values(arguments)
         if values:
@@ -376,6 +381,7 @@ def _python_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     if text.startswith("["):
         lists = [text]
     else:
+        # several calls may be on one line with commas, or each on a line of its own
         lists = [f"[{text}]", f"[{','.join(text.splitlines())}]"]
     for source in lists:
         try:
@@ -418,10 +424,12 @@ def _constant(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_constant(item) for item in node.elts]
     if isinstance(node, ast.Dict):
+        # in Python's syntax tree, the key of {**other} is None
         keys = [_constant(key) for key in node.keys if key is not None]
         if len(keys) < len(node.keys) or not all(isinstance(key, str) for key in keys):
             raise ValueError("not an object of JSON")
         return dict(zip(keys, map(_constant, node.values), strict=True))
+    # constants, also negative numbers; bytes and sets are none of JSON
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | None):
         raise ValueError("not a value of JSON")
@@ -504,6 +512,8 @@ def _gemma_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     return None
 
 
+# the first syntax that takes the whole text is used; that of names alone comes last, since a word
+# could be one
 _READERS: tuple[Callable[[str, _Schemas], list[ToolCall] | None], ...] = (
     _json_calls,
     _element_calls,

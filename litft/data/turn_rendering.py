@@ -57,6 +57,7 @@ class TurnRendering:
             return {"role": "user", "content": "next"}
         call = self.calls[-1]
         result = {"role": "tool", "name": call["function"]["name"], "content": "result"}
+        # templates match a result with its call by the id
         if "id" in call:
             return {**result, "tool_call_id": call["id"]}
         return result
@@ -124,6 +125,8 @@ def places_of(rendering: TurnRendering, text: str) -> Places:
     """Find the places in `text` by rendering the message once more, with marks for its values."""
     answer = rendering.answer
     has_content = bool(answer.answer.strip())
+    # all marks at once, else those of one kind: a template may check the arguments, or leave out
+    # the content beside calls
     choices = [(True, True), (has_content, False), (False, True)]
     for with_texts, with_calls in choices if rendering.calls else choices[:1]:
         marked_message = _marked(rendering, with_texts, with_calls)
@@ -137,12 +140,15 @@ def places_of(rendering: TurnRendering, text: str) -> Places:
                 found.append(mark)
         if not found:
             continue
+
+        # values may be rendered in any order
         first = min(marked.index(mark) for mark in found)
         after = marked[max(marked.rindex(mark) + len(mark) for mark in found) :]
         # shorter than what follows the mark if that depends on the value: a number has no quotation
         # marks
         length = common_length(after[::-1], text[::-1])
         has_reasoning = REASONING_MARK in found if with_texts else None
+        # up to the first value, both renderings are the same text
         return Places(
             common_length(marked[:first], text), text[len(text) - length :], has_reasoning
         )
@@ -158,10 +164,12 @@ def _marked(rendering: TurnRendering, with_texts: bool, with_calls: bool) -> Mes
     if with_texts and answer.answer.strip():
         answer = replace(answer, answer=CONTENT_MARK)
     marked = answer.write()
+    # some templates treat null and an empty text differently
     if rendering.message.get("content") is None and not answer.answer:
         marked["content"] = None
     if with_calls and rendering.calls:
         *calls, last = rendering.calls
+        # the arguments keep their form, which the template may depend on
         arguments: Any = {ARGUMENT_MARK: ARGUMENT_MARK}
         if isinstance(last["function"]["arguments"], str):
             arguments = json.dumps(arguments)
@@ -185,6 +193,8 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
         name = answer.spelling if answer.spelling != INLINE else "reasoning"
         reason = f"the chat template leaves out the assistant's {name}"
         raise ValueError(f"{reason}; train without it (--data.reasoning drop), or {OTHER_TEMPLATE}")
+
+    # calls are rendered in their order: look for each one after the name of the previous one
     rest = span
     for number, call in enumerate(rendering.calls):
         position = rest.find(call["function"]["name"])
@@ -249,6 +259,7 @@ def _forms(value: Any) -> tuple[str, ...]:
 
 def common_length(first: str, second: str) -> int:
     """Return the length of the common beginning of two texts."""
+    # bisection over slices, which are compared much faster than characters in a loop
     low = 0
     high = min(len(first), len(second))
     while low < high:

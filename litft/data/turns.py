@@ -98,6 +98,7 @@ def assistant_turns(
     # the turns of the conversation as it is, if its reasoning is inline
     plain = None
     for spelled in _variants(messages, spells_inline):
+        # some templates write reasoning only where thinking is switched on
         for variables in ({}, BOTH_ON) if reasons else ({},):
             try:
                 texts = _texts(partial(render, **variables), spelled, tools, ends)
@@ -106,6 +107,7 @@ def assistant_turns(
                 continue
             if not inline:
                 return texts
+            # inline reasoning may be plain text to this template: compare with another spelling
             if spelled == messages:
                 plain = plain or texts
             elif not any(_closes_unopened(turn) for rendered in texts for turn in rendered.turns):
@@ -229,6 +231,8 @@ def _joined(turns: list[Turn], ends: EndTokens) -> list[RenderedTurns]:
     each turn."""
     full_text = turns[-1].text
     earlier = turns[:-1]
+    # the end of a turn is known by a special token only; without one, what follows could belong to
+    # it
     end_known = all(turn.text[: turn.end].endswith(ends.special) for turn in earlier)
     if end_known and all(full_text.startswith(turn.text[: turn.end]) for turn in earlier):
         return [RenderedTurns(full_text, turns)]
@@ -240,6 +244,9 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     text = rendering.text()
     places = places_of(rendering, text)
     start = _turn_start(rendering, text, places.first)
+
+    # the prompt is not a beginning of the text: join it to what the text has after the earlier
+    # messages
     if start is None:
         prompt = rendering.prompt()
         before = next(
@@ -265,6 +272,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         )
     text, end = _turn_end(rendering, text, places.tail, ends)
     check_complete(rendering, text[start:end], places.has_reasoning)
+
+    # an empty thought that reaches into the content was written by the record, not the template
     empty = EMPTY_THOUGHT.match(text, start, end)
     if empty and empty.end() > places.first:
         empty = None
@@ -360,6 +369,8 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
         variables = (*THINKING_ON, *THINKING_OFF)
     else:
         variables = (*THINKING_OFF, *THINKING_ON)
+
+    # the usual prompt, else the first of those with thinking on or off that the text begins with
     if text.startswith(prompt) and len(prompt) <= first:
         return len(prompt)
     for switch in variables:
@@ -428,6 +439,7 @@ def _turn_end(
     """
     beginning = len(text) - len(tail or "")
     found = _ends_in(tail or "", ends.special)
+    # a tail with several tokens: what is also written before a further message belongs to the turn
     if tail and len(found) > 1:
         common = tail[: _common_end(rendering, tail)]
         is_whole = common == tail
@@ -526,6 +538,8 @@ def _answer_start(rendering: TurnRendering, text: str, first: int, ends: EndToke
     after_reasoning = first if found < 0 else found + len(reasoning)
     close = CLOSES_THOUGHT.search(text, after_reasoning)
     fallback = close.end() if close else after_reasoning
+
+    # the same turn without reasoning shows what the answer consists of
     try:
         bare = _turn(rendering.without_reasoning(), ends)
     except ValueError:

@@ -57,6 +57,8 @@ class DeviceMap(WeightPlacement):
                 f"--layers_per_device {value}: the counts add up to {sum(counts)}, but the model "
                 f"has {len(model.blocks)} layers; pass counts with that sum"
             )
+
+        # each block on its device, and then what is outside of the blocks
         block_devices = []
         for target, count in zip(devices, counts, strict=True):
             for _ in range(count):
@@ -74,6 +76,7 @@ class DeviceMap(WeightPlacement):
             block.__class__ = mixin_class(PlacedBlock, type(block))
             block.input_device = block_device
             block.output_device = None
+        # the head is next to the embedding
         model.blocks[-1].output_device = model.embed.weight.device
         return model
 
@@ -114,6 +117,7 @@ def fit_layers(
     free_bytes: free memory per device; None: unlimited. layer_bytes: size per layer. other_bytes:
     embedding, final norm and head, on the first device.
     """
+    # greedy, since layers must stay in order
     counts = []
     remaining = list(layer_bytes)
     for index, room in enumerate(free_bytes):
@@ -132,6 +136,7 @@ def fit_layers(
 
 def _weight_bytes(module: nn.Module) -> int:
     """Return the bytes of all parameters, and of the scales of quantized weights."""
+    # blocks of 64 values of 4 bits have an fp32 scale: 4 bytes for every 32
     scales = sum(
         layer.weight.nbytes // 8 for layer in module.modules() if isinstance(layer, QuantizedModule)
     )

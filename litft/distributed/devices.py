@@ -46,6 +46,7 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
     accelerator = pick_accelerator(args.accelerator)
+    # torch refuses deterministic matrix products in cuBLAS without this setting
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -291,6 +292,7 @@ def cgroup_limit(
     limits = [1 << 62]
     for line in membership.read_text().splitlines() if membership.is_file() else ():
         _, controllers, path = line.split(":", 2)
+        # version 1 has a line for each controller, version 2 one line without any
         if controllers and "memory" not in controllers.split(","):
             continue
         root, name = (
@@ -298,6 +300,8 @@ def cgroup_limit(
             if controllers
             else (mount_point, "memory.max")
         )
+
+        # the limits of the groups above this one hold, too
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(root) and (folder / name).is_file():

@@ -49,6 +49,7 @@ def shard(
     for module in model.modules():
         if isinstance(module, Norm) and [*module.parameters()]:
             norms.append(module)
+    # inner units first, the root last: a unit takes the parameters that no inner one has
     with _frozen_integers():
         for norm in norms if gather_dtype is not None else ():  # norms compute in fp32
             fully_shard(norm, mp_policy=stored_dtype, **settings)

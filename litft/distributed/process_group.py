@@ -63,8 +63,11 @@ def _agree_on_port(rank: int, processes: int, timeout: float) -> None:
     store = distributed.TCPStore(
         address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit
     )
+
+    # announce this attempt by a token that no earlier one has
     token = uuid4().hex
     store.set(f"litft/here/{rank}", token)
+    # the first process answers until every other one has confirmed
     if rank == 0:
         with socket.socket() as free_socket:
             free_socket.bind(("", 0))
@@ -79,11 +82,14 @@ def _agree_on_port(rank: int, processes: int, timeout: float) -> None:
                 # may be from an earlier attempt
                 peer_token = store.get(f"litft/here/{peer}").decode()
                 store.set(f"litft/answer/{peer_token}", f"{port} {token}")
+                # an answer to the token of a dead process is never confirmed
                 missing -= {peer} if store.check([f"litft/seen/{token}/{peer}"]) else set()
             time.sleep(0.02)
     else:
         port, master_token = store.get(f"litft/answer/{token}").decode().split()
         store.set(f"litft/seen/{master_token}/{rank}", "")
+
+    # torch then opens a store of its own at the new port
     os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
@@ -124,6 +130,7 @@ class HostGroup:
         if self.group is None:
             return
         all_facts = self.all_gather(facts)
+        # all processes compare with the first one, so all raise the same error
         for rank, peer_facts in enumerate(all_facts):
             pairs = {name: (value, peer_facts.get(name)) for name, value in all_facts[0].items()}
             differences = []
@@ -166,6 +173,7 @@ def join_uneven(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
     if not is_sharded(model):
         yield
         return
+    # announced before each forward pass, for the processes that have finished
     hook = model.register_forward_pre_hook(
         lambda *_: hosts.all_reduce_max(1.0) and None, prepend=True
     )
@@ -173,6 +181,8 @@ def join_uneven(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+    # a finished process joins until no process announces a pass
     dummy_token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     while any(hosts.all_reduce_max(0.0)):
         model(dummy_token)
@@ -192,7 +202,8 @@ def peer_failure(error: BaseException, timeout: str) -> str | None:
     ):
         # for example CUDA's "the launch timed out"
         return None
-    # gloo reports a lost process as a closed connection
+
+    # gloo reports a lost process as a closed connection; the first letter may be a capital
     if "onnection" in text:
         return "another process of the run has ended"
     timed_out = "imed out" in text or "imeout" in text

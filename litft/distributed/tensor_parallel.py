@@ -55,6 +55,8 @@ def check_divides(config: Config, processes: int) -> None:
             f"--devices {processes}: {reason}; use one device, or several that hold a part of the "
             "layers each"
         )
+
+    # sizes that must be multiples of the number of processes
     counts = {"num_attention_heads": config.n_heads}
     if not all(layer.experts for layer in config.layers):
         counts["the MLP's hidden size"] = config.hidden_dim
@@ -131,6 +133,7 @@ class TensorParallelPlacement(WeightPlacement):
     def build_network(self, config: Config) -> GPT:
         """See WeightPlacement. Return this process's part of the network."""
         model = GPT(self.local_config(config))
+        # the statistics of such a norm are over the heads of all processes
         if config.qk_norm and config.qk_norm_over == "all":
             for block in model.blocks:
                 for name, heads in (("q_norm", config.n_heads), ("k_norm", config.n_kv_heads)):
@@ -185,12 +188,15 @@ class TensorParallelPlacement(WeightPlacement):
             dim = INPUT_DIM.get(leaf)
         else:
             dim = None
+        # one entry for each head
         if leaf == "sinks" or (
             owner in ("q_norm", "k_norm") and self.config.qk_norm_over == "heads"
         ):
             dim = 0
         if dim is None:
             return None
+
+        # with fewer key/value heads than processes, neighbouring ranks have the same shard
         if owner in KEY_VALUE:
             shards = min(self.size, self.config.n_kv_heads)
         else:
@@ -212,6 +218,8 @@ class TensorParallelPlacement(WeightPlacement):
             rows_per_rank = -(-head.out_features // self.size)
             local_rows = slice(rows_per_rank * self.rank, rows_per_rank * (self.rank + 1))
             for leaf, full in list(head.named_parameters()):
+                # rows of a tied head are a view of the embedding; those of an untied one are
+                # copied, which frees the rest
                 if self.config.tied:
                     rows = full[local_rows]
                 else:
@@ -241,6 +249,7 @@ class AllGatherHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
+        # all ranks gather the same size: the last one is padded, and its padding cut off again
         return all_gather(F.pad(y, (0, self.rows_per_rank - y.size(-1))))[..., : self.out_features]
 
 
@@ -253,6 +262,7 @@ class NormOverAll(nn.Module):
         copies = placement.size * heads // self.shape[0]  # number of processes with the same heads
         # all heads, each `copies` times
         gathered = all_gather(x.transpose(-1, -2)).transpose(-1, -2)
+        # one copy of each head is enough, and of the result only this process's heads are needed
         y = super().forward(
             gathered.unflatten(-2, (-1, copies, heads))[..., 0, :, :].flatten(-3, -2)
         )
@@ -264,7 +274,8 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     if x.is_cuda:
         distributed.all_reduce(x)
         return x
-    # gloo's all-reduce of small tensors takes three times as long
+    # gloo's all-reduce of small tensors takes three times as long; the sum is in fp32, and in the
+    # same order on every rank
     return _gather(x).sum(0, dtype=torch.float32).to(x.dtype)
 
 

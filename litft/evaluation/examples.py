@@ -37,6 +37,7 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
         return args.data, None
     requested = _train_files(args.data)
     run_data = _training_runs(args, source)
+    # the run of the model comes first; with --data.path, the run that was trained on these files
     own_run = next(
         (
             run
@@ -58,6 +59,8 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
                 f"on; {remedy}"
             )
         data = _apply_overrides(data, run_data[own_run], own_run)
+
+    # no other run may have been trained on what is scored
     for run, trained_data in run_data.items():
         same_split = own_run is None or is_supervised(run) == is_supervised(own_run)
         if run != own_run and _was_trained_on(data, trained_data, same_split):
@@ -80,6 +83,7 @@ def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
         return data
     trained_data = finetune_args(run).data
     names = [item.split("=", 1)[1] for item in trained_data.columns]
+    # of the first record only, as the file may be large
     _, record = next(iter(locate(data)[0][0].records()), ("", {}))
     if not names or not isinstance(record, dict) or any(name not in record for name in names):
         return data
@@ -104,6 +108,8 @@ def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
             )
     if objective and OBJECTIVES[objective].data != "labels":
         return OBJECTIVES[objective].data
+
+    # by the fields of the first record
     first_file = locate(args.data)[0][0]
     _, record = next(iter(first_file.records()), ("", {}))
     if not isinstance(record, dict):
@@ -126,6 +132,8 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
         [source_of(args.model(args.against)).folder] if args.against not in (None, "none") else []
     )
     run_data: dict[Path, DataArgs] = {}
+
+    # a run may have begun with the result of another one
     while folders:
         run = _run_of(folders.pop(0))
         if run is None or run in run_data:
@@ -162,6 +170,7 @@ def _was_trained_on(data: DataArgs, trained_data: DataArgs, same_split: bool) ->
 
     same_split: equal flags hold out the same examples.
     """
+    # files and flags that decide which examples are held out
     splits = [
         [
             _train_files(item),
@@ -186,15 +195,19 @@ def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> 
         for name, value in asdict(requested).items()
         if value != defaults[name] and name != "path"
     }
+
+    # these flags decide what was held out, so the run's own values must stay
     for name in SPLIT_FLAGS:
         if name not in overrides or overrides[name] == getattr(trained_data, name):
             continue
+        # another path to the same files is no change
         if name == "val_path" and _val_files(
             replace(trained_data, val_path=overrides[name])
         ) == _val_files(trained_data):
             continue
         reason = f"{run} held out other examples ({_flag_text(name, getattr(trained_data, name))})"
         raise ValueError(f"{_flag_text(name, overrides[name])}: {reason}; leave it out")
+    # these have no influence on which examples are held out
     return replace(trained_data, **overrides | {"weights": [], "new_tokens": []})
 
 
@@ -297,6 +310,8 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
         ).names
         for source, tokenizer in zip(sources, tokenizers, strict=True)
     ]
+
+    # the examples that every model can read
     ordered = names_by_source[0]
     # their windows depend on the tokenizer; all are scored
     has_texts = any(_is_text(name) for name in ordered)
@@ -314,6 +329,8 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
             f"scoring the {len(shared):,} examples {reason}, not {num_left_out:,} others",
             file=sys.stderr,
         )
+
+    # models that are not comparable in every score
     if len({tokenizer.vocabulary_digest() for tokenizer in tokenizers}) > 1:
         if has_texts and args.limit:
             reason = (

@@ -80,6 +80,7 @@ class HarnessModel(TemplateLM):
         """
         if add_generation_prompt:
             return self._tokenizer.apply_chat_template(chat_history, add_generation_prompt=True)
+        # the last turn is the beginning of the answer
         beginning = self._tokenizer.apply_chat_template(
             chat_history[:-1], add_generation_prompt=True
         )
@@ -117,6 +118,7 @@ class HarnessModel(TemplateLM):
             text_windows = get_rolling_token_windows(
                 ids, self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
+            # make the windows of all texts one list, which is batched as a whole
             count_before = len(windows)
             windows += map(make_disjoint_window, text_windows)
             counts.append(len(windows) - count_before)
@@ -134,6 +136,7 @@ class HarnessModel(TemplateLM):
                     f"a continuation has {len(continuation)} tokens: the context length is "
                     f"{self.max_length}"
                 )
+            # the last token is only predicted, and too long a context loses its beginning
             pairs_by_input.setdefault(
                 tuple([*context, *continuation][-self.max_length - 1 : -1]), []
             ).append(number)
@@ -148,6 +151,7 @@ class HarnessModel(TemplateLM):
                     inputs, self._logprobs(inputs, longest), strict=True
                 ):
                     for number in pairs_by_input[input_ids]:
+                        # a shorter continuation is at the end of the kept positions
                         ids = torch.tensor(pairs[number][1], device=logprobs.device)
                         predicted = logprobs[longest - len(ids) :]
                         total = float(predicted.gather(1, ids[:, None]).sum())
@@ -163,6 +167,7 @@ class HarnessModel(TemplateLM):
         longest = 0
         for input_ids in sorted(pairs_by_input, key=len, reverse=True):
             length = max(len(pairs[number][1]) for number in pairs_by_input[input_ids])
+            # elements of the logits, which take most of the memory
             size = (len(batch) + 1) * max(longest, length) * self.session.model.config.vocab_size
             if batch and (len(batch) == self.batch_size or size > MAX_LOGITS):
                 yield batch
@@ -183,6 +188,7 @@ class HarnessModel(TemplateLM):
             # right padding: causal attention does not see it
             tokens[row, : len(input_ids)] = torch.tensor(input_ids)
             positions[row, : len(input_ids)] = torch.arange(len(input_ids))
+            # a shorter input repeats its first position, which is not read
             logits_to_keep[row] = (torch.arange(count) + len(input_ids) - count).clamp(min=0)
         logits = self.session.model(
             tokens.to(self._device),
@@ -204,6 +210,7 @@ class HarnessModel(TemplateLM):
 
     def _request(self, context: str, settings: dict[str, Any]) -> Request:
         kwargs = normalize_gen_kwargs(settings, DEFAULT_MAX_TOKENS)
+        # sampling only if the task asks for it
         if kwargs["do_sample"]:
             kwargs["temperature"] = kwargs.get("temperature", 1.0)
         else:
@@ -219,11 +226,14 @@ class HarnessModel(TemplateLM):
         for text in [until] if isinstance(until, str) else until:
             if text:
                 stop.append(text)
+
+        # settings of the harness without a field in Sampling are left out
         names = {item.name for item in fields(Sampling)}
         sampling = Sampling(
             **{name: value for name, value in kwargs.items() if name in names and value is not None}
         )
         try:
+            # a value of another type raises a TypeError
             problems = sampling.problems()
         except TypeError as error:
             problems = [str(error)]
@@ -246,6 +256,7 @@ def find_tasks(tasks: list[str], folder: str | None) -> TaskManager:
     for task in tasks:
         if task.endswith((".yaml", ".yml")) and not Path(task).is_file():
             raise ValueError(f"--tasks {task}: no such file")
+    # custom tasks come from the folder
     manager = TaskManager(include_path=folder)
     for task in tasks:
         if not Path(task).is_file() and not manager.match_tasks([task]):

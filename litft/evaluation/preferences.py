@@ -51,6 +51,7 @@ class PreferenceScores:
     def over(self, base: "PreferenceScores") -> dict[str, float]:
         """Return the scores relative to the base's: those that DPO and KTO optimize, with a beta of
         1."""
+        # the difference is the implicit reward
         relative = self._compare(self.log_probs - base.log_probs)
         return {f"{key} over the base": value for key, value in relative.items()}
 
@@ -58,6 +59,7 @@ class PreferenceScores:
         """Return how often, and by how much, chosen answers have higher values than rejected ones,
         or the labels' means."""
         if self.desirable is None:
+            # pairs compare two answers to the same prompt
             margins = values[:, 0] - values[:, 1]
             return {"accuracy": float(wins(margins).mean()), "margin": float(margins.mean())}
         labels = {"desirable": self.desirable, "undesirable": ~self.desirable}

@@ -78,6 +78,8 @@ def run_eval(args: RunEvalArgs) -> None:
             f"--out {args.out}: the folder {Path(args.out).parent} does not exist; create it, or "
             "name another file"
         )
+
+    # what can be refused is refused before a model is loaded
     data, own_run = resolve_data(args, source)
     args = replace(args, data=data)
     run_harness = _harness_runner(args) if args.tasks else None
@@ -89,6 +91,8 @@ def run_eval(args: RunEvalArgs) -> None:
         args = replace(args, data=with_shared_length(args.data, sources))
         readable = readable_by_all(args, sources, kind)
         warn_if_trained_on(args, source, readable)
+
+    # one model after the other
     subjects = []
     examples = {}
     for subject, session, context in _subjects(args, separate_base=len(sources) > 1):
@@ -98,6 +102,8 @@ def run_eval(args: RunEvalArgs) -> None:
             if run_harness:
                 run_harness(subject, session)
         subjects.append(subject)
+
+    # the model to compare with comes first
     if len(subjects) == 2 and subjects[0].preferences is not None:
         subjects[1].scores |= subjects[1].preferences.over(subjects[0].preferences)
     _print_results(subjects, dict(islice(examples.items(), args.show)))
@@ -138,6 +144,7 @@ def _subjects(
     if source.adapter and args.against is None and separate_base:
         yield ScoredModel("base"), open_session(args.model(str(source.base))), nullcontext()
     elif source.adapter and args.against is None:
+        # the same network, with the adapter switched off
         yield ScoredModel("base"), session, session.as_base()
     yield ScoredModel(name), session, nullcontext()
 
@@ -154,10 +161,14 @@ def _score_examples(
     tokenizer = session.tokenizer
     sizes = model.config.vocab_size, model.config.max_positions
     candidates = scored_samples(load_data(args.data, tokenizer, *sizes, kind=kind), args.data)
+
+    # windows of plain text have no record (0): all are scored
     selected = [
         (name, index) for index, name in enumerate(candidates.names) if name in names or not name[0]
     ][: args.limit]
     samples = [candidates[index] for _, index in selected]
+
+    # the scores
     if kind == "supervised":
         batches = Layout(rows=args.batch_size).iter_batches(samples, BLOCK, 0)
         loss, count = summed_loss(
@@ -178,6 +189,8 @@ def _score_examples(
         subject.log_probs = {
             name: row for (name, _), row in zip(selected, shown_log_probs, strict=True)
         }
+
+    # the answers, which for preferences are only shown
     answered = [
         (name, sample) for (name, _), sample in zip(selected, samples, strict=True) if sample.answer
     ]
@@ -227,6 +240,7 @@ def _answers(
     name: str, session: Session, examples: list[EvalExample], args: RunEvalArgs
 ) -> dict[Name, Completion]:
     """Return greedy answers by example, generated --batch_size at once."""
+    # by default, 8 tokens more than the expected answer has
     lengths = [args.max_new_tokens or example.tokens + 8 for example in examples]
     requests = [
         greedy_request(session.model, session.tokenizer, example.prompt, max_tokens)
@@ -241,6 +255,7 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
     # imported here because the package is optional
     from litft.evaluation.lm_eval_model import find_tasks, run_tasks
 
+    # unknown tasks are refused before a model is loaded
     manager = find_tasks(args.tasks, args.include_path)
     settings = {
         "num_fewshot": args.num_fewshot,
@@ -256,6 +271,7 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
         }
         for task, scores in results["results"].items():
             if task in results["n-samples"]:
+                # how many were really scored, which --limit may have reduced
                 subject.scores[f"{task}: examples"] = results["n-samples"][task]["effective"]
             # "acc,none": the metric, and the filter applied to the answers
             for key, value in scores.items():
@@ -275,15 +291,19 @@ def _print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, s
     table.add_column("")
     for subject in subjects:
         table.add_column(subject.name, justify="right")
+    # scores that any of the models has
     for name in dict.fromkeys(name for subject in subjects for name in subject.scores):
         table.add_row(
             name,
             *(_cell(subject.scores.get(name), subject.errors.get(name)) for subject in subjects),
         )
+    # so wide that no cell is wrapped
     console = Console(width=10_000, highlight=False, markup=False)
     with console.capture() as captured:
         console.print(table)
     print(*filter(str.strip, captured.get().splitlines()), sep="\n")
+
+    # the answers below each other
     for example, texts in examples.items():
         lines = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
         for subject in subjects:

@@ -89,6 +89,8 @@ def export(args: ExportArgs) -> Path:
     tokenizer = trained.tokenizer
     if args.merge:
         return _export(args, trained.path, source, trained.result(args.dequantized_base), tokenizer)
+
+    # the adapter alone
     method, values = trained.adapter()
     source = replace(source, text_names=args.text_names)
 
@@ -147,6 +149,7 @@ def read_trained(args: MergeArgs | GgufExportArgs) -> TrainedModel:
         step = folder
     else:
         step = None
+    # an unfinished run stands for its newest checkpoint
     if step is None and run_dir.is_run(folder) and not run_dir.finished(folder):
         step = run_checkpoints.newest(folder)
     if step is not None:
@@ -170,12 +173,14 @@ def _result(
     base was not quantized.
     """
     kind = settings.get("quantize", "none")
+    # the base itself is stored quantized: there are no other weights to add to
     if source.checkpoint.is_quantized:
         print(
             f"the base is quantized as {kind}; the updates are added to the dequantized weights",
             file=sys.stderr,
         )
         return Result(*update)
+    # trained on unquantized weights
     if kind not in KINDS:
         if dequantized:
             raise ValueError(
@@ -183,6 +188,7 @@ def _result(
                 "flag"
             )
         return Result(*update)
+    # trained on weights that were quantized while they were read
     if not dequantized:
         target = "the original weights; --dequantized_base adds them to the dequantized weights"
         print(
@@ -216,6 +222,7 @@ def _export(
 
     def fill(folder: Path) -> None:
         write_result(folder, source, dtype, result, args.shard_gb, whole)
+        # a folder without a tokenizer is still a model
         if tokenizer:
             copy_tokenizer(tokenizer, folder)
         check_written(folder, source)
@@ -247,6 +254,7 @@ def _whole_model(source: PretrainedFolder, base_dir: str | None) -> PretrainedFo
     for field in fields(own):
         if getattr(own, field.name) != getattr(others, field.name):
             names.append(field.name)
+    # new tokens and an untied head do not make it another network
     names = [name for name in names if name not in ("vocab_size", "tied")]
     if names:
         raise ValueError(
@@ -269,6 +277,8 @@ def _read_step(
         raise ValueError(
             f"{step} is not inside a run of litft: {run_dir.CONFIG} is missing two folders up"
         )
+
+    # the base, which may have moved since
     args = finetune_args(run)
     is_available = Path(args.checkpoint_dir).exists() or hub_id(args.checkpoint_dir)
     if not (is_available or base_dir):
@@ -280,6 +290,8 @@ def _read_step(
         source = resolve(args.checkpoint_dir, base_dir or args.base_dir)
     else:
         source = resolve(base_dir)
+
+    # the checkpoint must fit the settings in the run's config
     setup = Setup(args, source)
     progress = run_checkpoints.read_progress(step)
     changed = run_checkpoints.identity_changes(progress, setup.identity())
@@ -293,6 +305,8 @@ def _read_step(
             f"the parameters in {step} do not match {run / run_dir.CONFIG}; restore the run's own "
             "config"
         )
+
+    # the tokenizer as it was in training
     try:
         setup.tokenizer.restore_choices(progress.get("tokenizer"))
     except ValueError as error:
@@ -314,6 +328,7 @@ def compare(folder: Path, entries: list[LazyTensor]) -> None:
     Raises OSError on a difference, which only a faulty disk or a bug can cause, and ValueError for
     NaN or infinity.
     """
+    # as any reader would open it
     written = Checkpoint(folder)
     assert written.names == sorted(entry.name for entry in entries)
     for entry in entries:

@@ -93,6 +93,7 @@ def model_card(info: CardInfo) -> str:
         paths = [item.path for item in info.args.data.paths]
     else:
         paths = []
+    # the hub reads these fields
     header = {
         "base_model": info.base and info.base.name,
         "base_model_relation": ("adapter" if is_adapter else "finetune") if info.base else None,
@@ -130,6 +131,7 @@ def licence_of(base_folder: Path, base: HubId | None) -> dict[str, str]:
     A licence named `other` has a name and a link, which may be a file of the base's repository.
     """
     try:
+        # the header is between two lines of dashes
         _, header, _ = (base_folder / "README.md").read_text("utf-8").split("---", 2)
         fields = yaml.safe_load(header)
         found = {}
@@ -140,6 +142,7 @@ def licence_of(base_folder: Path, base: HubId | None) -> dict[str, str]:
         return {}
     if "license" not in found:
         return {}
+    # a link without a host is a file of the base's repository
     link = found.get("license_link", "")
     if link and "://" not in link and base is not None:
         found["license_link"] = f"https://huggingface.co/{base.name}/blob/main/{link}"
@@ -166,6 +169,8 @@ def _about(info: CardInfo) -> Iterator[str]:
         commit = f" (commit `{base.revision[:12]}`)"
     else:
         commit = ""
+
+    # how it was trained
     method = f" by {TITLES[info.method]}" if info.method else ""
     if info.args and info.args.objective != "sft":
         objective = OBJECTIVES[info.args.objective]
@@ -183,6 +188,8 @@ def _about(info: CardInfo) -> Iterator[str]:
         yield f"A model derived from {link}{commit}.\n"
     if info.licence or base or info.args:
         yield f"Licence: {_licence_text(info.licence)}.\n"
+
+    # of a local file only the name is published
     if info.args:
         paths = [item.path for item in info.args.data.paths]
         names = [
@@ -254,6 +261,7 @@ def _settings(info: CardInfo) -> Iterator[str]:
     """Yield a table of the flags that determine the result."""
     if info.args is None:
         return
+    # an adapter that was continued has its own settings, whatever the flags say
     continued = _continues_adapter(info.args)
     values = _flatten(asdict(info.args))
     defaults = _flatten(asdict(type(info.args)()))
@@ -326,6 +334,8 @@ def _loading(info: CardInfo) -> Iterator[str]:
             *_resizing(info),
             f'model = PeftModel.from_pretrained(base, "{repo_id}")',
         )
+
+    # vLLM: directly, or merged
     if kind == "LORA":
         obstacles = vllm_obstacles(info.adapter_config)
     else:
@@ -391,6 +401,7 @@ def _vllm_tool_parser(info: CardInfo) -> str | None:
         return "openai"
     if answer_format.calls is None:
         return None
+    # the template's text tells families with the same mark apart
     template = tokenizer.template_for([{}])
     if answer_format.calls.opening == "<tool_call>":  # which several families fill differently
         if "<function=" in template:

@@ -37,6 +37,7 @@ def download(args: DownloadArgs) -> Path:
         )
     if out and (existing := downloaded_from(out)) and existing.name != repo.name:
         raise ValueError(f"--out_dir {out} contains {existing}; choose another folder")
+    # huggingface_hub leaves this folder in its downloads
     is_resumed = out and (out / ".cache" / "huggingface").is_dir()
     if out and not is_resumed and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(
@@ -70,6 +71,8 @@ def upload(args: UploadArgs) -> None:
             file=sys.stderr,
         )
         return
+
+    # all files in one commit, so that nobody downloads half of them
     hub = import_hub()
     repo = HubId(args.repo_id)
     with translate_hub_errors(repo):
@@ -100,6 +103,8 @@ def _card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
         adapter_config = read_adapter_config(source.adapter)
     else:
         adapter_config = {}
+
+    # the base on the hub, as stated, or as the adapter or the run names it
     if args.base_model:
         name, _, revision = args.base_model.partition("@")
         base = HubId(name, revision or None)
@@ -132,6 +137,8 @@ def _files(info: CardInfo) -> dict[str, Path | bytes]:
     base = info.base
     names = files_to_transfer(sorted(path.name for path in folder.iterdir() if path.is_file()))
     files: dict[str, Path | bytes] = {name: folder / name for name in names if name != CARD}
+
+    # paths of the machine that trained it
     for name, private in (
         ("config.json", "_name_or_path"),
         ("tokenizer_config.json", "name_or_path"),
@@ -139,6 +146,8 @@ def _files(info: CardInfo) -> dict[str, Path | bytes]:
         if name in files and private in (content := read_object(folder / name)):
             content.pop(private)
             files[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+    # the adapter's base by its name on the hub
     config = info.adapter_config
     if config:
         settings = {

@@ -108,6 +108,7 @@ def family(model_type: str) -> ModuleType:
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's config.json if `hf` is a multimodal model's, otherwise `hf`."""
+    # as text: in a damaged file it may be a list, which cannot be looked up
     module = families().get(str(hf.get("model_type")))
     if not hasattr(module, "text_config"):
         return hf
@@ -148,6 +149,7 @@ def read_config(hf: dict[str, Any]) -> Config:
         raise ValueError(
             f"config.json lacks the field {missing}; is it the folder of a causal language model?"
         ) from None
+    # a table of positions has no RoPE whose context could be extended
     if config.learned_positions:
         return config
     return replace(config, max_positions=scaled_context(hf, config.max_positions))
@@ -179,6 +181,7 @@ def _with_one_rope(hf: dict[str, Any]) -> dict[str, Any]:
     """
     parameters = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or {}
+    # parameters for each kind of layer are read by the family itself
     is_by_layer = any(isinstance(value, dict) for value in parameters.values())
     if not parameters or not scaling or is_by_layer:
         return hf
@@ -299,6 +302,8 @@ def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"the GGUF architecture {architecture!r} is not supported; supported: {supported}"
         )
+    # several model types may share an architecture: take the one of this name, else the first; the
+    # family tells them apart by the metadata
     if architecture in model_types:
         model_type = architecture
     else:
@@ -310,6 +315,7 @@ def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
             return module.gguf_config(hf)
         return hf
     except KeyError as missing:
+        # the metadata has llama.cpp's name of the field
         fields = {field: key for key, field in gguf_fields(architecture).items()}
         key = fields.get(missing.args[0], missing.args[0])
         raise ValueError(

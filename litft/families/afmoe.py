@@ -52,14 +52,17 @@ def config(hf: dict[str, Any]) -> Config:
     every = hf.get("global_attn_every_n_layers", 4)
     windows = llama.layer_windows(hf, lambda index: (index + 1) % every != 0)
     layers = [
+        # only layers with a window have RoPE
         replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None)
         for window in windows
     ]
+    # the same mixture under other names
     experts = deepseek.routed_experts(
         {
             **hf,
             "norm_topk_prob": True,
             "routed_scaling_factor": hf.get("route_scale", 1.0),
+            # transformers' router has no groups, whatever the file says
             "n_group": None,
         }
     )

@@ -10,6 +10,7 @@ from litft.model.config import Config
 
 MODEL_TYPES = ("apertus",)
 
+# transformers' names first; some files have Llama's
 NORMS = {"attention_norm": "{attention_layernorm|input_layernorm}"}
 NORMS |= {"mlp_norm": "{feedforward_layernorm|post_attention_layernorm}"}
 ROPE = dict(rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192)
@@ -28,6 +29,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with other norms and the activation's scalars."""
+    # xIELU trains the first two, the others are constants of its own
     scalars = ("alpha_p", "alpha_n", "beta", "eps")
     activation = [
         Rename(f"model.layers.{{}}.mlp.act_fn.{n}", f"blocks.{{}}.mlp.activation.{n}")

@@ -21,6 +21,7 @@ GGUF_MAMBA = {  # metadata of the mixers of hybrids
     "rope.scaling.finetuned": "has_rope",
 }
 
+# litft's module names -> the files'; the MLP has its own, unlike attention
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 MLP = {f"mlp.{n}_proj": f"feed_forward.{n}_proj" for n in ("gate", "up", "down")}
 
@@ -38,6 +39,7 @@ def config(hf: dict[str, Any]) -> Config:
         "max_position_embeddings": 8192 if is_falcon else 262144,
         **hf,
     }
+    # Bamba rotates half of each head, whatever the file says, as in transformers
     base = llama.config(
         hf if is_falcon else {**hf, "partial_rotary_factor": 0.5},
         rope_fraction=None if is_falcon else 0.5,
@@ -45,6 +47,7 @@ def config(hf: dict[str, Any]) -> Config:
     mamba = mamba_config(hf, base.norm.eps)
     if is_falcon:
         return _falcon_config(hf, base, mamba)
+    # all other layers are Mamba-2
     attention = hf.get("attn_layer_indices") or ()
     layers = tuple(
         layer if index in attention else layer.with_mixer(mamba)
@@ -89,10 +92,13 @@ def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Con
     key, into, out = (
         hf.get(f"{n}_multiplier", 1.0) for n in ("key", "attention_in", "attention_out")
     )
+    # the scale of the input is applied to whole queries, keys and values below, and so to their
+    # biases, too
     if into != 1 and base.qkv_bias:
         raise ValueError(
             f"config.json: attention_in_multiplier {into!r} is not supported with attention_bias"
         )
+    # Falcon-H1 scales what enters the mixer, the five parts of its projection, and what leaves it
     mamba = replace(
         mamba,
         out_bias=hf.get("projectors_bias", False),
@@ -108,6 +114,7 @@ def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Con
     return replace(
         base,
         layers=tuple(replace(layer, mixer=mamba, attention_scale=scale) for layer in base.layers),
+        # values are linear in the attention's input, too
         attention_out_scale=into * out,
         mlp_gate_scale=gate,
         mlp_out_scale=down,
@@ -142,6 +149,7 @@ def _pure_config(hf: dict[str, Any]) -> Config:
         conv_bias=hf.get("use_conv_bias", True),
         step_limits=step_limits(hf),
     )
+    # what `llama.config` needs to know of attention and MLPs, which this network does not have
     unused = dict(
         num_attention_heads=1,
         num_key_value_heads=1,
@@ -163,6 +171,7 @@ def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
     return [
         *(_fused_projection(mamba, f"{hf_prefix}in_proj", leaf) for leaf in ("weight", "bias")),
         *llama.rename_modules({"out_proj": "out_proj", "norm": "norm"}, hf_prefix, prefix),
+        # a depthwise convolution has a single input channel
         Squeeze(f"{hf_prefix}conv1d.weight", f"{prefix}conv.weight", (1,)),
         Rename(f"{hf_prefix}conv1d.bias", f"{prefix}conv.bias"),
         Rename(f"{hf_prefix}A_log", f"{prefix}log_rate"),
@@ -174,6 +183,7 @@ def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
 def _fused_projection(mamba: Mamba2Config, stored: str, leaf: str) -> Split:
     """Return the rule for the projection to gate, convolution and step sizes, which files store as
     one."""
+    # the convolution runs over the values, and the inputs and outputs of the state of each group
     width = mamba.n_heads * mamba.head_dim
     sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
     return Split(
@@ -185,6 +195,7 @@ def _fused_projection(mamba: Mamba2Config, stored: str, leaf: str) -> Split:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names with another MLP, and those of Mamba-2."""
+    # each block is a mixer with one norm before it
     if config.model_type == "mamba2":
         outer = llama.embedding_and_head(config, "backbone.", "embeddings", "norm_f")
         layers = "backbone.layers.{}."
@@ -216,6 +227,7 @@ def gguf_mamba_rules(config: Config) -> list[Rule]:
         _fused_projection(mamba, "blk.{}.ssm_in", "weight"),
         *llama.rename_modules({"conv": "ssm_conv1d", "out_proj": "ssm_out"}, "blk.{}.", prefix),
         Rename("blk.{}.ssm_dt.bias", f"{prefix}step_bias"),
+        # llama.cpp stores the decay itself, -exp(A_log), with one row for each head
         Reshape("blk.{}.ssm_a", f"{prefix}log_rate", (-1, 1), (-1,), decay=True),
         Reshape("blk.{}.ssm_d", f"{prefix}skip", (-1, 1), (-1,)),
         Reshape("blk.{}.ssm_norm.weight", f"{prefix}norm.weight", (mamba.n_groups, -1), (-1,)),
@@ -236,8 +248,10 @@ def gguf_mamba(config: Config) -> dict[str, Any]:
             f"llama.cpp reads Mamba-2 layers only if they are {2 * config.dim} wide; keep the "
             "Hugging Face folder"
         )
+    # 0 key heads: the layer has no attention, but a mixer
     heads = [config.n_kv_heads if layer.attention else 0 for layer in config.layers]
     has_rope = any(layer.rope for layer in config.layers)
+    # in the order of GGUF_MAMBA
     sizes = mamba.conv_width, mamba.state_dim, mamba.n_groups, mamba.n_heads, width
     return dict(zip(GGUF_MAMBA, (*sizes, heads, has_rope), strict=True))
 

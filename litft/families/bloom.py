@@ -11,6 +11,7 @@ from litft.model.positions import alibi_slopes
 
 MODEL_TYPES = ("bloom", "mpt")
 
+# litft's module names -> the files', within a layer
 NAMES = {
     "bloom": {
         "attention.o_proj": "self_attention.dense",
@@ -36,6 +37,8 @@ def config(hf: dict[str, Any]) -> Config:
         raise ValueError(
             "config.json: apply_residual_connection_post_layernorm true is not supported"
         )
+
+    # older names of BLOOM's fields, and MPT's
     names = {
         "n_embed": "hidden_size",
         "n_layer": "num_hidden_layers",
@@ -47,6 +50,8 @@ def config(hf: dict[str, Any]) -> Config:
         "n_heads": "num_attention_heads",
     }
     hf = {**hf, **{names[name]: hf[name] for name in names if name in hf}}
+
+    # other values of MPT's settings are other networks
     attention = hf.get("attn_config") or {}
     unsupported = {
         "alibi": True,
@@ -83,6 +88,7 @@ def config(hf: dict[str, Any]) -> Config:
         gated=False,
         alibi=alibi_slopes(base.n_heads, attention.get("alibi_bias_max", 8)),
         qkv_clip=attention.get("clip_qkv"),
+        # MPT has no biases at all
         qkv_bias=is_bloom,
         o_bias=is_bloom,
         mlp_bias=is_bloom,
@@ -93,6 +99,7 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules; q, k and v are fused, in BLOOM by head."""
     is_bloom = config.model_type == "bloom"
     layers = "transformer.h.{}." if is_bloom else "transformer.blocks.{}."
+    # BLOOM's fused rows alternate by head, MPT's are three blocks
     size, groups = (config.head_dim, config.n_heads) if is_bloom else (config.dim, 1)
     if is_bloom:
         fused_name = f"{layers}self_attention.query_key_value"

@@ -44,9 +44,11 @@ def config(hf: dict[str, Any]) -> Config:
         **hf,
     }
     is_mixture = hf["model_type"] == "cohere2_moe"
+    # in other models, the heads divide the hidden size
     head_dim = hf.get("head_dim", 128) if is_mixture else None
     base = llama.config({**hf, "head_dim": head_dim}, rope_theta=1e4 if is_cohere2 else 5e5)
     norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5))
+    # a mixture has RMS norms if the file has their epsilon
     if is_mixture and hf.get("rms_norm_eps") is not None:
         norm = base.norm
     layers = base.layers
@@ -87,6 +89,7 @@ def _with_experts(
     another width."""
     num_shared = hf.get("num_shared_experts") or 0
     scoring = hf.get("expert_selection_fn", "softmax")
+    # the average of both outputs is half of their sum
     is_average = num_shared and hf.get("shared_expert_combination_strategy", "average") == "average"
     experts = ExpertsConfig(
         hf.get("num_experts", 8),
@@ -100,6 +103,8 @@ def _with_experts(
     layers = list(deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts))
     for number, layer in enumerate(layers):
         if not layer.experts:
+            # a pattern of 1 has full attention in all of these layers, which would leave them
+            # without RoPE
             forced = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
             rope = base.layers[0].rope if forced else layer.rope
             layers[number] = replace(
@@ -133,6 +138,7 @@ def gguf_rules(config: Config) -> list[Rule]:
             f"model has {depth}"
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
+    # attention and MLP share one norm
     names = (
         llama.GGUF_ATTENTION
         | llama.GGUF_QK_NORMS
@@ -160,10 +166,12 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a mixture with the kinds of its layers, and the widths of its MLPs."""
     if hf["model_type"] != "cohere2_moe":
         return hf
+    # llama.cpp has numbers for these functions
     if hf.get("expert_selection_fn") == deepseek.SOFTMAX:
         scoring = "softmax"
     else:
         scoring = "sigmoid"
+    # the width in the metadata is that of the dense layers
     widths = {
         "prefix_dense_intermediate_size": hf["intermediate_size"],
         "intermediate_size": hf.pop("expert_dim"),

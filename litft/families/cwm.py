@@ -12,6 +12,7 @@ __all__ = ["MODEL_TYPES", "config", "rules"]
 
 MODEL_TYPES = ("cwm",)
 
+# CWM's RoPE if the file does not specify it
 ROPE = dict(
     rope_type="llama3", factor=16.0, original_max_position_embeddings=8192, low_freq_factor=1.0
 )
@@ -27,6 +28,7 @@ def config(hf: dict[str, Any]) -> Config:
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf["rope_parameters"] = {**ROPE, "rope_theta": hf.get("rope_theta") or 1e6}
     base = llama.config(hf, rope_theta=1e6)
+    # the first of every four layers has full attention
     windows = llama.layer_windows(hf, lambda index: index % 4 != 0)
     layers = tuple(replace(base.layers[0], window=window) for window in windows)
     return replace(base, layers=layers, qkv_bias=False, o_bias=False)

@@ -20,8 +20,8 @@ GGUF = {
     "deepseek_v3": ("deepseek2", "DeepseekV3ForCausalLM"),
     "glm4_moe_lite": ("deepseek2", "Glm4MoeLiteForCausalLM"),
 }
-SOFTMAX = 1
 # llama.cpp's numbers of the functions that score experts
+SOFTMAX = 1
 SIGMOID = 2
 # metadata of mixtures with the fields of `routed_experts`
 GGUF_EXPERTS = {
@@ -49,6 +49,7 @@ GGUF_LATENT = {
 }
 GGUF_FIELDS = GGUF_EXPERTS | GGUF_LATENT
 
+# transformers' defaults, where they differ from those of the functions below
 DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(
         first_k_dense_replace=0, n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407
@@ -94,20 +95,25 @@ def config(hf: dict[str, Any]) -> Config:
     model_type = hf["model_type"]
     hf = {"kv_lora_rank": 512, "q_lora_rank": 1536, **DEFAULTS[model_type], **hf}
     latent = latent_config(hf)
+    # latent attention computes keys and values for every head; RoPE rotates a part of a head
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
     layer = replace(
         base.layers[0], latent=latent, attention_scale=latent.head_dim**-0.5 * yarn_scale(hf)
     )
     base = replace(base, rope_interleaved=hf.get("rope_interleave", model_type != "minicpm3"))
+    # models without experts
     if model_type in ("minicpm3", "youtu"):
         base = replace(base, layers=(layer,) * len(base.layers))
         if model_type == "minicpm3":
             return _with_mup_scales(base, hf)
         return base
+    # V2 scores by softmax, without a correction, and ranks a group by its best expert; V3 by the
+    # sum of its two best ones
     if model_type == "deepseek_v2":
         default = {"scoring": "softmax", "correction_bias": False, "renormalize": False}
     else:
         default = {}
+    # greedy: the best experts of all, although the file may name groups
     if model_type == "deepseek_v2" and hf.get("topk_method", "greedy") == "greedy":
         hf["n_group"] = None
     experts = replace(routed_experts(hf), **default, group_score="max" if default else "top2")
@@ -118,6 +124,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 def latent_config(hf: dict[str, Any]) -> LatentConfig:
     """Return the sizes of latent attention; the norms' epsilon is fixed in transformers."""
+    # null: MiniCPM3's values have the size of a usual head
     value_dim = hf.get("v_head_dim", 128) or hf["hidden_size"] // hf["num_attention_heads"]
     nope = hf.get("qk_nope_head_dim", 128)
     rope = hf.get("qk_rope_head_dim", 64)
@@ -135,6 +142,7 @@ def yarn_scale(hf: dict[str, Any]) -> float:
     )
     mscale = scaling.get("mscale_all_dim") or 0
     if mscale and is_scaled:
+        # squared: once for the queries, once for the keys
         return (0.1 * mscale * math.log(scaling["factor"]) + 1) ** 2
     return 1.0
 
@@ -143,6 +151,7 @@ def _with_mup_scales(base: Config, hf: dict[str, Any]) -> Config:
     """Return MiniCPM3's config, with the scales of arXiv 2404.06395."""
     num_layers = len(base.layers)
     base_dim = hf.get("dim_model_base", 256)
+    # null: no scale, as the quotient below is 1
     if hf.get("scale_depth", 1.4) is None:
         depth = math.sqrt(num_layers)
     else:
@@ -150,12 +159,14 @@ def _with_mup_scales(base: Config, hf: dict[str, Any]) -> Config:
     scales = dict(
         embed_scale=float(hf.get("scale_emb", 12)), residual_scale=depth / math.sqrt(num_layers)
     )
+    # transformers divides by dim / base_dim, which is the same
     return replace(base, **scales, logit_scale=1.0 if base_dim is None else base_dim / base.dim)
 
 
 def routed_experts(hf: dict[str, Any]) -> ExpertsConfig:
     """Return DeepSeek V3's experts; the fields have these names in many families."""
     hidden_dim = llama.one_size(hf, "moe_intermediate_size")
+    # several shared experts are one MLP of their joint width
     shared = hf.get("n_shared_experts", hf.get("num_shared_experts", 1)) or 0
     return ExpertsConfig(
         hf.get("n_routed_experts") or hf.get("num_local_experts") or hf["num_experts"],
@@ -191,6 +202,7 @@ def sparse_layers(
     )
 
 
+# litft's module names -> the files', within a layer
 LATENT = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in ("q_a", "q_b", "kv_b")} | {
     "attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa",
     "attention.q_a_norm": "self_attn.q_a_layernorm",
@@ -275,8 +287,10 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 def gguf_latent(latent: LatentConfig) -> dict[str, Any]:
     """Return the sizes of latent attention."""
+    # the cache has one key for all heads: the latent vector, and the part that RoPE rotates
     width = latent.dim + latent.rope_dim
     expanded = (latent.head_dim, latent.value_dim)
+    # in the order of GGUF_LATENT
     sizes = 1, width, latent.dim, *expanded, latent.dim, latent.query_dim, latent.rope_dim, None
     return {key: value for key, value in zip(GGUF_LATENT, sizes, strict=True) if value is not None}
 
@@ -292,6 +306,7 @@ def gguf_experts(config: Config, keys: Collection[str] = GGUF_EXPERTS) -> dict[s
         "expert_gating_func": SIGMOID if experts.scoring == "sigmoid" else SOFTMAX,
         "leading_dense_block_count": num_dense,
     }
+    # one group is the whole mixture, and needs no metadata
     groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_groups}
     metadata |= groups if experts.groups > 1 else {}
     return {key: value for key, value in metadata.items() if key in keys}
@@ -300,17 +315,22 @@ def gguf_experts(config: Config, keys: Collection[str] = GGUF_EXPERTS) -> dict[s
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return DeepSeek's config.json: V3 and its relatives score experts by sigmoid, V2 by
     softmax."""
+    # what the file leaves out
     hf = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **hf}
     if hf.get("scoring_func") == SIGMOID:
         hf |= {"model_type": "deepseek_v3", "architectures": [GGUF["deepseek_v3"][1]]}
     elif hf["n_group"] > 1:
         hf |= {"topk_method": "group_limited_greedy"}
+    # a head's size is the sum of both parts
     hf |= {
         "qk_nope_head_dim": hf["qk_head_dim"] - hf["qk_rope_head_dim"],
         "num_key_value_heads": hf["num_attention_heads"],
     }
+    # llama.cpp's multiplier has the factor 0.1 of YaRN's formula in it
     if "rope_scaling" in hf and (multiplier := hf.get("mscale_all_dim")):
         hf["rope_scaling"] |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * multiplier)
+
+    # fields of llama.cpp, from which those above were computed
     unused = (
         "head_dim",
         "value_length",

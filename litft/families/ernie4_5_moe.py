@@ -38,16 +38,19 @@ def config(hf: dict[str, Any]) -> Config:
             f"config.json: moe_norm_min {hf['moe_norm_min']} is not supported; published models "
             "have 1e-12"
         )
+    # DeepSeek V3's router, but the scores are a softmax
     experts = replace(deepseek.routed_experts(fields), scoring="softmax")
     interval = hf.get("moe_layer_interval", 1)
     start = hf.get("moe_layer_start_index", 1)
     end = hf.get("moe_layer_end_index", -1)
+    # -1: up to the last layer
     if end == -1:
         end = len(base.layers) - 1
     kinds = []
     for number in range(len(base.layers)):
         is_sparse = (number + 1) % interval == 0 and start <= number <= end
         kinds.append("sparse" if is_sparse else "dense")
+    # the head has a bias where the MLPs have one
     base = replace(base, head_bias=base.mlp_bias)
     return replace(
         base, layers=deepseek.sparse_layers({"mlp_layer_types": kinds}, list(base.layers), experts)
@@ -81,4 +84,5 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
             "llama.cpp reads no dense layers of ernie4_5_moe after the first mixture; keep the "
             "Hugging Face folder"
         )
+    # all layers after the first mixture are mixtures
     return metadata | {"interleave_moe_layer_step": 1}

@@ -20,6 +20,7 @@ def config(hf: dict[str, Any]) -> Config:
     is_new_architecture = hf.get("new_decoder_architecture", False)
     heads = hf["num_attention_heads"]
     kv_heads = hf.get("num_kv_heads") or heads
+    # before the new architecture: one key head for all query heads, or one for each
     if not is_new_architecture:
         kv_heads = 1 if hf.get("multi_query", True) else heads
     hidden_dim = hf.get("ffn_hidden_size") or 4 * hf["hidden_size"]
@@ -29,6 +30,7 @@ def config(hf: dict[str, Any]) -> Config:
     )
     parallel = hf.get("parallel_attn", True)
     bias = hf.get("bias", False)
+    # a single norm serves both attention and MLP
     num_norms = hf.get("num_ln_in_parallel_attn") or (2 if is_new_architecture else 1)
     return replace(
         base,
@@ -51,6 +53,7 @@ def rules(config: Config) -> list[Rule]:
         "attention.o_proj": "self_attention.dense",
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",
+        # with two norms side by side, each has a name of its own
         "attention_norm": "ln_attn"
         if config.parallel and not config.shared_norm
         else "input_layernorm",
@@ -66,6 +69,7 @@ def rules(config: Config) -> list[Rule]:
         )
         for leaf in ("weight", "bias")
     ]
+    # frequencies, which old files have
     drop = Drop(f"{layers}self_attention.rotary_emb.inv_freq")
     outer = llama.embedding_and_head(config, "transformer.", "word_embeddings", "ln_f")
     return [*outer, *llama.rename_modules(names, layers), *fused, drop]

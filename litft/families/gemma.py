@@ -17,6 +17,7 @@ GGUF = {
     "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
 }
 
+# where they differ from those of `llama.config`: of all, of Gemma 2 and 3, of Gemma 3
 DEFAULTS = dict(
     head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192, num_key_value_heads=16
 )
@@ -26,6 +27,7 @@ DEFAULTS2 = dict(
     sliding_window=4096,
     hidden_activation="gelu_pytorch_tanh",
 )
+# sizes that multimodal files may leave out
 DEFAULTS3 = dict(
     vocab_size=262_208,
     hidden_size=2304,
@@ -67,15 +69,19 @@ def config(hf: dict[str, Any]) -> Config:
     if is_gemma1 and hf["hidden_act"] == "gelu":
         # Gemma 1 files say gelu but mean its tanh approximation
         hf["hidden_act"] = "gelu_pytorch_tanh"
+    # Gemma 3 has a RoPE for each kind of layer, see `ropes_of_types`
     base = llama.config({**hf, "rope_parameters": None, "rope_scaling": None} if is_gemma3 else hf)
+    # norms multiply by 1 + weight
     norm = NormConfig("rms", base.norm.eps, offset=1.0)
     base = replace(base, norm=norm, embed_scale=math.sqrt(base.dim), mlp_bias=False)
     if is_gemma1:
         return base
+    # every second layer of Gemma 2 has full attention, every sixth of Gemma 3
     pattern = hf.get("sliding_window_pattern", 6) if is_gemma3 else 2
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % pattern != 0)
     scale = hf["query_pre_attn_scalar"] ** -0.5
     window = hf["sliding_window"] or None
+    # (full attention, window), to be indexed by whether the layer slides
     if is_gemma3:
         ropes = ropes_of_types(hf, base.head_dim)
     else:
@@ -132,6 +138,7 @@ def gguf_rules(config: Config) -> list[Rule]:
         config,
         llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | post_norms,
     )
+    # of two rules for a tensor the first one applies, so these replace the plain ones below
     norms = []
     for rule in rules:
         if isinstance(rule, Rename) and rule.name.endswith("norm.weight"):

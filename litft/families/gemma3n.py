@@ -24,6 +24,7 @@ DEFAULTS = dict(
     sliding_window=512,
     num_kv_shared_layers=15,
 )
+# litft's module names -> the files', within a layer
 NAMES = {
     "altup.modality": "altup.modality_router",
     "altup.norm": "altup.router_norm",
@@ -49,6 +50,7 @@ def config(hf: dict[str, Any]) -> Config:
     widths = hf["intermediate_size"]
     sparsity = hf.get("activation_sparsity_pattern")
     widths = widths if isinstance(widths, list) else [widths] * count
+    # as in transformers: of the first ten layers, 95 % of the gate values are set to zero
     sparse = 10 if count > 10 else 0
     if sparsity is None:
         sparsity = [0.95] * sparse + [0.0] * (count - sparse)
@@ -58,6 +60,7 @@ def config(hf: dict[str, Any]) -> Config:
             "values each"
         )
     plain = {"rope_parameters": None, "rope_scaling": None, "hidden_act": hf["hidden_activation"]}
+    # widths differ between layers; this one is only a default
     base = llama.config({**hf, **plain, "intermediate_size": widths[0]})
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 5 != 0)
     ropes = gemma.ropes_of_types(hf, base.head_dim)
@@ -110,6 +113,7 @@ def rules(config: Config) -> list[Rule]:
     """Return Gemma 4's rules, with those of the residual streams."""
     model = gemma4.MODEL
     layers = gemma4.LAYERS
+    # linear maps from the first residual stream to the others, and at the end back
     streams = {"expansions": "altup_projections", "reductions": "altup_unembed_projections"}
     return [
         *(

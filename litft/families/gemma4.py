@@ -39,6 +39,7 @@ DEFAULTS = dict(
     hidden_size_per_layer_input=256,
     vocab_size_per_layer_input=262144,
 )
+# transformers' defaults for each kind of layer
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {
@@ -49,6 +50,7 @@ ROPES = {
 }
 MODEL = "{model.|model.language_model.}"
 LAYERS = f"{MODEL}layers.{{}}."
+# litft's module names -> the files', within a layer: all models, mixtures
 NAMES = {
     "token_input.input_gate": "per_layer_input_gate",
     "token_input.projection": "per_layer_projection",
@@ -77,6 +79,7 @@ def config(hf: dict[str, Any]) -> Config:
         raise ValueError(
             "config.json: use_bidirectional_attention 'all' is not supported; use a causal model"
         )
+    # each kind of layer has a RoPE of its own, see `_layers`
     base = llama.config(
         {**hf, "hidden_act": hf["hidden_activation"], "rope_parameters": None, "rope_scaling": None}
     )
@@ -102,14 +105,17 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     num_layers = len(base.layers)
     nested = {**ROPES, **llama.ropes_by_type(hf)}
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 6 != 0)
+    # as in transformers, whatever the file says of the last layer
     sliding[-1] = False
     window = window_size(hf)
     key_is_value = hf.get("attention_k_eq_v", False)
     experts = None
     wide = hf.get("global_head_dim", 512)
+    # transformers 5 writes what differs in full attention as overrides, by layer
     overrides = hf.get("per_layer_config")
     if overrides and False in sliding:  # as transformers writes it
         wide = next(iter(overrides.values())).get("head_dim", base.head_dim)
+    # where keys are values, full attention has a number of key heads of its own
     if key_is_value:
         global_kv_heads = hf.get("num_global_key_value_heads")
     else:
@@ -137,6 +143,7 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
                 rope=rope,
                 window=window if slides else None,
                 experts=experts,
+                # queries and keys have norms, and their product is not scaled
                 attention_scale=1.0,
                 hidden_dim=2 * base.hidden_dim
                 if sharing[index] == "reuse" and hf.get("use_double_wide_mlp")
@@ -174,6 +181,7 @@ def kv_sharing(sliding: list[bool], first_shared: int) -> list[str]:
         )
     if first_shared == len(sliding):
         return ["none"] * len(sliding)
+    # before the layers that reuse, the last one of each kind stores
     is_source = (
         slides not in sliding[index + 1 : first_shared]
         for index, slides in enumerate(sliding[:first_shared])
@@ -193,6 +201,7 @@ def rules(config: Config) -> list[Rule]:
         "per_layer.projection": "per_layer_model_projection",
     }
     per_layer |= {"per_layer.norm": "per_layer_projection_norm"}
+    # files may have projections in layers that reuse keys and values, but nothing reads them
     shared = llama.layers_with(config, lambda layer: layer.kv_sharing == "reuse", f"{MODEL}layers.")
     drops = [Drop(f"{shared}self_attn.{name}.weight") for name in ("k_proj", "v_proj", "k_norm")]
     return [
@@ -225,6 +234,8 @@ def gguf_rules(config: Config) -> list[Rule]:
         "attention_post_norm": "post_attention_norm",
         "mlp_post_norm": "post_ffw_norm",
     }
+
+    # a mixture has a dense MLP beside the experts, each with norms of its own
     experts = config.layers[0].experts
     if experts:
         names |= {f"mlp.dense.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")} | {
@@ -270,8 +281,10 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     heads: Any = config.n_kv_heads
     if full.key_is_value:  # which only a list shows
         heads = [layer.n_kv_heads or config.n_kv_heads for layer in layers]
+    # a list only where layers differ
     hidden: Any = [layer.hidden_dim or config.hidden_dim for layer in layers]
     experts = full.experts and (full.experts.count, full.experts.top_k, full.experts.hidden_dim)
+    # in the order of GGUF_FIELDS
     values = (
         [layer.window is not None for layer in layers],
         sum(layer.kv_sharing == "reuse" for layer in layers),
@@ -315,6 +328,7 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
         # llama.cpp's default; 0: none
         "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0) or None,
     }
+    # full attention has a number of its own, which is that of the last layer
     if isinstance(heads, list):
         hf |= {
             "num_key_value_heads": heads[sliding.index(True)],

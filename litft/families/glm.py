@@ -31,6 +31,7 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with gate and up fused."""
     names = llama.ATTENTION | {"mlp.down_proj": "mlp.down_proj"} | llama.NORMS
     if config.norm_position == "both":
+        # GLM 4 has norms after attention and MLP as well
         names |= {
             "attention_post_norm": "post_self_attn_layernorm",
             "mlp_post_norm": "post_mlp_layernorm",

@@ -20,6 +20,7 @@ GGUF = {
 GGUF_FIELDS = deepseek.GGUF_EXPERTS | llama.GGUF_WINDOWS
 GGUF_TENSORS = {"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"}
 
+# transformers' defaults, where they differ from those of `llama` and `deepseek`
 DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe": dict(
         num_key_value_heads=8,
@@ -59,10 +60,12 @@ def config(hf: dict[str, Any]) -> Config:
     is_glm = model_type in ("glm4_moe", "solar_open")
     theta = 1e6 if model_type == "solar_open" else 1e4
     base = llama.config(hf, theta, {"glm4_moe": 0.5, "solar_open": 1.0}.get(model_type))
+    # only files of GLM and Solar say whether queries and keys have norms
     has_qk_norm = hf.get("use_qk_norm", False) if is_glm else True
     base = replace(base, mlp_bias=False, qk_norm=base.norm if has_qk_norm else None)
     base = replace(base, o_bias=False) if is_glm else base
     layers = list(base.layers)
+    # K-EXAONE has EXAONE 4's attention: windows, and full attention without RoPE
     if model_type == "exaone_moe":
         base, layers = replace(base, qkv_bias=False, o_bias=False), list(exaone4.layers(hf, base))
     elif model_type == "dots1":
@@ -78,6 +81,7 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names and separately stored experts."""
     bias = deepseek.BIAS
     if config.model_type == "exaone_moe":
+        # the bias is beside the router, not a part of it
         bias = Rename("model.layers.{}.mlp.e_score_correction_bias", bias.name)
     return [
         *deepseek.mixture_rules(config, bias=bias),

@@ -81,6 +81,7 @@ def rules(config: Config) -> list[Rule]:
         Rename(f"{LAYERS}{hf_name}.weight", f"blocks.{{}}.{name}.weight", transposed=True)
         for name, hf_name in LINEARS.items()
     ]
+    # q, k and v are fused, one after the other
     sizes = (config.dim,) * 3
     fused = [
         Split(f"{LAYERS}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True),
@@ -88,6 +89,7 @@ def rules(config: Config) -> list[Rule]:
     ]
     return [
         *embedding_and_head(config),
+        # before the plain rules, which are then for biases and norms only
         *weights,
         *llama.rename_modules(LINEARS | NORMS, LAYERS),
         *fused,
@@ -121,6 +123,7 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
         "n_layer": "num_hidden_layers",
     }
     fields |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+    # fields that GPT-2 has under another name, or does not have
     others = {}
     for name, value in hf.items():
         if name not in (*fields.values(), "num_key_value_heads", "rope_theta"):

@@ -33,6 +33,8 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(
         gpt2.standard_names({**hf, **gpt2_fields, "n_positions": hf["max_position_embeddings"]})
     )
+
+    # [[kinds of layers, how often they repeat], ...]
     kinds: list[str] = []
     for repeated, repeats in hf.get("attention_types") or [[["global", "local"], 12]]:
         kinds += repeated * repeats
@@ -44,6 +46,7 @@ def config(hf: dict[str, Any]) -> Config:
     windows = [hf.get("window_size", 256) if kind == "local" else None for kind in kinds]
     return replace(
         base,
+        # scores are not scaled, and positions are a table
         layers=tuple(
             replace(base.layers[0], rope=None, window=window, attention_scale=1.0)
             for window in windows
@@ -58,6 +61,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename."""
+    # causal masks, which old files have
     masks = [Drop(f"{LAYERS}attn.attention.{name}") for name in ("bias", "masked_bias")]
     positions = llama.rename_modules({"embed_positions": "transformer.wpe"}, "", "")
     outer = llama.embedding_and_head(config, "transformer.", "wte", "ln_f")

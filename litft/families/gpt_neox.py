@@ -49,6 +49,7 @@ def rules(config: Config) -> list[Rule]:
         )
         for leaf in ("weight", "bias")
     ]
+    # causal masks and frequencies, which old files have
     buffers = [
         Drop(f"{layers}attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
     ]

@@ -16,6 +16,7 @@ GGUF_FIELDS = {
     "expert_feed_forward_length": "intermediate_size",
 }
 
+# gpt-oss's RoPE if the file does not specify it
 YARN = dict(
     rope_type="yarn",
     factor=32.0,
@@ -36,12 +37,14 @@ def config(hf: dict[str, Any]) -> Config:
         attention_bias=True,
     )
     hf = {**defaults, "max_position_embeddings": 131072, **hf}
+    # the default is a scaled RoPE
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf["rope_parameters"] = {**YARN, "rope_theta": hf.get("rope_theta", 150000.0)}
     if hf.get("swiglu_alpha", 1.702) != 1.702:
         raise ValueError(
             f"config.json: swiglu_alpha {hf['swiglu_alpha']!r} is not supported; it must be 1.702"
         )
+    # x sigmoid(1.702 x) is the quick form of GELU
     base = llama.config({**hf, "hidden_act": "quick_gelu"}, rope_theta=150000.0)
     experts = ExpertsConfig(
         hf.get("num_local_experts", 128),
@@ -89,6 +92,7 @@ def peft_rules(config: Config) -> list[Rule]:
     def gate_up_names(leaf: str) -> tuple[str, str]:
         return (f"{prefix}gate_proj.{leaf}", f"{prefix}up_proj.{leaf}")
 
+    # rows of gate and up alternate: groups of one row each, as many as the MLP is wide
     return [
         Split(
             f"{hf_prefix}gate_up_proj",
@@ -107,6 +111,7 @@ def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
     names = llama.GGUF_ATTENTION | {
         "attention_norm": "attn_norm",
+        # the files' name of the norm before the MLP
         "mlp_norm": "post_attention_norm",
     }
     sinks = Rename("blk.{}.attn_sinks.weight", "blocks.{}.attention.sinks")

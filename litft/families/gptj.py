@@ -20,6 +20,7 @@ def config(hf: dict[str, Any]) -> Config:
         **hf,
     }
     head_dim = hf["n_embd"] / hf["n_head"]
+    # null: the whole head is rotated
     rotary_dim = hf.get("rotary_dim", 64) or head_dim
     base = llama.config(gpt2.standard_names(hf), rope_fraction=rotary_dim / head_dim)
     return replace(
@@ -42,6 +43,7 @@ def rules(config: Config) -> list[Rule]:
         for name, hf_name in zip("qkvo", ["q", "k", "v", "out"], strict=True)
     }
     names |= {"mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out", "attention_norm": "ln_1"}
+    # causal masks and angles, which old files have
     buffers = [Drop(f"{layers}attn.{name}") for name in ("bias", "masked_bias", "embed_positions")]
     return [
         *llama.embedding_and_head(config, "transformer.", "wte", "ln_f"),

@@ -31,6 +31,7 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(hf)
     is_hyperclova = hf["model_type"] == "hyperclovax"
     experts = None
+    # 0: the dense models of Granite 4 have the model type of its mixtures
     if hf["model_type"].startswith("granitemoe") and hf.get("num_local_experts", 8):
         experts = ExpertsConfig(
             hf.get("num_local_experts", 8),
@@ -39,7 +40,9 @@ def config(hf: dict[str, Any]) -> Config:
             renormalize=True,
             shared_dim=hf.get("shared_intermediate_size", 0),
         )
+    # null: HyperCLOVA X has the usual scale, Granite none
     scale = float(hf.get("attention_multiplier") or (base.head_dim**-0.5 if is_hyperclova else 1.0))
+    # HyperCLOVA X multiplies logits by it, Granite divides them by it
     logit_scale = hf.get("logits_scaling", 1.0)
     return replace(
         base,
@@ -56,12 +59,14 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names; experts are two stacked tensors."""
     if not config.layers[0].experts:
+        # HyperCLOVA X has these; in other models the rules match nothing
         post_norms = {"attention_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
         return [*llama.rules(config), *llama.rename_modules(post_norms)]
     moe_prefix = "model.layers.{}.block_sparse_moe."
     router = Rename(moe_prefix + "router.layer.weight", "blocks.{}.mlp.router.weight")
     shared_prefix = "model.layers.{}.shared_mlp."
     shared_dim = config.layers[0].experts.shared_dim
+    # gate and up of the shared expert are one tensor
     shared = tuple(f"blocks.{{}}.mlp.shared.{name}_proj.weight" for name in ("gate", "up"))
     return [
         *llama.rules(config),
@@ -89,6 +94,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         sizes = mixtral.gguf_sizes(config, GGUF_FIELDS)
     else:
         sizes = {}
+    # the scales are the first entries of the table
     return dict(zip(GGUF_FIELDS, scales, strict=False)) | sizes
 
 

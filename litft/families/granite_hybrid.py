@@ -18,6 +18,7 @@ def config(hf: dict[str, Any]) -> Config:
     GraniteMoeHybridConfig."""
     hf = {"shared_intermediate_size": 1024, **hf}
     base = granite.config(hf)
+    # without experts, the MLP is what the files call the shared expert
     if not base.layers[0].experts:
         base = replace(base, hidden_dim=hf["shared_intermediate_size"])
     mamba = bamba.mamba_config(hf, base.norm.eps)
@@ -26,6 +27,7 @@ def config(hf: dict[str, Any]) -> Config:
         attention = base.layers[0]
     else:
         attention = replace(base.layers[0], rope=None)
+    # older files have other names of the two kinds
     kinds = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
     is_mamba = llama.layer_kinds(hf, kinds, lambda index: True)
     layers = tuple(attention.with_mixer(mamba) if kind else attention for kind in is_mamba)
@@ -70,6 +72,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the kinds of layers; without experts, the MLP is the shared
     expert."""
+    # llama.cpp says by the number of key heads which layers have attention
     heads = hf["num_key_value_heads"]
     width = hf["mamba_width"]
     hf |= {

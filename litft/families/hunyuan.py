@@ -34,6 +34,8 @@ def config(hf: dict[str, Any]) -> Config:
     base = replace(base, mlp_bias=False, qk_norm=base.norm, qk_norm_after_rope=True)
     if hf["model_type"] == "hunyuan_v1_dense":
         return base
+
+    # files may list these numbers by layer
     counts = {name: hf.get(name, 1) for name in ("num_experts", "moe_topk")}
     for name, value in counts.items():
         if value is None:
@@ -49,6 +51,7 @@ def config(hf: dict[str, Any]) -> Config:
         counts["moe_topk"],
         base.hidden_dim,
         renormalize=True,
+        # the shared expert is as wide as one of the others
         shared_dim=base.hidden_dim,
     )
     return replace(base, layers=tuple(replace(layer, experts=experts) for layer in base.layers))
@@ -62,6 +65,7 @@ def _without_alpha(hf: dict[str, Any]) -> dict[str, Any]:
     if not scaling.get("alpha") or scaling.get("rope_type", scaling.get("type")) != "dynamic":
         return hf
     dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    # this base makes the lowest frequency smaller by the factor alpha
     theta = scaling.get("rope_theta", hf.get("rope_theta") or 10000.0) * scaling["alpha"] ** (
         dim / (dim - 2)
     )

@@ -10,6 +10,7 @@ from litft.model.config import Config, DeltaNetConfig, LayerConfig
 
 MODEL_TYPES = ("kimi_linear",)
 GGUF = {"kimi_linear": ("kimi-linear", "KimiLinearForCausalLM")}
+# without RoPE, there is no YaRN
 GGUF_LATENT = {name: key for name, key in deepseek.GGUF_LATENT.items() if "yarn" not in name}
 GGUF_DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"}
 GGUF_FIELDS = deepseek.GGUF_EXPERTS | GGUF_LATENT | GGUF_DELTA
@@ -41,6 +42,7 @@ GGUF_NAMES = {
 CONVS = {"query": "q", "key": "k", "value": "v"}
 FORGET_GATE = {"decay_a_proj": "f_a_proj", "decay_proj": "f_b_proj"}
 MOE = "model.layers.{}.block_sparse_moe."
+# fields of transformers' class -> those of published files
 FIELDS = {
     "max_position_embeddings": "model_max_length",
     "norm_topk_prob": "moe_renormalize",
@@ -53,6 +55,7 @@ FIELDS = {
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' KimiLinearConfig."""
+    # published files have other names than transformers' class
     published = {}
     for name, old in FIELDS.items():
         if old in hf:
@@ -72,6 +75,7 @@ def config(hf: dict[str, Any]) -> Config:
     num_layers = hf["num_hidden_layers"]
     latent = deepseek.latent_config(hf)
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
+    # keys and values have the same heads, of the same size
     delta = DeltaNetConfig(
         n_heads := linear.get("num_heads", hf.get("linear_num_heads", 32)),
         n_heads,
@@ -81,8 +85,10 @@ def config(hf: dict[str, Any]) -> Config:
         base.norm.eps,
         row_decay=True,
     )
+    # the file counts layers from 1, the default rule of transformers from 0
     full = [index - 1 for index in linear.get("full_attn_layers", ())] or range(4, num_layers, 4)
     is_linear = llama.linear_layers(hf, lambda n: n not in full)
+    # no RoPE: the delta nets show the order of the tokens
     attention = replace(base.layers[0], latent=latent, rope=None)
     layers = [attention.with_mixer(delta) if kind else attention for kind in is_linear]
     return replace(
@@ -108,6 +114,7 @@ def rules(config: Config) -> list[Rule]:
             Squeeze(f"{layers}{n}_conv1d.weight", f"{mixer}{name}_conv.weight", (1,))
             for name, n in CONVS.items()
         ),
+        # (1, 1, heads, 1) in the files
         Squeeze(f"{layers}A_log", f"{mixer}log_rate", (0, 1, 3)),
         Rename(f"{layers}dt_bias", f"{mixer}decay_bias"),
         Rename(f"{MOE}gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
@@ -119,6 +126,7 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names: transformers has names of its own in memory."""
     linear = llama.layers_with(config, lambda layer: layer.mixer)
+    # what differs from the files' names: the gates of the decay, and the MLPs
     forget = {
         f"mixer.{n}": f"self_attn.forget_gate.{hf_name}" for n, hf_name in FORGET_GATE.items()
     }
@@ -172,6 +180,7 @@ def gguf_rules(config: Config) -> list[Rule]:
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of both kinds of layers and of the experts."""
     attention, delta = _gguf_layers(config)
+    # latent attention has one key head, a delta net none
     kinds = [0 if layer.mixer else 1 for layer in config.layers]
     sizes = dict(zip(GGUF_DELTA, (delta.mixer.conv_width, delta.mixer.key_dim), strict=True))
     # llama.cpp always divides by the sum

@@ -23,6 +23,7 @@ GGUF_EXPERTS = {
 }
 GGUF_FIELDS = GGUF_LAYERS | GGUF_EXPERTS
 
+# litft's module names -> the files', within a layer
 NAMES = llama.ATTENTION | {
     "attention.o_proj": "self_attn.out_proj",
     "attention.q_norm": "self_attn.q_layernorm",
@@ -51,6 +52,8 @@ def config(hf: dict[str, Any]) -> Config:
     hf["tie_word_embeddings"] = hf.get("tie_embedding", hf["tie_word_embeddings"])
     is_mixture = hf["model_type"] == "lfm2_moe"
     hidden_dim = hf.get("block_ff_dim") or llama.one_size(hf, "intermediate_size")
+
+    # two thirds of the width: a gated MLP then has as many weights as one without a gate
     if not is_mixture and hf.get("block_auto_adjust_ff_dim", True):
         multiple = hf.get("block_multiple_of", 256)
         hidden_dim = int(2 * hidden_dim / 3)
@@ -62,6 +65,7 @@ def config(hf: dict[str, Any]) -> Config:
         rope_theta=1e6,
     )
     conv = ShortConvConfig(base.dim, hf.get("conv_L_cache", 3), hf.get("conv_bias", False))
+    # without either field, every layer has full attention
     attention = hf.get("full_attn_idxs")
     is_conv = llama.layer_kinds(
         hf,
@@ -107,6 +111,7 @@ def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
     mixer = {f"mixer.{name}": f"shortconv.{name}" for name in ("in_proj", "out_proj", "conv")}
     names = llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | mixer
+    # llama.cpp's name of the norm before the head
     outer = llama.rename_modules({"norm": "token_embd_norm"}, "", "")
     return [*deepseek.gguf_mixture_rules(), *outer, *llama.gguf_names(config, names)]
 
@@ -114,6 +119,7 @@ def gguf_rules(config: Config) -> list[Rule]:
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the number of key heads of each layer, 0 for convolutions, their width, and the sizes
     of the experts."""
+    # 3: transformers' default, where no layer has a convolution
     width = next((layer.mixer.width for layer in config.layers if layer.mixer), 3)
     heads = [0 if layer.mixer else config.n_kv_heads for layer in config.layers]
     metadata = dict(zip(GGUF_LAYERS, (heads, width), strict=True))
@@ -130,6 +136,8 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     else:
         heads = [heads] * hf["num_hidden_layers"]
     kinds = ["full_attention" if count else "conv" for count in heads]
+
+    # the width in a GGUF file is the adjusted one
     adjusted = dict(
         block_auto_adjust_ff_dim=False,
         norm_eps=hf["rms_norm_eps"],

@@ -83,6 +83,7 @@ def layer_kinds(
 ) -> list[bool]:
     """Return which layers are of a kind: from `layer_types` by the values in `supported`, or
     without it from `default`."""
+    # the second name is that of Nemotron-H and of older files of other hybrids
     types = hf.get("layer_types") or hf.get("layers_block_type")
     num_layers = hf["num_hidden_layers"]
     if types is None:
@@ -104,6 +105,7 @@ def layers_with(
     for index, layer in enumerate(config.layers):
         if has(layer):
             numbers.append(str(index))
+    # an empty list of numbers would match any layer, so it gets a word that matches none
     return f"{prefix}{{{','.join(numbers or ['none'])}}}."
 
 
@@ -173,6 +175,7 @@ def rules(
     """Return the rules for Llama's names. model: prefix of all names except the head's; norms: as
     in NORMS."""
     layers = f"{model}layers.{{}}."
+    # old files have this buffer, which follows from config.json
     drop = Drop(f"{layers}self_attn.rotary_emb.inv_freq")
     return [
         *embedding_and_head(config, model, head=head),
@@ -202,6 +205,7 @@ def gguf_names(
     ]
 
 
+# GGUF's metadata -> the field of config.json that it decides
 GGUF_WINDOWS = {"attention.sliding_window_pattern": "layer_types"}
 
 
@@ -220,6 +224,7 @@ def gguf_windows(config: Config) -> dict[str, Any]:
 def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the names of the kinds of layers, if the metadata lists which have a
     window."""
+    # from the metadata that GGUF_WINDOWS names
     pattern = hf.get("layer_types")
     if pattern is None:
         return hf
@@ -236,6 +241,7 @@ def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
 def gguf_ropes(hf: dict[str, Any]) -> dict[str, Any]:
     """Return `rope_parameters` of config.json for both kinds of layers; only that of full attention
     is scaled."""
+    # llama.cpp has one base for both kinds of layers here
     local = {"rope_type": "default", "rope_theta": hf["rope_theta"]}
     return {
         "rope_parameters": {
@@ -251,6 +257,7 @@ def gguf_rules(config: Config) -> list[Rule]:
     It rotates neighbouring entries, so rows of q and k are in another order.
     """
     heads = {"q": config.n_heads, "k": config.n_kv_heads}
+    # queries and keys only: values are not rotated
     interleaved = []
     for n, count in heads.items():
         for leaf in ("weight", "bias"):
@@ -285,6 +292,7 @@ def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) ->
         "eos_token_id bos_token_id pad_token_id torch_dtype dtype quantization_config "
         "tie_word_embeddings".split()
     )
+    # these fields are outside of `text_config`, or have priority there
     outer = {}
     for name in shared:
         if name in hf:
@@ -294,6 +302,7 @@ def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) ->
 
 def multimodal_rules(config: Config, norms: dict[str, str] = NORMS) -> list[Rule]:
     """Return `rules` that also match a multimodal checkpoint, without its vision tensors."""
+    # text files, older multimodal files, and those of transformers 5
     model = "{model.|language_model.model.|model.language_model.}"
     head = "{|language_model.}lm_head"
     return [

@@ -19,6 +19,7 @@ GGUF_FIELDS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "intermediate_size",
 }
+# text files, and multimodal ones
 MODEL = "{model.|language_model.model.}"
 WRAPPER = ModuleNames("language_model.model.", "language_model.lm_head")
 DEFAULTS = dict(
@@ -41,9 +42,11 @@ def config(hf: dict[str, Any]) -> Config:
     experts = ExpertsConfig(
         hf.get("num_local_experts", 16), hf.get("num_experts_per_tok", 1), width, renormalize=False
     )
+    # scores multiply the input of an expert, not its output
     experts = replace(experts, scoring="sigmoid", weighted_input=True, shared_dim=width)
     uses_rope = smollm3.layers_with_rope(hf)
     kinds = {"full_attention": False, "chunked_attention": True}
+    # by default, layers with RoPE attend within chunks only
     is_chunked = llama.layer_kinds(hf, kinds, lambda n: bool(uses_rope[n]))
     size = hf.get("attention_chunk_size", 8192)
     if size:
@@ -54,9 +57,14 @@ def config(hf: dict[str, Any]) -> Config:
         scale = hf.get("attn_scale", 0.1)
     else:
         scale = 0.0
+
+    # layers without RoPE scale their queries by the position: a RoPE that rotates nothing, but
+    # scales
     nope = RopeConfig(
         1.0, 0, original_max_positions=hf.get("floor_scale", 8192), query_beta=scale, query_offset=1
     )
+
+    # by default, every so many layers one is a mixture
     step = hf.get("interleave_moe_layer_step", 1)
     sparse = hf.get("moe_layers")
     if sparse is None:
@@ -75,10 +83,12 @@ def config(hf: dict[str, Any]) -> Config:
         )
         for n, layer in enumerate(base.layers)
     )
+    # of queries and keys after RoPE, in the layers that have RoPE
     if hf.get("use_qk_norm") is not False:
         qk_norm = NormConfig("rms", base.norm.eps, weight=False)
     else:
         qk_norm = None
+    # layers without experts have an MLP of a width of their own
     dense = dict(
         hidden_dim=hf.get("intermediate_size_mlp", 16384), rope_interleaved=True, mlp_bias=False
     )
@@ -101,6 +111,7 @@ def rules(config: Config) -> list[Rule]:
     return [
         *llama.rename_modules({**dense, "router": "router", **shared}, hf_prefix, prefix),
         *llama.rules(config, MODEL, "{|language_model.}lm_head"),
+        # transformers' class does not tell PEFT that its stacks are transposed
         Split(
             f"{hf_prefix}experts.gate_up_proj",
             gate_up,

@@ -24,6 +24,7 @@ GGUF_FIELDS = GGUF_EXPERTS | llama.GGUF_WINDOWS
 DEFAULTS = dict(
     num_key_value_heads=4, head_dim=128, sliding_window=1024, max_position_embeddings=131072
 )
+# transformers' default bases of RoPE for each kind of layer
 ROPES = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
 
 
@@ -39,6 +40,7 @@ def config(hf: dict[str, Any]) -> Config:
         llama.one_size({"moe_intermediate_size": 896, **hf}, "moe_intermediate_size"),
         hf.get("norm_topk_prob", True),
     )
+    # by default, all layers have full attention
     sliding = llama.sliding_layers(hf, lambda index: False)
     rotations = {
         slides: RopeConfig.from_hf({**hf, "rope_parameters": ropes[kind]}, base.head_dim)

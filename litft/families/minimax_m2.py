@@ -25,10 +25,12 @@ def config(hf: dict[str, Any]) -> Config:
         num_key_value_heads=8, head_dim=128, num_experts_per_tok=8, num_local_experts=256
     )
     hf = {**defaults, "max_position_embeddings": 196608, **hf}
+    # the share of a head that is rotated
     fraction = 1.0
     if hf.get("rotary_dim"):
         fraction = hf["rotary_dim"] / llama.one_size(hf, "head_dim")
     base = llama.config(hf, 5e6, fraction)
+    # the same mixture under other names; every layer has it
     experts = deepseek.routed_experts(
         {
             **hf,

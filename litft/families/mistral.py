@@ -57,6 +57,7 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0) -> Config:
     """Read config.json; missing fields have the defaults of MistralConfig, MinistralConfig or
     Ministral3Config."""
     is_ministral3 = hf["model_type"] == "ministral3"
+    # the defaults of Ministral 3: no window, and a longer context
     window = None if is_ministral3 else 4096
     max_positions = 262144 if is_ministral3 else 131072
     hf = {
@@ -113,8 +114,10 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
             "architectures": [ARCHITECTURES["mistral"]],
             "sliding_window": None,
         }
+    # the metadata has one number for both
     mscale = scaling.pop("mscale_all_dim", None)
     if mscale:
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    # in the form of transformers 5: type, base and factors in one field
     kind = hf.pop("rope_scaling", {"rope_type": "default"})
     return hf | {"rope_parameters": {"rope_theta": hf["rope_theta"], **kind, **scaling}}

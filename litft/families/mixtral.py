@@ -22,6 +22,7 @@ def config(hf: dict[str, Any]) -> Config:
         "num_experts_per_tok": 2,
         **hf,
     }
+    # attention is Mistral's, whose config tells its variants apart by their model type
     base = mistral.config({**hf, "model_type": "mistral"}, rope_theta=1e6)
     experts = ExpertsConfig(
         hf["num_local_experts"], hf["num_experts_per_tok"], base.hidden_dim, renormalize=True
@@ -47,6 +48,7 @@ def stacked_experts(config: Config, hf_prefix: str, names: dict[str, str]) -> li
 
     names: maps gate, up and down to the checkpoint's names.
     """
+    # the number is that of the first mixture: all have as many
     count = next((layer.experts.count for layer in config.layers if layer.experts), 0)
     if not count:
         return []
@@ -136,5 +138,6 @@ def gguf_expert_rules() -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router, which are transformers' names in
     memory."""
+    # transformers 5 stacks experts in memory, whatever the files have
     router = Rename("model.layers.{}.mlp.gate.weight", "blocks.{}.mlp.router.weight")
     return [router, *fused_experts(config, "model.layers.{}.mlp.experts.")]

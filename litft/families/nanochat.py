@@ -14,6 +14,7 @@ MODEL_TYPES = ("nanochat",)
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' NanoChatConfig."""
     base = llama.config({"hidden_act": "relu2", **hf})
+    # norms have no weight, and RoPE rotates by the negative angles
     norm = NormConfig("rms", base.norm.eps, weight=False)
     layer = replace(base.layers[0], rope=replace(base.layers[0].rope, reversed=True))
     return replace(

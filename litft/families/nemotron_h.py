@@ -11,6 +11,7 @@ from litft.model.config import Config, Mamba2Config
 
 MODEL_TYPES = ("nemotron_h",)
 
+# the kinds of blocks in older files, one character each
 KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 NAMES = {"mamba": "linear_attention", "attention": "full_attention"}  # in older files
 FIELDS = {
@@ -30,6 +31,7 @@ def config(hf: dict[str, Any]) -> Config:
         "mlp_hidden_act": "relu2",
         **hf,
     }
+    # names that some files have instead
     hf |= {name: hf[old] for old, name in FIELDS.items() if old in hf}
     if hf.get("moe_latent_size") is not None:
         raise ValueError(f"config.json: moe_latent_size {hf['moe_latent_size']!r} is not supported")
@@ -51,6 +53,8 @@ def config(hf: dict[str, Any]) -> Config:
         # as in transformers, whatever time_step_limit says
         step_limits=(hf.get("time_step_min", 0.001), math.inf),
     )
+
+    # a block has only one part: a mixer, attention, an MLP or experts; none has RoPE
     layer = replace(base.layers[0], rope=None)
     layers = {
         "linear_attention": replace(layer.with_mixer(mamba), mlp=False),
@@ -60,6 +64,7 @@ def config(hf: dict[str, Any]) -> Config:
     if "moe" in kinds:
         fields = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688)
         shared_dim = hf.get("moe_shared_expert_intermediate_size", 7688)
+        # the shared expert has a width of its own
         experts = replace(deepseek.routed_experts({**fields, **hf}), shared_dim=shared_dim)
         layers["moe"] = replace(layer, attention=False, experts=experts)
     return replace(base, layers=tuple(layers[kind] for kind in kinds), gated=False)
@@ -67,6 +72,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 def _kinds(hf: dict[str, Any]) -> list[str]:
     """Return the kind of each block."""
+    # older files have the kinds as one text
     types = hf.get("layer_types") or hf.get("layers_block_type")
     pattern = hf.get("hybrid_override_pattern") or "ME*-"
     if types:
@@ -89,11 +95,14 @@ def rules(config: Config, model: str = "backbone.") -> list[Rule]:
     """Return the rules; the files call every part of a block its mixer. model: the prefix of all
     names but the head's."""
     layers = f"{model}layers."
+    # patterns of the layers of each kind
     mixers, attention = (
         llama.layers_with(config, has, layers) for has in (lambda x: x.mixer, lambda x: x.attention)
     )
     dense = llama.layers_with(config, lambda x: x.mlp and not x.experts, layers)
     sparse = llama.layers_with(config, lambda x: x.experts, layers)
+
+    # the same name means another part in each kind of block
     by_kind: list[Rule] = []
     if any(layer.mixer for layer in config.layers):
         by_kind += [
@@ -111,6 +120,7 @@ def rules(config: Config, model: str = "backbone.") -> list[Rule]:
     if any(layer.experts for layer in config.layers):
         names = {f"mlp.shared.{n}_proj": f"mixer.shared_experts.{n}_proj" for n in ("up", "down")}
         names |= {"mlp_norm": "norm", "mlp.router": "mixer.gate"}
+        # MLPs without a gate
         projections = {n: f"{n}_proj" for n in ("up", "down")}
         by_kind += [
             *llama.rename_modules(names, sparse),

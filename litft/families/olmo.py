@@ -36,9 +36,11 @@ def config(hf: dict[str, Any]) -> Config:
         **hf,
     }
     theta = 5e5 if is_flex or model_type == "olmo3" else 1e4
+    # with one set for each kind of layer, `_olmo3_layer` reads them
     base = llama.config({**hf, "rope_parameters": None} if nested else hf, theta)
     base = replace(base, mlp_bias=False, qkv_clip=hf.get("clip_qkv"))
     if model_type == "olmo":
+        # OLMo 1 has norms without any weight
         return replace(base, norm=NormConfig("layer", 1e-5, weight=False))
     base = replace(base, qk_norm=base.norm, qk_norm_over="all")
     if model_type in ("olmoe", "flex_olmo"):
@@ -51,6 +53,7 @@ def config(hf: dict[str, Any]) -> Config:
             renormalize=hf.get("norm_topk_prob", False),
         )
         return replace(base, layers=tuple(replace(layer, experts=experts) for layer in base.layers))
+    # OLMo 2 and 3 ignore clip_qkv
     base = replace(base, norm_position="after", qkv_clip=None)
     if model_type == "olmo2":
         return base
@@ -63,6 +66,7 @@ def _olmo3_layer(
 ) -> Any:
     """Return a layer of OLMo 3, which scales RoPE only in layers with full attention."""
     layer = base.layers[0]
+    # as written by transformers 5; older files have one base, and scale only full attention
     if nested:
         parameters = nested.get("full_attention" if window is None else "sliding_attention")
         rope = RopeConfig.from_hf({**hf, "rope_parameters": parameters}, base.head_dim, 5e5)
@@ -79,6 +83,7 @@ def rules(config: Config) -> list[Rule]:
     separate experts."""
     norms = llama.NORMS
     if config.norm_position == "after":
+        # OLMo 2 and 3 have norms after attention and MLP only
         norms = {
             "attention_post_norm": "post_attention_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",

@@ -10,6 +10,7 @@ from litft.model.config import Config, DeltaNetConfig
 
 MODEL_TYPES = ("olmo_hybrid",)
 
+# litft's names of a delta net's modules -> the files'
 MIXER = {
     "query_proj": "q_proj",
     "key_proj": "k_proj",
@@ -43,8 +44,10 @@ def config(hf: dict[str, Any]) -> Config:
         attention = base.layers[0]
     else:
         attention = replace(base.layers[0], rope=None)
+    # linear layers have norms before, attention layers after attention and MLP
     linear = replace(attention.with_mixer(delta), norm_position="before")
     last = len(base.layers) - 1
+    # every fourth layer has full attention; with fewer than four layers, the last one
     is_linear = llama.linear_layers(hf, lambda n: n % 4 != 3 and (n != last or last >= 3))
     layers = tuple(linear if kind else attention for kind in is_linear)
     base = replace(base, layers=layers, norm_position="after", mlp_bias=False)

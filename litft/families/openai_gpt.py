@@ -16,6 +16,7 @@ NORMS = {"attention_post_norm": "ln_1", "mlp_post_norm": "ln_2"}
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' OpenAIGPTConfig."""
+    # transformers means the tanh approximation by gelu here
     activation = hf.get("afn", "gelu")
     fields = {
         "n_positions": 512,
@@ -28,6 +29,7 @@ def config(hf: dict[str, Any]) -> Config:
         base,
         layers=tuple(replace(layer, rope=None) for layer in base.layers),
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
+        # the norms follow the sums, so none is needed before the head
         norm_position="residual",
         final_norm=False,
         gated=False,
@@ -49,6 +51,7 @@ def rules(config: Config) -> list[Rule]:
     return [
         *llama.embedding_and_head(config, "transformer.", "tokens_embed"),
         *llama.rename_modules({"embed_positions": "transformer.positions_embed"}, "", ""),
+        # before the plain rules, which are then for biases and norms only
         *weights,
         *llama.rename_modules(names | NORMS, LAYERS),
         Split(f"{LAYERS}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True),

@@ -11,6 +11,7 @@ from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("opt", "biogpt", "xglm")
 
+# the same names mean norms before attention and MLP, or after the sums
 NORMS = {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
 POST_NORMS = {"attention_post_norm": "self_attn_layer_norm", "mlp_post_norm": "final_layer_norm"}
 
@@ -23,6 +24,8 @@ def config(hf: dict[str, Any]) -> Config:
         raise ValueError(
             "config.json: add_cross_attention true is not supported; use a decoder-only model"
         )
+
+    # names of other model types, and of older files
     names = {
         "d_model": "hidden_size",
         "num_layers": "num_hidden_layers",
@@ -53,11 +56,13 @@ def config(hf: dict[str, Any]) -> Config:
         base,
         layers=tuple(replace(layer, rope=None) for layer in base.layers),
         norm=NormConfig("layer", 1e-5, weight=weight, bias=weight),
+        # OPT 350M has its norms after the sums, and none before the head
         norm_position="before" if is_pre_norm else "residual",
         final_norm=is_pre_norm and not hf.get("_remove_final_layer_norm", False),
         gated=False,
         learned_positions=model_type != "xglm",
         sinusoidal_positions=model_type == "xglm",
+        # as in fairseq, the first positions of the table are for padding
         position_offset=2,
         embed_scale=math.sqrt(base.dim) if scales else 1.0,
         qkv_bias=bias,
@@ -87,5 +92,6 @@ def rules(config: Config) -> list[Rule]:
         *llama.embedding_and_head(config, model, norm=final_norm, head=head),
         *llama.rename_modules({"embed_positions": f"{model}embed_positions"}, "", ""),
         *llama.rename_modules(llama.ATTENTION | layers, f"{model}layers.{{}}."),
+        # XGLM's table of sines, which is computed
         Drop(f"{model}embed_positions.weights"),
     ]

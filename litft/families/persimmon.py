@@ -11,6 +11,7 @@ from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("persimmon",)
 
+# litft's module names -> the files', within a layer
 NAMES = {
     "attention.o_proj": "self_attn.dense",
     "mlp.up_proj": "mlp.dense_h_to_4h",
@@ -53,5 +54,6 @@ def rules(config: Config) -> list[Rule]:
         *outer,
         *llama.rename_modules(NAMES, layers),
         *fused,
+        # frequencies, which old files have
         Drop(f"{layers}self_attn.rotary_emb.inv_freq"),
     ]

@@ -39,6 +39,7 @@ def rules(config: Config) -> list[Rule]:
         "mlp.up_proj": "mlp.fc1",
         "mlp.down_proj": "mlp.fc2",
     }
+    # one norm serves both attention and MLP
     names |= {"attention_norm": "input_layernorm"}
     names |= {f"attention.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"}
     return [*llama.embedding_and_head(config, norm="final_layernorm"), *llama.rename_modules(names)]

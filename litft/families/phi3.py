@@ -32,6 +32,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with fused q/k/v and gate/up."""
+    # rows of the queries, and of keys and values each
     q = config.n_heads * config.head_dim
     kv = config.n_kv_heads * config.head_dim
     names = {"attention.o_proj": "self_attn.o_proj", "mlp.down_proj": "mlp.down_proj"}

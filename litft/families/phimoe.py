@@ -15,6 +15,7 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **hf}
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     scaling = dict(hf.get(key) or {})
+    # the factors of short and long texts; RopeConfig has one
     short = scaling.pop("short_mscale", None)
     long = scaling.pop("long_mscale", None)
     if short != long:

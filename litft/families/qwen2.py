@@ -21,9 +21,11 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096, **hf}
     if hf["model_type"] == "qwen3":
         hf = {"head_dim": 128, **hf}
+    # files have the size of the window even where it is switched off
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
     base = llama.config(hf)
+    # despite its name, the field is the number of layers without a window
     windows = llama.layer_windows(hf, lambda index: index >= hf["max_window_layers"])
     layers = tuple(replace(base.layers[0], window=window) for window in windows)
     if hf["model_type"] == "qwen2":

@@ -46,6 +46,7 @@ def config(hf: dict[str, Any]) -> Config:
         **DEFAULTS[hf["model_type"]],
         **hf,
     }
+    # files have the size of the window even where it is switched off
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
     if not has_shared_expert:
@@ -78,6 +79,7 @@ def layer_experts(hf: dict[str, Any], has_shared_expert: bool) -> list[ExpertsCo
         shared_dim=hf["shared_expert_intermediate_size"] if has_shared_expert else 0,
         shared_gate=has_shared_expert,
     )
+    # layers are dense if they are listed, or between two multiples of the step
     dense_layers = hf.get("mlp_only_layers") or []
     step = hf.get("decoder_sparse_step", 1)
     return [
@@ -105,6 +107,7 @@ def gguf_rules(config: Config) -> list[Rule]:
 def gguf_mixture_rules() -> list[Rule]:
     """Return the rules for llama.cpp's names of the router, the experts, and the shared expert with
     its gate."""
+    # llama.cpp stores the only row of the gate as a vector
     gate = Reshape(
         "blk.{}.ffn_gate_inp_shexp.weight", "blocks.{}.mlp.shared_gate.weight", (-1,), (1, -1)
     )

@@ -37,6 +37,7 @@ GGUF_MIXERS = {
     "rope.dimension_sections": "mrope_section",
 }
 GGUF_FIELDS = GGUF_MIXERS | qwen2_moe.GGUF_FIELDS
+# multimodal model types -> the class of their language model
 TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(num_key_value_heads=2, num_experts=512, num_experts_per_tok=10),
@@ -66,6 +67,7 @@ def config(hf: dict[str, Any]) -> Config:
         moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True
     )
     hf, base = {**shared, **hf}, llama.config(hf, rope_fraction=0.25)
+    # Qwen3.5's dense models have 0 experts
     if hf["num_experts"]:
         experts = qwen2_moe.layer_experts(hf, True)
     else:
@@ -79,6 +81,7 @@ def config(hf: dict[str, Any]) -> Config:
         base.norm.eps,
     )
     interval = hf.get("full_attention_interval", 4)
+    # norms multiply by 1 + weight, except those of the delta nets
     norm = replace(base.norm, offset=1.0)
     is_linear = llama.linear_layers(hf, lambda n: (n + 1) % interval != 0)
     layers = tuple(
@@ -95,9 +98,12 @@ def rules(config: Config) -> list[Rule]:
     key head."""
     delta = _delta(config)
     prefix = "blocks.{}.mixer."
+    # value heads that share a key head
     values = delta.n_heads // delta.n_key_heads
     q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
     parts = [f"{prefix}{name}_proj.weight" for name in ("query", "key", "value", "gate")]
+
+    # the fused projections of a linear layer
     key_width = delta.n_key_heads * delta.key_dim
     value_width = delta.n_heads * delta.value_dim
     widths = (key_width, key_width, value_width)
@@ -105,6 +111,7 @@ def rules(config: Config) -> list[Rule]:
     layers = f"{MODEL}layers.{{}}."
     linear = f"{layers}linear_attn."
     if config.model_type == "qwen3_next":
+        # for each key head: its query, its key, then the values and gates of its value heads
         sizes = (delta.key_dim, delta.key_dim, values * delta.value_dim, values * delta.value_dim)
         decays = (f"{prefix}beta_proj.weight", f"{prefix}decay_proj.weight")
         fused: list[Rule] = [
@@ -139,6 +146,8 @@ def gguf_rules(config: Config) -> list[Rule]:
     delta = _delta(config)
     prefix = "blocks.{}.mixer."
     if config.model_type == "qwen3_next":
+        # one value head for each key head: tiling then changes nothing, and Qwen3-Next keeps its
+        # order
         key_heads = delta.n_heads
     else:
         key_heads = delta.n_key_heads
@@ -152,6 +161,7 @@ def gguf_rules(config: Config) -> list[Rule]:
     }
 
     def tile(gguf_name: str, name: str | tuple[str, ...], *sizes: int, **settings: bool) -> Tile:
+        # the number of rows shows which tensors have one number for each head
         head_dim = 1 if sizes == (heads,) else delta.value_dim
         return Tile(f"blk.{{}}.{gguf_name}", name, sizes, key_heads, head_dim, **settings)
 
@@ -162,7 +172,9 @@ def gguf_rules(config: Config) -> list[Rule]:
     ]
     if config.model_type == "qwen3_next":
         sizes = (heads // delta.n_key_heads,) * 2
+        # fused in llama.cpp's files of Qwen3-Next, too
         steps = [Split("blk.{}.ssm_ba.weight", (beta, decay), sizes, delta.n_key_heads)]
+    # stored plus 1, and so is the norm before the head
     norms = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"} | llama.GGUF_QK_NORMS
     return [
         Split("blk.{}.attn_q.weight", q_gate, (config.head_dim,) * 2, config.n_heads),
@@ -213,6 +225,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Add the kinds of layers; keys and values have one size."""
+    # the metadata lists the linear layers; without it, every fourth layer has full attention
     recurrent = hf.get("layer_types") or [(n + 1) % 4 != 0 for n in range(hf["num_hidden_layers"])]
     kinds = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent]
     hf = {

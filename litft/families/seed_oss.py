@@ -46,5 +46,6 @@ def config(hf: dict[str, Any]) -> Config:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names of Seed-OSS."""
+    # llama.cpp keeps the files' name of the norm before the MLP here
     norms = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"}
     return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP | norms)

@@ -40,6 +40,7 @@ def layers_with_rope(hf: dict[str, Any]) -> list[int]:
     despite its name."""
     interval = hf.get("no_rope_layer_interval", 4)
     num_layers = hf["num_hidden_layers"]
+    # by default, each fourth layer has no RoPE
     uses_rope = hf.get("no_rope_layers") or [
         int((n + 1) % interval != 0) for n in range(num_layers)
     ]

@@ -38,12 +38,14 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename, except that the q/k norms of each head are stored
     separately."""
+    # with parallel attention and MLP, both read the output of one norm
     if config.shared_norm:
         norms = {"attention_norm": "input_layernorm"}
     else:
         norms = llama.NORMS
     num_heads = {"q": config.n_heads, "k": config.n_kv_heads}
     hf_name = "model.layers.{{}}.self_attn.{}_layernorm.norms.{{}}.weight"
+    # a norm for each head in the files, one tensor for all heads here
     qk_norms = [
         Stack(hf_name.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count)
         for n, count in num_heads.items()

@@ -113,10 +113,12 @@ class Conversation:
         except ValueError:
             self.messages = original_messages
             raise
+
         self.decoder.reserve(len(request.ids) + request.max_new_tokens)
         # as in earlier turns: their cached keys stay valid
         request = replace(request, max_length=self.decoder.capacity)
         self.num_questions += 1
+
         tokens: list[int] = []
         parser = answer_parser(self.tokenizer, self.prompt_text)
         parsed = ParsedAnswer()
@@ -134,11 +136,15 @@ class Conversation:
             self.messages = original_messages
             raise
         finally:
+            # Also reached if the caller stops early, by closing this generator; then the partial
+            # answer is kept.
             if self.messages is not original_messages:
                 # nothing, unless the caller has stopped early
                 parsed.add(parser.finish())
                 self.messages.append(answer_message(parsed))
             self.output_text = self.tokenizer.decode(tokens, skip_special=False)
+            # An answer that was cut has no end token, and the template adds one: its ids cannot be
+            # continued.
             complete = bool(tokens) and tokens[-1] in self.tokenizer.special_ids
             if complete:
                 self.history = (self.prompt_text + self.output_text, [*request.ids, *tokens])
@@ -148,14 +154,17 @@ class Conversation:
     def _prompt_ids(self, notice: Callable[[str], None]) -> list[int]:
         """Return the prompt's token ids; drop the oldest turns if the context has no room for it
         and an answer."""
+        # leave room for an answer: what the flags ask for, but at most a quarter of the context
         max_tokens = self.context_length - min(
             self.session.max_new_tokens, self.context_length // 4
         )
         dropped = 0
+        # a turn is a question with all messages up to the next one; the system message stays
         while len(ids := self._encode()) > max_tokens and (turn := self._oldest_turn()):
             start, end = turn
             del self.messages[start:end]
             dropped += 1
+
         if len(ids) >= self.context_length:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and the model's context is "
@@ -193,6 +202,7 @@ class Conversation:
 
     def base_answer(self, question: str) -> Iterator[AnswerStep]:
         """Stream the answer of the model without its adapter; the messages stay unchanged."""
+        # keys and values differ without the adapter, so the chat's decoder cannot be used
         decoder = self.session.decoder(1, INITIAL_CAPACITY, compiled=False)
         messages = [*self.messages, {"role": "user", "content": question}]
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -212,6 +222,7 @@ class Chat:
         self.conversation = conversation
         self.screen = screen
         self.debug = debug
+        # a method do_x is the command /x
         self.commands: dict[str, Callable[[str], None]] = {
             name.removeprefix("do_"): getattr(self, name)
             for name in dir(self)
@@ -272,6 +283,7 @@ class Chat:
     def _show(self, steps: Iterator[AnswerStep]) -> None:
         """Show an answer as it is generated, then its stats; Ctrl-C stops it."""
         signals_to_catch = (signal.SIGINT,) if self.screen.is_terminal else ()
+        # closing ends `answer`, which then adds the partial answer to the messages
         with closing(steps), Signals(signals_to_catch, notice=None) as signals:
             # errors are raised before anything is shown
             first_step = next(steps)
@@ -335,6 +347,7 @@ class Chat:
             raise ValueError("name a file: /load talk.json")
         try:
             content = json.loads(Path(rest).read_text("utf-8"))
+            # a list as written by /save, or a single conversation
             messages = (content[0] if isinstance(content, list) else content)["messages"]
         except (ValueError, LookupError, TypeError, RecursionError):
             raise ValueError(
@@ -394,6 +407,7 @@ class Chat:
                 "there is no adapter: this is a whole model; serve --with_base compares a run with "
                 "its base"
             )
+        # /base alone takes the last question out; it is put back in any case
         original_messages = list(conversation.messages)
         try:
             question = rest or conversation.undo()

@@ -63,6 +63,7 @@ class Decoder:
             self.states = [RowStates() for _ in range(rows)]
         else:
             self.states = []
+        # with such a rope, cached keys are valid only for texts of the same final length
         self._length_rope = next((rope for rope in ropes if rope.depends_on_length), None)
         # final length of each text, for ropes that depend on it
         self.max_length = [self.capacity] * rows
@@ -79,6 +80,7 @@ class Decoder:
         devices = self.model.block_devices
         self.cache = KVCache(self.model.config, rows, self.capacity, devices, self.model.dtype)
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
+        # views of some rows, made once: a step would spend time on new views of every layer
         self._span_views = {(row, row + 1): view for row, view in enumerate(self.views)} | {
             (0, rows): self.cache
         }
@@ -91,6 +93,7 @@ class Decoder:
             )
         else:
             self.prefill_cache = None
+        # by number of keys; compiled code needs the same tensor in each call
         self._key_ranges: dict[int, Tensor] = {}
         for layer in (
             [*self.cache.layers, *(self.prefill_cache.layers if separate else ())]
@@ -111,6 +114,7 @@ class Decoder:
         if tokens <= self.capacity or self.capacity == self.model.config.max_positions:
             return
         old_cache = self.cache
+        # doubling keeps the number of copies of a growing text small
         self._allocate(len(self.texts), max(tokens, 2 * self.capacity))
         self.cache.copy(old_cache, old_cache.capacity)
 
@@ -129,8 +133,11 @@ class Decoder:
                 f"the text has {len(ids)} tokens and the cache has room for {self.capacity}; "
                 "shorten it"
             )
+
         max_length = min(max_length or self.capacity, self.capacity)
         source_row, num_cached, snapshot = self._longest_prefix(row, ids, max_length)
+
+        # start from the cached prefix: its keys and values are copied if another row has them
         cache = self.prefill_cache or self.views[row]
         if cache is not self.views[source_row]:
             cache.copy(self.views[source_row], num_cached)
@@ -139,15 +146,18 @@ class Decoder:
         self.max_length[row] = max_length
         if self.states:
             self._restore(row, cache, num_cached, snapshot)
+            # the whole prompt is a snapshot that knows its next logits: nothing is computed
             if num_cached == len(ids):
                 self.views[row].copy(cache, len(ids))
                 return snapshot.logits.clone()
         if self._may_hide_nan:
             self._check_weights(longest=len(ids) - num_cached)
+
         for start in range(num_cached, len(ids), PREFILL_CHUNK):
             logits = self.extend(row, ids[start : start + PREFILL_CHUNK], cache)
         if cache is not self.views[row]:
             self.views[row].copy(cache, len(ids))
+
         if logits.isnan().any():
             self.clear(row)
             raise BrokenModel(NOT_A_NUMBER)
@@ -159,6 +169,7 @@ class Decoder:
         """Raise BrokenModel if the model has NaN that the passes so far hide. longest: tokens of
         the pass that follows."""
         self._may_hide_nan = False
+        # the pass itself will show them
         if longest >= SHOWS_NAN:
             return
         tokens = torch.arange(SHOWS_NAN)[None] % self.model.config.vocab_size
@@ -178,18 +189,22 @@ class Decoder:
         after it, if any."""
         prefix_lengths = []
         for text, other_length in zip(self.texts, self.max_length, strict=True):
+            # keys that were rotated with other frequencies cannot be used
             can_share = self._rope_length(other_length) == self._rope_length(max_length)
             prefix_lengths.append(common_prefix_length(text, ids) if can_share else 0)
         if self.states:
             return best_start(self.states, prefix_lengths, len(ids), row)
+        # of equal prefixes, that of the row itself, which needs no copy
         source_row = max(
             range(len(prefix_lengths)), key=lambda other: (prefix_lengths[other], other == row)
         )
+        # the last token is computed in any case: its logits are needed
         return source_row, min(prefix_lengths[source_row], len(ids) - 1), None
 
     def _restore(self, row: int, cache: KVCache, length: int, snapshot: Snapshot | None) -> None:
         """Set the states in `cache` to those after the first `length` tokens: of a snapshot, or
         those that it has."""
+        # without a snapshot, and not at the start, the cache has the states after `length` tokens
         if snapshot:
             cache.restore(snapshot.states)
         elif not length:
@@ -205,11 +220,13 @@ class Decoder:
         length = self.lengths[row]
         if states.length == length:
             return
+        # start from the latest snapshot, and compute the tokens after it again
         snapshot = states.latest(length)
         ids = self.texts[row]
         prompt = states.prompt
         start = snapshot.length if snapshot else 0
         self._restore(row, self.views[row], start, snapshot)
+        # `_restore` forgets the snapshots; that of the prompt is still valid
         self.states[row].prompt = prompt
         self.texts[row] = ids[:start]
         self.lengths[row] = start
@@ -226,6 +243,7 @@ class Decoder:
             if len(ids) > 1:  # drafts, of which some may be rejected
                 self.states[row].piece = take_snapshot(self.views[row], self.lengths[row])
         if cache is None:
+            # drafts are verified: the logits of every token are needed
             logits_to_keep = None
         else:
             logits_to_keep = torch.tensor([[len(ids) - 1]]).to(self.device)
@@ -241,9 +259,12 @@ class Decoder:
         cache.active = None
         if self._length_rope is not None:
             cache.max_length = self.max_length[row]
+        # Compiled code always gets positions, so that the length of the text is a value, not a
+        # constant of the graph.
         if self.compiled:
             cache.key_positions = self._key_positions(length + len(ids))
             positions = torch.arange(length, length + len(ids))[None].to(self.device)
+
         logits = self._forward(
             self._forward_chunk,
             tokens,
@@ -251,6 +272,7 @@ class Decoder:
             cache=cache,
             logits_to_keep=logits_to_keep,
         )
+
         self.texts[row] += ids
         self.lengths[row] += len(ids)
         self.processed += len(ids)
@@ -285,18 +307,22 @@ class Decoder:
         Rows outside `span` get zeros.
         """
         rows = self.span(active)
+        # a full row has no slot for the token that is computed and ignored
         for row in range(rows.start, rows.stop):
             if self.lengths[row] == self.capacity:
                 assert not active[row]
                 self.truncate(row, self.capacity - 1)
+        # a state cannot be cut like keys: after a truncation it is computed again
         for row in range(rows.start, rows.stop) if self.states else ():
             if active[row]:
                 self._catch_up(row)
+
         cache = self._cache_view(rows)
         positions = None
         lengths = self.lengths[rows]
         if self.states:
             cache.active = torch.tensor(active[rows]).to(self.device, non_blocking=True)
+        # rows of one length need neither positions nor a mask
         if len(set(lengths)) == 1 and not self.compiled:
             cache.length = lengths[0]
         else:
@@ -304,9 +330,12 @@ class Decoder:
             cache.key_positions = self._key_positions(max(lengths) + 1)
         if self._length_rope is not None:
             cache.max_length = torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
+
         logits = self._forward(
             self._forward_token, tokens[rows, None], positions=positions, cache=cache
         )[:, -1]
+
+        # the texts follow with `append`, when the host knows the tokens
         self.lengths = [
             length + is_active for length, is_active in zip(self.lengths, active, strict=True)
         ]
@@ -314,6 +343,7 @@ class Decoder:
         for row, is_active in enumerate(active if self.states else ()):
             if is_active:
                 self.states[row].length = self.lengths[row]
+        # a copy: compiled code may reuse the memory of its output
         if len(lengths) == len(active):
             return logits.to(torch.float32, copy=True)
         all_logits = torch.zeros(len(active), logits.size(-1), device=self.device)
@@ -327,6 +357,7 @@ class Decoder:
         for row, is_active in enumerate(active):
             if is_active:
                 active_rows.append(row)
+        # a graph is compiled for one number of rows
         if self.compiled or not active_rows:
             return slice(0, len(active))
         return slice(active_rows[0], active_rows[-1] + 1)
@@ -373,7 +404,9 @@ class Decoder:
             return 0
         context = self._length_rope.original_max_positions
         if self._length_rope.rope_type == "longrope":
+            # there are two sets of frequencies, within the original context and beyond it
             return int(max_length > context)
+        # dynamic NTK: a set for each length beyond the original context
         return max(max_length, context)
 
     def _key_positions(self, num_keys: int) -> Tensor:

@@ -31,6 +31,7 @@ def fuse_linears(model: GPT, pack: bool = False) -> None:
     pack: also pack weights for oneDNN, on a CPU. Compiled code cannot read packed weights.
     """
     for module in list(model.modules()):
+        # the exact class: one that a method has mixed in may use the single Linears
         names = next((names for cls, names in SHARED_INPUTS.items() if type(module) is cls), ())
         linears = [getattr(module, name) for name in names]
         if linears and all(type(linear) is Linear for linear in linears):
@@ -72,6 +73,7 @@ def _has_other_readers(linear: Linear, model: GPT) -> bool:
 def _concatenate(linears: Sequence[Linear]) -> Linear:
     """Concatenate Linears along the output dimension."""
     has_bias = linears[0].bias is not None
+    # on meta, since its parameters are replaced at once
     fused = Linear(
         linears[0].in_features,
         sum(linear.out_features for linear in linears),

@@ -73,24 +73,32 @@ def generate(args: GenerateArgs) -> None:
     if args.prompts and num_done == len(records):
         print(f"{args.out} already has answers to all {num_done} prompts", file=sys.stderr)
         return
+
     session = open_session(args)
     tokenizer = session.tokenizer
     in_template = args.template == "auto" and bool(tokenizer.own_template)
+    # every prompt is checked before the first answer, since a file may take hours
     prompts = [
         _encode_prompt(session, where, record, in_template) for where, record in located_records
     ]
+
     capacity = max(len(prompt.ids) for prompt in prompts) + session.max_new_tokens
     drafter = make_drafter(args, session, capacity)
+
+    # one number for each answer: prompt i has the numbers from i * num_samples on
     numbers = range(num_done * args.num_samples, len(records) * args.num_samples)
+    # speculative decoding runs one text at a time
     rows = 1 if drafter else max(1, min(args.batch_size, len(numbers)))
     session.limit_threads(rows)
     decoder = session.decoder(rows, capacity)
+
     chunks = generate_batch(
         decoder, tokenizer, _requests(session, prompts, numbers, args.num_samples), drafter
     )
     if not args.prompts and args.num_samples == 1:
         _print_one(tokenizer, prompts[0], chunks)
         return
+
     answers = _completed_in_order(tokenizer, prompts[num_done:], chunks, args.num_samples)
     if args.prompts:
         _write_all(args, records[num_done:], answers)
@@ -149,6 +157,7 @@ def _write_all(
     start = time.perf_counter()
     tokens = 0
     mode = "a" if args.resume else "w"
+    # with --resume, the file holds only whole lines of this run, see `count_finished`
     with open(args.out, mode, encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
         fields: list[dict[str, Any]] = []
         for answer in answers:
@@ -156,6 +165,8 @@ def _write_all(
             tokens += answer.stats.new_tokens
             if len(fields) < args.num_samples:
                 continue
+            # a line has all samples of its prompt; numbers count from the first prompt without
+            # answers
             index = answer.number // args.num_samples
             if sys.stderr.isatty():
                 print(f"\r{index + 1} of {len(records)}", end="", file=sys.stderr, flush=True)
@@ -196,6 +207,7 @@ def _completed_in_order(
         texts[number] = texts.get(number, "") + chunk
         if chunk.finish_reason:
             done[number] = chunk.stats
+        # answers that finish early wait here for those before them
         while next_number in done:
             parser = prompts[next_number // num_samples].parser(tokenizer)
             parsed = parser.parse(texts.pop(next_number))
@@ -223,6 +235,8 @@ def count_finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
                 f"{args.num_samples}"
             )
             raise ValueError(f"--resume: {reason}; use --overwrite to start over")
+
+    # only now, when every line is known to belong to these prompts
     os.truncate(path, len(complete[0] + complete[1]))
     return len(lines)
 
@@ -235,6 +249,7 @@ def _is_answer(line: bytes, record: dict[str, Any], num_samples: int) -> bool:
             texts = [output_record.pop("completion")]
         else:
             texts = output_record.pop("completions")
+        # litft has added these, unless the prompt's record had them
         for name in EXTRA_FIELDS:
             if name not in record:
                 output_record.pop(name, None)
@@ -264,6 +279,7 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
                 f"{where}: already has a field {key!r}, which the answer would overwrite; rename it"
             )
         try:
+            # fails now rather than when the answer is written
             json.dumps(record, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:  # a date from Parquet, a lone surrogate
             raise ValueError(
@@ -303,6 +319,7 @@ def _encode_prompt(
             prompt = Prompt(tokenizer.encode(record["prompt"]))
         check_prompt(session.model, prompt.ids)
     except ValueError as error:
+        # some errors name the record already
         is_located = not where or str(error).startswith(where)
         raise ValueError(str(error) if is_located else f"{where}: {error}") from None
     return prompt

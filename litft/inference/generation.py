@@ -138,8 +138,11 @@ class Detokenizer:
         U+FFFD if any of its characters is incomplete.
         """
         window = list(before[-WINDOW_LENGTHS[0] :])
+        # a prompt may end in the very character that stands for incomplete bytes
         if self._ends_in_replacement(before):
             return window, len(window)
+        # The shortest window that begins with a whole character and, without up to three tokens,
+        # ends with one.
         for length in (*WINDOW_LENGTHS, len(before)):
             window = list(before[-length:])
             for incomplete in range(min(LONGEST_CHARACTER, len(window) + 1)):
@@ -147,10 +150,12 @@ class Detokenizer:
                 text = self.tokenizer.decode(window[:start])
                 if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
                     return window, start
+        # no window has whole characters: the prompt is not valid text
         return list(before[-WINDOW_LENGTHS[0] :]), min(len(before), WINDOW_LENGTHS[0])
 
     def _ends_in_replacement(self, before: Sequence[int]) -> bool:
         """Return whether the prompt itself ends in U+FFFD, which is a whole character then."""
+        # encoded after a letter, since at the start of a text some tokenizers add a space
         written = self.tokenizer.encode(f"a{REPLACEMENT}", bos=False)[1:]
         return bool(written) and list(before[-len(written) :]) == written
 
@@ -176,6 +181,7 @@ class Detokenizer:
     def _rest_by_character(self, previous: str) -> str:
         """Return the complete characters, and U+FFFD for the bytes of the last one."""
         complete = self.tokenizer.decode(self.window).rstrip(REPLACEMENT)
+        # drop tokens from the end until the text is whole: this may give more than all together
         for end in range(len(self.window) - 1, self.start - 1, -1):
             text = self.tokenizer.decode(self.window[:end])
             if not text.endswith(REPLACEMENT):
@@ -226,14 +232,20 @@ class Answer:
         stats.seconds = time.perf_counter() - self.start_time
         stats.time_to_first = stats.time_to_first or stats.seconds
         self.chosen.append(chosen._replace(top=chosen.top[: request.top_logprobs]))
+
+        # a stop token ends the answer and is not a part of its text
         if token in request.stop_ids:
             self.finish_reason = "stop"
             self._add_text(self.detokenizer.rest())
             return self._next_chunk()
+
         if stats.new_tokens >= request.max_new_tokens:
             self.finish_reason = "length"
         elif stats.new_tokens >= self.max_tokens:
             self.finish_reason = "context"
+
+        # A special token is text of its own: it ends the incomplete characters before it, and is
+        # searched for stop texts even if it is not shown.
         if token in self.tokenizer.special_ids:
             self._add_text(self.detokenizer.rest())
             visible = token in request.shown_special_ids
@@ -254,8 +266,10 @@ class Answer:
         elif self.finish_reason:
             end = len(text)
         else:
+            # the end of the text may be the beginning of a stop text
             held_back = (overlap(text, stop_text) for stop_text in self.request.stop)
             end = len(text) - max(held_back, default=0)
+
         text = self._take(end)
         if not self.text_started:
             text = text.lstrip()
@@ -300,6 +314,8 @@ def generate_batch(
                 (number, chunk) for chunk in _speculate(decoder, tokenizer, request, drafter)
             )
         return
+
+    # continuous batching: a row that becomes free takes the next request at once
     waiting = enumerate(requests)
     batch = Batch(decoder, tokenizer)
     while True:
@@ -310,6 +326,7 @@ def generate_batch(
         if not batch.running:
             return
         for number, chunk in batch.step():
+            # ends all answers here; a server, which uses `Batch`, ends the broken one alone
             if isinstance(chunk, Exception):
                 raise chunk
             yield number, chunk
@@ -410,17 +427,21 @@ class Batch:
         before = self.decoder.processed
         size = len(request.ids)
         max_length = request.max_length or size + request.max_new_tokens
+        # a server prefills in pieces, with a limit of tokens; without one, the whole prompt
         prefill.num_cached = size
         if max_tokens is not None:
             # tokens that are in the cache are not computed again
             start = self.decoder.num_cached(row, request.ids, max_length)
             prefill.num_cached = min(start + max_tokens, size)
+
         try:
             logits = self.decoder.prefill(row, request.ids[: prefill.num_cached], max_length)
         except ValueError:
             del self.prefilling[row]
             raise
         prefill.num_computed += self.decoder.processed - before
+
+        # the prompt is complete: its row joins the running answers
         if prefill.num_cached == size:
             del self.prefilling[row]
             answer = Answer(
@@ -441,6 +462,7 @@ class Batch:
     def _release(self, row: int) -> None:
         del self.running[row]
         self.sampler.constraints[row] = None
+        # asynchronous steps may have cached a token that the text does not have
         self.decoder.truncate(row, len(self.decoder.texts[row]))
 
     def step(self) -> Iterator[tuple[int, GenerationChunk | Exception]]:
@@ -449,16 +471,19 @@ class Batch:
         yield from self._broken_constraints()
         if not self.running:
             return
+        # sample a token for each running answer, from the logits of the last step
         decoder = self.decoder
         active = self._active()
         rows = decoder.span(active)
         self.sampler.select_rows(rows)
         tokens = torch.zeros(len(active), dtype=torch.long, device=decoder.device)
         tokens[rows] = self.sampler.next(self.logits[rows])
+
         idle_rows = [row for row in range(rows.start, rows.stop) if not active[row]]
         if idle_rows:
             # computed too, with any valid token; the result is ignored
             tokens[idle_rows] = 0
+        # start copying to the host before the next step is launched, so that both overlap
         num_top = max(answer.request.top_logprobs for _, answer in self.running.values())
         pending = PendingTokens(tokens[rows], self.logits[rows], num_top)
         # the device runs the next step while the host handles this one; for answers that end here
@@ -467,6 +492,8 @@ class Batch:
             next_logits = decoder.step(tokens, self._active(with_room=True))
         else:
             next_logits = None
+
+        # the first point where the host waits for the device
         chosen_by_row = {
             row: chosen
             for row, chosen in enumerate(pending.rows(), rows.start)
@@ -474,6 +501,7 @@ class Batch:
         }
         for row, chosen in chosen_by_row.items():
             number, answer = self.running[row]
+            # NaN must not stay in the cache, see `Decoder.clear`
             if math.isnan(chosen.logprob):
                 self._release(row)
                 decoder.clear(row)
@@ -486,6 +514,7 @@ class Batch:
                 self._release(row)
             if chunk is not None:
                 yield number, chunk
+
         if self.running:
             if next_logits is None:
                 self.logits = decoder.step(tokens, self._active())
@@ -529,9 +558,11 @@ class PendingTokens:
             ids = tokens[:, None]
         else:
             ids = torch.cat((tokens[:, None], top.indices), 1)
+        # one transfer for everything: ids are exact in fp64, too
         packed = torch.stack((ids.double(), (logits.gather(1, ids) - log_sums).double()))
         self.on_host = packed
         self.event = None
+        # the copy is asynchronous only into pinned memory
         if packed.is_cuda:
             self.on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(
                 packed, non_blocking=True
@@ -552,12 +583,14 @@ def _speculate(
     decoder: Decoder, tokenizer: Tokenizer, request: Request, drafter: Drafter
 ) -> Iterator[GenerationChunk]:
     """Generate one answer by speculative decoding."""
+    # a batch of one row prefills the prompt and keeps the answer
     batch = Batch(decoder, tokenizer)
     batch.add(0, request)
     batch.prefill()
     _, answer = batch.running[0]
     for verified in speculative_rounds(decoder, batch.sampler, drafter, batch.logits[0]):
         answer.stats.drafted += verified.drafted
+        # the last token of a round is drawn from the model: a replacement, or one after all drafts
         answer.stats.accepted += len(verified.tokens) - 1 if verified.drafted else 0
         for token, logprob in zip(verified.tokens, verified.logprobs, strict=True):
             chunk = answer.add_token(ChosenToken(token, logprob, []))

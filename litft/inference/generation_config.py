@@ -52,6 +52,7 @@ def read_generation_config(folders: Sequence[Path]) -> GenerationConfig:
         file = folder / "generation_config.json"
         if path is None and file.is_file():
             path = file
+
     config = read_object(path) if path else {}
     settings = {}
     invalid = []
@@ -62,19 +63,25 @@ def read_generation_config(folders: Sequence[Path]) -> GenerationConfig:
         settings[name] = value
         if type(value) not in types:
             invalid.append(f"{name} {value!r}")
+
     stop = _list_setting(config, "stop_strings", str, invalid)
     suppressed = _list_setting(config, "suppress_tokens", int, invalid)
     if invalid:
         raise ValueError(f"{path}: {', '.join(invalid)[:200]}: not valid; fix or remove it")
+
+    # as in transformers, do_sample decides whether the other settings count
     if config.get("do_sample") is False:
         settings["temperature"] = 0.0
     elif config.get("do_sample"):
         # then transformers' defaults apply to what it leaves out
         settings = {"top_k": 50} | settings
     elif not settings.keys() & {"temperature", "top_k", "top_p", "min_p"}:
+        # the file says nothing about sampling
         settings |= USUAL
+
     settings["top_k"] = settings.get("top_k") or None  # 0: all
     max_new_tokens = settings.pop("max_new_tokens", MAX_NEW_TOKENS)
+
     problems = Sampling(**settings).problems()
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems).replace('--', '')}; fix or remove it")
@@ -97,6 +104,7 @@ def _list_setting(
     is_valid = isinstance(items, list)
     if is_valid:
         for item in items:
+            # type(), since True is an int for isinstance
             if type(item) is not item_type or item == "" or (item_type is int and item < 0):
                 is_valid = False
     if not is_valid:

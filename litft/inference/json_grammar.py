@@ -61,8 +61,10 @@ class Constraint:
         """Return which tokens may follow, (V,) bool on the CPU; None if all may."""
         if self.trigger:
             return None
+        # one bit a token, the lowest bit first
         packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(packed, bitorder="little")[: self.vocab_size]
+        # the mask may be shorter than the padded vocabulary of the model
         allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
         allowed[: len(bits)] = torch.from_numpy(bits.astype(bool))
         return allowed
@@ -80,6 +82,7 @@ class Constraint:
         if not self.trigger:
             self.matcher.consume_token(token)
             return
+        # the trigger may be split into several tokens
         self.text += self.tokenizer.decode([token], skip_special=False)
         if self.text.rstrip().endswith(self.trigger):
             self.trigger = ""
@@ -92,6 +95,8 @@ class JsonGrammars:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         name, content = tokenizer.serialized()
+        # llguidance reads this file itself; other tokenizers are described by the bytes of their
+        # tokens
         if name == "tokenizer.json":
             source: Any = content.decode(errors="replace")
         else:

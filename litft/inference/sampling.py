@@ -56,13 +56,17 @@ class Sampler:
         """Start a new answer in a row."""
         self.constraints[row] = constraint
         self.settings[row] = settings
+        # a generator for each answer: the other rows do not change what it draws
         self.generators[row] = random.Random(settings.seed)
         self._collect_settings()
+
         shape = (len(self.settings), self.vocab_size)
+        # (2, B, V) and (B, V) are allocated only when a request needs them
         if self.has_penalties:
             if self.counts is None:
                 self.counts = torch.zeros(2, *shape, dtype=torch.int32, device=self.device)
             self.counts[:, row] = 0
+            # the repetition penalty counts the prompt, the other two only the answer
             self.counts[0, row, torch.tensor(prompt, device=self.device)] = 1
         if settings.logit_bias or self.bias is not None:
             if self.bias is None:
@@ -90,11 +94,14 @@ class Sampler:
             "presence_penalty",
             "frequency_penalty",
         )
+
+        # collected once for each change, so that a step needs no transfer of settings
         settings = self.settings[self.rows]
         columns = ([[getattr(row, name)] for row in settings] for name in names)
         self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
             torch.tensor(column, device=self.device, dtype=torch.float32) for column in columns
         )
+
         top_ks = []
         for row in settings:
             is_limited = row.top_k is not None and 0 < row.top_k < self.vocab_size
@@ -106,6 +113,7 @@ class Sampler:
         )
         self.greedy = all(row.temperature == 0 for row in settings)
         self.has_top_p = any(row.top_p < 1 for row in settings)
+        # of all rows, also those that are not sampled now: their counts must go on
         self.has_penalties = any(
             row.repetition_penalty != 1 or row.presence_penalty or row.frequency_penalty
             for row in self.settings
@@ -123,6 +131,7 @@ class Sampler:
     def append(self, tokens: Tensor) -> None:
         """Count a token of each row's answer, (B,)."""
         if self.has_penalties:
+            # (2, B, 1): the token counts as part of the text and of the answer
             index = tokens[None, :, None].expand(2, -1, -1)
             self.counts[:, self.rows].scatter_add_(
                 2, index, torch.ones_like(index, dtype=torch.int32)
@@ -130,6 +139,7 @@ class Sampler:
 
     def uniforms(self) -> Tensor:
         """Return one random number in [0, 1) per row, (B, 1)."""
+        # fp64, since fp32 rounds numbers near 1 up to 1
         numbers = torch.tensor(
             [[generator.random()] for generator in self.generators[self.rows]], dtype=torch.float64
         )
@@ -142,6 +152,7 @@ class Sampler:
             logits = logits + self.bias[self.rows]
         if self.has_penalties:
             in_text, in_answer = self.counts[:, self.rows]
+            # a penalty above 1 lowers both positive and negative logits
             penalized = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
             logits = (
                 torch.where(in_text > 0, penalized, logits)
@@ -169,9 +180,12 @@ class Sampler:
         max_logit, argmax = logits.max(-1, keepdim=True)
         # <= 0: no overflow
         scores = (logits - max_logit) / torch.where(self.temperature > 0, self.temperature, 1.0)
+
         if self.has_top_k:
+            # rows may have different k: (B, max k), of which each row takes its own
             kth_score = scores.topk(self.max_top_k).values.gather(1, self.top_k - 1)
             scores = scores.masked_fill(scores < kth_score, -torch.inf)
+
         probs = scores.softmax(-1)
         if self.has_top_p:
             sorted_probs, order = probs.topk(self.max_top_k)
@@ -181,7 +195,10 @@ class Sampler:
             probs = torch.zeros_like(probs).scatter_(
                 1, order, sorted_probs.masked_fill(excluded, 0.0)
             )
+
+        # min_p: relative to the most likely token
         probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
+        # temperature 0 was replaced by 1 above: such rows are one-hot instead
         greedy = torch.zeros_like(probs).scatter_(1, argmax, 1.0)
         return torch.where(self.temperature > 0, probs / probs.sum(-1, keepdim=True), greedy)
 
@@ -189,6 +206,7 @@ class Sampler:
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one token per row, (B,), from weights (B, V), which need not sum to 1, with uniform
     numbers (B, 1) in [0, 1)."""
+    # fp64: over a large vocabulary an fp32 sum would lose small probabilities
     sums = distribution.double().cumsum(-1)
     # the first token whose cumulative weight is above: never one of weight 0
     return torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).clamp(

@@ -96,6 +96,7 @@ class Session(NamedTuple):
         if self.sampling.seed is None:
             seed = None
         else:
+            # samples of one prompt differ, and the same command gives the same answers
             seed = self.sampling.seed + number
         return Request(
             ids,
@@ -133,6 +134,7 @@ def open_session(args: ModelArgs) -> Session:
 def _open_one(args: ModelArgs, source: PretrainedFolder) -> Session:
     device, placement, tp_decoder = _devices(args, source)
     session = _open_sessions(args, [source], device, placement, tp_decoder)[0]
+    # before `start`, so that the other ranks have the same modules
     fuse_linears(session.model, pack=not session.compiled)
     if tp_decoder:
         tp_decoder.start(session.model)
@@ -143,8 +145,10 @@ def open_sessions(args: ModelArgs, sources: Sequence[PretrainedFolder]) -> list[
     """Open models that share their base weights."""
     if len(sources) == 1:
         return [_open_one(args, sources[0])]
+
     device, placement, _ = _devices(args, sources[0])
     sessions = _open_sessions(args, list(sources), device, placement, None)
+    # not fused: each model would have a copy of the fused weights, and they are shared
     if not sessions[0].compiled:
         pack_weights([session.model for session in sessions])
     return sessions
@@ -171,26 +175,33 @@ def _open_sessions(
     tp_decoder: TensorParallelDecoder | None,
 ) -> list[Session]:
     """Open a session for each of several folders with the same base model."""
+    # check settings and tokenizers before the weights are read, which takes much longer
     all_settings = [_settings(args, source) for source in sources]
     tokenizers = [_tokenizer(source) for source in sources]
     for source in sources:
         warning = source.quantization_warning(source.quantization(args.quantize))
         if warning and not (tp_decoder and tp_decoder.rank):
             print(warning, file=sys.stderr)
+
     if args.precision == "auto" and (note := lacks_bf16(device)):
         print(note, file=sys.stderr)
+
     stored = sources[0].dtype(None) if args.for_speed else torch.float32
     precision = pick_generation_precision(args.precision, device, stored)
     models = load_models(sources, precision, device, args.quantize, placement)
+
     layer_counts = Counter(map(str, models[0].block_devices))
     if args.layers_per_device:
         print(
             "layers: " + ", ".join(f"{count} on {name}" for name, count in layer_counts.items()),
             file=sys.stderr,
         )
+
+    # a graph over several devices cannot be recorded as one
     compiled = args.compile == "true" or (
         args.compile == "auto" and device.type == "cuda" and len(layer_counts) == 1
     )
+
     sessions = []
     for model, tokenizer, settings in zip(models, tokenizers, all_settings, strict=True):
         max_new_tokens = settings.pop("max_new_tokens")
@@ -216,12 +227,15 @@ def _devices(
 ) -> tuple[torch.device, WeightPlacement, TensorParallelDecoder | None]:
     """Return the input device, the weight placement of this process, and the tensor-parallel
     processes, if several."""
+    # without --layers_per_device, --devices means tensor parallelism
     first_device = torch.device(pick_accelerator(args.accelerator))
     if args.layers_per_device is None:
         tp_decoder = make_tp_decoder(args.devices, args.accelerator, source)
         if tp_decoder:
             return (tp_decoder.device, tp_decoder.placement, tp_decoder)
         return (first_device, UNSHARDED, None)
+
+    # one process, whose layers are on several devices
     launcher = started_by()
     if launcher is not None:
         raise ValueError(
@@ -272,11 +286,13 @@ def _settings(args: ModelArgs, source: PretrainedFolder) -> dict[str, Any]:
     stored = read_generation_config([source.folder, source.base])
     if stored.ignored:
         print(stored.note(), file=sys.stderr)
+
     flags = {}
     for name in (*SETTING_TYPES, "presence_penalty", "frequency_penalty", "seed"):
         value = getattr(args, name)
         if value is not None:
             flags[name] = value
+
     bias = stored.banned(source.config.vocab_size)
     for token, value in json.loads(args.logit_bias or "{}").items():
         bias[int(token)] = float(value)
@@ -298,6 +314,7 @@ def make_drafter(args: SpeculativeArgs, session: Session, capacity: int) -> Draf
         return PromptLookup()
     if args.draft_dir is None:
         return None
+
     device = session.model.device
     source = resolve(args.draft_dir)
     if _tokenizer(source).vocabulary() != session.tokenizer.vocabulary():
@@ -305,6 +322,7 @@ def make_drafter(args: SpeculativeArgs, session: Session, capacity: int) -> Draf
             f"--draft_dir {args.draft_dir}: its vocabulary differs from the model's; name a model "
             "of the same family"
         )
+
     precision = next(name for name, dtype in DTYPES.items() if dtype == session.model.dtype)
     model = source.model(precision, device, "none").requires_grad_(False)
     fuse_linears(model, pack=not session.compiled)

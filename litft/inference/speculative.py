@@ -47,6 +47,7 @@ class PromptLookup:
         `max_ngram` tokens."""
         for size in range(min(self.max_ngram, len(text) - 1), 0, -1):
             suffix = text[-size:]
+            # the latest occurrence; comparing the last token first is faster than slicing each time
             for start in range(len(text) - size - 1, -1, -1):
                 if text[start + size - 1] == suffix[-1] and text[start : start + size] == suffix:
                     return Draft(
@@ -70,17 +71,24 @@ class DraftModel:
         """Sample draft tokens from the smaller model with the same settings."""
         self.decoder.reserve(len(text) + self.num_draft_tokens)
         count = min(self.num_draft_tokens, self.decoder.capacity - len(text))
+        # the target may have more tokens than the draft model, which cannot read them
         if count < 1 or max(text) >= self.decoder.model.config.vocab_size:
             return Draft([], None)
+
+        # Its random numbers are independent of those that accept the drafts. The length makes them
+        # differ from round to round.
         sampler = Sampler(1, self.vocab_size, self.decoder.device)
         sampler.begin(0, text, settings)
         sampler.generators[0].seed(
             f"{settings.seed} {len(text)}" if settings.seed is not None else None
         )
+
+        # the cached prefix is reused: mostly, only the tokens of the last round are computed
         logits = self.decoder.prefill(0, text)[None]
         tokens = []
         distributions = []
         while True:
+            # a larger draft model is cut by the negative padding
             num_missing = self.vocab_size - logits.size(1)
             distributions.append(
                 sampler.distribution(F.pad(logits, (0, num_missing), value=-torch.inf))
@@ -110,12 +118,16 @@ def speculative_rounds(
     full."""
     next_token = _sample(sampler, logits)
     yield Verified([next_token], _logprobs(logits[None], [next_token]), 0)
+    # `text` is what the cache holds; `next_token` is sampled, but not in the cache yet
     text = list(decoder.texts[0])
     while (room := decoder.capacity - len(text)) > 0:
         text.append(next_token)
         tokens, distributions = drafter.draft(text, sampler.settings[0])
+        # the token itself takes a place in the cache, too
         tokens = tokens[: room - 1]
         logits = decoder.extend(0, [next_token, *tokens])
+        # After the last accepted draft there is a token for free: the model's logits behind it are
+        # known. None stands for the draft that is missing there.
         verified = []
         for index, token in enumerate([*tokens, None]):
             if distributions is None or token is None:
@@ -126,6 +138,8 @@ def speculative_rounds(
             verified.append(next_token)
             if not accepted:
                 break
+
+        # forget the rejected drafts; the last verified token is the next round's `next_token`
         decoder.truncate(0, len(text) + len(verified) - 1)
         text += verified[:-1]
         yield Verified(verified, _logprobs(logits, verified), len(tokens))
@@ -142,8 +156,10 @@ def _verify(
     if draft is None:
         return False, _sample(sampler, logits)
     p = sampler.distribution(logits[None])
+    # a draft without a distribution was certain: q is one-hot
     q = torch.zeros_like(p[0]).index_fill_(0, torch.tensor(draft, device=p.device), 1.0)
     q = q if draft_probs is None else draft_probs
+    # with probability min(1, p / q), without a division
     accepted = bool(sampler.uniforms()[0, 0] * q[draft] < p[0, draft])
     if accepted:
         token = torch.tensor([draft], device=p.device)

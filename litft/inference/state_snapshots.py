@@ -83,8 +83,10 @@ def best_start(
     """
     starts = [Start(row, 0, None)]
     for index, (states, common) in enumerate(zip(rows, prefix_lengths, strict=True)):
+        # the current states can only go forward, and one token must be left to compute
         if states.length is not None and states.length <= min(common, prompt_length - 1):
             starts.append(Start(index, states.length, None))
+        # a snapshot with logits can be the whole prompt
         for snapshot in (states.prompt, states.piece):
             if snapshot and snapshot.logits is not None:
                 limit = prompt_length

@@ -75,25 +75,31 @@ def stream(
     invalid, or the prompt is empty, longer than the context or outside the vocabulary; TypeError
     for a setting that does not exist, and for a prompt that is neither text nor messages.
     """
+    # arguments override generation_config.json, which overrides the defaults
     stored = read_generation_config(tokenizer.generation_folders)
     if stored.ignored:
         warnings.warn(stored.note(), stacklevel=2)
     settings = _sampling(stored, sampling, model.config.vocab_size)
+
     if max_new_tokens is None:
         max_new_tokens = stored.max_new_tokens
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens {max_new_tokens}: must be at least 1")
+
     if stop is None:
         stop = stored.stop
     stops = [stop] if isinstance(stop, str) else list(stop)
     if "" in stops:
         raise ValueError("stop: an empty text occurs everywhere; leave it out")
+
     ids = prompt_ids(tokenizer, prompt, read_tools(tools, "tools"))
     check_prompt(model, ids)
+    # a decoder of its own: nothing is kept between calls
     decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
     if isinstance(prompt, str):
         shown = frozenset()
     else:
+        # tokens that structure an answer, such as the marks of a tool call, are part of the text
         shown = tokenizer.structure_ids
     request = Request(
         ids, max_new_tokens, settings, tokenizer.stop_ids, stops, shown_special_ids=shown
@@ -110,9 +116,11 @@ def _sampling(stored: GenerationConfig, given: dict[str, Any], vocab_size: int) 
     for name in given:
         if name not in known:
             raise TypeError(f"{name!r} is not a setting of sampling; known: {', '.join(known)}")
+
     bias = stored.banned(vocab_size)
     for token, value in (given.get("logit_bias") or {}).items():
         bias[int(token)] = float(value)  # the names of JSON objects are texts
+    # later entries win: the file, then the arguments, then the bias, which has both
     settings = Sampling(**stored.sampling | given | {"logit_bias": bias})
     problems = settings.problems()
     if problems:

@@ -63,6 +63,7 @@ class Terminal(Screen):
         from prompt_toolkit.key_binding import KeyBindings
         from rich.console import Console
 
+        # in multi-line mode Enter would insert a line break: it sends instead
         keys = KeyBindings()
         keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
         for names in (("escape", "enter"), ("c-j",)):
@@ -124,6 +125,7 @@ def no_echo() -> Iterator[None]:
     """
     saved = termios.tcgetattr(sys.stdin)
     settings = [*saved]
+    # input flags: Enter stays a carriage return; local flags: no echo, no line editing
     settings[0] &= ~termios.ICRNL
     settings[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
@@ -147,6 +149,7 @@ class Blocks:
             self.text = ""
             self.is_thought = is_thought
         self.text += text
+        # blocks end at an empty line, except within a code fence that is still open
         start = 0
         while (end := self.text.find("\n\n", start)) >= 0:
             if self.text[:end].count("```") % 2:
@@ -190,6 +193,7 @@ class Tail:
         from rich.segment import Segment
 
         lines = console.render_lines(self.content, options, pad=False)
+        # a live display cannot scroll: the lines above are shown when their block is complete
         for line in lines[-max(1, console.height - 2) :]:
             yield from line
             yield Segment.line()

@@ -49,6 +49,7 @@ class TensorParallelDecoder:
 
     def __init__(self, devices: int, accelerator: str, config: Config) -> None:
         if is_first_on_node():
+            # the launcher starts the other processes with this environment
             os.environ[LEADER_VARIABLE] = str(os.getpid())
         elif LEADER_VARIABLE in os.environ:
             _exit_with(int(os.environ[LEADER_VARIABLE]))
@@ -59,11 +60,15 @@ class TensorParallelDecoder:
                 "process"
             )
             raise RankError(f"{reason}; unset it")
+
         self.fabric = make_inference_fabric(accelerator, devices)
         launch(self.fabric, TIMEOUT)
         self.rank = self.fabric.global_rank
         self.device = self.fabric.device
         self.placement = TensorParallelPlacement(config, self.rank, devices)
+
+        # On the host, with a timeout of its own: between calls, the other ranks wait as long as the
+        # user does.
         self._group = distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         # pending calls are sent with the next one
         self._decoder_numbers = count()
@@ -79,6 +84,7 @@ class TensorParallelDecoder:
     @contextmanager
     def disabled(self, model: GPT) -> Iterator[None]:
         """Within the context, adapters are disabled on all ranks."""
+        # it concerns the model, not a decoder: the number has no meaning
         self.defer(0, "turn", False)
         try:
             with disabled(model):
@@ -94,9 +100,11 @@ class TensorParallelDecoder:
         if self._in_call:
             yield
             return
+
         self.defer(number, name, *inputs)
         self._in_call = True
         try:
+            # an interrupt between sending and computing would leave the ranks out of step
             with defer_signal(signal.SIGINT):
                 self._send_calls()
                 yield
@@ -126,6 +134,7 @@ class TensorParallelDecoder:
         calls = self._pending_calls
         self._pending_calls = []
         payload = torch.frombuffer(bytearray(json.dumps(calls).encode()), dtype=torch.uint8)
+        # first the size, since a receiver must allocate memory for the text
         distributed.broadcast(torch.tensor([len(payload)]), 0, group=self._group)
         distributed.broadcast(payload, 0, group=self._group)
 
@@ -164,6 +173,8 @@ class TensorParallelDecoder:
         else:
             decoder = decoders[number]
             if name == "step":
+                # tokens are on the device in rank 0, so they are broadcast there rather than sent
+                # as text
                 tokens = torch.empty(len(decoder.texts), dtype=torch.long, device=self.device)
                 distributed.broadcast(tokens, 0)
                 inputs = [tokens, *inputs]
@@ -196,6 +207,7 @@ class LeadingDecoder(Decoder):
         self.number = number
         with tp_decoder.call(number, "open", rows, capacity, compiled):
             super().__init__(model, rows, capacity, compiled)
+        # sent with the next call: a finalizer may run at any time, also within a collective call
         weakref.finalize(self, tp_decoder.defer, number, "close")
 
     def reserve(self, tokens: int) -> None:
@@ -233,6 +245,7 @@ def _exit_with(leader: int) -> None:
     one."""
 
     def watch() -> None:
+        # Linux: the descriptor becomes readable when the process ends
         if hasattr(os, "pidfd_open"):
             with suppress(ProcessLookupError):
                 select([os.pidfd_open(leader)], [], [])

@@ -111,6 +111,7 @@ class Method:
         keep: keep the base's values of trained parameters, which `disabled` and `detach` need.
         """
         self.inject(model, keep)
+        # on the meta device there is nothing to initialize yet
         if not model.embed.weight.is_meta:
             self.reset_parameters(model)
 
@@ -205,7 +206,9 @@ class Method:
         unchanged."""
         if not self.tokens or name not in ("embed.weight", "lm_head.weight", "lm_head.bias"):
             return weight
+        # a shared parameter is stored under the embedding's name
         rows = values.get(f"{name.partition('.')[0]}.token_rows", values[ROWS[0]])
+        # a bias has no trained rows: it is only extended by zeros
         return extend_table(weight, list(self.tokens), None if name.endswith("bias") else rows)
 
 
@@ -228,6 +231,7 @@ def pattern_matches(pattern: str, name: str, hf_name: str) -> bool:
     (`blocks.1?.mlp.*`).
     """
     names = (name, hf_name)
+    # shell patterns match the full name or the last component, plain endings at a dot
     full_or_last = (*names, *(candidate.rpartition(".")[2] for candidate in names))
     return any(fnmatch(candidate, pattern) for candidate in full_or_last) or any(
         candidate.endswith(f".{pattern}") for candidate in names
@@ -237,6 +241,7 @@ def pattern_matches(pattern: str, name: str, hf_name: str) -> bool:
 def with_fused(rules: list[Rule], names: Iterable[str]) -> list[str]:
     """Return these parameters and all parameters that the checkpoint stores in the same tensor as
     one of them."""
+    # a dict keeps the order and removes duplicates
     return list(
         dict.fromkeys(
             source for mapping in mappings_to_hf(rules, names) for source in mapping.sources

@@ -44,6 +44,7 @@ class Full(Method):
             ([model.embed] if model.config.tied else [model.embed, model.lm_head]) if ids else ()
         ):
             with summon_full(module):
+                # the mean of the base's rows alone: new rows have no values yet
                 module.weight[ids] = initial_rows(module.weight[: self.base_vocab_size], pieces).to(
                     module.weight.dtype
                 )
@@ -56,6 +57,8 @@ class Full(Method):
         are stored in bf16."""
         if precision == "bf16":
             names = [name for name, _ in model.named_parameters() if name not in self.frozen]
+            # keep=False: there is no adapter that could be disabled, and a copy of the base costs
+            # memory
             train_parameters(model, names, torch.bfloat16, keep=False)
             for name in self.frozen:
                 parameter = model.get_parameter(name)
@@ -77,10 +80,13 @@ class Full(Method):
         head = model.lm_head
         self.base_vocab_size = model.embed.weight.size(0)
         num_new = max(0, max(self.tokens) + 1 - self.base_vocab_size)
+
         for module in [model.embed] if model.config.tied else [model.embed, head]:
             module.weight = nn.Parameter(F.pad(module.weight.detach(), (0, 0, 0, num_new)))
         if head.bias is not None:
             head.bias = nn.Parameter(F.pad(head.bias.detach(), (0, num_new)))
+
+        # both have new parameters, so a tied head must share again
         model.tie()
         model.embed.num_embeddings = head.out_features = head.weight.size(0)
         model.set_vocabulary(head.weight.size(0))

@@ -40,6 +40,7 @@ class PrefixAttention(Mixin):
 
     def add_prefix(self, length: int) -> None:
         """Register the prefix (1, P, C) and the gate (1,), in fp32."""
+        # o_proj exists in every kind of attention; its output has the size of the residual stream
         weight = self.o_proj.weight
         dim = self.o_proj.out_features
         self.adaption_prompt = nn.Parameter(torch.empty(1, length, dim, device=weight.device))
@@ -61,6 +62,7 @@ class PrefixAttention(Mixin):
         # every query sees the whole prefix
         mask = torch.ones(1, keys.size(2), dtype=torch.bool, device=q.device)
         prefix_output = eager_attention(q, keys, values, mask, self.softcap, scale=self.scale)
+        # a gate of 0 leaves y bitwise unchanged at the start
         return y + (self.adaption_gate * prefix_output).to(y.dtype)
 
     def remove(self) -> None:
@@ -134,6 +136,7 @@ class Adapter(Method):
             self.layers = [layer for layer in attention_layers(model) if layer >= start]
         else:
             self.layers = []
+        # v2 may run without prefixes, since it trains more than them
         if self.needs_prefix and self.args.prompt_length and not self.layers:
             reason = "no layer from there on has attention, to which a prefix could be added"
             raise ValueError(
@@ -173,6 +176,9 @@ class Adapter(Method):
             "adapter_layers": len(self.layers),
             "inference_mode": True,
         }
+
+        # With v2's parameters, new tokens or another architecture, PEFT would open the file and
+        # compute something else.
         if (
             "ADAPTION_PROMPT" in self.peft_types
             and is_peft_compatible(source.outline.config)
@@ -180,6 +186,7 @@ class Adapter(Method):
         ):
             config |= {"peft_type": "ADAPTION_PROMPT", "target_modules": "self_attn"}
             values = {_to_peft(name): value for name, value in values.items()}
+
         if self.tokens:
             config["trainable_token_indices"] = list(self.tokens)
         write_tensors(folder, values, config | record)
@@ -202,16 +209,21 @@ class Adapter(Method):
                 f"{folder / ADAPTER_CONFIG}: adapter_len {length!r} and adapter_layers {layers!r} "
                 "do not fit the base model"
             )
+        # the file has only the number of layers: they are the last ones that have attention
         with_prefix = attention_layers(model)[-layers:] if layers else []
+
         method = cls(
             cls.flags(prompt_length=length, start_layer=min(with_prefix, default=len(model.blocks)))
         )
         method.layers = with_prefix
         method.tokens = {token: [] for token in tokens}
         method.select_extra(model, values)
+
+        # on the meta device, to learn which names and shapes the file must have
         method.attach(model)
         expected = {name: tuple(p.shape) for name, p in method.parameters(model).items()}
         stored = {name: tuple(value.shape) for name, value in values.items()}
+
         if expected != stored:
             name = sorted(
                 name
@@ -222,6 +234,7 @@ class Adapter(Method):
             raise ValueError(
                 f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {reason}"
             )
+
         non_finite = [name for name, value in values.items() if not value.isfinite().all()]
         if non_finite:
             raise ValueError(
@@ -236,6 +249,7 @@ class Adapter(Method):
     def check_merge(self, names: list[str], values: Values) -> None:
         """Raise ValueError if a gate is not zero: a prefix cannot be expressed as a change of
         weights."""
+        # a prefix whose gate is 0 adds nothing, and can be left out
         if any(value.any() for key, value in values.items() if key.endswith(".adaption_gate")):
             reason = "its prefixes change attention, which no weights of the base model can express"
             raise ValueError(
@@ -268,6 +282,7 @@ class AdapterV2(Adapter):
 
     def inject_extra(self, model: GPT, keep: bool) -> None:
         """Add scales and biases, and make the norms trainable."""
+        # also in quantized modules, which are subclasses of nn.Linear and ExpertLinear
         for name in self.linears:
             AffineLinear.mix_over(model.get_submodule(name)).add_affine(self.args.bias)
         train_parameters(model, self.norms, keep=keep)
@@ -283,8 +298,10 @@ class AdapterV2(Adapter):
 
     def select_extra(self, model: GPT, values: Values) -> None:
         """Select all Linears and norms; train biases if the adapter file has any."""
+        # `choose` selects Linears and norms, but also layers; those of the file are restored below
         layers = self.layers
         self.args.bias = any(name.endswith(".adapter_bias") for name in values)
+        # `choose` refuses a layer that the model does not have
         self.args.start_layer = min(self.args.start_layer, len(model.blocks) - 1)
         self.choose(model, [])
         self.layers = layers
@@ -294,6 +311,7 @@ class AdapterV2(Adapter):
         module, _, leaf = name.rpartition(".")
         scale = values.get(f"{module}.adapter_scale")
         if scale is not None:
+            # scale * (W x + b + bias): only the base's bias is shifted
             if leaf == "weight":
                 shift = 0
             else:
@@ -336,6 +354,7 @@ PREFIX = ("adaption_prompt", "adaption_gate")
 def attention_layers(model: GPT) -> list[int]:
     """Return the layers with attention, whose queries can attend to a prefix too."""
     layers = zip(model.blocks, model.config.layers, strict=True)
+    # a layer that reuses keys has no projection that could make those of a prefix
     return [
         n
         for n, (block, layer) in enumerate(layers)
@@ -355,6 +374,7 @@ def is_peft_compatible(config: Config) -> bool:
         and config.qkv_clip is None
         and not config.o_bias
     )
+    # PEFT rotates the queries, and scales scores by 1 / sqrt(D)
     plain_layers = all(
         layer.attention_scale is None and layer.rope and not layer.rope.query_beta
         for layer in config.layers

@@ -62,12 +62,17 @@ class LoRA(Method):
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """Select the modules of `targets` and `modules_to_save`; raise ValueError if a pattern
         matches nothing."""
+        # litft name -> name in the checkpoint, for every module that PEFT can adapt; patterns match
+        # both
         hf_names = {name: target.name for name, target in peft_targets(model, rules).items()}
         saved_modules = self._modules_to_save(model, rules)
         # a tied head has the weight of the embedding
         excluded = saved_modules | (
             {"lm_head"} if model.config.tied and "embed" in saved_modules else set()
         )
+
+        # A pattern that matches nothing is a typing error. It is reported at once, with the names
+        # that exist.
         adapted: dict[str, None] = {}
         for pattern, matches in match_patterns(self.args.targets, hf_names).items():
             if pattern == "all-linear":
@@ -79,14 +84,19 @@ class LoRA(Method):
                     f"{available}"
                 )
             adapted |= dict.fromkeys(matches)
+
+        # in the order of the network's modules, which a file that is read gives, too
         adapted = {name: None for name in hf_names if name in adapted and name not in excluded}
         if not adapted:
             raise ValueError(
                 f"--lora.targets {','.join(self.args.targets)}: all of them are in "
                 "--lora.modules_to_save; name others"
             )
+
         self._check_patterns({name: hf_names[name] for name in adapted})
         self.specs = {name: self._spec(name, hf_names[name], model) for name in adapted}
+
+        # base parameters trained in full: those of `modules_to_save`, then biases
         self.trained = [
             name for name, _ in model.named_parameters() if name.rpartition(".")[0] in saved_modules
         ]
@@ -95,6 +105,7 @@ class LoRA(Method):
             if name.endswith(".bias"):
                 biases.append(name)
         if self.args.bias == "lora":
+            # a fused bias of the checkpoint is stored as one tensor, so it is trained as a whole
             biases = with_fused(
                 rules, [name for name in biases if name.removesuffix(".bias") in self.specs]
             )
@@ -104,6 +115,7 @@ class LoRA(Method):
     def _modules_to_save(self, model: GPT, rules: list[Rule]) -> set[str]:
         """Return the names of modules trained in full, including modules fused with one of them in
         the checkpoint."""
+        # a tied head has no parameters of its own, but may be named
         hf_names = _hf_module_names(model, rules) | (
             {"lm_head": "lm_head"} if model.config.tied else {}
         )
@@ -118,10 +130,14 @@ class LoRA(Method):
                 f"--lora.modules_to_save {unmatched[0]}: no module of this model has that name; "
                 f"choose from {available}"
             )
+
         modules = set()
         for names in by_pattern.values():
             for name in names:
+                # the tied head's weight is a parameter of the embedding
                 modules.add("embed" if name == "lm_head" and model.config.tied else name)
+
+        # modules whose weights are one tensor in the checkpoint can only be saved together
         parameters = []
         for name, _ in model.named_parameters():
             if name.rpartition(".")[0] in modules:
@@ -132,6 +148,7 @@ class LoRA(Method):
         """Raise ValueError if a pattern matches no adapted module; adapted maps litft names to
         checkpoint names."""
         for flag in ("rank_pattern", "alpha_pattern"):
+            # NAME -> NAME=NUMBER, for messages
             flag_values = {text.rpartition("=")[0]: text for text in getattr(self.args, flag)}
             for pattern, matches in match_patterns(flag_values, adapted).items():
                 if not matches:
@@ -147,6 +164,7 @@ class LoRA(Method):
         r = int(_by_pattern(self.args.rank_pattern, name, hf_name, self.args.r))
         alpha = _by_pattern(self.args.alpha_pattern, name, hf_name, self.args.alpha)
         module = model.get_submodule(name)
+        # PiSSA and OLoRA factor the weight, whose rank is at most its shorter side
         if self.args.init != "default" and not isinstance(module, nn.Embedding):
             max_rank = min(module.in_features, module.out_features)
             if r > max_rank:
@@ -167,10 +185,12 @@ class LoRA(Method):
         train_parameters(model, self.trained, keep=keep, untied=self.untied)
         for name, spec in self.specs.items():
             module = model.get_submodule(name)
+            # PiSSA and OLoRA are defined for matrices of Linears
             init = "default" if isinstance(module, nn.Embedding) else self.args.init
             lora_class(module).mix_over(module).add_factors(
                 *spec, self.args.dropout, self.args.dora, init
             )
+        # last: rows of new tokens replace the output of an adapted embedding or head
         self.attach_tokens(model)
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
@@ -203,6 +223,7 @@ class LoRA(Method):
         doubles the rank."""
         a, b, m, a0, b0 = (values.get(f"{name}.{leaf}") for leaf in LEAVES)
         if a0 is not None:
+            # B A - B0 A0 as one product of twice the rank, for files that have no initial factors
             a = torch.cat((a, a0), dim=-2)
             b = torch.cat((b, -b0), dim=-1)
         return LoraWeights(a, b, self.specs[name].scale, m)
@@ -213,22 +234,26 @@ class LoRA(Method):
         """Write PEFT's two files, adapter_config.json and adapter_model.safetensors."""
         values = {name: value.cpu() for name, value in values.items()}
         model = source.outline
+
         factors = {name: self.factors(name, values) for name in self.specs}
         if self.args.dora:
             targets = peft_targets(model, source.adapter_rules).values()
             factors |= _unadapted_linears(factors, targets, source, record.get("litft", {}))
+
         rows = {}
         for name in ROWS:
             if name in values:
                 rows[name] = values[name]
         trained = {name: values[name] for name in self.trained}
         adapter = LoraAdapter(factors, trained, list(self.tokens), rows, untied=self.untied)
+
         settings = {
             "lora_dropout": self.args.dropout,
             "use_dora": self.args.dora,
             "bias": _PEFT_BIAS[self.args.bias],
         }
         settings |= record
+
         size = self.vocab_size(model.config)
         # in PEFT, the base has to be resized first
         if size > model.config.vocab_size:
@@ -248,21 +273,25 @@ class LoRA(Method):
         """Read PEFT's two files, written by litft or by PEFT."""
         model = source.outline
         adapter = read_adapter(folder, model, source.adapter_rules, source.tensor)
+        # dropout, targets and alpha are not read: specs hold the rank and scale of each module
         bias = {peft_value: value for value, peft_value in _PEFT_BIAS.items()}[adapter.bias]
         has_magnitudes = any(weights.m is not None for weights in adapter.factors.values())
         method = cls(LoRAArgs(dora=has_magnitudes, bias=bias))
         method.tokens = {token: [] for token in adapter.tokens}
         method.trained = list(adapter.trained)
         method.untied = adapter.untied
+
         # in the order of the network's modules
         method.specs = {}
         for name in adaptable_modules(model):
             weights = adapter.factors.get(name)
             if weights:
                 method.specs[name] = LoraSpec(weights.a.size(-2), weights.scale)
+
         factors: Values = {}
         for name in method.specs:
             for leaf in LEAVES[:3]:
+                # lora_a, lora_b and lora_m are the fields a, b and m
                 value = getattr(adapter.factors[name], leaf[-1])
                 if value is not None:
                     factors[f"{name}.{leaf}"] = value
@@ -278,6 +307,7 @@ class LoRA(Method):
         """Return W + scale * B A for the weight of an adapted module, with DoRA's row norms, in
         fp32."""
         module_name, _, leaf = name.rpartition(".")
+        # modules_to_save and trained biases replace the base's tensor
         weight = values.get(name, weight)
         if module_name in self.specs and leaf == "weight":
             # LoRA sees an embedding as a Linear (C, V)
@@ -319,6 +349,7 @@ def merged_weight(weight: Tensor, factors: LoraWeights) -> Tensor:
     weight = weight.float() + (factors.b.float() @ factors.a.float()) * factors.scale
     if factors.m is None:
         return weight
+    # DoRA: the magnitudes are the norms of the rows, (out,) or (E, out)
     return weight * norm_ratios(factors.m.float(), weight.norm(dim=-1))[..., None]
 
 
@@ -335,6 +366,7 @@ def is_inner_linear(model: nn.Module, name: str) -> bool:
         or name.endswith(ROUTERS)
     ):
         return False
+    # `out_proj` is also the name of other mixers' projections, which are adapted
     return not (
         name.endswith(".mixer.out_proj")
         and isinstance(model.get_submodule(name.removesuffix(".out_proj")), Mamba2)
@@ -365,11 +397,13 @@ def _unadapted_linears(
     """
     unadapted = {}
     model = source.outline
+    # the norms must be those of the weights as the run has seen them: quantized in its precision
     kind = run_record.get("quantize")
     if run_record.get("precision") == "bf16":
         dtype = torch.bfloat16
     else:
         dtype = torch.float32
+
     for target in targets:
         adapted = [factors[name] for name in target.linears if name in factors]
         for name in target.linears if adapted else ():
@@ -378,6 +412,7 @@ def _unadapted_linears(
             weight = source.tensor(f"{name}.weight").float()
             if kind in KINDS and is_quantizable(f"{name}.weight", model):
                 weight = quantize_dequantize(weight, kind, dtype)
+            # an update of rank 0 changes nothing; E is in front for experts
             *stack, out_dim, in_dim = weight.shape
             a = weight.new_zeros((*stack, 0, in_dim))
             b = weight.new_zeros((*stack, out_dim, 0))

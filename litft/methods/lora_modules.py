@@ -31,10 +31,12 @@ class LoRALinear(Mixin):
 
         dora: also register magnitudes (out,). init: default, pissa or olora.
         """
+        # stack: (E,) for experts, otherwise empty
         *stack, out_dim, in_dim = self.weight_shape()
         self.lora_scale = scale
         self.lora_dropout = dropout
         self.init = init
+        # DoRA: squared norms of the frozen rows, computed once the weights are loaded
         self.base_row_squares = None
 
         def empty_parameter(*shape: int, trained: bool = True) -> nn.Parameter:
@@ -53,6 +55,7 @@ class LoRALinear(Mixin):
             "lora_b0", empty_parameter(out_dim, r, trained=False) if from_weight else None
         )
         self.register_parameter("lora_m", empty_parameter(out_dim) if dora else None)
+        # sharded weights are gathered for initialization only where it needs their values
         self.reads_weight |= dora or from_weight
 
     def reset_parameters(self) -> None:
@@ -60,6 +63,7 @@ class LoRALinear(Mixin):
         super().reset_parameters()
         nn.init.zeros_(self.lora_b)
         self.init_factors()
+        # kept, so that W + scale * (B A - B0 A0) starts as W
         if self.lora_a0 is not None:
             self.lora_a0.copy_(self.lora_a)
             self.lora_b0.copy_(self.lora_b)
@@ -76,7 +80,9 @@ class LoRALinear(Mixin):
         # rank 0: only DoRA's magnitudes, see `_unadapted_linears`
         if not self.lora_a.numel():
             return
+
         if self.init == "default":
+            # experts as rows of one matrix: the bound depends only on the number of inputs
             nn.init.kaiming_uniform_(
                 self.lora_a.data.view(-1, self.lora_a.size(-1)), a=math.sqrt(5)
             )
@@ -84,10 +90,13 @@ class LoRALinear(Mixin):
         r = self.lora_a.size(-2)
         weight = self.weight_matrix().float()
         if self.init == "olora":
+            # OLoRA: W = Q R, of which B has the first columns and A the first rows
             q, upper = torch.linalg.qr(weight)
             b = q[..., :r]
             a = upper[..., :r, :]
         else:
+            # PiSSA: scale * B A is the part of W with the r largest singular values, split evenly
+            # (v is transposed)
             u, s, v = torch.linalg.svd(weight, full_matrices=False)
             root = (s[..., :r] / self.lora_scale).sqrt()
             b = u[..., :r] * root[..., None, :]
@@ -128,6 +137,7 @@ class LoRALinear(Mixin):
         change = self.broadcast_rows(norm_ratios(self.lora_m, self.row_norms()) - 1, *grouping).to(
             y.dtype
         )
+        # DoRA scales rows of the weight, not the bias, so the bias is taken out first
         bias = getattr(self, "bias", None)
         return torch.addcmul(
             y, y if bias is None else y - self.broadcast_rows(bias, *grouping), change
@@ -136,6 +146,7 @@ class LoRALinear(Mixin):
     def add_update(self, y: Tensor, x: Tensor) -> Tensor:
         """Return y (..., out) plus the update, rounded once: `addmm` accumulates in fp32, so that a
         small update is kept."""
+        # A (R, in), B (out, R)
         a, b = self.factors(x.dtype)
         projected = F.linear(F.dropout(x, self.lora_dropout, self.training), a)  # (..., R)
         return torch.addmm(y.flatten(0, -2), projected.flatten(0, -2), b.mT).view_as(y)
@@ -169,12 +180,14 @@ class LoRALinear(Mixin):
             a = torch.cat((a, self.lora_a0), dim=-2)
             b = torch.cat((b, -self.lora_b0), dim=-1)
         weight = self.weight_matrix()
+        # w A^T, (out, R); the weight is not copied to fp32
         cross = (weight @ a.to(weight.dtype).mT).to(a.dtype)
         squares = (
             self.base_row_squares.to(b.device)
             + 2 * scale * (cross * b).sum(-1)
             + scale * scale * ((b @ (a @ a.mT)) * b).sum(-1)
         )
+        # rounding can make the square of a small norm negative
         return self.sum_over_ranks(squares).clamp(min=0).sqrt()
 
     def sum_over_ranks(self, squares: Tensor) -> Tensor:
@@ -195,6 +208,7 @@ class LoRAExpertLinear(LoRALinear):
         requires on a GPU."""
         a, b = super().factors(dtype)
         padding = -a.size(-2) % 8
+        # rows and columns of zeros change no product
         if padding:
             return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding)))
         return (a, b)

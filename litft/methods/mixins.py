@@ -76,6 +76,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
 def detach(model: nn.Module) -> None:
     """Remove the method: restore the base's classes and parameters."""
     for module in mixins(model):
+        # several classes may be mixed over one module; the one mixed last is removed first
         while isinstance(module, Mixin):
             mixin, base = type(module).__bases__
             mixin.remove(module)
@@ -96,6 +97,7 @@ class TrainedWeight(Mixin):
     ) -> None:
         """Replace the parameter `leaf` by a trained one. keep: store the base's parameter for
         `set_enabled` and `remove`."""
+        # the first trained parameter of this module
         if "inactive" not in self.__dict__:
             self.inactive = {}
             self.dtype = dtype
@@ -105,6 +107,7 @@ class TrainedWeight(Mixin):
 
     def set_enabled(self, enabled: bool) -> None:
         """Swap the trained parameters and the base's."""
+        # swapping twice would bring back the wrong parameters
         if enabled != self.enabled:
             for leaf, parameter in self.inactive.items():
                 self.inactive[leaf] = getattr(self, leaf)
@@ -146,6 +149,7 @@ class TrainedEmbedding(TrainedWeight):
 
 def trained_class(module: nn.Module) -> type[TrainedWeight]:
     """Return the mixin that trains a module's parameters."""
+    # a quantized Linear is an nn.Linear, but must keep its own `forward`
     if isinstance(module, QuantizedModule):
         return TrainedWeight
     by_type = {
@@ -176,6 +180,7 @@ def train_parameters(
         module = model.get_submodule(module_name)
         frozen = getattr(module, leaf)
         data = frozen.detach().float()
+        # float() of an fp32 tensor is the tensor itself; the base's values must not change with it
         trained = nn.Parameter(data.clone() if keep and data.dtype == frozen.dtype else data)
         if name == "embed.weight" and model.config.tied and not untied:
             heads = [model.lm_head]

@@ -37,6 +37,7 @@ class TokenEmbedding(TokenRows):
         """Register `rows` (N, C) for `ids` (N,); pieces: as in `add_tokens`."""
         self.token_rows = rows
         self.pieces = pieces
+        # (V,), the row of each id; -1: the base's row is used
         row_of = torch.full((max(self.num_embeddings, int(ids.max()) + 1),), -1)
         row_of[ids] = torch.arange(len(ids))
         self.register_buffer(
@@ -44,6 +45,7 @@ class TokenEmbedding(TokenRows):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
+        # ids beyond the table look up any row, which is replaced below
         y = super().forward(tokens.clamp(max=self.num_embeddings - 1))
         if not self.enabled:
             return y
@@ -71,6 +73,7 @@ class TokenHead(TokenRows):
         self.register_buffer(
             "token_ids", ids if rows.is_meta else ids.to(rows.device), persistent=False
         )
+        # ids beyond the head's outputs; the other new ids are in the padding of its vocabulary
         self.num_beyond = max(0, int(ids.max()) + 1 - self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,10 +81,12 @@ class TokenHead(TokenRows):
         if not self.enabled:
             return logits
         new_logits = F.linear(x, self.token_rows.to(x.dtype))  # (..., N)
+        # new tokens within the padding keep the base's bias
         if self.bias is not None:
             new_logits = new_logits + F.pad(self.bias, (0, self.num_beyond))[self.token_ids].to(
                 x.dtype
             )
+        # index_copy: the base's logits of these ids are replaced
         return F.pad(logits, (0, self.num_beyond)).index_copy(
             -1, self.token_ids, new_logits.to(logits.dtype)
         )
@@ -110,6 +115,7 @@ def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
     min_norm = 0.01 * row_norms.median()
 
     def has_duplicate(token: int) -> bool:
+        # equal rows have equal norms, so only few rows are compared in full
         return (table[row_norms == row_norms[token]] == table[token]).all(1).sum() > 1
 
     return sorted(token for token in ids if row_norms[token] < min_norm or has_duplicate(token))
@@ -127,6 +133,7 @@ def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]], untied: bool
     rows = []
     for _ in range(1 if is_shared else 2):
         rows.append(nn.Parameter(table.new_empty(len(ids), table.size(1), dtype=torch.float32)))
+    # rows[-1] is the embedding's parameter if the head shares it
     TokenEmbedding.mix_over(model.embed).add_rows(id_tensor, pieces, rows[0])
     TokenHead.mix_over(model.lm_head).add_rows(id_tensor, pieces, rows[-1])
     model.set_vocabulary(max(model.config.vocab_size, max(ids) + 1))

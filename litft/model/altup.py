@@ -42,12 +42,14 @@ class AltUp(nn.Module):
 
     def predict(self, streams: Tensor) -> Tensor:
         """Return each of the streams (B, T, S, C) plus a linear combination of all."""
+        # one matrix (S, S) for each token, computed from the active stream
         coefficients = self.prediction(self.modalities(streams[:, :, self.active]))
         return coefficients.unflatten(-1, (self.streams, self.streams)) @ streams + streams
 
     def correct(self, predictions: Tensor, activated: Tensor) -> Tensor:
         """Add to each prediction (B, T, S, C) its share of the error of the active one, which is
         `activated` (B, T, C)."""
+        # 1 plus a learned part: at 0 all streams get the whole error
         coefficients = self.correction(self.modalities(activated)) + 1  # (B, T, S)
         innovation = activated - predictions[:, :, self.active]
         return predictions + coefficients[..., None] * innovation[:, :, None]
@@ -83,17 +85,22 @@ class AltUpBlock(Block):
         extra: BlockExtra,
     ) -> Tensor:
         predictions = self.altup.predict(x.unflatten(-1, (self.altup.streams, -1)))  # (B, T, S, C)
+        # attention and MLP compute the active stream alone
         active = predictions[:, :, self.altup.active]
         normed = self.attention_norm(active)
         attended = active + self.attention_post_norm(
             self.mix(normed, cos_sin, documents, cache, extra)
         )
+
+        # LAuReL is a second branch, parallel to attention; the factor keeps the variance of the sum
         y = (attended + self.laurel(normed)) * 2**-0.5
         y = y + self.mlp_post_norm(self.mlp(self.mlp_norm(y)))
+
         corrected = self.altup.correct(predictions, y)
         first = corrected[:, :, :1]
         others = corrected[:, :, 1:]
         gate = corrected[:, :, self.altup.active] * self.altup.output_scale
+        # the per-layer vector is added to all streams but the first
         others = others + self.token_input.contribution(gate, extra.token_input)[:, :, None]
         return torch.cat((first, others), dim=2).flatten(2)
 

@@ -54,6 +54,9 @@ def attend(
         k, v, mask = cache.update(k, v, window)
     if mask is not None:
         return _masked_attention(q, k, v, mask, softcap, sinks, scale)
+
+    # Several tokens need nothing here: if they fill more than one chunk, `documents` holds the
+    # chunks. A decode step sees the cached keys from the start of its chunk.
     if isinstance(window, Chunk):
         if q.size(2) == 1:
             start = (k.size(2) - 1) // window.size * window.size
@@ -62,13 +65,17 @@ def attend(
         k = k[:, :, start:]
         v = v[:, :, start:]
         window = None
+
     # decode step: the newest token sees the last keys, so no mask is needed
     if q.size(2) == 1 and window is not None:
         k = k[:, :, -window:]
         v = v[:, :, -window:]
         window = None
+
+    # queries and keys are the same tokens; otherwise the queries are the last of the keys' tokens
     square = q.size(2) == k.size(2)
     on_cpu = device_type(q) == "cpu"
+    # softcaps and sinks: compiled FlexAttention if masks were built for it, else plain products
     if softcap is not None or sinks is not None:
         if documents is not None and documents.masks and square:
             return _attend_flex(q, k, v, documents.masks[window], softcap, sinks, scale)
@@ -77,6 +84,8 @@ def attend(
         return _masked_attention(
             q, k, v, attention_mask(q, k, documents, window), softcap, sinks, scale
         )
+
+    # whole sequences, without a cache or with an empty one: kernels that skip hidden scores
     if square and q.size(2) > 1:
         # the kernels for whole sequences take one size; zeros add nothing
         if v.size(3) != q.size(3):
@@ -87,6 +96,8 @@ def attend(
             return attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)[0]
         if (documents is not None or window is not None) and supports_varlen(q):
             return _attend_varlen(q, k, v, _cu_seqlens(q, documents), window, scale)
+
+    # no mask tensor is needed: a single query sees every key, and torch's kernel can be causal
     if documents is None and window is None and (square or q.size(2) == 1):
         return _scaled_dot_product(q, k, v, None, scale, causal=square and q.size(2) > 1)
     return _masked_attention(q, k, v, attention_mask(q, k, documents, window), None, None, scale)
@@ -159,6 +170,7 @@ def _attend_varlen(
     if padding:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, D)
+    # keys that a query sees before and after itself; -1: no limit
     window_size = (-1 if window is None else window - 1, 0)
     y = varlen_attn(
         q,
@@ -200,9 +212,13 @@ def _attend_flex(
 
     score_mod = None if softcap is None else apply_softcap
     grouped = q.size(1) != k.size(1)
+
     if sinks is None:
         return flex_attention(q, k, v, score_mod, mask, scale, grouped)
     y, aux = flex_attention(
         q, k, v, score_mod, mask, scale, grouped, return_aux=AuxRequest(lse=True)
     )
+
+    # A sink s adds exp(s) to a softmax's sum, exp(lse). So the output is multiplied by exp(lse) /
+    # (exp(lse) + exp(s)), which is sigmoid(lse - s).
     return y * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(y.dtype)

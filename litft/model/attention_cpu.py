@@ -73,6 +73,7 @@ class DocumentGroups(NamedTuple):
         D)."""
         rows = (self.split(self.gather(_by_token(x))) for x in tensors)
         for shape, *parts in zip(self.shapes, *rows, strict=True):
+            # (N length heads, D) -> (N, heads, length, D)
             yield [
                 part.view(*shape, x.size(1), -1).transpose(1, 2)
                 for part, x in zip(parts, tensors, strict=True)
@@ -99,17 +100,23 @@ def _make_groups(bounds: tuple[int, ...], score_heads: int, heads: int) -> Docum
     index = []
     padding = []
     for group in grouped:
+        # the first document of a group is its longest, to which the others are padded
         lengths, starts = torch.tensor(group)[:, :, None, None].unbind(1)  # (N, 1, 1)
         position = torch.arange(group[0][0])
         head = torch.arange(heads)[:, None]
         # (N, heads, length)
+        # positions after the end read the last token again: any valid index will do there
         index.append(((starts + position.minimum(lengths - 1)) * heads + head).flatten())
         padding.append((position >= lengths).expand(-1, heads, -1).flatten())
     gather_index = torch.cat(index)
     is_padding = torch.cat(padding)
     shapes = [(len(group), group[0][0]) for group in grouped]
+
+    # the rows are in that order already, as with documents of one length: nothing has to be moved
     if torch.equal(gather_index, torch.arange(len(gather_index))):
         return DocumentGroups(shapes, None, None, None)
+
+    # without the padding rows, which would take the place of the token that they repeat
     inverse_index = torch.empty(bounds[-1] * heads, dtype=torch.int64)
     token_rows = (~is_padding).nonzero()[:, 0]
     inverse_index[gather_index[token_rows]] = token_rows
@@ -127,11 +134,13 @@ def _group_by_length(bounds: tuple[int, ...], heads: int) -> list[list[tuple[int
     grouped: list[list[tuple[int, int]]] = []
     # scores per head of the last group's documents, without padding
     area = 0
+    # empty documents, such as those of `PackedSequences.chunked`, are left out
     filled = (ends for ends in pairwise(bounds) if ends[0] < ends[1])
     for start, end in sorted(filled, key=lambda ends: (ends[0] - ends[1], ends[0])):
         length = end - start
         area = area + (end - start) ** 2
         count, padded_length = (len(grouped[-1]) + 1, grouped[-1][0][0]) if grouped else (1, length)
+        # the scores with padding, relative to those without it, and the scores computed at a time
         fits = (
             count * padded_length**2 <= MAX_PADDING * area
             and count * heads * padded_length * _query_block(padded_length) <= MAX_SCORES
@@ -175,9 +184,11 @@ def attend_documents(
     """
     groups = _make_groups(tuple(cu_seqlens.tolist()), q.size(1), 1)
     outputs = []
+    # (N, heads, length, D) each
     for inputs in groups.per_group(q, k, v):
         forward = aten._scaled_dot_product_flash_attention_for_cpu
         outputs.append(forward(*inputs, 0.0, **_mask_arguments(inputs[0], window), scale=scale))
+    # the kernel returns (output, log-sum-exp) for each group
     out, lse = (groups.join(parts, q.size(0)) for parts in zip(*outputs, strict=True))
     return out, lse
 
@@ -201,11 +212,13 @@ def attend_documents_backward(
         return _bf16_gradients(grad, q, k, v, out, lse, bounds, scale)
     groups = _make_groups(bounds, heads, 1)
     rows = [groups.gather(_by_token(x)) for x in (grad, q, k, v, out, lse)]
+    # with a gradient of 0, the repeated tokens add nothing to the gradients of keys and values
     groups.zero_padding_(rows[0])
     gradients = []
     for shape, *parts, lse_rows in zip(
         groups.shapes, *(groups.split(x) for x in rows), strict=True
     ):
+        # (R, heads D) -> (N, heads, length, D), in the order of the kernel's arguments
         inputs = [part.view(*shape, -1, width).transpose(1, 2) for part in parts]
         inputs.append(lse_rows.view(*shape, heads).transpose(1, 2))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -217,6 +230,7 @@ def _mask_arguments(q: Tensor, window: int) -> dict[str, bool | Tensor | None]:
     """Return the mask arguments of torch's kernel for causal attention with a window."""
     if not 0 < window < q.size(2):
         return {"is_causal": True}
+    # the kernel has no argument for a window, but adds a mask to the scores
     hidden = ~attention_mask(q, q, None, window)
     return {
         "is_causal": False,
@@ -248,21 +262,28 @@ def _bf16_gradients(
     # such a scale multiplies q without rounding
     is_power_of_two = math.frexp(scale)[0] == 0.5
     query_scale, score_scale = (scale, 1.0) if is_power_of_two else (1.0, scale)
+    # Queries have H rows a token, keys and values K: the groups of documents are the same.
     q_groups = _make_groups(bounds, heads, heads)
     kv_groups = _make_groups(bounds, heads, k.size(1))
+
     d_out = _by_head(grad)
+    # [scale q | -lse] times [k | 1, 1, 1] is the score minus lse; three columns hold lse in bf16
     queries = q_groups.gather(
         torch.cat(
             (_by_head(q) * query_scale, _split_to_bf16(_by_token(lse).flatten() / -score_scale)), -1
         )
     )
+    # [dO | -rowsum(dO * O)] times [v | 1, 1, 1] is the second factor of dS
     d_outs = q_groups.gather(
         torch.cat((d_out, _split_to_bf16(-(d_out.float() * _by_head(out)).sum(-1))), -1)
     )
     keys, values = (
         kv_groups.gather(F.pad(_by_head(x), (0, BF16_TERMS), value=1.0)) for x in (k, v)
     )
+    # queries of padding rows then add nothing to d_k and d_v
     q_groups.zero_padding_(d_outs)
+
+    # with the extra columns, which `join` removes
     d_q, d_k, d_v = (torch.empty_like(x) for x in (queries, keys, values))
     kv_parts = [kv_groups.split(x) for x in (keys, values, d_k, d_v)]
     for (count, size), *parts in zip(
@@ -282,6 +303,8 @@ def _bf16_gradients(
     d_q = join(q_groups, d_q)
     d_k = join(kv_groups, d_k)
     d_v = join(kv_groups, d_v)
+
+    # d_k contains the scale already if the queries were multiplied by it
     return d_q.mul_(scale), d_k if is_power_of_two else d_k.mul_(score_scale), d_v
 
 
@@ -301,22 +324,28 @@ def _group_gradients(
     W).
     """
     key, value, length, step = key[:, 0], value[:, 0], key.size(2), _query_block(key.size(2))
+    # several blocks of queries add to the same keys and values: bf16 would round each sum
     sum_d_k, sum_d_v = torch.zeros(2, *key.shape) if step < length else (0, 0)  # fp32
     for start in range(0, length, step):
         stop = min(length, start + step)
+        # only the keys up to the last query of the block are computed
         # concatenate the query heads that share a key head: (N K, H / K * n, W)
         block_q, block_d_out = (
             x[:, :, start:stop].reshape(len(key), -1, key.size(-1)) for x in (query, d_out)
         )
+        # lse is subtracted in the product, so that exp gives probabilities without a division
         probs = torch.bmm(block_q, key[:, :stop].mT)  # (N K, H / K * n, S)
         probs = (probs if scale == 1 else probs.mul_(scale)).exp_()
+        # query i of the block is token start + i, which sees the keys up to itself
         probs.view(-1, stop - start, stop).tril_(start)
+
         d_scores = torch.bmm(block_d_out, value[:, :stop].mT).mul_(probs)
         d_q[:, :, start:stop] = torch.bmm(d_scores, key[:, :stop]).view(
             *d_q.shape[:2], stop - start, -1
         )
         block_d_k = torch.bmm(d_scores.mT, block_q)
         block_d_v = torch.bmm(probs.mT, block_d_out)
+
         if step < length:
             sum_d_k[:, :stop] += block_d_k
             sum_d_v[:, :stop] += block_d_v
@@ -327,6 +356,7 @@ def _group_gradients(
     d_v[:, 0] = sum_d_v
 
 
+# fp32 has 24 significant bits, bf16 has 8
 BF16_TERMS = 3
 
 

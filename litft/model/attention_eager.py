@@ -13,6 +13,7 @@ def attention_mask(
     """Return which keys each query sees: booleans (T, S), or (B, 1, T, S) with documents, which
     differ by row."""
     key_positions = torch.arange(k.size(2), device=q.device)
+    # the last query is the token of the last key
     mask = causal_mask(key_positions[None, k.size(2) - q.size(2) :], key_positions, window)[0, 0]
     if documents is not None:
         mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])
@@ -38,6 +39,7 @@ def eager_attention(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
+        # (B, H, T, 1): one more score in each softmax; its weight is cut off, as it has no value
         column = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column), dim=-1)
     return scores.softmax(-1)[..., : k.size(2)].to(v.dtype) @ v

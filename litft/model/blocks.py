@@ -37,18 +37,22 @@ class Attention(nn.Module):
         self.rotate = rotate_interleaved if config.rope_interleaved else rotate
         width = config.n_heads * self.head_dim
         kv_width = kv_heads * self.head_dim
+
+        # a layer that reuses an earlier layer's keys and values computes queries alone
         has_kv = layer.kv_sharing != "reuse"
         self.q_proj = Linear(config.dim, width, bias=config.qkv_bias)
         if has_kv:
             self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
         else:
             self.k_proj = None
+        # without v_proj, the keys before their norm and rotation are the values
         has_values = has_kv and not layer.key_is_value
         if has_values:
             self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
         else:
             self.v_proj = None
         self.o_proj = Linear(width, config.dim, bias=config.o_bias)
+
         if config.attention_gate == "head":
             gate_width = config.n_heads
         else:
@@ -57,6 +61,7 @@ class Attention(nn.Module):
             self.gate_proj = Linear(config.dim, gate_width, bias=False)
         else:
             self.gate_proj = None
+
         if layer.qk_norm:
             self.q_norm = make_qk_norm(config, config.n_heads, self.head_dim)
         else:
@@ -71,6 +76,7 @@ class Attention(nn.Module):
             self.v_norm = None
         self.norm_after_rope = config.qk_norm_after_rope
         self.out_scale = config.attention_out_scale
+
         # on the host until the weights are allocated, since nothing fills it from a file
         if config.alibi:
             slopes = torch.tensor(config.alibi, dtype=torch.float32, device="cpu")
@@ -94,23 +100,31 @@ class Attention(nn.Module):
     ) -> Tensor:
         if self.kv_sharing == "reuse":
             return self.reuse(x, cos_sin, documents, cache, extra)
+        # (B, T, heads, D)
         q, k, v = map(self.split, self.projections(x))
         if not self.norm_after_rope:
             q = apply_norm(self.q_norm, q)
             k = apply_norm(self.k_norm, k)
+
+        # (B, heads, T, D) from here on
         q = self.heads(q)
         k = self.heads(k)
         v = self.heads(apply_norm(self.v_norm, v))
+        # a rope of 0 entries rotates nothing, but may scale the queries by their position
         if cos_sin is not None:
             q, k = self.apply_rotary(q, k, cos_sin) if cos_sin.cos.size(-1) else (q, k)
             q = q if cos_sin.query_scale is None else q * cos_sin.query_scale
         if self.norm_after_rope:
             q = apply_norm(self.q_norm, q)
             k = apply_norm(self.k_norm, k)
+
+        # with a cache, the later layers read the keys from there
         if self.kv_sharing == "store" and cache is None:
             extra.shared.by_window[self.window] = k, v
+
         y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2)
         if self.gate_proj is not None:
+            # gates (B, T, H, D), or (B, T, H, 1) with one number a head
             y = y * torch.sigmoid(self.gate_proj(x)).unflatten(2, (y.size(2), -1))
         return scaled(self.o_proj(y.flatten(2)), self.out_scale)
 
@@ -158,6 +172,7 @@ class Attention(nn.Module):
         cache: LayerCache | None,
     ) -> Tensor:
         """Return the attention output (B, H, T, D)."""
+        # cached keys already have the two entries of their positions
         if self.alibi_slopes is not None:
             if cache is None:
                 positions = torch.arange(q.size(2), device=q.device)[None]
@@ -200,12 +215,14 @@ class Block(nn.Module):
         super().__init__()
         norm_position = layer.norm_position or config.norm_position
         before = norm_position in ("before", "both")
+        # "residual" places the same norms after the sums, see PostNormBlock
         after = norm_position != "before"
         self.scale = config.residual_scale
         mixes = bool(layer.attention or layer.mixer)
         beside_dense = bool(layer.experts and layer.experts.beside_dense)
         # which has norms of its own
         has_mlp_norm = before and not config.shared_norm and not beside_dense
+
         if before and mixes:
             self.attention_norm = Norm(config.norm, config.dim)
         else:
@@ -216,6 +233,7 @@ class Block(nn.Module):
             self.attention_post_norm = Norm(config.norm, config.dim)
         else:
             self.attention_post_norm = None
+
         if has_mlp_norm and layer.mlp:
             self.mlp_norm = Norm(config.norm, config.dim)
         else:
@@ -247,8 +265,10 @@ class Block(nn.Module):
             x = x + scaled(apply_norm(self.mlp_post_norm, y), self.scale)
         if self.token_input is not None:
             x = self.token_input(x, extra.token_input)
+
         if self.layer_scale is None:
             return x
+        # a constant of the checkpoint, which no method trains
         return x * self.layer_scale.detach()
 
     def mix(

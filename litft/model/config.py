@@ -349,6 +349,7 @@ class Config:
         layer = self.layers[index]
         if layer.kv_sharing != "reuse":
             return index
+        # the latest earlier layer with the same window that keeps its keys and values for others
         stores = []
         for n in range(index):
             if self.layers[n].kv_sharing == "store" and self.layers[n].window == layer.window:

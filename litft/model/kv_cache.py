@@ -60,8 +60,10 @@ class LayerCache:
             self.keys[:, :, start:end] = keys
             self.values[:, :, start:end] = values
         else:
+            # (B, K, T, D): each row writes at positions of its own
             index = positions.to(keys.device)[:, None, :, None].expand_as(keys)
             self.keys.scatter_(2, index, keys)
+            # values may be narrower than keys: latent attention stores none, and ALiBi extends keys
             self.values.scatter_(2, index[..., : values.size(3)], values)
         return self.read(window)
 
@@ -96,6 +98,7 @@ class KVCache:
         device: torch.device | str | list[torch.device] = "cpu",  # or one per layer
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        # of keys and values; a layer without attention, or one that reuses keys, has no heads
         shapes = [
             tuple((batch, heads, capacity, size) for size in sizes)
             for heads, *sizes in (config.cache_shape(layer) for layer in config.layers)
@@ -197,6 +200,9 @@ class KVCache:
                 f"the KV cache has a capacity of {self.capacity} tokens, but {end} are needed; "
                 "create a larger one"
             )
+
+        # No mask tensor is needed for the first tokens of a text, where the kernels are causal, nor
+        # for a single token at the end of every row, which sees all keys.
         masks: dict[int | Chunk | None, Tensor | None] = {}
         if positions is not None or (count > 1 and start):
             key_positions = self.key_positions if positions is not None else None
@@ -204,6 +210,8 @@ class KVCache:
                 key_positions = torch.arange(
                     end if positions is None else self.capacity, device=device
                 )
+            # With positions there are enough keys for the longest row; the mask of each row hides
+            # what is beyond its position.
             end = key_positions.size(0)
             if positions is None:
                 query_positions = key_positions[None, start:]
@@ -217,6 +225,7 @@ class KVCache:
 
     def end(self) -> None:
         """Finish a call, after its tokens have passed every layer."""
+        # with positions, the caller keeps the lengths
         if self.call.positions is None:
             self.length = self.call.end
 

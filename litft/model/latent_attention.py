@@ -39,12 +39,16 @@ class LatentAttention(nn.Module):
         self.rotate = rotate_interleaved if config.rope_interleaved else rotate
         width = config.n_heads * latent.head_dim
         norm = latent.norm
+
+        # queries: one matrix, or a product of two with a norm in between
         if latent.query_dim is None:
             self.q_proj = Linear(config.dim, width, bias=False)
         else:
             self.q_a_proj = Linear(config.dim, latent.query_dim, bias=config.qkv_bias)
             self.q_a_norm = Norm(norm, latent.query_dim)
             self.q_b_proj = Linear(latent.query_dim, width, bias=False)
+
+        # the output is the latent vector, followed by the rotated key that all heads share
         self.kv_a_proj = Linear(config.dim, latent.dim + latent.rope_dim, bias=config.qkv_bias)
         self.kv_a_norm = Norm(norm, latent.dim)
         self.kv_b_proj = Linear(
@@ -61,12 +65,16 @@ class LatentAttention(nn.Module):
         cache: LayerCache | None,
     ) -> Tensor:
         q = self.queries(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, N + D)
+        # only a part of each head carries the position: latent vectors do not depend on it
         q_nope, q_rope = q.split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
         latents, k_rope = self.kv_a_proj(x).split((self.latent.dim, self.latent.rope_dim), dim=-1)
         latents = apply_norm(self.kv_a_norm, latents)[:, None]
         k_rope = k_rope[:, None]  # (B, 1, T, R), (B, 1, T, D)
         if cos_sin is not None:
             q_rope, k_rope = (self.rotate(x, cos_sin.cos, cos_sin.sin) for x in (q_rope, k_rope))
+
+        # With an adapter or quantization, the weight of kv_b_proj is not all of its function, and
+        # it must be called.
         if cache is not None and x.size(1) <= MAX_ABSORBED and type(self.kv_b_proj) is Linear:
             y = self.absorbed(q_nope, q_rope, torch.cat((latents, k_rope), -1), cache)
         else:
@@ -106,6 +114,8 @@ class LatentAttention(nn.Module):
         those of the cache."""
         mask = None
         if cache is not None:
+            # the cache holds latent vectors and shared keys; values are a part of them, so their
+            # size is 0
             keys, _, mask = cache.update(keys, keys[..., :0], self.window)
         return attend(q, *self.expand(keys), documents, self.window, scale=self.scale, mask=mask)
 
@@ -117,7 +127,9 @@ class LatentAttention(nn.Module):
         key_weight, value_weight = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1)).split(
             (self.latent.nope_dim, self.latent.value_dim), dim=1
         )
+
         q = torch.cat((q_nope @ key_weight, q_rope), dim=-1)  # (B, H, T, R + D)
+        # the latent vectors are keys and values of a single head that all query heads share
         # (B, H, T, R)
         y = attend(
             q, keys, keys[..., : self.latent.dim], None, self.window, scale=self.scale, mask=mask

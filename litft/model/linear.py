@@ -32,6 +32,7 @@ class Linear(nn.Linear):
 def can_pack(weight: Tensor) -> bool:
     """Return whether oneDNN is available and has kernels for this weight."""
     supported = torch.backends.mkldnn.is_available() and weight.is_cpu and not weight.requires_grad
+    # not every CPU has kernels for bf16
     if weight.dtype == torch.bfloat16:
         return supported and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported and weight.dtype == torch.float32

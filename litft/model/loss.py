@@ -48,14 +48,18 @@ def summed_cross_entropy(
     count = (targets != IGNORED).sum()
     if target_indices is None:
         target_indices = target_indices_of(targets)
+
+    # positions without a target are dropped here: the head is not computed for them
     hidden = hidden.flatten(0, 1).index_select(0, target_indices)
     targets = targets.flatten().index_select(0, target_indices)  # (N, C), (N,)
+
     if is_plain(head):
         training = torch.is_grad_enabled()
         options = softcap, smoothing, training, compiled and training
         return _ChunkedLoss.apply(hidden, head.weight, head.bias, targets, *options), count
     # a head changed by a method computes its own logits; recomputing them in backward limits memory
     # to one chunk
+    # The sum times 0 connects the result with `hidden` even if there is no target.
     total = hidden.sum(dtype=torch.float32) * 0.0
     for losses in _head_losses(head, hidden, targets, softcap, smoothing):
         total = total + losses.sum()
@@ -140,14 +144,19 @@ def _softmax_loss(
     if softcap is None or not training:
         softcap_slope = None
     else:
+        # the derivative of c tanh(z / c) is 1 - tanh(z / c)^2
         softcap_slope = 1 - (scores / softcap) ** 2
+
     # in place: torch's logsumexp would allocate a copy
     scores -= scores.amax(-1, keepdim=True)
+    # the loss is log(sum(exp(scores))) minus the expected score of the target distribution
     losses = -(1 - smoothing) * scores.gather(-1, targets[:, None])[:, 0]
     if smoothing:
         losses -= smoothing * scores.mean(-1)
     sums = scores.exp_().sum(-1, keepdim=True)
     losses += sums.log()[:, 0]
+
+    # gradient of the logits: softmax minus the target distribution
     if training:
         scores /= sums
         scores[torch.arange(len(targets), device=targets.device), targets] -= 1.0 - smoothing
@@ -155,6 +164,7 @@ def _softmax_loss(
             scores -= smoothing / scores.size(-1)
         if softcap_slope is not None:
             scores *= softcap_slope
+        # of fp32 logits without softcap, `scores` is the same tensor
         if scores is not logits:
             logits.copy_(scores)
     return losses
@@ -200,8 +210,11 @@ def _chunk_losses(
         # nothing to plan: compiled code has no fp32 logits in memory
         if is_planned():
             return logits.new_zeros(len(logits), dtype=torch.float32)
+        # only the number of tokens varies
         torch._dynamo.mark_static(logits, 1)
         return _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
+
+    # as many tokens as keep a softmax below its limit of fp32 numbers
     count = max(
         1, SOFTMAX_CHUNK["cpu" if device_type(logits) == "cpu" else "cuda"] // logits.size(1)
     )
@@ -232,6 +245,7 @@ class _HeadGradients:
         # needed: which of the three
         self.inputs = hidden, weight
         self.hidden = torch.empty_like(hidden) if needed[0] else None
+        # fp32, since a bf16 sum would lose the contribution of later chunks
         if needed[1]:
             self.weight = torch.zeros_like(weight, dtype=torch.float32)
         else:
@@ -292,6 +306,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         d_hidden, d_weight, d_bias = ctx.saved_tensors
+        # the gradients are those of a loss with weight 1; one None for each argument after the bias
         return (
             d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None,
             (d_weight * grad).to(ctx.dtypes[0]) if d_weight is not None else None,
@@ -314,6 +329,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         training: bool,
         compiled: bool,
     ) -> Tensor:
+        # Each token's weight in the loss is known in the backward pass only. A frozen head's input
+        # gradients can be scaled then; a trained head's sum over tokens cannot.
         trains_head = any(ctx.needs_input_grad[1:3]) and training
         keeps_grad = ctx.needs_input_grad[0] and training and not trains_head
         losses = torch.empty(hidden.size(0), device=hidden.device, dtype=torch.float32)
@@ -336,10 +353,13 @@ class _ChunkedTokenLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         if len(ctx.saved_tensors) == 1:
+            # frozen head: one factor for each token's gradient
             (d_hidden,) = ctx.saved_tensors
             return d_hidden.mul_(
                 grad.to(d_hidden.dtype)[:, None]
             ) if d_hidden is not None else None, *[None] * 6
+
+        # trained head: compute the logits again, and weight the gradient of each token's
         hidden, weight, bias, targets = ctx.saved_tensors
         softcap, compiled = ctx.options
         grads = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])

@@ -44,6 +44,8 @@ class XIELU(nn.Module):
         alpha_p = F.softplus(self.alpha_p)
         beta = self.beta.detach()
         alpha_n = beta + F.softplus(self.alpha_n)
+        # Without the minimum, exp of a large x would be infinite, and its gradient NaN, although
+        # `where` takes the other branch.
         negative = (torch.expm1(torch.minimum(x, self.eps.detach())) - x) * alpha_n
         return torch.where(x > 0, alpha_p * x * x, negative) + beta * x
 
@@ -80,6 +82,7 @@ def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     if limit is None:
 
         def gated(gate: Tensor, up: Tensor) -> Tensor:
+            # the compiler chooses itself what it saves
             needs_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             if needs_graph:
                 return _Gated.apply(gate, up, act)
@@ -102,6 +105,7 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         gate, up = ctx.saved_tensors
+        # only the activation is computed again; it has one input, so its graph is enough
         with torch.enable_grad():
             gate = gate.detach().requires_grad_()
             active = ctx.act(gate)
@@ -148,6 +152,7 @@ class SparseMLP(GatedMLP):
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         """See GatedMLP."""
+        # (B, T, 1): of each token's gate values
         threshold = (
             gate.mean(-1, keepdim=True)
             + gate.std(-1, keepdim=True, unbiased=False) * self.deviations
@@ -175,10 +180,15 @@ def route(
     top_k) each."""
     if experts.scoring == "sparsemixer":
         return _sparse_mixer(logits, experts.jitter)
+
+    # fp32: bf16 would not distinguish close scores
     if experts.scoring == "sigmoid":
         scores = logits.float().sigmoid()
     else:
         scores = logits.float().softmax(-1)
+
+    # The correction balances the load of the experts. It decides which are chosen, but not their
+    # weights.
     if correction_bias is None:
         priority = scores
     else:
@@ -189,11 +199,13 @@ def route(
             group_scores = grouped.topk(2, dim=-1).values.sum(-1)
         else:
             group_scores = grouped.amax(-1)
+        # True for all groups except the best; their experts cannot be chosen
         excluded = torch.ones_like(group_scores, dtype=torch.bool)
         excluded = excluded.scatter(
             -1, group_scores.topk(experts.top_groups, dim=-1).indices, False
         )
         priority = grouped.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
+
     chosen = priority.topk(experts.top_k, dim=-1).indices
     weights = scores.gather(-1, chosen)
     if experts.renormalize:
@@ -209,6 +221,7 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     remaining = logits
     for _ in range(2):
         highest, index = remaining.max(dim=-1, keepdim=True)
+        # relative to the highest of the remaining logits; experts that are far from it take no part
         is_far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * jitter
         weights.append(remaining.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, index))
         chosen.append(index)
@@ -292,6 +305,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 def _looped_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight, ends = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
+    # (N, out) times (E, out, in)
     d_x = looped_product(grad, weight.mT, ends) if needs_x else None
     return d_x, looped_outer_product(x, grad, ends) if needs_weight else None, None
 
@@ -394,17 +408,24 @@ class MoE(nn.Module):
         flat = x.flatten(0, 1)  # (B T, C)
         weights, chosen = self.select(flat)  # (B T, top_k)
         flat = self.expert_inputs(flat)
+
+        # Sort the B T top_k pairs of token and expert by expert: the rows of one expert are
+        # contiguous from here on. The sort is stable, so the order of rows is deterministic.
         expert, order = chosen.flatten().sort(stable=True)
+        # the number of rows that belong to experts 0 to e
         ends = torch.searchsorted(
             expert, torch.arange(self.count, device=x.device), right=True, out_int32=True
         )
+        # (N, C): pair i belongs to token i // top_k
         rows = flat[order // chosen.size(1)]
         if self.config.weighted_input:
             rows = rows * weights.flatten()[order, None]
+
         y = self.experts(rows, Grouping(expert, ends))
         # a gather restores the token order deterministically, unlike scatter-add
         y = y[order.argsort()].unflatten(0, chosen.shape)  # (B T, top_k, C)
         y = (y if self.config.weighted_input else y * weights[..., None]).sum(1)
+
         if self.shared is not None:
             shared_output = self.shared(flat)
             y = y + (
@@ -428,6 +449,7 @@ class ScaledMoE(MoE):
 
     def select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """See MoE."""
+        # the router's input has a root mean square of 1 / sqrt(C), times a trained scale
         inputs = self.router_norm(flat) * self.router_scale.to(flat.dtype) * flat.size(-1) ** -0.5
         weights, chosen = route(self.router(inputs), self.config)
         return weights * self.expert_scale.to(weights.dtype)[chosen], chosen

@@ -40,15 +40,19 @@ class Norm(nn.Module):
         self.size = shape[0] if is_plain_rms else 0
 
     def forward(self, x: Tensor) -> Tensor:
+        # one token without gradients: the common case of a decode step, in as few operations as
+        # possible
         if (
             x.numel() == self.size
             and not torch.is_grad_enabled()
             and (weight := self.weight).dtype == x.dtype
         ):
             return rms_norm_single_token(x, weight, self.norm.eps)
+
         weight, bias = (
             p if p is None else p.float().view(self.shape) for p in (self.weight, self.bias)
         )
+        # the checkpoint stores the difference from the offset
         if self.norm.offset:
             weight = weight + self.norm.offset
         # compiled: no fp32 copy either
@@ -56,6 +60,7 @@ class Norm(nn.Module):
             return _RMSNorm.apply(x, weight, self.norm.eps, len(self.normalized_shape))
         if self.shape == self.normalized_shape:
             return self.normalize(x.float(), weight, bias).to(x.dtype)
+        # F's norms take a weight of the normalized dimensions, not one for each head
         y = self.normalize(x.float(), None, None) * weight
         return (y if bias is None else y + bias).to(x.dtype)
 
@@ -127,11 +132,15 @@ class _RMSNorm(torch.autograd.Function):
         x_fp32 = x.to(inverse_rms.dtype)
         d_x = grad.to(inverse_rms.dtype, copy=True)
         if ctx.needs_input_grad[1]:
+            # the product of gradient and normalized x, summed over all rows
             d_weight = (d_x * x_fp32).mul_(inverse_rms).flatten(0, -weight.dim() - 1).sum(0)
         else:
             d_weight = None
         if weight is not None:
             d_x.mul_(weight)
+
+        # With n = x / rms and h = grad * weight, d_x = (h - n mean(h n)) / rms. `radial` is -mean(h
+        # n) / rms, the factor of x.
         radial = (
             (d_x * x_fp32).sum(ctx.dims, keepdim=True).mul_(inverse_rms.square()).div_(-ctx.count)
         )

@@ -28,6 +28,7 @@ class PackedSequences(NamedTuple):
     @classmethod
     def of(cls, ids: Tensor) -> "PackedSequences":
         """Build from document ids (B, T); a document never continues in the next row."""
+        # the first token of each row always starts a document
         is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
         cu_seqlens = F.pad(is_start.nonzero()[:, 0], (0, 1), value=ids.numel()).to(torch.int32)
         return cls(ids, cu_seqlens, None if ids.is_cuda else cu_seqlens)
@@ -50,14 +51,18 @@ class PackedSequences(NamedTuple):
         as there can be, and the last ones are empty.
         """
         ids, (batch, length) = self.ids, self.ids.shape
+        # (B, T), counted from the start of each document
         positions = torch.arange(length, device=ids.device) - document_starts(ids)
         is_start = (positions % size == 0).flatten()
+        # a document of n tokens has at most 1 + n // size chunks
         limit = self.cu_seqlens.numel() - 1 + batch * length // size
+        # the chunk that a token starts; the others go to a slot after the last chunk
         numbers = torch.where(is_start, is_start.cumsum(0) - 1, limit)
         starts = torch.full((limit + 1,), ids.numel(), dtype=torch.int32, device=ids.device)
         starts.scatter_(0, numbers, torch.arange(ids.numel(), dtype=torch.int32, device=ids.device))
         # the slot that collects all tokens that start no chunk
         starts[limit:].fill_(ids.numel())
+        # a document has at most length // size + 1 chunks, so each chunk of a row has its own value
         return PackedSequences(ids * (length // size + 1) + positions // size, starts)
 
     def with_masks(self, windows: Iterable[int | None]) -> "PackedSequences":
@@ -72,6 +77,7 @@ class PackedSequences(NamedTuple):
             return visible & (query - key < window)
 
         def block_mask(window: int | None) -> BlockMask:
+            # None: the same mask for all heads
             return create_block_mask(
                 lambda row, _, query, key: is_visible(window, row, query, key),
                 batch,
@@ -89,6 +95,7 @@ def document_starts(ids: Tensor) -> Tensor:
     T)."""
     index = torch.arange(ids.size(1), device=ids.device)
     is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    # starts grow along a row, so the running maximum is the latest start
     return torch.where(is_start, index, 0).cummax(dim=1).values
 
 

@@ -51,9 +51,11 @@ class PerLayerEmbedding(nn.Module):
         rows = self.embed(torch.where(tokens < self.embed.num_embeddings, tokens, 0))
         # the scale is rounded as in training
         rows = rows * torch.tensor(self.dim**0.5, dtype=rows.dtype)
+        # (B, T, L, P)
         projected = (self.projection(x) * x.size(-1) ** -0.5).unflatten(
             -1, (self.num_layers, self.dim)
         )
+        # the factor keeps the variance of a sum of two independent vectors
         vectors = (self.norm(projected) + rows.unflatten(-1, (self.num_layers, self.dim))) * 2**-0.5
         return vectors.movedim(2, 0)
 

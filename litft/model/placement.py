@@ -41,6 +41,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
             size = tensor.shape[sharding.dim]
             shard_size = -(-size // tensor.device_mesh.size(mesh_dim))
             start = min(size, shard_size * tensor.device_mesh.get_local_rank(mesh_dim))
+            # the size is rounded up, so the last processes may begin after the end
             slices[sharding.dim] = slice(start, min(size, start + shard_size))
     return tuple(slices)
 
@@ -80,6 +81,7 @@ def copy_into_local(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor])
     local_part = local(tensor)
     if local_part.numel():
         values = read(local_slices(tensor))
+        # fewer rows: the file lacks those of new tokens, which are initialized elsewhere
         local_part[tuple(slice(0, size) for size in values.shape)].copy_(values)
 
 
@@ -119,13 +121,16 @@ def summon_full(module: nn.Module, *excluded: str) -> Iterator[None]:
     """Within the context, the module's direct parameters, except `excluded`, are unsharded; changes
     are kept."""
     sharded = {}
+    # parameters of submodules stay sharded: at most one module is whole at a time
     for n, p in module.named_parameters(recurse=False):
         if isinstance(p, DTensor) and n not in excluded:
             sharded[n] = p
     for name, parameter in sharded.items():
         setattr(module, name, nn.Parameter(parameter.detach().full_tensor(), requires_grad=False))
+
     try:
         yield
+        # only without an error: each process copies its part of what was changed
         for name, parameter in sharded.items():
             copy_into_local(parameter, getattr(module, name).__getitem__)
     finally:
@@ -144,8 +149,10 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
                 allocated[id(parameter)] = nn.Parameter(
                     shard_as(parameter, storage), requires_grad=parameter.requires_grad
                 )
+            # the same object under both names, so tied parameters stay one
             if id(parameter) in allocated:
                 setattr(module, name, allocated[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
+            # values that were computed when the network was built, such as ALiBi's slopes
             if not buffer.is_meta:
                 setattr(module, name, buffer.to(device))

@@ -45,9 +45,11 @@ def add_alibi(
     attention kernel. A position is split into two whole numbers that bf16 represents. positions: (B
     or 1, T); slopes: (H,).
     """
+    # block * 128 + rest: bf16 holds both numbers exactly for positions up to 32,768
     block = torch.div(positions, ALIBI_BLOCK, rounding_mode="floor")
     # (B, 1, T, 2)
     features = torch.stack((block, positions - block * ALIBI_BLOCK), dim=-1)[:, None].to(k.dtype)
+    # divided by the scale, by which the attention kernel multiplies the whole score
     weights = torch.stack((slopes * (ALIBI_BLOCK / scale), slopes / scale), dim=-1)  # (H, 2)
     weights = weights[None, :, None].to(q.dtype).expand(q.size(0), -1, q.size(2), -1)
     return torch.cat((q, weights), -1), torch.cat(

@@ -52,6 +52,7 @@ def bitsandbytes(needed_by: str = "quantized weights need") -> ModuleType:
     `kernels` is installed, and otherwise logs a warning. litft does not use that code, so the
     import runs without `kernels` and without the warning.
     """
+    # an entry of None lets `import kernels` fail; `...` stands for no entry before
     kernels = sys.modules.get("kernels", ...)
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     sys.modules["kernels"] = None
@@ -84,6 +85,7 @@ class QuantizedTensor:
         if kind == "int8":
             data, maxima, _ = functional.int8_vectorwise_quant(weight.half())
             return cls(data, maxima)
+        # "dq": double quantization, the scales are quantized, too
         name, _, nested = kind.partition("-")
         return cls(
             *functional.quantize_4bit(weight, quant_type=name, compress_statistics=bool(nested))
@@ -123,6 +125,7 @@ class QuantizedTensor:
         functional = bitsandbytes().functional
         if isinstance(self.state, Tensor):
             return functional.int8_vectorwise_dequant(self.data, self.state).to(dtype)
+        # the dtype, and below the shape, are set for this call alone
         state = copy(self.state)
         if dtype in (torch.bfloat16, torch.float16):
             state.dtype = dtype
@@ -131,6 +134,7 @@ class QuantizedTensor:
         # the CPU kernel (0.50.2) would use the scales of wrong blocks
         if state.shape[1] % state.blocksize:
             count = math.prod(state.shape)
+            # Seen as one row, or as rows of one block each, no block crosses the end of a row.
             width = count if count % state.blocksize else state.blocksize
             state.shape = torch.Size((count // width, width))
         return functional.dequantize_4bit(self.data, state).view(self.state.shape).to(dtype)
@@ -145,6 +149,7 @@ class QuantizedTensor:
             nested = [inner.absmax, inner.code, state.offset]
         else:
             nested = []
+        # height, width, weights per scale; with double quantization also scales per nested scale
         numbers = [*state.shape, state.blocksize, *([inner.blocksize] if state.nested else [])]
         return [state.absmax, state.code, *nested], numbers, state.quant_type
 
@@ -193,16 +198,19 @@ def _check_state(data: Tensor, state: Any) -> None:
     """Raise ValueError if data and statistics do not match, since compiled code would read out of
     bounds."""
     size = math.prod(state.shape)
+    # two weights a byte, the last one padded; a table of 16 values for 4 bits
     is_valid = (
         len(state.shape) == 2
         and data.nbytes * 2 == size + size % 2
         and state.blocksize in BLOCK_SIZES
         and len(state.code) == 16
     )
+    # one scale for each block of weights
     count = -(-size // state.blocksize) if is_valid else 0
     is_valid = is_valid and state.absmax.numel() == count
     if is_valid and state.nested:
         inner = state.state2
+        # the scales are quantized in 8 bits, with a table of 256 values
         is_valid = (
             inner.blocksize in BLOCK_SIZES
             and len(inner.code) == 256
@@ -238,6 +246,7 @@ def quantized_matmul(
         if transpose:
             return x @ weight
         return F.linear(x, weight)
+    # (E out, in) -> (E, out, in)
     weight = weight.unflatten(0, (len(ends), -1))
     return grouped_product(x, weight if transpose else weight.mT, ends)
 
@@ -255,6 +264,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor):
+    # only x gets a gradient: the weight is frozen
     data, ends, *statistics = ctx.saved_tensors
     d_x = quantized_matmul(
         grad.contiguous(), data, statistics, ctx.numbers, ctx.kind, ends, not ctx.transpose
@@ -280,6 +290,7 @@ class QuantizedModule(nn.Module):
 
     def fill(self, quantized: QuantizedTensor) -> None:
         """Copy the quantized data into the weight, and keep its statistics."""
+        # the same bytes, in the dtype and shape of the storage
         copy_into_local(
             self.weight, quantized.data.view(self.weight.dtype).view(self.weight.shape).__getitem__
         )
@@ -363,6 +374,7 @@ def empty_storage(weight: Tensor, kind: str) -> Tensor:
     values per byte."""
     if kind == "int8":
         return torch.empty_like(weight.flatten(0, -2), dtype=torch.int8)
+    # bitsandbytes stores 4-bit data as one column of bytes
     return weight.new_empty((-(-weight.numel() // 2), 1), dtype=torch.uint8)
 
 

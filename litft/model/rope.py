@@ -20,10 +20,12 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
     depends on the sequence length and is computed by `RotaryEmbedding`. `RopeConfig` cites the
     papers; the formulas are tested against transformers.
     """
+    # pair i of entries turns by theta^(-2 i / dim) a position
     frequencies = 1.0 / (
         rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     )
     if rope.rope_type in ("linear", "proportional"):
+        # proportional: pairs beyond the share are not rotated
         frequencies = frequencies / rope.factor
         frequencies[int(rope.fraction * rope.dim // 2) :] = 0
     elif rope.rope_type == "llama3":
@@ -42,6 +44,7 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
     # full turns within the original context
     turns = rope.original_max_positions * frequencies / (2 * math.pi)
+    # 0 for pairs with at most low_freq_factor turns, 1 from high_freq_factor turns on
     kept_share = (
         (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     ).clamp(0, 1)
@@ -53,6 +56,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     interpolate in between."""
 
     def pair_index(turns: float) -> float:
+        # solves turns = context * theta^(-2 i / dim) / (2 pi) for i
         return (
             rope.dim
             * math.log(rope.original_max_positions / (turns * 2 * math.pi))
@@ -66,6 +70,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, rope.dim - 1)
+    # the lower bound of the difference avoids a division by 0
     ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     slowed_share = ramp.clamp(0, 1)
     return frequencies * (1 - slowed_share) + frequencies / rope.factor * slowed_share
@@ -99,6 +104,7 @@ class RotaryEmbedding(nn.Module):
         """Move the frequencies but keep them in fp32: in bf16, the angle at position 4,000 would be
         off by whole turns."""
         super()._apply(fn, recurse)
+        # computed again rather than moved: `super()` may have rounded them
         if self.short.device.type != "meta":
             self._compute(self.short.device)
         return self
@@ -118,10 +124,12 @@ class RotaryEmbedding(nn.Module):
             )
         elif self.rope.rope_type == "dynamic":
             frequencies = self._dynamic(torch.as_tensor(max_length, device=positions.device))
+
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
         cos = angles.cos()
         sin = angles.sin()
         scale = self.rope.attention_factor
+        # applied to both queries and keys: the scores change by its square
         if scale != 1:
             cos = cos * scale
             sin = sin * scale
@@ -137,6 +145,7 @@ class RotaryEmbedding(nn.Module):
         if not self.rope.query_beta:
             return None
         positions = positions[:, None, :, None] + self.rope.query_offset
+        # 0 within the original context, where the scale is 1
         full_contexts = torch.floor(positions / self.rope.original_max_positions)
         return (1 + self.rope.query_beta * torch.log(1 + full_contexts)).to(dtype)
 
@@ -144,9 +153,11 @@ class RotaryEmbedding(nn.Module):
         """Return NTK-aware frequencies: theta grows with the length, so that the lowest frequency
         covers that length."""
         rope = self.rope
+        # 1 up to the original context, whose angles are left unchanged
         stretch = rope.factor * max_length.clamp(
             min=rope.original_max_positions
         ) / rope.original_max_positions - (rope.factor - 1)
+        # the lowest frequency, theta^(-(dim - 2) / dim), is divided by `stretch`
         theta = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
         return 1.0 / theta ** (
             torch.arange(0, rope.dim, 2, device=max_length.device, dtype=torch.float32) / rope.dim
@@ -180,6 +191,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        # a rotation is orthogonal: its transpose is the rotation by the negative angle
         cos, sin = ctx.saved_tensors
         return _rotate_eager(grad, cos, -sin), None, None
 
@@ -190,11 +202,15 @@ def _rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # decode step: as few operations as possible
     if x.size(2) == 1 and x.size(-1) == width:
         return (x * cos).add_((x * sin).roll(half, -1))
+
+    # the entries beyond the rotated ones are copied
     y = torch.empty_like(x)
     y[..., width:] = x[..., width:]
+
     x = x[..., :width]
     rotated = y[..., :width]
     torch.mul(x, cos, out=rotated)
+    # sin is negative in its second half: the halves become a cos - b sin and b cos + a sin
     sin_terms = x * sin
     rotated[..., :half].add_(sin_terms[..., half:])
     rotated[..., half:].add_(sin_terms[..., :half])
@@ -219,6 +235,7 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first entries of x (B, H, T, D) in the interleaved layout: entry 2 i pairs with
     entry 2 i + 1."""
     width = cos.size(-1)
+    # in this layout each pair has its angle once
     cos = cos[..., : width // 2]
     sin = sin[..., : width // 2]
     rotated = x[..., :width]

@@ -77,7 +77,9 @@ class RopeConfig:
         for k, v in (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).items():
             if v is not None:
                 scaling[k] = v
+
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+        # otherwise the family rotates whole heads, and partial_rotary_factor is ignored
         if fraction is not None or rope_type != "default":
             fraction = scaling.get(
                 "partial_rotary_factor", hf.get("partial_rotary_factor") or fraction
@@ -88,6 +90,7 @@ class RopeConfig:
                 f"config.json: the rotated share of a head must be in (0, 1], found {fraction!r}"
             )
         if rope_type == "proportional":
+            # all pairs are there; those beyond the share have a frequency of 0
             dim = head_dim
         else:
             dim = int(head_dim * fraction)
@@ -98,6 +101,7 @@ class RopeConfig:
             )
         _check_complete(rope_type, scaling)
         _check_rope(scaling, dim)
+
         max_positions = hf.get("max_position_embeddings", 2048)
         original_max_positions = hf.get("original_max_position_embeddings") or scaling.get(
             "original_max_position_embeddings"
@@ -108,6 +112,7 @@ class RopeConfig:
         factor = scaling.get("factor", ratio if original_max_positions else 1.0)
         if rope_type == "longrope" and hf.get("original_max_position_embeddings"):
             factor = ratio
+        # named as in the file; what it leaves out keeps the default of the dataclass
         type_specific = (
             "low_freq_factor",
             "high_freq_factor",
@@ -161,6 +166,7 @@ def scaled_context(hf: dict[str, Any], max_positions: int) -> int:
         scaling = of_full_layers
     rope_type = scaling.get("rope_type") or scaling.get("type")
     factor = scaling.get("factor")
+
     if "gemma3" in str(hf.get("model_type")) or rope_type not in ("linear", "dynamic", "yarn"):
         return max_positions
     if factor is None or not 1 <= factor <= LARGEST_FACTOR:
@@ -179,6 +185,7 @@ def _check_rope(scaling: dict[str, Any], dim: int) -> None:
     """Raise ValueError with every rope parameter that makes an angle undefined, or does not fit the
     rotated entries."""
     problems = []
+    # yarn divides by the logarithm of theta, llama3 by the difference of the two factors
     if scaling.get("rope_theta", 2) == 1 or scaling.get("low_freq_factor", 1) == scaling.get(
         "high_freq_factor", 4
     ):
@@ -188,6 +195,7 @@ def _check_rope(scaling: dict[str, Any], dim: int) -> None:
             problems.append(f"{name} has {len(scaling[name])} numbers (must be {dim // 2})")
     if dim % 2:
         problems.append(f"{dim} rotated entries (must be even)")
+    # its exponent is dim / (dim - 2)
     if dim < 4 and "dynamic" in (scaling.get("rope_type"), scaling.get("type")):
         problems.append(f"rope type dynamic with {dim} rotated entries (needs at least 4)")
     if problems:
@@ -209,6 +217,8 @@ def _attention_factor(
         return 1.0
     if rope_type == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
+
+    # DeepSeek's form: the attention scale contains the factor of mscale_all_dim already
     mscale = scaling.get("mscale")
     all_dim = scaling.get("mscale_all_dim")
     if mscale and all_dim:

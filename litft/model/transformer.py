@@ -58,10 +58,13 @@ class GPT(nn.Module):
         else:
             self.per_layer = None
         self.streams = Streams(config, config.altup) if config.altup else None
+
         self.blocks = nn.ModuleList(block_class(config)(config, layer) for layer in config.layers)
         self.norm = Norm(config.norm, config.dim) if config.final_norm else None
         self.lm_head = Linear(config.dim, config.vocab_size, bias=config.head_bias)
         self.tie()
+
+        # layers with equal parameters share one table of cos and sin, which is computed once a pass
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         self.rotary_indices = [
@@ -129,17 +132,23 @@ class GPT(nn.Module):
         if isinstance(documents, Tensor):
             documents = PackedSequences.of(documents)
         document_ids = documents.ids if documents else None
+
+        # positions count the cached tokens, so the cache's length is read before it grows
         if cache is not None:
             cache.begin(tokens, positions)
         if positions is None:
             positions = default_positions(tokens, document_ids, cache.length if cache else 0)
+
         x = self.embed_tokens(tokens, positions)  # (B, T, C)
         if self.training and self.neftune_alpha:
             x = add_neftune_noise(x, self.neftune_alpha, targets, document_ids)
         cos_sin = self.cos_sin(positions, cache, x.dtype, document_ids)
+        # further inputs of each block, and the documents as it sees them
         extras = self.block_extras(tokens, x)
         x = x if self.streams is None else self.streams.expand(x)
         documents = self.layer_documents(self.prepare_documents(documents, tokens), tokens)
+
+        # x: (B, T, C), or (B, T, S C) with S residual streams
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
             layer_cache = cache.layers[index] if cache else None
             x = block(
@@ -151,8 +160,11 @@ class GPT(nn.Module):
             )
         if cache is not None:
             cache.end()
+
+        # logits are the largest tensor of a pass: compute them only where they are needed
         if logits_to_keep is not None:
             x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.size(2)))
+        # The scale of the logits is applied to the head's input, which is much smaller.
         x = scaled(self.final_norm(x), self.config.logit_scale)
         if targets is not None and reduction == "none":
             options = self.config.logit_softcap, target_indices, self.compiled_loss
@@ -179,11 +191,13 @@ class GPT(nn.Module):
         """Return the documents of each block: those of tokens (B, T), or their chunks for a block
         with chunked attention."""
         windows = [layer.window for layer in self.config.layers]
+        # a chunk that holds the whole row hides nothing
         chunks = {
             window
             for window in windows
             if isinstance(window, Chunk) and window.size < tokens.size(1)
         }
+        # without documents, each row is one, which is divided into chunks
         whole = documents or (
             PackedSequences.rows(*tokens.shape, tokens.device) if chunks else None
         )
@@ -200,6 +214,7 @@ class GPT(nn.Module):
             inputs = [None] * len(self.blocks)
         else:
             inputs = self.per_layer(tokens, x).unbind()
+        # one object for all blocks of this pass: early blocks fill it, later ones read it
         shared = SharedKeys()
         return [(BlockExtra(token_input, shared),) for token_input in inputs]
 
@@ -230,6 +245,7 @@ class GPT(nn.Module):
         The length of each document, without documents that of each row, selects the factors of the
         types that depend on it; in generation the planned length.
         """
+        # 0: not read by any rope
         lengths: Tensor | int = 0
         if any(rotary.rope.depends_on_length for rotary in self.rotaries):
             if cache:
@@ -276,6 +292,7 @@ def add_neftune_noise(
         lengths = torch.where(targets != IGNORED, index, 1).amax(1, keepdim=True)  # (B, 1)
     else:
         lengths = document_lengths(document_ids)
+    # (B, 1), or (B, T) with documents
     bound = alpha / (lengths * x.size(2)).sqrt()
     return x + ((torch.rand_like(x, dtype=torch.float32) * 2 - 1) * bound[..., None]).to(x.dtype)
 

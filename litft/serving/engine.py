@@ -85,6 +85,7 @@ class Engine:
                 raise Stopping
             if len(self._jobs) + len(requests) > self.max_requests:
                 raise Overloaded
+            # the first number names the group of all that are submitted together
             numbers = list(islice(self._numbers, len(requests)))
             jobs = [
                 Job(number, numbers[0], model, *item)
@@ -101,6 +102,7 @@ class Engine:
         """
         chunks: SimpleQueue[GenerationChunk | Exception] = SimpleQueue()
         for name, session in self.models.items():
+            # a second token, since the first one needs the prompt alone
             request = Request(session.tokenizer.encode("a")[-1:], 2, Sampling(0.0))
             self.submit(name, [(request, chunks.put)])
             while not isinstance(chunk := chunks.get(), Exception) and not chunk.finish_reason:
@@ -139,6 +141,7 @@ class Engine:
     @property
     def counts(self) -> dict[str, int]:
         """Numbers of running answers and of waiting requests."""
+        # a copy, because the engine's thread changes it
         running = sum(len(batch.running) for batch in list(self._batches.values()))
         return {"running": running, "waiting": max(0, len(self._jobs) - running)}
 
@@ -150,10 +153,13 @@ class Engine:
                 for name in list(self._batches):
                     self._advance(name)
         except BaseException as error:
+            # without its peers this process cannot go on, and a return would leave the HTTP server
+            # running
             if isinstance(error, PeerLost):
                 print(f"error: {error}", file=sys.stderr)
                 os._exit(2)
             traceback.print_exc()
+            # or their clients would wait forever
             for number in list(self._jobs):
                 self._finish(number, error)
         finally:
@@ -164,6 +170,7 @@ class Engine:
         idle = not self._waiting and not any(
             batch.running or batch.prefilling for batch in self._batches.values()
         )
+        # an idle engine waits for the first command, and takes the others that are there
         with suppress(Empty):
             while True:
                 self._commands.get(block=idle)()
@@ -171,10 +178,12 @@ class Engine:
 
     def _admit(self) -> None:
         """Start waiting requests for which their model has free rows."""
+        # the models of the waiting requests, each once
         for name in dict.fromkeys(job.model for job in self._waiting.values()):
             try:
                 batch = self._batch(name)
             except Exception as error:  # out of memory, mostly
+                # without a cache, none of the model's requests can start
                 for number in [
                     number for number, job in self._waiting.items() if job.model == name
                 ]:

@@ -61,10 +61,12 @@ class Reply:
 
     def usage(self, last_chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
         """Return the token counts, from the last chunk of each choice. Each prompt counts once."""
+        # each prompt has `num_choices` answers in a row, and counts once
         prompt_tokens, computed_tokens = (
             sum(getattr(chunk.stats, name) for chunk in last_chunks[:: self.num_choices])
             for name in ("prompt_tokens", "prefill_tokens")
         )
+        # all answers count, also those to the same prompt
         new_tokens = sum(chunk.stats.new_tokens for chunk in last_chunks)
         counts = {
             "prompt_tokens": prompt_tokens,
@@ -88,6 +90,7 @@ class Reply:
         for chunk in chunks:
             for token, logprob, top in zip(chunk.tokens, chunk.logprobs, chunk.top, strict=True):
                 alternatives = [(other, finite_logprob(value)) for other, value in top]
+                # the sampled token is shown even if it is not among the likeliest
                 if top and token not in dict(top):
                     alternatives.append((token, finite_logprob(logprob)))
                 entries.append((token, finite_logprob(logprob), alternatives))
@@ -101,6 +104,7 @@ class Reply:
 
     def text_of(self, token: int) -> str:
         """Return the text of a single token; part of a character becomes U+FFFD."""
+        # decoded after another token, since alone it would lose its leading space
         leading_text, full_text = (
             self.tokenizer.decode(ids, skip_special=False)
             for ids in (self.leading, [*self.leading, token])
@@ -134,6 +138,7 @@ class ChatReply(Reply):
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
         if parsed.calls:
+            # as in OpenAI's API: no content besides calls is null
             message["content"] = parsed.content or None
             message["tool_calls"] = [api_call_entry(call) for call in parsed.calls]
         reason = self._finish_reason(chunks[-1], has_calls=bool(parsed.calls))
@@ -154,10 +159,12 @@ class ChatReply(Reply):
         if chunk.finish_reason:
             parts += parser.finish()
         deltas = [self._delta(index, part) for part in parts]
+        # an end, or log-probabilities, are sent even without text
         if not deltas and (chunk.finish_reason or (self.with_logprobs and chunk.tokens)):
             deltas = [{}]
         choices = []
         for number, delta in enumerate(deltas):
+            # once for the chunk, with its last delta
             is_last = number == len(deltas) - 1
             if is_last:
                 reason = self._finish_reason(chunk, has_calls=bool(self.num_calls[index]))
@@ -195,6 +202,7 @@ class ChatReply(Reply):
         entry = {
             "token": text,
             "logprob": logprob,
+            # the bytes of an incomplete character are not known
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
         if top is None:

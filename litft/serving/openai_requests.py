@@ -24,9 +24,9 @@ from litft.inference.session import Session
 from litft.serving.openai_replies import ChatReply, CompletionReply, Reply
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
-# in a token; texts of more than so many a token of the capacity are tokenized in parts
+# characters for each token of the capacity; longer texts are tokenized in parts
 MANY_CHARACTERS = 8
-# by which the tokens of a text's beginning may exceed those of the text
+# the beginning of a text may have this many tokens more than the whole text
 CUT_TOKENS = 64
 MAX_STOPS = 32
 MAX_STOP_LENGTH = 1000
@@ -125,6 +125,8 @@ class ApiRequest(BaseModel):
         self, tokenizer: Tokenizer, text: str, capacity: int, bos: bool | None = None
     ) -> list[int]:
         """Return the token ids of a text; tokenize no more of it than shows that it is too long."""
+        # the beginning of a long text is tokenized first, and doubled until it is known to be too
+        # long
         end = MANY_CHARACTERS * capacity
         while end < len(text):
             count = len(tokenizer.encode(text[:end], bos=bos))
@@ -178,8 +180,10 @@ class ApiRequest(BaseModel):
         first_seed = None if sampling.seed is None else sampling.seed % 2**64
         requests = []
         for ids in self._checked_prompts(session, capacity):
+            # limits that are not set are None
             max_tokens = min(filter(None, (capacity - len(ids), self.max_new_tokens, limit)))
             for number in range(self.n or 1):
+                # different seeds, or all answers to a prompt would be the same
                 seed = None if first_seed is None else first_seed + number
                 request = Request(
                     ids,
@@ -237,6 +241,8 @@ class ApiRequest(BaseModel):
         names = [item.name for item in fields(Sampling)]
         settings = {name: value for name in names if (value := getattr(self, name)) is not None}
         vocab_size = session.model.config.vocab_size
+
+        # logit_bias, whose limits are those of OpenAI's API
         invalid_ids = []
         for token in self.logit_bias or ():
             if not 0 <= token < vocab_size:
@@ -255,8 +261,11 @@ class ApiRequest(BaseModel):
             raise ApiError(
                 400, f"logit_bias {invalid_biases[0]}: must lie in [-100, 100]", param="logit_bias"
             )
+
+        # biases of the server stay for other tokens
         if self.logit_bias:
             settings["logit_bias"] = session.sampling.logit_bias | self.logit_bias
+        # numbers are checked as those of the command line are
         sampling = replace(session.sampling, **settings)
         for problem in sampling.problems():
             problem = problem.removeprefix("--")
@@ -338,6 +347,7 @@ class ChatRequest(ApiRequest):
             reason = "response_format: json_schema needs an object with name and schema"
             raise ApiError(400, reason, param="response_format")
         answer_format = session.tokenizer.answer_format
+        # the text after which the grammar begins: reasoning comes before it, without a grammar
         trigger = ""
         if answer_format.channels:
             trigger = "<|channel|>final<|message|>"
@@ -401,6 +411,7 @@ class CompletionRequest(ApiRequest):
 
     @property
     def _prompt_list(self) -> list[Any]:
+        # a list of numbers is a single prompt
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return list(self.prompt)
@@ -475,6 +486,7 @@ def parse_request(request_type: type[ApiRequest], body: bytes) -> ApiRequest:
     try:
         return request_type.model_validate_json(body)
     except ValidationError as error:
+        # one error is enough, and values are not repeated in it
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = str(first["loc"][0]) if first["loc"] else None
         prefix = "" if param is None else f"{param}: "

@@ -52,10 +52,12 @@ class PrefillTurns:
             for row, prompt in batch.prefilling.items()
             if not prompt.num_cached and prompt.request.ids not in begun_ids
         ]
+        # new prompts alternate with those that have begun
         if new and (not begun or not self.last_was_new):
             self.last_was_new = True
             return new[0]
         self.last_was_new = False
+        # of those that have begun, the one with the least time so far
         row = min(begun, key=lambda row: self.seconds.get(batch.prefilling[row].number, 0.0))
         if self.owed > 0 and self._keeps_a_younger_answer(batch, row):
             return None
@@ -79,6 +81,7 @@ class PrefillTurns:
         batch.prefill(self.slice_tokens(batch, row), row)
         seconds = time.perf_counter() - start
         self._charge(prompt.number, seconds)
+        # never more than one slice, however many prompts there are
         self.owed = max(self.owed, seconds)
         tokens = prompt.num_computed - before
         if tokens >= SMALLEST_SLICE:

@@ -114,6 +114,7 @@ class Endpoint:
         """Return what requests pass before they reach a handler: the check of their host, and CORS
         headers."""
         middleware = []
+        # a server for this machine alone answers only to its own names
         if self.is_local:
             allowed = [*LOCAL_HOSTS[:2], "[::1]", *self.allowed_hosts]
             middleware.append(Middleware(HostCheck, allowed_hosts=allowed))
@@ -196,6 +197,7 @@ class Endpoint:
         session = self.models[name]
         # in a thread, because tokenizing long prompts would block other requests
         requests = await asyncio.to_thread(api_request.requests, session, self.capacity, self.limit)
+        # it would never be accepted, however long the client waits
         if len(requests) > self.engine.max_requests:
             raise ApiError(
                 400,
@@ -241,6 +243,7 @@ class Endpoint:
         with mmap.mmap(-1, self.max_bytes + 1) as buffer:  # takes memory only where it is written
             async for part in request.stream():
                 length += len(part)
+                # refused before the rest is read
                 if length > self.max_bytes:
                     reason = f"the request is longer than {self.max_bytes:,} bytes; shorten it"
                     raise ApiError(413, reason, "request_too_large")
@@ -268,6 +271,7 @@ class HostCheck:
         async def drop(message: Message) -> None:
             """Receive the plain text that starlette would answer."""
 
+        # an allowed host sets the mark in `_pass`, and the refusal of others goes to `drop`
         await self.check(scope, receive, drop)
         if scope.get("litft.host_is_allowed"):
             await self.app(scope, receive, send)
@@ -318,6 +322,8 @@ class Choices:
         except asyncio.CancelledError:
             self.cancel()
             raise
+
+        # an error ends all answers to the request
         if isinstance(item, Exception):
             self.cancel()
             raise _as_api_error(item)
@@ -367,6 +373,8 @@ async def _events(
             index, chunk = indexed_chunk
             opening = [] if index in last_chunks else reply.opening(index)
             last_chunks[index] = chunk
+            # OpenAI's API has the field in every chunk if usage is requested, and its value in the
+            # last one
             for choice in (*opening, *reply.deltas(index, chunk)):
                 yield _event(reply.chunk([choice], **({"usage": None} if wants_usage else {})))
             if not choices.num_unfinished:
@@ -402,6 +410,7 @@ async def _run_until_disconnect(request: HttpRequest, work: Coroutine[Any, Any, 
 
 
 async def _disconnected(request: HttpRequest) -> None:
+    # after its body, a request has no other messages
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

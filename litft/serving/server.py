@@ -86,6 +86,8 @@ def _engine(args: ServeArgs, models: dict[str, Session]) -> Engine:
     )
     remedy = f"lower --batch_size {engine.rows} or --max_seq_length {engine.capacity}"
     required = engine.memory * len(models)
+
+    # refused before the memory is allocated
     if required > device_memory(model.device):
         raise ValueError(
             f"the KV cache needs {required / 2**30:,.0f} GiB, more than the device has; {remedy}"
@@ -136,6 +138,8 @@ def _open_models(args: ServeArgs) -> dict[str, Session]:
     adapters = {
         adapter_name: resolve(folder, source.base) for adapter_name, folder in folders.items()
     }
+
+    # adapters share the base's weights, so a full model cannot be among them
     not_adapters = []
     for adapter in adapters.values():
         if adapter.adapter is None:
@@ -154,6 +158,7 @@ def _open_models(args: ServeArgs) -> dict[str, Session]:
             f"--with_base: another model has the base's name {base.name}; rename it with "
             "--model_name"
         )
+    # the base of an adapter shares its weights; that of a full model is loaded on its own
     if source.adapter:
         groups = [{**sources, base.name: base}]
     else:
@@ -191,6 +196,8 @@ def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> s
     lines = [f"serving {', '.join(engine.models)} at {address}"]
     if args.with_base:
         lines.append(f"to compare both: {address}/?compare={quote(list(engine.models)[-1])}")
+
+    # the limits of the server
     lines += [
         f"up to {engine.rows} answers at once, of {engine.capacity:,} tokens with their prompts: "
         f"the KV cache takes {memory}"
@@ -198,6 +205,7 @@ def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> s
     note = missing_template_note(next(iter(engine.models.values())).tokenizer)
     if note:
         lines.append(note)
+    # other machines can reach this address
     if args.host not in LOCAL_HOSTS and not required_key(args):
         lines.append(
             f"warning: anyone who can reach {args.host} can use this server; require a key with "
@@ -230,6 +238,7 @@ class Server(uvicorn.Server):
             os._exit(128 + number)
         self.should_exit = True
         self.engine.stop()
+        # kept in an attribute, since the event loop itself has only a weak reference
         self.shutdown_task = asyncio.create_task(self._shut_down())
         # may raise BrokenPipeError
         print(f"{number.name}: finishing running answers", file=sys.stderr, flush=True)

@@ -39,6 +39,7 @@ def recompute(model: GPT, kind: str) -> None:
     modules = {"none": [], "selective": mlps, "full": list(model.blocks)}[kind]
     for module in modules:
         module.__class__ = mixin_class(Recomputed, type(module))
+        # dropout must draw the same mask again when the module is recomputed
         module.uses_rng = any(getattr(child, "lora_dropout", 0.0) for child in module.modules())
 
 

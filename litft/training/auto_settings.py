@@ -44,12 +44,15 @@ def choose(setup: Setup, schedule: Schedule, device: torch.device) -> Settings:
     Raises ValueError for flags that the chosen strategy cannot do.
     """
     args, reason, memory = setup.args, "as asked for", device_memory(device, setup.args.devices)
+
+    # the fastest strategy that fits, or the last one
     for strategy in _strategies(args, schedule.layout.ranks):
         shard_count = num_shards(args, strategy)
         precision = setup.precision(device, shard_count)
         fit, smallest = _fastest(
             setup, schedule, device, strategy, precision, shard_count, int(USABLE_FRACTION * memory)
         )
+        # the reason for either: the weights do or do not fit as a whole
         if args.strategy == "auto" and strategy == "ddp":
             needed = format_bytes(smallest.plan.memory.peak)
             reason = (
@@ -57,7 +60,10 @@ def choose(setup: Setup, schedule: Schedule, device: torch.device) -> Settings:
             )
         if fit:
             break
+
+    # where nothing fits, `check_memory` refuses the plan with the smallest peak
     chosen = fit or smallest
+    # trying plans has laid the steps out with other rows
     if chosen.rows != schedule.layout.rows:
         schedule.lay_out(replace(schedule.layout, rows=chosen.rows))
     _check(args, schedule, strategy, reason)
@@ -82,6 +88,7 @@ def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -
         raise ValueError(
             "\n".join(clashes) + (f" ({strategy}: {reason})" if args.strategy == "auto" else "")
         )
+    # each micro-batch would be a step of its own
     if (
         args.train.optimizer_in_backward
         and (step := schedule.first_accumulating_step()) is not None
@@ -126,6 +133,7 @@ def _fastest(
         steps = (
             first.plan(schedule.lengths(step).tolist()) for step in range(min(schedule.steps, 16))
         )
+        # up to the first count that holds all rows of a step
         max_rows = max(sum(len(batch) for batch in step) for step in steps)
         rows = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < 2 * max_rows]
     if train.activation_checkpointing == "auto":

@@ -48,6 +48,7 @@ class BaseFiles:
             entry = recorded.get(path.name)
             if entry is None:
                 continue
+            # the hash is only computed if size or time differ
             stamp = _stamp(path)
             if (
                 any(entry.get(name) != value for name, value in stamp.items())
@@ -57,6 +58,7 @@ class BaseFiles:
                     f"{path} has changed since the run began, and it is a part of the base of what "
                     "was trained; restore the file, or start another run"
                 )
+            # unchanged, so it need not be hashed again
             self._hashes[path.name] = entry["hash"]
 
     def _hash(self) -> None:

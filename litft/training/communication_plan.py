@@ -74,6 +74,8 @@ def communication_volume(
     group_nodes = max(1, cluster.size // cluster.devices)
     node_replicas = max(1, cluster.devices // cluster.size)
     replica_nodes = cluster.nodes // group_nodes
+
+    # the bytes of a step: gathers and reductions of each micro-batch, and one all-reduce
     gradients = 4.0 * plan.trained
     gathered = batches * (2 * plan.gathered + gradients)
     reduced = 2 * gradients / cluster.size
@@ -85,6 +87,8 @@ def communication_volume(
         gathered * (group_nodes - 1) / group_nodes / group_devices
         + reduced * (replica_nodes - 1) / replica_nodes / node_replicas
     )
+
+    # the times: both kinds of links work at once, and in parallel with computation
     transfer_time = max(intra_node / cluster.intra_node, inter_node / cluster.inter_node)
     busy_time = batches * flops * slowdown / (UTILIZATION * peak)
     if cluster.size > 1:

@@ -58,6 +58,7 @@ class HostCopies:
         use."""
         if self.on_gpu:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            # allocated on the copy stream: the allocator must know that this stream uses them too
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 
@@ -90,6 +91,8 @@ class SavedTensorOffload(saved_tensors_hooks):
             or is_elsewhere
         ):
             return tensor
+
+        # several operations may save the same tensor, or other views of its storage
         indices = self.indices.setdefault(storage, {})
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if view not in indices:
@@ -102,11 +105,13 @@ class SavedTensorOffload(saved_tensors_hooks):
         next."""
         if isinstance(packed, Tensor):
             return packed
+        # waits before the prefetch is queued, so that the compute stream does not wait for that too
         for index in (packed, packed - 1):
             if index >= 0 and index not in self.fetched:
                 self.fetched[index] = self.copies.to_device(self.host_tensors[index])
             if index == packed:
                 self.copies.wait(self.fetched[packed])
+        # the backward pass goes down: what was saved much later is not needed again
         for index in [index for index in self.fetched if index > packed + FETCHED_TO_KEEP]:
             del self.fetched[index]
         return self.fetched[packed]
@@ -118,6 +123,7 @@ class ActivationOffload(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
+        # autograd saves weights as well, which are on the device anyway
         weight_storages = {
             parameter.untyped_storage().data_ptr() for parameter in self.parameters()
         }
@@ -179,6 +185,8 @@ class BlockWeights:
         self.last = number
         self._fetch(number)
         self.copies.wait(*self.fetched[number])
+
+        # other blocks' weights are freed before the next block's are allocated
         self.fetched = {
             index: tensors
             for index, tensors in self.fetched.items()
@@ -186,6 +194,8 @@ class BlockWeights:
         }
         if next_number < len(self.by_block):
             self._fetch(next_number)
+
+        # the parameter points to the copy only while the block runs
         try:
             for (parameter, _), tensor in zip(
                 self.by_block[number], self.fetched[number], strict=True

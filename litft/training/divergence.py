@@ -42,9 +42,11 @@ class DivergenceGuard:
         step = int(row["step"])
         for column, name in (("loss", "loss"), ("grad_norm", "gradient's norm")):
             if not math.isfinite(row[column]):
+                # the step was left out, and the weights are as before
                 if self.train.skip_nan:
                     return
                 raise ValueError(self._message(step, name, row[column]))
+        # the loss of a uniform guess is the logarithm of the vocabulary's size
         if row["loss"] > EXPLODED * max(math.log(self.vocab_size), first["loss"]):
             raise ValueError(
                 self._message(step, "loss", row["loss"], f" and was {first['loss']:.3g}")
@@ -75,6 +77,7 @@ class DivergenceGuard:
         else:
             remedy = "look for NaN or infinity in its weights and config.json"
         examples = ""
+        # only training losses belong to the examples of a step
         if step and name != "validation loss":
             numbers = ", ".join(map(str, self.schedule.step_indices(step - 1)))
             examples = (

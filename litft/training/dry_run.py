@@ -104,6 +104,8 @@ def description(
     if setup.source.adapter:
         lines.append("training continues from this adapter, with its ranks, targets and tokens")
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
+
+    # tokens that the method cannot teach
     tokens = setup.untrained_tokens(schedule.data.special_ids)
     if tokens:
         remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
@@ -171,6 +173,8 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     for name, report in data.reports.items():
         yield f"{name}: {file_line(report)}"
     yield f"the chat template is {data.template}"
+
+    # answers after an empty thought, or without a conversation: the template's prompt differs
     if (
         any(report.empty_thoughts for report in data.reports.values())
         and SWITCH in tokenizer.chat_template
@@ -187,6 +191,8 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
             "note: the result keeps the template of its base; generate/base.py --template none "
             "continues a text as trained"
         )
+
+    # what the run does with the examples
     is_weighted = any(weight != 1 for weight in data.weights)
     yield (
         f"{len(data.train):,} training and {len(data.val):,} validation examples; "
@@ -196,6 +202,8 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         f"{_count(schedule.layout.ranks, 'device')}"
     )
     yield packing_line(schedule)
+
+    # too few steps, or too few examples to validate on
     if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
         if schedule.has_usual_rate:
             rate = f" --train.learning_rate {FEW_EXAMPLES_RATE:g}"
@@ -223,6 +231,8 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
             f"nothing is held out for validation: {cause}; the sample answers are to trained "
             "questions, unless --eval.prompts has others"
         )
+
+    # problems of the tokenizer, the template and the split
     unknown = unknown_tokens(tokenizer)
     if unknown:
         texts = ",".join(unknown)
@@ -259,6 +269,7 @@ def packing_line(schedule: Schedule) -> str:
 def file_line(report: EncodingReport) -> str:
     """The counts of one data file."""
     formats = ", ".join(
+        # a single format needs no count
         f"{name} {count:,}" if len(report.formats) > 1 else name
         for name, count in report.formats.items()
     )
@@ -300,6 +311,8 @@ def plan_lines(
     plan = settings.plan
     device = settings.device
     chip = chip or (torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
+
+    # the model
     what = (
         f"{setup.source.folder} in "
         f"{settings.precision if setup.quantize == 'none' else setup.quantize}"
@@ -318,11 +331,15 @@ def plan_lines(
             f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, "
             f"{settings.reason})"
         )
+
+    # notes on the device
     if setup.args.precision == "auto" and (note := lacks_bf16(device)):
         yield note
     note = kernels.note(setup.source.config, device.type)
     if note:
         yield note
+
+    # memory and time
     recomputed = {
         "none": "",
         "selective": "; MLPs are recomputed",
@@ -409,6 +426,7 @@ def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Itera
     )
     train = schedule.data.train
     numbers = schedule.order.indices(0, min(count, schedule.order.size))
+    # the order may have no example of a path among its first ones
     if len(train.stores) > 1 and count:  # at least one of each path
         missing = set(train.store_numbers.tolist()) - {
             int(train.store_numbers[number]) for number in numbers
@@ -440,11 +458,13 @@ def _titles(sample: Sample) -> list[str]:
 def marked_text(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
     """A sample's text, with its target tokens in colour or between marks."""
     counted = (sample.targets != IGNORED).tolist()
+    # targets[i] is the token after tokens[i], so the last target is not among the tokens
     ids = [*sample.tokens.tolist(), *sample.targets[-1:].tolist() * counted[-1]]
     is_target = [False, *counted[:-1], *[True] * counted[-1]]
     begin, end = (GREEN, OFF) if colour else MARKS
     text = ""
     shown = 0
+    # decodes whole prefixes, since the bytes of a character may be spread over several tokens
     for at in range(1, len(ids) + 1):
         if at == len(ids) or is_target[at] != is_target[at - 1]:
             prefix = tokenizer.decode(ids[:at], skip_special=False)

@@ -52,6 +52,7 @@ def run_finetuning(
 ) -> Outcome | None:
     """Train with these arguments; see `litft.finetune`."""
     _check_metrics(metrics or {})
+    # what can be refused is refused before the processes meet and weights are read
     args, named = _resolve(args)
     setup, schedule, settings = prepare(args)
     if args.dry_run:
@@ -65,6 +66,8 @@ def run_finetuning(
             lock.enter_context(locked_folder(named))
             # again: another run may have ended between the first check and the lock
             _check_folder(args, named)
+
+        # the processes start, and agree on one folder
         fabric = make_fabric(args, settings.strategy)
         hosts = launch(fabric, args.timeout)
         # the first process makes the folder; all have looked at what was there before any gets here
@@ -75,6 +78,8 @@ def run_finetuning(
         folder = Path(fabric.broadcast(name))
         if not named and fabric.global_rank == 0:
             lock.enter_context(locked_folder(folder))
+
+        # torchrun may have told a single node to resume: then all processes do
         if any(hosts.all_reduce_max(args.resume)):
             setup.args = replace(setup.args, resume=True, overwrite=False)
         hosts.check_equal(_shared_facts(setup, schedule, settings))
@@ -85,6 +90,8 @@ def run_finetuning(
             screen.header(
                 run_title(setup), str(folder), description(setup, schedule, settings, peak)
             )
+
+        # the run itself
         trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics, screen)
         trainer.metrics.sinks += [callback] if callback else []
         trainer.fit()
@@ -150,6 +157,8 @@ def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
         if model:
             pinned[name] = str(fetch(model)[1])
     data = args.data
+
+    # an item of the data keeps its split, template and weight
     pinned_items = (
         [replace(item, path=_pinned(item.path)).text() for item in items]
         for items in (data.paths, data.val_paths)
@@ -170,6 +179,7 @@ def _pinned(path: str) -> str:
 def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
     """Prepare the method, the data and the plan, before the processes meet and without reading a
     weight; ValueError."""
+    # checks that need no data come first, so that they fail at once
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     source.check()
@@ -177,11 +187,15 @@ def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
     if setup.quantize != "none":
         # raises here rather than after the data has been read
         bitsandbytes()
+
+    # the device, and what it cannot do
     device = torch.device(pick_accelerator(args.accelerator))
     check_devices(device.type, args.devices)
     _check_offload(setup, device)
     if not args.dry_run:
         check_logger(args.logger)
+
+    # the data, which may take long to tokenize
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
     vocab_size = setup.method.vocab_size(source.config)
     max_positions = source.config.max_positions
@@ -219,6 +233,7 @@ def _check_offload(setup: Setup, device: torch.device) -> None:
 
 def _shared_facts(setup: Setup, schedule: Schedule, settings: Settings) -> dict[str, Any]:
     """What must be the same on all processes of a run."""
+    # flags by their names on the command line
     groups = {
         name: value if isinstance(value, dict) else {"": value}
         for name, value in asdict(setup.args).items()

@@ -95,6 +95,7 @@ def _measure_matmul(
     """Return the FLOP/s of the fastest of up to `repeats` products within `limit` seconds: other
     programs interfere."""
     a = torch.randn(size, size).to(dtype)
+    # warm-up, whose time is not counted
     a @ a
     seconds: list[float] = []
     while len(seconds) < repeats and sum(seconds) < limit:
@@ -118,6 +119,7 @@ class Flops:
         for block in model.blocks:
             if block.mlp is not None:
                 mlps.append(block.mlp)
+        # selective recomputation runs these matrices again
         mlp_modules = set()
         for mlp in mlps:
             for module in mlp.modules():
@@ -125,6 +127,7 @@ class Flops:
         matrices = []
         for linear, fraction in _linears(model):
             for name, parameter in linear.named_parameters():
+                # the head is counted by targets, and a bias multiplies nothing
                 if name != "bias" and parameter is not head:
                     matrices.append(
                         (
@@ -133,9 +136,13 @@ class Flops:
                             id(linear) in mlp_modules,
                         )
                     )
+
+        # sequence mixers other than attention count their own FLOPs
         mixers = sum(
             block.mixer.flops_per_token for block in model.blocks if block.mixer is not None
         )
+        # 2 FLOPs for each weight: forward, input gradient, and the weight's gradient if it is
+        # trained
         self.per_token = (
             sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices) + 3 * mixers
         )
@@ -173,6 +180,7 @@ class Flops:
         """Return the FLOPs of a forward pass without a backward pass."""
         head = self.forward_per_target * np.sum(supervised)
         per_token = self.recompute_per_token["full"]
+        # the forward pass is a third of what `_attention` returns
         return float(per_token * np.sum(lengths) + head + self._attention(lengths) / 3)
 
     def _attention(self, lengths: Sequence[int]) -> float:
@@ -213,8 +221,11 @@ def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
 def _attention_pairs(tokens: np.ndarray, window: int | Chunk | None) -> np.ndarray:
     """Return the number of (query, key) pairs of causal attention over sequences of `tokens`
     tokens."""
+    # each chunk attends to itself alone, and the last one may be shorter
     if isinstance(window, Chunk):
         count, last = np.divmod(tokens, window.size)
         return (count * window.size * (window.size + 1) + last * (last + 1)) / 2
+
+    # the first `span` queries have 1 to `span` keys, and each later one has `span`
     span = np.minimum(window, tokens) if window else tokens
     return span * (span + 1) / 2 + (tokens - span) * span

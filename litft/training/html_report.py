@@ -113,6 +113,7 @@ SCORES = (
 
 def write_report(folder: Path, report: Report) -> None:
     """Write report.html into the run folder."""
+    # the data of the page
     rows = []
     for row in metrics_rows(folder / "metrics.csv"):
         rows.append({name: float(value) for name, value in row.items()})
@@ -121,6 +122,8 @@ def write_report(folder: Path, report: Report) -> None:
     for column in report.scores:
         if column.startswith("val_loss_"):
             of_sets.append(column)
+
+    # the charts, of which those without data are empty texts
     charts = []
     for title, columns, from_zero in CHARTS:
         charts.append(
@@ -133,6 +136,8 @@ def write_report(folder: Path, report: Report) -> None:
                 from_zero,
             )
         )
+
+    # the page, from top to bottom
     parts = [
         f"<h1>{html.escape(report.title)}</h1>",
         f"<p class=where>{datetime.now():%Y-%m-%d %H:%M}, litft {__version__}, run "
@@ -171,6 +176,8 @@ def points(rows: list[dict[str, float]], column: str) -> Points:
     for row in rows:
         if math.isfinite(row.get(column, math.nan)):
             values.append((row["step"], row[column]))
+
+    # longer curves are means over intervals of `size` points
     size = -(-len(values) // POINTS) or 1
     intervals = [values[start : start + size] for start in range(0, len(values), size)]
     return [
@@ -187,6 +194,8 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
             all_points.append(point)
     if not all_points:
         return ""
+
+    # the ranges of both axes
     last_step = max(x for x, _ in all_points)
     lowest = min(y for _, y in all_points)
     highest = max(y for _, y in all_points)
@@ -200,10 +209,12 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
     def x_percent(step: float) -> str:
         return f"{100 * step / max(last_step, 1):.2f}"
 
+    # one curve a column, with marks and an entry of the legend
     lines = []
     legend = []
     for number, (column, curve) in enumerate(series.items()):
         path = " ".join(f"{x_percent(x)},{y_percent(y)}" for x, y in curve)
+        # a curve of one point would be invisible
         if len(curve) == 1:
             path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
         lines.append(f'<polyline class="curve c{number % COLORS}" points="{path}"/>')
@@ -223,6 +234,8 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
             legend.append(
                 f'<span class="key c{number % COLORS}">{html.escape(name)} {last_value}</span>'
             )
+
+    # the axes, and the values that the script shows under the pointer
     grid = "".join(
         f'<line x1="0" x2="100" y1="{y_percent(y)}" y2="{y_percent(y)}"/>' for y in y_ticks
     )
@@ -255,9 +268,11 @@ def ticks(low: float, high: float) -> list[float]:
         span = abs(high) or 1.0
     raw_step = span / TICKS
     scale = 10.0 ** math.floor(math.log10(raw_step))
+    # the smallest round step with about TICKS intervals
     step = next(
         scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw_step * 0.999
     )
+    # the tolerance keeps a value that lies on a tick there
     first = math.floor(low / step + 1e-9)
     last = max(math.ceil(high / step - 1e-9), first + 1)
     return [number * step for number in range(first, last + 1)]
@@ -273,6 +288,7 @@ def public(text: str) -> str:
     """Return a text whose absolute paths are shortened to their last part; the home folder may have
     spaces."""
     home = str(Path.home())
+    # a home of / would match every separator
     return ABSOLUTE.sub("", text.replace(home, "~") if len(home) > 1 else text)
 
 
@@ -329,6 +345,8 @@ def _answers(answers: Sequence[dict[str, str | int]]) -> str:
         by_prompt.setdefault(str(item["prompt"]), []).append(
             (int(item["step"]), str(item["answer"]))
         )
+
+    # the first and the last answer side by side, the others folded
     blocks = ""
     for prompt, steps in list(by_prompt.items())[:PROMPTS]:
         ends = "".join(
@@ -356,6 +374,7 @@ def _hardest(examples: Sequence[HardExample]) -> str:
     blocks = ""
     for example in examples:
         prompt = example.prompt
+        # the question is at the end of a prompt
         quote = html.escape(prompt if len(prompt) <= SHOWN else f"...{prompt[-SHOWN:]}")
         about = (
             f"expected, loss {example.loss:.3g}, {example.tokens:,} "

@@ -37,6 +37,7 @@ def validation_interval(args: FinetuneArgs, steps: int, measured: int) -> int:
     if args.eval.interval is not None:
         return args.eval.interval
     cost = max(1.0, measured / args.train.global_batch_size) * FORWARD_COST  # in training steps
+    # at most this many validations take no more than their share of the training time
     affordable = int(LARGEST_SHARE * steps / cost)
     count = max(FEWEST_VALIDATIONS, min(VALIDATIONS, affordable))
     interval = max(1, round(steps / count))
@@ -54,6 +55,7 @@ def checkpoint_is_due(args: FinetuneArgs, step: int, steps: int, seconds: float)
     """
     interval = args.save.interval
     if interval is not None:
+        # an interval of 0 asks for no checkpoints in between
         return bool(interval) and step % interval == 0
     is_tenth = step % max(1, round(steps / CHECKPOINTS)) == 0
     return seconds >= LONGEST or (is_tenth and seconds >= SHORTEST)

@@ -49,9 +49,11 @@ def make_logger(
     if name == "csv":
         return None
     version = logged_as[1] if logged_as and logged_as[0] == name else None
-    # its default of 7 blocks for minutes without output
+    # MLflow's default of 7 retries blocks for minutes without output
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     module, cls, _ = LOGGERS[name]
+
+    # what each logger needs to continue the run that it has
     settings = {
         "tensorboard": dict(
             root_dir=folder,
@@ -118,6 +120,7 @@ def row_sink(logger: Any, say: Callable[[str], None]) -> Callable[[dict[str, flo
                 step=int(row["step"]),
             )
         except Exception as error:
+            # one warning is enough: the next rows would fail as well
             failed = True
             say(
                 f"warning: logging failed at step {row['step']} ({error}); later rows are only in "

@@ -30,6 +30,8 @@ def remedies(setup: Setup, schedule: Schedule, settings: Settings) -> list[str]:
     flags = sorted(
         (flag for flag in saved if saved[flag] > MIN_SAVING * peak), key=lambda flag: -saved[flag]
     )
+
+    # more flags would hide those that help most
     lines = [f"{flag} saves about {format_bytes(saved[flag])}" for flag in flags[:MAX_FLAGS]]
     train = setup.args.train
     retry = (
@@ -47,6 +49,7 @@ def check_memory(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     if memory.peak <= settings.device_bytes or setup.args.train.ignore_memory_plan:
         return
     needed = format_bytes(memory.peak)
+    # names the part to save on first
     largest = max(memory.parts, key=lambda kind: memory.parts[kind])
     if settings.strategy != "single":
         where = "each device"
@@ -90,6 +93,7 @@ def _options(
     is_full = setup.method.saves_full_model
     # excludes quantization
     offloads_frozen = settings.strategy == "single" and args.train.cpu_offload == "parameters"
+    # two micro-batches would be two steps of an optimizer in the backward pass
     if shape.rows > 1 and not args.train.optimizer_in_backward:
         yield (
             f"--train.micro_batch_size {shape.rows // 2}",
@@ -105,6 +109,7 @@ def _options(
     # a resumed run must keep the settings below
     if args.resume:
         return
+    # full fine-tuning changes every weight, so it cannot be quantized
     if not is_full and setup.quantize == "none" and not offloads_frozen:
         yield "--quantize nf4", {"quantize": "nf4"}
     if args.train.optimizer == "adamw" and settings.shards == 1:

@@ -73,11 +73,13 @@ class Memory:
     def parts(self) -> dict[str, int]:
         """Return the bytes of each kind at the peak."""
         constant = {"weights": self.weights, "optimizer": self.optimizer, "cuBLAS": self.workspace}
+        # before the backward pass there are gradients only if an earlier micro-batch left them
         before = {
             "gradients": self.gradients * self.shape.accumulated,
             "activations": self.activations,
         }
         gathered = {"gathered": self.gathered}
+        # the peak is at the loss, within the backward pass, or at the optimizer step
         moments = (
             before | {"loss": self.loss} | gathered,
             before | {"backward pass": self.backward} | gathered,
@@ -195,8 +197,11 @@ def predict(
         model, parameters = _network(source, method, precision)
         trained = _trained_parameters(model)
         weights = _weights(model, method, quantize)
+        # a packed weight is dequantized for its matrix product, and one at a time
         dequantized = compute.itemsize * _largest_packed(weights)
         resident = sum(w.nbytes for w in weights.values())
+
+        # the weights: sharded, offloaded, or all on the device
         all_gathered = gathered = host = 0
         if shards > 1:
             all_gathered, gathered, resident = _sharded(
@@ -204,7 +209,10 @@ def predict(
             )
         elif cpu_offload == "parameters":
             host, fetched = _offloaded(model)
+            # the offloaded weights leave the device, but for those of two blocks
             resident += fetched - host
+
+        # temporary memory, by a trace of the network as it will run
         recompute(model.train(), recomputed)
         place = residence(optimizer, cpu_offload, shards > 1, device)
         in_backward_optimizer = None
@@ -214,15 +222,21 @@ def predict(
         activations, backward, offloaded = trace_blocks(
             model, shape, compute, in_backward_optimizer, shards, place.activations, compiled
         )
+
+        # a step in the backward pass frees each gradient at once
         gradients = 0
         if not in_backward:
             gradients = sum(p.nbytes for p in trained.values()) // shards
         state = state_bytes(optimizer, trained) // shards
         host += offloaded
+
+        # what is offloaded counts as host memory
         if not place.weights:
             host += resident + gradients
         if not place.state:
             host += state
+
+        # offloaded weights are stepped on the host, and steps in the backward pass were traced
         stepping = 0
         if place.weights and not in_backward:
             stepping = trace_step(optimizer, method, trained) // shards
@@ -300,6 +314,7 @@ def _weights(model: GPT, method: Method, quantize: str) -> dict[str, Weight]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     sizes = {}
     unquantized = method.unquantized_modules()
+    # filled in reverse order, so that a shared storage keeps the first of its names
     for name, tensor in {
         t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)
     }.values():
@@ -343,6 +358,8 @@ def _sharded(
             else:
                 sharded = weight.numel
         resident += -(-sharded // shards) + weight.nbytes - sharded
+
+        # what FSDP2 gathers at once: a block, an untied embedding, or the rest of the network
         if name.startswith("blocks."):
             unit = ".".join(name.split(".")[:2])
         else:
@@ -356,6 +373,7 @@ def _sharded(
         )
     total = sum(units.values())
     network = units.pop("network", 0)
+    # the rest is gathered throughout, of the blocks the two largest at most
     return total, network + sum(sorted(units.values())[-2:]), resident
 
 
@@ -363,7 +381,10 @@ def packed_bytes(weight: Tensor, kind: str) -> int:
     """Return the bytes of a weight (out, in) or (E, out, in) in bitsandbytes' format: codes and
     scales."""
     if kind == "int8":
+        # an fp32 scale for each row
         return weight.numel() + 4 * weight.numel() // weight.size(-1)
+
+    # a scale for each 64 elements: fp32, or one byte with an fp32 scale for each 256 of them
     scales = weight.numel() // 64
     return weight.numel() // 2 + (
         scales + 4 * scales // 256 if kind.endswith("-dq") else 4 * scales
@@ -432,10 +453,12 @@ def fastest(
     fits = []
     smallest = None
     for quantize, offload in weight_options:
+        # offloaded blocks must be recomputed, or autograd would keep their weights alive
         for kind in recomputed if offload != "parameters" else ("full",):
             for count in rows:
                 fit = Fit(count, kind, quantize, offload, make_plan(count, kind, quantize, offload))
                 smallest = min(smallest or fit, fit, key=lambda fit: fit.plan.memory.peak)
+                # more rows only need more
                 if fit.plan.memory.peak > budget:
                     break
                 fits.append(fit)

@@ -60,6 +60,7 @@ class MemoryProbe:
                 self._try_largest(model, optimizer, resumed)
             except Exception as error:  # compilers raise many kinds
                 out_of_memory = is_out_of_memory(error)
+                # neither memory nor the compiler
                 if not out_of_memory and not is_compiled(self.network.model):
                     raise
                 if not out_of_memory:
@@ -68,6 +69,7 @@ class MemoryProbe:
                     continue
                 reason = str(error)
             optimizer.zero_grad(set_to_none=True)
+            # one process that lacks memory is enough: all must lay the steps out alike
             if not any(self.hosts.all_reduce_max(float(reason is not None))):
                 return
             self.halve(reason or "in another process")
@@ -80,9 +82,12 @@ class MemoryProbe:
         device = self.fabric.device
         largest = self.schedule.largest
         rows = [[data.train[number] for number in row] for row in largest.rows]
+        # the longest rows, with as many targets as any micro-batch of the run has
         batch = (
             self.schedule.layout.collate_rows(rows).with_min_targets(largest.max_targets).to(device)
         )
+
+        # on a GPU, bytes stand for the optimizer's state, which the first step would create
         state_size = 0
         passes = 1
         if device.type == "cuda":
@@ -96,6 +101,7 @@ class MemoryProbe:
                 state_size = state_bytes(train.optimizer, parameters)
             else:
                 state_size = 0
+            # a second pass, in which the gradients of the first one are in memory
             passes += self.schedule.shape().accumulated
         objective = self.setup.objective
         totals = Totals(samples=1, tokens=1)
@@ -103,6 +109,7 @@ class MemoryProbe:
         state = torch.empty(state_size, dtype=torch.uint8, device=device)
         model.train()
         with (
+            # the gradients are discarded, so DDP does not reduce them
             sync_gradients(self.fabric, model, last=self.network.sharded),
             optimizer.optimizer.discarding() if train.optimizer_in_backward else nullcontext(),
         ):

@@ -63,12 +63,15 @@ def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> i
     Most optimizers step one parameter at a time, so one parameter of each shape is enough;
     schedule_free steps all at once.
     """
+    # the bytes depend on shape and dtype, and Muon steps hidden matrices differently
     at_once = name == "schedule_free"
     distinct = {
         (n if at_once else None, p.shape, p.dtype, is_hidden(n, p)): (n, p)
         for n, p in trained.items()
     }
     key = (name, tuple(distinct))
+
+    # the same parameters recur in all plans that a run compares
     if key in STEP_CACHE:
         return STEP_CACHE[key]
     copies = {n: nn.Parameter(torch.empty_like(p)) for n, p in distinct.values()}
@@ -119,6 +122,7 @@ class AllocationTracker(TorchDispatchMode):
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 input_storages.add(t.untyped_storage()._cdata)
+        # views and in-place results share a storage that is counted already
         for tensor in tree_leaves(out):
             if (
                 isinstance(tensor, Tensor)
@@ -206,6 +210,7 @@ def _trace(
     accumulated: the parameters already have gradients. optimizer: steps the parameters in the
     backward pass.
     """
+    # preparation that must not be counted
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     # the first step creates the optimizer's state
     if optimizer and not optimizer.state.keys() >= set(trained):
@@ -219,10 +224,12 @@ def _trace(
         # otherwise it would count even if autograd does not save it
         del x
         has_grad = y.requires_grad
+        # what the forward pass leaves, but for its output: that is the input of the next module
         saved = tracker.current - y.untyped_storage().nbytes()
         forward = tracker.peak
         before = tracker.reset_peak()
         if has_grad:
+            # a scalar to call backward on
             end = _Downstream.apply(y)
             with optimizer.stepping() if optimizer else nullcontext():
                 end.backward()
@@ -275,17 +282,23 @@ def trace_blocks(
     total = sum(trace.saved for trace in traces)
     largest = max(trace.saved for trace in traces)
     activations = alive = total if on_device else min(total, 2 * largest)
+
+    # the forward pass: what the blocks before have saved, and one block's temporary memory
     before = accumulate((trace.saved for trace in traces), initial=0)
     forward = max(
         min(saved, alive) + trace.forward for saved, trace in zip(before, traces, strict=False)
     )
     peak = max(alive, forward)
+
+    # the head's gradient exists before the backward pass of the blocks begins
     head = model.lm_head.weight
     # whether the backward pass allocates gradients that remain
     allocates = not (shape.accumulated or optimizer)
     # autograd then holds the head's gradient until it can add the embedding's
     tied = model.config.tied
     gradients = head.nbytes * (head.requires_grad and (allocates or tied))
+
+    # the backward pass: from the last block to the first, activations go and gradients come
     for trace in reversed(traces):
         reduced = trace.gradients if shards > 1 else 0
         # the sum of both gradients of a tied weight; an optimizer step in the backward pass takes
@@ -315,6 +328,7 @@ def _traces(
     compiled: bool,
 ) -> list[Trace]:
     """Return the traces of the embedding, each block, and the final norm."""
+    # what all blocks get in addition to the residual stream
     positions = torch.arange(shape.tokens)[None]
     cos_sin = model.cos_sin(positions, None, dtype)
     documents = _documents(model, shape, positions, compiled)
@@ -341,10 +355,14 @@ def _traces(
         # all blocks' are alive until the first block is done
         vectors = extras[0][0].token_input.nbytes * len(model.blocks)
         traces.append(trace._replace(saved=trace.saved + vectors))
+
+    # a compiled network gives the first block's input a gradient: see `Compiled.embed_tokens`
     has_grad = traces[0].has_grad or (compiled and trains_first_block(model))
     x = torch.empty(
         shape.rows, shape.tokens, model.config.stream_dim, dtype=dtype, requires_grad=has_grad
     )
+
+    # blocks of the same kind are traced once; the key has all that their bytes depend on
     by_kind: dict[tuple, Trace] = {}
     # compiled blocks with norms before and after save two tensors less: the residual stream follows
     # from the norms' inputs (measured with scripts/plan_accuracy.py)
@@ -370,6 +388,8 @@ def _traces(
                 None,
                 *extra,
             )
+            # a sharded network allocates a block's full gradients in every micro-batch, and reduces
+            # them
             accumulated = shape.accumulated and shards == 1
             by_kind[key] = _trace(
                 lambda x, block=block, other_inputs=other_inputs: block(x, *other_inputs),
@@ -380,6 +400,7 @@ def _traces(
             )
         trace = by_kind[key]
         traces.append(trace._replace(saved=max(0, trace.saved - recomputed_by_compiler)))
+        # each block's input needs a gradient if anything before the block is trained
         x = x.detach().requires_grad_(traces[-1].has_grad)
     parameters = _parameters_under(model, ("norm.", "streams.reductions."))
     return [*traces, _trace(model.final_norm, x, parameters, shape.accumulated, optimizer)]
@@ -423,6 +444,7 @@ def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple
         shared.by_window[source.window] = tuple(
             tensor.requires_grad_(x.requires_grad) for tensor in tensors
         )
+    # a tensor of its own: that of the real network would belong to another graph
     token_input = extra[0].token_input
     if token_input is not None:
         token_input = _input(token_input.detach().requires_grad_(token_input.requires_grad))
@@ -462,6 +484,8 @@ def trace_loss(
             run()
     for parameter in trained if shape.accumulated else ():
         parameter.grad = torch.empty_like(parameter)
+
+    # all that the traced bytes depend on, but for an optimizer: such peaks are not cached
     key = (
         rows,
         dtype,
@@ -478,6 +502,7 @@ def trace_loss(
     )
     peak = LOSS_CACHE.get(key) if optimizer is None else None
     if peak is None:
+        # without a cached value, the loss is traced once
         with AllocationTracker() as tracker:
             run()
         peak = tracker.peak

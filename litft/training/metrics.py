@@ -44,12 +44,12 @@ class Metrics:
         self.resumed_rows: list[Row] = []
         self.seconds = 0.0  # of all flushed steps
         self.tokens = 0
+        # FLOPs of this process, and seconds of the run before this process
         self._flops = 0.0
-        # FLOPs of this process; seconds of the run before this process
         self._resumed_seconds = 0.0
         self._step_start: float | None = None
+        # seconds since the last flush: in steps, and of these waiting for data
         self._window_seconds = 0.0
-        # since the last flush: in steps; waiting for data
         self._data_seconds = 0.0
         # the newest written row of a training step
         self.last: Row = {}
@@ -66,6 +66,7 @@ class Metrics:
         ]
         self._rewrite(rows)
         self.resumed_rows = [{name: float(value) for name, value in row.items()} for row in rows]
+        # the values so far, for the report and for the totals
         for row in self.resumed_rows:
             self.newest |= row
         if rows:
@@ -138,8 +139,10 @@ class Metrics:
         """Write the collected rows, and return them; their speed is the mean over the window since
         the last flush."""
         self.synchronize(device)
+        # rows of validations alone have no loss
         steps = [row for row in self.rows if "loss" in row]
         if steps:
+            # the window's time includes the wait for its last step
             self.seconds += self._window_seconds
             speed = sum(row.pop("fed") for row in steps) / self._window_seconds
             flops = sum(row.pop("flops") for row in steps)
@@ -153,6 +156,7 @@ class Metrics:
             }
         for row in self.rows:
             row["memory_gib"] = peak_memory(device)
+            # a row of a validation alone has its time already
             row.setdefault("seconds", self.seconds)
         written = [
             {name: _number(row[name]) for name in self.columns if row.get(name) is not None}
@@ -162,6 +166,7 @@ class Metrics:
         for row in written:
             for name in [name for name in self.scores if math.isnan(row.get(name, 0.0))]:
                 del row[name]
+        # the newest and the first values, for the report and the divergence guard
         for row in written:
             self.newest |= row
         steps = [row for row in written if "loss" in row]

@@ -50,6 +50,7 @@ def make_optimizer(
     decoupled from the gradient (arXiv 1711.05101) in all optimizers. Raises ValueError if the
     optimizer's package is missing, or if it does not work with sharded or bf16 weights.
     """
+    # parameters with the same rate, decay and kind share a group
     groups: dict[tuple, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         if parameter.dim() > 1 and not name.endswith(VECTORS):
@@ -59,6 +60,8 @@ def make_optimizer(
         groups.setdefault(
             (method.lr_multiplier(name), decay, is_hidden(name, parameter)), []
         ).append(parameter)
+
+    # without the flags, each optimizer keeps its own defaults
     moments = ({"betas": tuple(args.betas)} if args.betas else {}) | (
         {} if args.eps is None else {"eps": args.eps}
     )
@@ -73,6 +76,8 @@ def make_optimizer(
         | moments
         for (factor, decay, hidden), members in groups.items()
     ]
+
+    # combinations that would train wrongly, or not at all
     make = OPTIMIZERS[args.optimizer].make
     has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
@@ -86,6 +91,8 @@ def make_optimizer(
             "--train.optimizer schedule_free needs fp32 weights to average; use --precision bf16 "
             "or fp32"
         )
+
+    # one weight at a time: bf16 weights in fp32, sharded ones as plain local tensors
     if args.optimizer_in_backward:
         return OptimizerInBackward(group_list, make)
     if has_bf16 or (sharded and args.optimizer in ELEMENTWISE_WITHOUT_DTENSOR):
@@ -137,6 +144,7 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
+        # `train` computes the training weights back, with rounding errors; the copies are exact
         optimizer.train()
         for weight in weights:
             weight.detach().copy_(optimizer.state[weight].pop("stepped"))
@@ -157,6 +165,7 @@ class ChainedOptimizer(Optimizer):
         assert closure is None
         for optimizer in self.optimizers:
             optimizer.step()
+            # checkpoints read the state from here
             self.state.update(optimizer.state)
 
 
@@ -210,6 +219,8 @@ class StochasticRounding(Optimizer):
         shard.copy_(fp32 if parameter.dtype == torch.float32 else stochastically_rounded(fp32))
         state = inner.state[fp32]
         shape = fp32.shape
+
+        # the fp32 copies are freed at once, only the state stays
         fp32.data = fp32.data.new_empty(0)
         fp32.grad = None
         # in a checkpoint, the state of a shard must be a shard too
@@ -240,6 +251,7 @@ class OptimizerInBackward(StochasticRounding):
 
     def _on_gradient(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         if self.is_discarding:
+            # allocated and freed at once, so that the peak has what rounding would take
             if parameter.dtype == torch.bfloat16:
                 torch.empty(
                     ROUNDING_BYTES * parameter.numel(), dtype=torch.uint8, device=parameter.device
@@ -296,6 +308,7 @@ def _bitsandbytes(name: str, **settings: Any) -> Callable[[Groups], Optimizer]:
 def _muon(groups: Groups) -> Optimizer:
     """Return Muon over hidden matrices, with updates scaled to AdamW's (arXiv 2502.16982), and
     AdamW over the rest."""
+    # Muon takes only matrices that multiply activations
     hidden, rest = (
         [group for group in groups if group["hidden"] is is_matrix] for is_matrix in (True, False)
     )
@@ -335,6 +348,7 @@ def _schedule_free(groups: Groups) -> Optimizer:
             "'litft[schedulefree]'"
         ) from None
     optimizer = package.AdamWScheduleFree(groups, betas=BETAS)
+    # its `step` refuses to run in evaluation mode
     optimizer.train()
     return optimizer
 

@@ -42,6 +42,8 @@ def plan(args: PlanArgs) -> None:
     """Print what fine-tuning a model needs, from its config.json alone."""
     check_chip(args.chip)
     source, method, tokens, fit, peak, volume = plan_on_paper(args)
+
+    # the settings, and how they differ from the flags
     if args.budget:
         reserve = format_bytes(size(args.budget) - int(USABLE_FRACTION * size(args.budget)))
         print(
@@ -53,6 +55,8 @@ def plan(args: PlanArgs) -> None:
                 f"--quantize {fit.quantize}: unquantized weights do not fit, or only with slower "
                 "settings"
             )
+
+    # parameters, memory and time
     fit_plan = fit.plan
     num_devices = args.devices * args.num_nodes
     flops = fit_plan.flops.for_lengths([tokens], [tokens]) / tokens * args.tokens
@@ -72,6 +76,7 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
 
     Raises ValueError if none fit.
     """
+    # the model and the method
     finetuning = {
         "lora": LoRAFinetuneArgs(lora=args.lora),
         "adapter": AdapterFinetuneArgs(adapter=args.adapter),
@@ -89,6 +94,7 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
     tokens = length_limit(args.max_seq_length, source.config.max_positions)
     shards = num_shards(args, args.strategy)
 
+    # the settings: the flags', or the fastest
     def make_plan(rows: int, recomputed: str, quantize: str, offload: str) -> Plan:
         shape = Shape(rows, tokens, args.micro_batches > 1)
         options = {"cpu_offload": offload, "shards": shards}
@@ -104,6 +110,8 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
         )
         settings = (args.micro_batch_size or 1, kind, args.quantize, args.cpu_offload)
         fit = Fit(*settings, make_plan(*settings))
+
+    # the communication between devices
     peak = chip_peak_flops(args.chip or DEFAULT_CHIP, args.precision)
     volume = None
     if args.devices * args.num_nodes > 1 and peak:
@@ -134,6 +142,7 @@ def within_budget(
     else:
         kinds = RECOMPUTED
     weight_options = [(args.quantize, args.cpu_offload)]
+    # quantized and offloaded weights are slower, so they come last
     if weight_options == [("none", "none")] and args.method != "full" and args.strategy == "ddp":
         weight_options += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
     fit, smallest = fastest(

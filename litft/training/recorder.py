@@ -118,7 +118,7 @@ class Recorder:
         self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
         self.is_claimed = False  # config.yaml is written
         self.is_open = False  # the folder is this run's
-        # time.monotonic() from which on it may be written again
+        # time.monotonic() from which on report.html may be written again
         self.next_report = 0.0
         self.logger: Any = None
         # the logger and the run's name there, of a run that is resumed
@@ -178,13 +178,18 @@ class Recorder:
     def _open(self, start_step: int) -> None:
         config = self._write_config()
         self.is_open = True
+
+        # what the folder has beyond `start_step` belongs to steps that are taken again
         if start_step < self.schedule.steps:
             run_dir.set_final_aside(self.folder)
+        # a run from its beginning keeps no row, not even that of step 0
         self.metrics.truncate(start_step or -1)
         run_checkpoints.delete_after(self.folder, start_step)
         self.place_best(start_step)
         for path in self.folder.glob("best-*.partial"):
             shutil.rmtree(path)
+
+        # the logger takes the rows from here on
         project = self.args.logger_project
         self.logger = make_logger(
             self.args.logger, self.folder, config, start_step, self.logged_as, project
@@ -200,6 +205,7 @@ class Recorder:
         self.is_claimed = True
         self.folder.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(self.args)
+        # a resumed run may have other devices, and the launcher sets them
         from_launcher = ("devices", "num_nodes") if started_by() else ()
         for name in ("out_dir", "resume", "overwrite", *from_launcher):
             config.pop(name)
@@ -426,11 +432,15 @@ class Recorder:
     def _scores(self) -> dict[str, list[str]]:
         """The first and the last value of each score of the validations, as text."""
         validation = self.validation
+
+        # the first and the last value, where there are any
         scores = [("validation loss", "{:.4f}", validation.losses)]
         scores += [
             (name.replace("_", " "), metric_format(name), steps)
             for name, steps in validation.metric_values.items()
         ]
+
+        # named sets, and scores of preferences: a row may lack them
         for name in validation.sets:
             by_step = {
                 step: row[column]

@@ -95,6 +95,8 @@ class References:
         if objective.needs_reference:
             train_indices = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
             self.parts = {"train": (data.train, train_indices), "val": (data.val, val_indices)}
+
+        # training pairs positions of the stream, validation pairs examples
         if objective.needs_mismatches:
             of_train = Mismatches(data.train, self._train_partners, data.limit, schedule.samples)
             of_val = Mismatches(
@@ -112,6 +114,7 @@ class References:
         another."""
         order = self.schedule.order
         (index,) = order.indices(position, position + 1)
+        # in a stream of a single example, its partner is itself
         others = (
             order.indices(at, at + 1)[0] for at in range(position + 1, position + 1 + order.size)
         )
@@ -163,6 +166,7 @@ class References:
         identity: what they depend on. say: prints a line. before_batch: called by every process
         before each forward pass; it may raise.
         """
+        # the name of the file has a hash of all that the values depend on
         facts = json.dumps(
             identity | {"limit": self.schedule.data.limit, "rows": "hashed"}, default=str
         )
@@ -172,6 +176,7 @@ class References:
         for name, (samples, indices) in self.parts.items():
             file = LogProbFile(folder / FOLDER / f"{name}-{key}.bin", self.width)
             values = np.full((len(samples), self.width), np.nan)
+            # the first process alone reads and writes the file
             if fabric.global_rank == 0:
                 file.read_into(values)
             values = fabric.broadcast(values)
@@ -188,6 +193,8 @@ class References:
                     f"{what}: {len(indices) - len(missing):,} read from {FOLDER}/, "
                     f"{len(missing):,} to compute"
                 )
+
+            # written block by block: an interrupted run loses one block at most
             size = BLOCK * fabric.world_size
             hidden = None if fabric.global_rank == 0 else True  # None: shown on a terminal
             bar = tqdm(
@@ -248,6 +255,7 @@ class LogProbFile:
         """Set the rows of `values` that the file has, and remove an incomplete last row from the
         file."""
         rows = self.rows()
+        # or the next row would be appended to half a row
         if self.path.is_file():
             with self.path.open("r+b") as file:
                 file.truncate(self._num_complete() * self.row.itemsize)
@@ -270,6 +278,7 @@ class LogProbFile:
 
     def _hashes(self, rows: np.ndarray) -> np.ndarray:
         """Return a hash of each row's index and log-probabilities."""
+        # the hash is the last field of a row
         hashed = self.row.itemsize - np.dtype(np.uint64).itemsize
         contents = rows.tobytes()
         hashes = np.empty(len(rows), np.uint64)

@@ -111,6 +111,8 @@ class Saver:
         complete.
         """
         self.finish()
+
+        # remains of an interrupted save must be gone before any process writes
         self.partial = self.run / "checkpoints" / f"step-{step:06d}.partial"
         if self.is_writer:
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -118,6 +120,8 @@ class Saver:
             distributed.barrier(self.group)
         self.writing_step = step
         self.when_written = when_written
+
+        # the numbers are copied now: training goes on while the tensors are written
         self.progress = {"step": step, **progress, "optimizer": _scalars(parameters, optimizer)}
         with averaged_weights(optimizer), self._delete_on_error():
             # with one thread: DCP prints errors of additional threads instead of raising them
@@ -139,11 +143,13 @@ class Saver:
         if self.writing_step is None:
             return
         step = self.writing_step
+        # first: an error below must not make the next `begin` wait for this checkpoint again
         self.writing_step = None
         with self._delete_on_error():
             if isinstance(self.result, Future):
                 self.result.result()
             if self.is_writer:
+                # last of all files, since it has the hashes of the others
                 hashes = collect_hashes(self.partial)
                 sizes = {path.name: path.stat().st_size for path in self.partial.iterdir()}
                 progress = self.progress | {"files": sizes, "hashes": hashes}
@@ -172,6 +178,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
     Raises DamagedCheckpoint if it is invalid, or a file's size does not match.
     """
+    # the file may be damaged in any way, so every field that is used later is checked
     try:
         progress = json.loads((folder / _PROGRESS).read_text("utf-8"))
         if progress["step"] != checkpoint_step(folder):
@@ -191,6 +198,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
                 f"{_PROGRESS} has changed since it was written: its hash is another one"
             )
         for name, size in progress["files"].items():
+            # the last part of a name alone: it must not lead out of the folder
             actual_size = (folder / Path(name).name).stat().st_size
             if actual_size != size:
                 raise ValueError(f"{name} has {actual_size:,} bytes, not {size:,}")
@@ -210,9 +218,13 @@ def check_files(folder: Path, progress: dict[str, Any], hosts: HostGroup | None 
     names = sorted(hashes)
     rank = 0
     processes = 1
+
+    # each process reads its part of the files
     if hosts is not None and hosts.processes > 1:
         rank = distributed.get_rank()
         processes = hosts.processes
+
+    # all processes must raise, or none: the others would wait for a process that has raised
     problem = ""
     try:
         check_hashes(folder, hashes, names[rank::processes])
@@ -271,6 +283,7 @@ def check_resumable(run: Path, identity: dict[str, Any]) -> None:
 
 
 def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
+    # split and data have messages that name a cause: their hashes would say nothing
     if "split" in identity and progress.get("identity", {}).get("split") != identity["split"]:
         reason = (
             "with an older validation split, so it would now train on examples it was validated on"
@@ -278,6 +291,8 @@ def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, 
         remedy = "start another run, with this one's newest result as --checkpoint_dir"
         raise ValueError(f"{folder} was saved {reason}; {remedy}")
     other_run = "start another run with its newest result as --checkpoint_dir"
+
+    # the data
     saved = progress.get("identity", {})
     for entry, name in ((TRAINING_DATA, "training data"), (VALIDATION_DATA, "validation data")):
         if entry in identity and saved.get(entry) != identity[entry]:
@@ -285,6 +300,8 @@ def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, 
             raise ValueError(
                 f"{folder} was saved with {reason}; restore it to resume, or {other_run}"
             )
+
+    # all other settings
     changed = identity_changes(progress, identity)
     if changed:
         raise ValueError(
@@ -312,6 +329,7 @@ def restore_newest(
         try:
             progress = read_progress(folder)
             _check_identity(folder, progress, identity)
+            # reads all files, so it comes after the quick checks
             check_files(folder, progress, hosts)
             _restore(folder, progress, parameters, optimizer)
             return progress, damaged
@@ -353,10 +371,13 @@ def _restore(
     saved_shapes = {
         k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in index.items()
     }
+
+    # DCP fills tensors in place, so the optimizer's state must exist before
     _init_state(optimizer)
     with averaged_weights(optimizer):
         state = _state(parameters, optimizer)
         shapes = {key: tuple(value.shape) for key, value in state.items()}
+        # before anything is overwritten
         if shapes != saved_shapes:
             changed = sorted(
                 key
@@ -368,6 +389,8 @@ def _restore(
                 f"{saved_shapes.get(changed[0])} saved, {shapes.get(changed[0])} now); resume with "
                 "the run's original flags"
             )
+
+        # the tensors, and then the numbers beside them
         try:
             with _plain_errors(folder):
                 dcp.load(state, storage_reader=reader)
@@ -431,6 +454,7 @@ def _plain_errors(folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
+        # a Ctrl-C in any process is not an error of the disk
         for cause in causes:
             interrupt = _interrupt_before(cause)
             if interrupt is not None:
@@ -449,6 +473,7 @@ def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
 def _init_state(optimizer: Optimizer) -> None:
     """Create a new optimizer's state tensors by a step with zero gradients and learning rate, which
     changes no weight."""
+    # weight decay is multiplied by the learning rate, so a rate of zero changes nothing
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], Tensor):
@@ -500,7 +525,7 @@ def _set_scalars(
         state = optimizer.state[parameter]
         numbers = {kind: saved["parameters"][name][kind] for kind in _only_numbers(state)}
         state.update(numbers)
-        # frozen parameters are not
+        # frozen parameters have no inner optimizer
         if isinstance(optimizer, StochasticRounding) and parameter in optimizer.inner:
             # for a sharded parameter, `state` is a copy that shares the tensors, but not the
             # numbers

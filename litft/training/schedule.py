@@ -52,6 +52,7 @@ class Schedule:
         """
         self.origin = step, samples
         self.steps = step + max(0, -(-(self.samples - samples) // self.size))
+        # a finished run has no step to lay out
         if samples < self.samples:
             self.lay_out(self.layout)
 
@@ -78,6 +79,7 @@ class Schedule:
 
     def accumulates(self, step: int) -> bool:
         """Whether a step has several micro-batches per rank."""
+        # ranks take micro-batches in turn, so more micro-batches than ranks are several for a rank
         return len(self.layout.plan(self.lengths(step).tolist())) > self.layout.ranks
 
     def first_accumulating_step(self) -> int | None:
@@ -101,6 +103,7 @@ class Schedule:
     def seen(self, steps: int) -> int:
         """How many samples the first `steps` steps see: the position in the data after them."""
         start_step, samples = self.origin
+        # steps before this process's first one had the full size, but for the last of a shorter run
         if steps < start_step:
             return min(steps * self.size, samples)
         return min(samples + (steps - start_step) * self.size, self.samples)
@@ -115,6 +118,7 @@ class Schedule:
         train = self.data.train
         numbers = self.order.indices(0, min(self.samples, 200_000))
         counts = train.document_lengths(numbers), train.supervised[numbers]
+        # the reference model reads each distinct example once
         if objective.needs_reference:
             passes = len(set(numbers)) / len(numbers)
         else:
@@ -145,6 +149,7 @@ def planned_samples(train: TrainArgs, size: int) -> int:
         by_steps = train.max_steps * train.global_batch_size
     else:
         by_steps = None
+    # without any limit on steps, a run has three epochs
     epochs = train.epochs or (None if by_steps else 3.0)
     by_epochs = max(1, round(epochs * size)) if epochs else None
     return min(n for n in (by_steps, by_epochs) if n)
@@ -157,9 +162,11 @@ def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
         warmup = round(train.warmup_fraction * steps)
     else:
         warmup = train.warmup_steps
+    # the first step of a warm-up has a rate above 0
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
+    # the constant rate of wsd falls only in the last `tail` steps
     tail = round(train.decay_fraction * steps)
     decay = {
         "cosine": (1 + math.cos(math.pi * progress)) / 2,

@@ -44,6 +44,7 @@ def validation_scores(
     """Return the objective's loss and scores over the samples of all ranks. before_batch: called
     before each micro-batch."""
     with eval_mode(model):
+        # the divergence that KTO subtracts is over all of these samples
         objective.before_step(fabric, model, samples, layout, before_batch)
         totals = objective.totals(samples)
         values = torch.zeros(1 + len(objective.scores), dtype=torch.float64, device=fabric.device)
@@ -99,6 +100,8 @@ def validation_answers(
     ranks = fabric.world_size
     rank = fabric.global_rank
     with eval_mode(model):
+        # all ranks loop equally often, also without a sample left, since `before_batch`
+        # communicates
         for start in range(0, len(samples), ranks * rows):
             before_batch()
             block = {
@@ -107,6 +110,7 @@ def validation_answers(
             }
             answered = {}
             for i, s in block.items():
+                # a rejected or undesirable answer is not an expected one
                 if s.answer and s.desirable is not False:
                     answered[i] = s.answer
             questions = [[ids.tolist() for ids in answer] for answer in answered.values()]
@@ -124,6 +128,8 @@ def validation_answers(
                     ended=answer.ended,
                 )
                 scored.append((index, scored_answer))
+
+    # in the order of the samples, the same on every rank
     of_all = [numbered for of_rank in hosts.all_gather(scored) for numbered in of_rank]
     return [answer for _, answer in sorted(of_all, key=lambda numbered: numbered[0])]
 
@@ -163,6 +169,7 @@ def hardest_examples(
     log_probs, lengths = document_log_probs(
         model, alone, layout, fabric.device, fabric.global_rank, before_batch
     )
+    # each rank has computed its part, and zeros elsewhere
     log_probs, lengths = (
         fabric.all_reduce(values, reduce_op="sum")[:, 0] for values in (log_probs, lengths)
     )
@@ -186,6 +193,7 @@ def question_text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 def _hard_example(sample: Sample, number: int, loss: float, tokenizer: Tokenizer) -> HardExample:
     is_target = sample.targets != IGNORED
+    # targets[i] is the token after tokens[i]
     first = int(is_target.nonzero()[0])
     prompt = sample.tokens[: first + 1]
     answer = sample.targets[is_target]

@@ -66,6 +66,7 @@ class Lines(Screen):
         try:
             print(text, flush=True)
         except BrokenPipeError:
+            # from here on, prints go nowhere rather than fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             with suppress(OSError):
                 print(
@@ -109,6 +110,7 @@ class Terminal(Screen):
 
     def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
         """Print a panel, and the warnings below it."""
+        # warnings below the panel stay visible, and keep their colour
         facts = [line for line in lines if not line.startswith("warning")]
         settings = {
             "title": Text(title, "bold"),
@@ -226,6 +228,7 @@ class Notebook(Lines):
 
     def page(self) -> str:
         """Return the output. Its style does not affect the rest of the notebook."""
+        # @scope keeps the page's style from the rest of the notebook
         style = (
             f"@scope (.litft) {{ {STYLE.replace(':root', ':scope')} :scope {{ color: var(--ink); "
             "max-width: 640px } }"

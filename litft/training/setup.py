@@ -74,15 +74,20 @@ class Setup:
     def _method(self) -> tuple[Method, Values | None]:
         """The method, and the values of the adapter that training continues from."""
         method = method_of(self.args)
+
+        # a new method
         adapter = self.source.read_adapter()
         if adapter is None:
             method.choose(self.source.outline, self.source.adapter_rules)
             return method, None
         saved_method, values = adapter
+
+        # the method of the adapter that training continues from
         if type(saved_method) is not type(method):
             reason = f"{self.source.adapter} is an adapter of another method ({saved_method.title})"
             remedy = self._merge_remedy(saved_method, values)
             raise ValueError(f"{reason}, which {method.title} cannot go on with; {remedy}")
+        # values that the adapter's tensors have fixed
         default = type(method.args)()
         fixed = []
         for item in dataclasses.fields(method.args):
@@ -137,6 +142,8 @@ class Setup:
                 constants.add(name)
         if not self.args.train.freeze:
             return constants
+
+        # patterns of the user, on top of the constants
         frozen: set[str] = set()
         for pattern in self.args.train.freeze:
             matches = set()
@@ -203,6 +210,7 @@ class Setup:
         It is built on the meta device, changed by the method, sharded over `mesh`, filled from the
         files and initialised last, so that no process ever holds more than its shard.
         """
+        # on the meta device: the network, the method, and what is frozen
         storage = self.method.storage(precision)
         on_host = self.args.train.cpu_offload == "parameters"
         model = self.source.unfilled(storage, self.args.quantize, self.method.unquantized_modules())
@@ -210,13 +218,19 @@ class Setup:
         self.method.compute_in(model, precision)
         for name in self.method.frozen:
             model.get_parameter(name).requires_grad_(False)
+
+        # shards, before there is memory behind them
         if mesh is not None:
+            # full fine-tuning keeps fp32 weights, and gathers them in bf16
             if self.method.saves_full_model and precision == "bf16":
                 gather_in = DTYPES["bf16"]
             else:
                 gather_in = None
             shard(model, mesh, gather_in, on_host)
+
+        # values: the base's from its files, then the method's
         self.source.fill(model, storage, "cpu" if on_host else device)
+        # the initial values depend on the seed alone, whatever was drawn before
         torch.manual_seed(self.args.seed)
         self.method.reset_parameters(model)
         parameters = self.method.parameters(model)

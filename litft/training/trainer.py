@@ -53,6 +53,7 @@ def accumulate(
     The sums of this rank's micro-batches are divided by `totals`, the counts over *all* ranks. DDP
     averages gradients over the ranks, hence the factor `world_size`.
     """
+    # the loss and all scores, so that one all-reduce is enough
     total = torch.zeros(1 + len(objective.scores), device=fabric.device)
     for number, batch in enumerate(batches, 1):
         batch = batch.to(fabric.device)
@@ -98,6 +99,8 @@ class Trainer:
         self.schedule = schedule
         self.settings = settings
         self.data = schedule.data
+
+        # the network, built and filled before Fabric wraps it
         self.mesh = mesh_of(self.args, settings.strategy, fabric.device)
         sharded = self.mesh is not None
         self.screen = screen or open_screen(fabric.global_rank == 0)
@@ -107,6 +110,8 @@ class Trainer:
         network = TrainedNetwork(self.model, parameters, sharded)
         self.trained = network.trained
         self.objective = setup.objective
+
+        # the measurements, and the folder that records them
         evaluation = (
             setup.tokenizer,
             self.data,
@@ -120,6 +125,8 @@ class Trainer:
         self.recorder = Recorder(
             fabric, hosts, setup, schedule, settings, folder, network, self.validation, self.screen
         )
+        # a preference objective needs reference values of all examples that are measured, of all
+        # sets
         measured = self.validation.indices(self.args.train.global_batch_size).values()
         self.references = References(
             self.objective, schedule, sorted({index for indices in measured for index in indices})
@@ -131,10 +138,10 @@ class Trainer:
             self.args.train, schedule, setup.source.config.vocab_size, folder, self.say
         )
         self.time_limit = seconds(self.args.train.max_time or "") or math.inf
-        # steps done; those done before this process began
+        # steps done, and those done before this process began
         self.step = self.start_step = 0
-        self.elapsed = 0.0
         # seconds of the run, the same on all processes
+        self.elapsed = 0.0
         self.start_time = time.monotonic()
         # what `elapsed` was at the last checkpoint
         self.saved_at = 0.0
@@ -150,6 +157,7 @@ class Trainer:
         signal ended the run with its state saved, OSError where the run's folder cannot be written.
         """
         with self.recorder.reporting_failures(), self._explain_errors(), self.signals:
+            # the reference is the model at the start, so it comes before a checkpoint is read
             self._compute_references()
             model, optimizer = self._start()
             with self._stop_on_signal(optimizer):
@@ -160,6 +168,8 @@ class Trainer:
                         self._validate(optimizer)
                     self._log(pace=0.0)
                     self.recorder.report_progress(self.step)
+                # under a time limit the learning rate depends on it, so all processes must have the
+                # same value
                 (self.elapsed_before,) = self.hosts.all_reduce_max(
                     time.monotonic() - self.start_time
                 )
@@ -200,12 +210,14 @@ class Trainer:
         except SignalCaught as signal:
             raise self._interrupted(signal) from None
         except RuntimeError as error:
+            # with several processes the others would wait in a collective
             if self.fabric.world_size > 1 or not is_out_of_memory(error):
                 raise
             return str(error)
 
     def _start(self) -> tuple[nn.Module, Optimizer]:
         """Resume where asked to, open the run's folder, and try the largest micro-batch."""
+        # a checkpoint is read into the plain network and optimizer, before Fabric wraps them
         optimizer = make_optimizer(self.args.train, self.setup.method, self.trained)
         warnings = self._resume(optimizer)
         # all have read the checkpoint by now
@@ -213,14 +225,21 @@ class Trainer:
         self.recorder.open(self.start_step)
         self.validation.restore(self.metrics.resumed_rows)
         self.screen.record(self.metrics.resumed_rows)
+
+        # Fabric must not move offloaded blocks to the device
         on_host = self.setup.blocks_on_host(self.mesh is not None)
         model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not on_host)
         for line in [*warnings, *self.recorder.start_lines(self.start_step)]:
             self.say(line)
+
+        # the largest micro-batch comes first: what does not fit, or does not compile, fails before
+        # training
         with self.screen.doing(
             f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"
         ):
             self.probe.run(model, optimizer, resumed=self.start_step > 0)
+
+        # from here on a signal is noticed between the batches of a validation too
         self.validation.before_batch = self._check_signals
         return model, optimizer
 
@@ -237,6 +256,7 @@ class Trainer:
             raise ValueError(f"{newest} {reason}; raise --train.max_steps or --train.epochs")
         self.elapsed = progress["elapsed"]
         self.saved_at = self.elapsed
+        # the clock goes on from where the checkpoint was saved
         self.start_time -= self.elapsed
         self.schedule.go_on(self.start_step, progress["samples"])
         return [f"warning: {reason}; using the checkpoint before it" for reason in damaged]
@@ -252,6 +272,7 @@ class Trainer:
         metrics.stop()
         self.step += 1
         samples_seen = self.schedule.seen(self.step)
+        # tensors stay on the device until the rows are written: no step waits for the GPU
         metrics.add(
             step=self.step,
             epoch=samples_seen / self.schedule.order.size,
@@ -279,8 +300,11 @@ class Trainer:
                 values = self._backward(model, optimizer, samples, seed)
             return values, optimizer.optimizer.norm()
         values = self._backward(model, optimizer, samples, seed + self.fabric.global_rank)
+
+        # without a limit nothing is clipped, but the norm is still a column of metrics.csv
         limit = self.args.train.max_grad_norm or math.inf
         norm = full_tensor(nn.utils.clip_grad_norm_(self.trained.values(), limit))
+        # to read the numbers is to wait for the GPU, so it is only done where the flag asks for it
         if self.args.train.skip_nan and not math.isfinite(float(values[0]) + float(norm)):
             self.divergence.skip(step)
         else:
@@ -298,6 +322,7 @@ class Trainer:
         micro-batches after an OOM."""
         for attempt in count():
             try:
+                # a new attempt starts with the same random state, however far the failed one got
                 torch.manual_seed(seed)
                 batches = self.schedule.layout.batches(samples, self.fabric.global_rank)
                 # later, the time of the failed attempt would count as waiting for data
@@ -317,6 +342,8 @@ class Trainer:
                 ):
                     raise
                 reason = str(error)
+
+            # gradients of the micro-batches before the failure
             optimizer.zero_grad(set_to_none=True)
             self.probe.halve(reason)
 
@@ -324,7 +351,9 @@ class Trainer:
         """Validate, log and save where their intervals end."""
         args = self.args
         step = self.step
+        # a checkpoint written in the background gets its final name here
         self.recorder.saver.poll()
+        # also advances `elapsed`, by which the end and the checkpoints are decided
         self._check_signals()
         validate = self._validation_is_due() and step < self.schedule.steps
         if validate:
@@ -333,10 +362,14 @@ class Trainer:
         if self._end_reason():
             return  # saved after the last validation
         save = checkpoint_is_due(args, step, self.schedule.steps, self.elapsed - self.saved_at)
+
+        # steps on a CPU are slow: a short run shows about fifty of them rather than every tenth
         on_cpu = self.fabric.device.type == "cpu"
         log_interval = args.train.log_interval or (
             max(1, min(10, self.schedule.steps // 50)) if on_cpu else 10
         )
+        # rows are written, and checked for divergence, before a checkpoint of these weights is
+        # saved
         if save or validate or step % log_interval == 0:
             self._log((self.elapsed - self.elapsed_before) / (step - self.start_step))
         if validate:
@@ -372,10 +405,14 @@ class Trainer:
         allows."""
         if self.time_limit == math.inf or step == self.start_step == 0:
             return self.schedule.steps
+
+        # the pace of this process once it has done a step; until then that of the run before it was
+        # resumed
         since, first = (
             (self.elapsed_before, self.start_step) if step > self.start_step else (0.0, 0)
         )
         pace = max(1e-9, (self.elapsed - since) / (step - first))
+        # at least the step that is about to begin counts
         return min(
             self.schedule.steps,
             max(step + 1, step + round((self.time_limit - self.elapsed) / pace)),
@@ -388,6 +425,8 @@ class Trainer:
         A resumed run repeats nothing that is done already.
         """
         validation = self.validation
+
+        # the parts that a run interrupted in this validation has already recorded
         step = self.step
         has_metrics = all(step in values for values in validation.metric_values.values())
         has_answers = any(item["step"] == step for item in validation.answers)
@@ -402,6 +441,7 @@ class Trainer:
                 self.divergence.check_validation(step, scores["val_loss"])
                 self.metrics.note(step, **scores)
                 self.say(validation.line(step, scores))
+            # the report shows them, so only the last validation looks for them
             if is_end and step:
                 validation.find_hardest(self.schedule.layout, self.args.train.global_batch_size)
             for item in [] if has_answers else validation.generate_answers(step):
@@ -431,6 +471,7 @@ class Trainer:
 
         Called after every step, and by `Validation` before each of its batches.
         """
+        # one reduction: all processes learn of a signal of any of them, and agree on the time
         caught, self.elapsed = self.hosts.all_reduce_max(
             self.signals.caught, time.monotonic() - self.start_time
         )
@@ -472,6 +513,8 @@ class Trainer:
         if self.metrics.rows:
             self._log(pace=0.0)
         saver = self.recorder.saver
+
+        # a checkpoint still being written may be that of this very step
         saver.finish()
         if self.step > self.start_step and saver.saved_step != self.step:
             self.recorder.save(optimizer, self.step, self.elapsed)
@@ -488,6 +531,7 @@ class Trainer:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise RankError(self.probe.out_of_memory(str(error))) from None
+            # a process that hangs would never end by itself
             if self.fabric.world_size > 1 and (reason := peer_failure(error, self.args.timeout)):
                 end_children(self.fabric)
                 raise RankError(f"{reason}; {self.recorder.newest_checkpoint()}") from None

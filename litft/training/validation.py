@@ -35,8 +35,8 @@ from litft.training.scoring import (
     validation_scores,
 )
 
+# validation examples with the largest losses in the report, and among how many they are searched
 NUM_HARDEST = 5
-# validation examples with the largest losses in the report; among how many
 SEARCHED = 1024
 # first samples, among which default prompts are searched
 PROMPT_CANDIDATES = 16
@@ -106,6 +106,8 @@ class Validation:
         lines = []
         if self.path.is_file():
             lines = self.path.read_text("utf-8", errors="replace").split("\n")
+
+        # answers after the last row are of steps that are taken again
         last_step = max((int(row["step"]) for row in rows), default=-1)
         self.answers = []
         for line in lines:
@@ -146,16 +148,19 @@ class Validation:
             name: Selection(self.samples, indices)
             for name, indices in self.indices(batch_size).items()
         }
+        # a resumed run may have measured this step before it was interrupted
         if step not in self.losses:
             self._measure_sets(step, layout, sets)
         values = {"val_loss": self.losses[step]} | self.scores[step]
         if self.objective.data == "supervised":
+            # exp of more than 709 overflows
             values["val_perplexity"] = math.exp(min(self.losses[step], 700))
         if self.metrics:
             setup = self.fabric, self.hosts, self.model, self.tokenizer
             samples = Selection(
                 self.samples, [index for selection in sets.values() for index in selection.indices]
             )
+            # custom metrics see longer answers; for exact match the expected length is enough
             if self.metrics.keys() - {"exact_match"}:
                 room = self.args.max_new_tokens
             else:
@@ -165,6 +170,8 @@ class Validation:
             self.num_answers = len(answers)
             for name in self.metrics if answers else ():
                 values[name] = self.metric_values[name][step] = self._measure_metric(name, answers)
+
+        # a metric that has failed is NaN, and stays out of the row
         return {
             name: value
             for name, value in values.items()
@@ -180,11 +187,15 @@ class Validation:
         indices = [index for indices in self.indices(batch_size).values() for index in indices]
         if self.objective.data != "supervised" or not indices:
             return
+
+        # not all examples: each costs a forward pass
         samples = [self.samples[index] for index in evenly_spaced(indices, SEARCHED)]
         subject = self.fabric, self.model, self.tokenizer, samples
         self.hardest = hardest_examples(*subject, layout, NUM_HARDEST, self.before_batch)
         if not self.args.max_new_tokens:
             return
+
+        # the model's own answers
         chosen = [samples[example.number] for example in self.hardest]
         answers = validation_answers(
             self.fabric,
@@ -211,6 +222,8 @@ class Validation:
             validation_scores(*subject, samples, layout, self.before_batch)
             for samples in sets.values()
         ]
+
+        # of several sets together: means, weighted by what each set counts
         together = scores[0]
         if len(scores) > 1:
             totals = [self.objective.totals(samples) for samples in sets.values()]
@@ -252,6 +265,8 @@ class Validation:
             for name, form in shown
             if f"val_{name}" in scores
         )
+
+        # a single named set has no loss of its own to show
         columns = ((name, f"val_loss_{name}") for name in self.sets if len(self.sets) > 1)
         line += "".join(
             f", {name} {scores[column]:.4f}" for name, column in columns if column in scores
@@ -311,6 +326,7 @@ class Validation:
     @property
     def best(self) -> int | None:
         """Return the first step with the lowest loss; None if no step has one."""
+        # step 0 is the base, which is never the best
         return min(
             filter(None, self.losses), key=lambda step: (self.losses[step], step), default=None
         )
@@ -354,6 +370,7 @@ def _prompts(
             for sample in islice(samples, PROMPT_CANDIDATES)
             if sample.answer
         )
+        # several examples may share a question
         for ids in list(dict.fromkeys(questions))[:count]:
             yield question_text(tokenizer, list(ids)), list(ids)
     for item in args.prompts:

@@ -269,6 +269,7 @@ class LetterTokenizer:
     """A tokenizer whose tokens are single letters."""
 
     stop_ids = ()
+    generation_folders = ()
     special_ids = structure_ids = frozenset()
 
     def __init__(self, ids=()):

@@ -70,6 +70,8 @@ def read(args: GgufConvertArgs) -> Path:
         architecture.check_rotation(config)
     except ValueError as error:
         raise ValueError(f"{file.folder}: {error}") from None
+
+    # from here on the file is read like any model folder
     source = GgufFolder(
         file.folder,
         file.folder,
@@ -125,6 +127,7 @@ def write(args: GgufExportArgs) -> Path:
     def fill(folder: Path) -> None:
         file_names.append(write_file(folder, trained, args))
 
+    # the file's name depends on its type, which `fill` finds out
     out = write_folder(args.out_dir, fill)
     print(
         f"exported {trained.path} to "
@@ -162,6 +165,7 @@ def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> s
     name = f"model-{outtype.upper()}.gguf"
     writer = _writer(architecture.name, trained, outtype)
     for key, value in architecture.metadata.items():
+        # by the exact type, since a bool is an int, too
         adders = {
             float: writer.add_float32,
             str: writer.add_string,
@@ -172,12 +176,14 @@ def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> s
         adders[type(value)](f"{architecture.name}.{key}", value)
     add_tokenizer(writer, tokenizer, config.vocab_size)
     entries = model_entries(source, torch.float32, result, gguf_rules(config))
+    # some architectures need the tensor of a head even if it is the embedding
     if config.tied and architecture.name in NEEDS_HEAD:
         entries += [
             entry._replace(name="output.weight")
             for entry in entries
             if entry.name == "token_embd.weight"
         ]
+    # divisors of the rotary frequencies are tensors, and not metadata
     entries += [
         LazyTensor(name, factors, factors.float) for name, factors in architecture.factors.items()
     ]
@@ -193,6 +199,8 @@ def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) ->
     sites = _adapter_sites(method, trained)
     outtype = "f32" if args.outtype == "auto" else args.outtype
     factors = {site: method.factors(site, values) for site in sites}
+
+    # llama.cpp's tensors, which may fuse several Linears
     targets = peft_targets(trained.source.outline, gguf_rules(trained.source.config))
     if any(isinstance(targets[site].rule, Tile | KeysAndValues) for site in sites):
         raise ValueError(
@@ -203,6 +211,8 @@ def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) ->
         target.name: target.fuse(factors)
         for target in dict.fromkeys(targets[site] for site in sites)
     }
+
+    # the file has a single alpha, so B takes up other scales
     alpha = Counter(pair.scale * pair.a.size(0) for pair in fused.values()).most_common(1)[0][0]
     writer = _writer(gguf_architecture(trained.source.config), trained, outtype, "adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -231,6 +241,7 @@ def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:
     sites = list(method.specs) if isinstance(method, LoRA) else []
     embeddings = []
     for site in sites:
+        # llama.cpp adapts Linears only, and a tied head is the embedding
         if site == "embed" or (site == "lm_head" and config.tied):
             embeddings.append(site)
     unsupported[f"adapts {' and '.join(embeddings)}"] = bool(embeddings)
@@ -263,6 +274,7 @@ def _write_tensors(
 ) -> None:
     """Write the file, computing one tensor at a time."""
     types = [_tensor_type(entry, OUTTYPES[outtype][0]) for entry in entries]
+    # the file begins with names, types and sizes of all tensors
     for entry, tensor_type in zip(entries, types, strict=True):
         shape = tuple(entry.like.shape)
         size = int(np.prod(gguf.quant_shape_to_byte_shape(shape, tensor_type)))

@@ -37,6 +37,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.folder = path
+        # the first part has the metadata, and each part some of the tensors
         readers = [_reader(part) for part in _part_files(path)]
         self.metadata: dict[str, Any] = {}
         for field in readers[0].fields.values():
@@ -55,6 +56,7 @@ class GgufFile:
             raise ValueError(
                 f"{self.folder}: {field.name} is not valid UTF-8; download the file again"
             ) from None
+        # an fp32 number as a Python float has digits that nobody wrote
         if isinstance(value, float):
             return _shortest(value)
         return value
@@ -78,6 +80,7 @@ class GgufFile:
         unsupported quantization type."""
         tensor = self._tensors[name]
         shape = self.meta(name).shape
+        # numpy has no bf16, so the bits are reinterpreted
         if tensor.tensor_type == _TYPES.BF16:
             return torch.from_numpy(tensor.data.copy()).view(torch.bfloat16).reshape(shape)
         if tensor.tensor_type in _PLAIN:
@@ -112,6 +115,7 @@ def _part_files(path: Path) -> list[Path]:
     """Return all files of a model; `path` is one of them, or a folder with a single model."""
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
+        # of a split model, only the first part counts
         models = [
             file
             for file in files
@@ -136,6 +140,8 @@ def _part_files(path: Path) -> list[Path]:
             f"{path}: its name says part {int(split[2])} of {count}; rename it, or download it "
             "again"
         )
+
+    # all parts, whichever was named
     paths = [
         path.with_name(f"{split[1]}-{number:05d}-of-{count:05d}.gguf")
         for number in range(1, count + 1)

@@ -134,6 +134,7 @@ class GgufArchitecture:
         if self.metadata.get("expert_count") and "expert_count" not in fields:
             raise ValueError(f"{self.name} with experts is not supported; use a dense model")
         hf |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
+        # layers for multi-token prediction are the last ones
         if self.extra_layers:
             hf["num_hidden_layers"] -= self.extra_layers
             hf |= {
@@ -141,6 +142,7 @@ class GgufArchitecture:
                 for name, value in hf.items()
                 if isinstance(value, list)
             }
+        # a tensor of the first block tells whether the network has such a part
         hf |= {
             field: f"blk.0.{name}" in self.tensor_names
             for field, name in gguf_tensors(self.name).items()
@@ -163,6 +165,8 @@ class GgufArchitecture:
             raise ValueError(
                 f"{name}.{', '.join(missing)}: missing from the metadata; download the file again"
             )
+
+        # values: integers in general, floats and lists where the key allows it
         own_keys = gguf_fields(name)  # whose values may be floats
         for key in (*FIELDS, *OTHER_KEYS, *FLOAT_KEYS, *own_keys):
             value = metadata.get(key, 1)
@@ -191,6 +195,8 @@ class GgufArchitecture:
                 raise ValueError(
                     f"{name}.{key} has the invalid value {value!r}; download the file again"
                 )
+
+        # values that must agree with each other
         lengths = [metadata.get(f"attention.{kind}_length") for kind in ("key", "value")]
         if (
             None not in lengths
@@ -205,6 +211,7 @@ class GgufArchitecture:
             raise ValueError(
                 f"only one of the tensors {LONG} and {SHORT} exists; download the file again"
             )
+        # frequencies are divided by them
         for tensor, divisors in self.factors.items():
             if not (divisors.isfinite() & (divisors > 0)).all():
                 raise ValueError(
@@ -213,6 +220,7 @@ class GgufArchitecture:
 
     def _rope_fields(self, hf: dict[str, Any]) -> dict[str, Any]:
         """Return config.json's fields of the rotary embedding."""
+        # learned positions, without a rotation
         if "position_embd.weight" in self.tensor_names:
             return {}
         # of files of 2023
@@ -220,6 +228,8 @@ class GgufArchitecture:
         kind = self.metadata.get("rope.scaling.type", "linear" if factor else "none")
         original_length = self.metadata.get("rope.scaling.original_context_length")
         rope: dict[str, Any] = {}
+
+        # by the tensors if there are any, as they say more than the type
         if LONG in self.factors:
             divisors = {"short_factor": SHORT, "long_factor": LONG}
             scaling = {name: self._factor_list(tensor) for name, tensor in divisors.items()}
@@ -235,6 +245,8 @@ class GgufArchitecture:
             )
         elif kind not in ("none", "longrope"):
             raise ValueError(f"{self.name}.rope.scaling.type {kind!r} is not supported")
+
+        # the part of each head that is rotated
         head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         rotary_dim = self.metadata.get("rope.dimension_count", head_dim)
         if rotary_dim != head_dim:
@@ -252,12 +264,14 @@ class GgufArchitecture:
                 f"{self.name}.rope.scaling.attn_factor {stated} is not supported together with "
                 "yarn_log_multiplier"
             )
+        # YaRN's default is 1 + 0.1 ln(factor), which the stated number multiplies
         return {
             "attention_factor": stated
             * (1 + 0.1 * math.log(self.metadata.get("rope.scaling.factor", 1.0)))
         }
 
     def _factor_list(self, name: str) -> list[float]:
+        # the shortest decimal of each fp32 number, as config.json would have it
         return [float(str(number)) for number in self.factors[name].float().numpy()]
 
     def _attention_factor(
@@ -278,6 +292,7 @@ class GgufArchitecture:
         """Return the scaling with these divisors: Llama 3.1's, Gemma 4's, or an equivalent longrope
         scaling."""
         divisors = self.factors[FREQS].float()
+        # Gemma 4's divisors are 1 for entries that are rotated, and huge for the others
         if (is_rotated := divisors < UNROTATED / 10).sum() < len(divisors) and (
             divisors[is_rotated] == 1
         ).all():
@@ -285,10 +300,12 @@ class GgufArchitecture:
                 "rope_type": "proportional",
                 "partial_rotary_factor": int(is_rotated.sum()) / len(divisors),
             }
+        # Llama 3.1's divisors, if its formula gives the same ones
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
         rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling}, 2 * len(divisors))
         if torch.allclose(_divisors(rope), divisors, rtol=1e-4):
             return scaling
+        # any others: longrope with the same list for short and long texts
         factors = self._factor_list(FREQS)
         return {
             "rope_type": "longrope",
@@ -305,6 +322,7 @@ class GgufArchitecture:
         for layer in config.layers:
             if layer.rope and layer.rope.dim:
                 rotary_dims.add(layer.rope.dim)
+        # sliding-window layers may rotate other dimensions
         if stated_dim is not None and rotary_dims - {
             stated_dim,
             self.metadata.get("rope.dimension_count_swa"),
@@ -344,6 +362,8 @@ def read_architecture(file: GgufFile) -> GgufArchitecture:
             f"{file.folder} has no token_embd.weight: not a language model, or incomplete; use "
             "another file"
         )
+
+    # a head that repeats the embedding is a tied one
     metadata = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
     tied = head not in file.names or file.same_data(head, embedding)
     factors = {name: file.read(name) for name in (FREQS, LONG, SHORT) if name in file.names}
@@ -382,6 +402,8 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
     architecture = GgufArchitecture(
         name, metadata, tensor_names, config.vocab_size, config.tied, factors
     )
+
+    # read back: what differs from the model, llama.cpp would compute differently
     unsupported = _differences(config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS)
     unsupported = unsupported + ["rope"] * (bool(factors) and name not in READS_FACTORS)
     if unsupported:
@@ -405,6 +427,8 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
         epsilon = "attention.layer_norm_rms_epsilon"
     else:
         epsilon = "attention.layer_norm_epsilon"
+
+    # the sizes
     metadata = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_positions,
@@ -421,6 +445,8 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
         metadata |= {f"{name}_logit_softcapping": float(cap)} if cap else {}
     if rope is None:
         return metadata
+
+    # the rotation
     head_dims = dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
     metadata |= head_dims | {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     rotations = (layer.rope for layer in config.layers if layer.rope and layer.rope.dim)
@@ -462,6 +488,8 @@ def _differences(config: Config, other: Config, compare_windows: bool) -> list[s
     from it."""
     skipped = {"model_type", "layers"}
     names = []
+
+    # all fields but those that need a comparison of their own
     for f in fields(config):
         if f.name not in skipped and getattr(config, f.name) != getattr(other, f.name):
             names.append(f.name)
@@ -500,6 +528,7 @@ def _same_rotation(rope: RopeConfig | None, other: RopeConfig | None) -> bool:
         other.query_beta,
     ):
         return False
+    # longrope has one list up to this length, and another beyond it
     if (
         "longrope" in (rope.rope_type, other.rope_type)
         and rope.short_factor != rope.long_factor
@@ -508,6 +537,8 @@ def _same_rotation(rope: RopeConfig | None, other: RopeConfig | None) -> bool:
         return False
     if rope.query_beta and rope.original_max_positions != other.original_max_positions:
         return False
+
+    # the angles decide, since different types may give the same ones
     tables = zip(inverse_frequencies(rope), inverse_frequencies(other), strict=True)
     close = all(
         torch.allclose(frequencies, twin, rtol=1e-4, atol=0) for frequencies, twin in tables

@@ -25,6 +25,7 @@ def modelfile(name: str, tokenizer: Tokenizer) -> str:
     if not tokenizer.has_template:
         return "\n".join([*lines, *stops]) + "\n"
     parts = _template_parts(tokenizer)
+    # these marks would end a string of the Modelfile, or begin an action in Go
     if parts and not any(text in "".join(filter(None, parts)) for text in ('"""', "{{")):
         lines.append(f'TEMPLATE """{_go_template(parts)}"""')
     else:
@@ -50,6 +51,7 @@ class _Parts(NamedTuple):
         """Render a conversation as Ollama renders it with the template of `_go_template`."""
         text = "" if messages[0]["role"] == "system" else self.without_system
         for message in messages:
+            # the first six fields are the texts before and after each role
             index = ("system", "user", "assistant").index(message["role"]) * 2
             text += f"{self[index]}{message['content']}{self[index + 1]}"
         return text + self.prompt
@@ -71,6 +73,7 @@ def _go_template(parts: _Parts) -> str:
             (4, "else if", "assistant"),
         )
     ]
+    # the first branch must begin with `if`
     if parts.before_system is None:
         branches = [roles[1].replace("else if", "if"), roles[2]]
     else:
@@ -124,9 +127,11 @@ def _without_system(tokenizer: Tokenizer) -> _Parts:
     one_turn, two_turns, three_turns = (
         _render(tokenizer, roles) for roles in ("user", "user assistant", "user assistant user")
     )
+    # each turn is what it adds to the conversation before it
     user = _around(_remove_prefix(three_turns, two_turns))
     assistant = _around(_remove_prefix(two_turns, one_turn))
     first = _around(one_turn)
+    # the first turn may only differ from a later one in what precedes it
     if not first[0].endswith(user[0]) or first[1] != user[1]:
         raise _ContextDependent
     prompt = _remove_prefix(_render(tokenizer, "user", prompt=True), one_turn)
@@ -138,6 +143,7 @@ def _with_system(tokenizer: Tokenizer, parts: _Parts) -> _Parts | None:
     reproduce its text."""
     try:
         two_turns = _render(tokenizer, "system user")
+        # the system turn is all that precedes the user's
         text, mark, after_user = two_turns.rpartition(parts.before_user + _MARK)
         before, after = _around(text)
         if not mark or after_user != parts.after_user:
@@ -146,6 +152,8 @@ def _with_system(tokenizer: Tokenizer, parts: _Parts) -> _Parts | None:
         probes = _PROBES
     except ValueError:  # the template refuses a system turn
         probes = _PROBES[1:2]
+
+    # all parts together must give the template's own text
     for roles in probes:
         messages = [{"role": role, "content": _MARK} for role in roles.split()]
         if parts.text(messages) != _render(tokenizer, roles, prompt=True):

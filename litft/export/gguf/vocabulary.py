@@ -128,6 +128,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         supported = "gpt2 (byte-level BPE), llama and gemma4 (sentencepiece)"
         reason = f"its tokenizer type {kind!r} is not supported; supported: {supported}"
         raise ValueError(f"{file.folder}: {reason}; use the model in Hugging Face's format")
+
+    # special tokens
     tokens = _read_tokens(stored, texts, file.meta("token_embd.weight").size(0))
     ids = _special_ids(stored, len(tokens.texts))
     special = {}
@@ -138,6 +140,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         stored.get("add_bos_token", kind == "llama" or _pre_tokenizer(stored) in ADD_BOS)
         and "bos_token" in special
     )
+
+    # tokenizer.json
     try:
         backend = (_byte_level_bpe if kind == "gpt2" else _sentencepiece_bpe)(
             stored, tokens, special.get("unk_token")
@@ -147,6 +151,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         raise ValueError(
             f"{file.folder}: its tokenizer cannot be read ({error}); download the file again"
         ) from None
+
+    # BOS before each text
     if adds_bos:
         pairs = [(special["bos_token"], tokens.texts.index(special["bos_token"]))]
         template = processors.TemplateProcessing(
@@ -159,6 +165,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         strips_spaces=_PHI3.search(str(file.metadata.get("general.name"))) is not None,
     )
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), "utf-8")
+
+    # tokenizer_config.json, chat template, and generation_config.json with the stop tokens
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,
@@ -207,6 +215,8 @@ def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens
             f"token_type and scores do not contain a valid type and number for each of {count} "
             "tokens"
         )
+
+    # unused tokens at the end are padding
     while count and types[count - 1] == _TokenType.UNUSED:
         count -= 1
     if len(set(texts[:count])) != count:
@@ -245,6 +255,8 @@ def _byte_level_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None
         raise ValueError(
             f"llama.cpp's pre-tokenizer {pre!r} is not supported; supported: {supported}"
         )
+
+    # the vocabulary and the merges
     split = PRE_TOKENIZERS[pre]
     backend = Backend(
         models.BPE(
@@ -253,6 +265,8 @@ def _byte_level_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None
     )
     if pre in NORMALIZED:
         backend.normalizer = normalizers.NFC()
+
+    # how text is cut into pieces before the merges
     prefix = bool(stored.get("add_space_prefix", False))
     if split.digits:
         steps = [pre_tokenizers.Digits(individual_digits=True)]
@@ -291,6 +305,7 @@ def _merges_by_score(tokens: _Tokens) -> list[tuple[str, str]]:
     text_types = {_TokenType.NORMAL, _TokenType.USER_DEFINED}
     for text, token_type, score in zip(*tokens, strict=True):
         if token_type in text_types:
+            # every way to cut the token into two other ones
             halves = ((text[:i], text[i:]) for i in range(1, len(text)))
             text_merges = []
             for left, right in halves:
@@ -315,6 +330,7 @@ def _sentencepiece_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | N
     else:
         backend.normalizer = spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    # the space that was put before the text is removed again
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
 
@@ -331,6 +347,7 @@ def _add_special_tokens(backend: Backend, tokens: _Tokens, strips_spaces: bool) 
     plain = []
     for text, token_type in zip(tokens.texts, tokens.types, strict=True):
         if token_type in (_TokenType.CONTROL, _TokenType.UNKNOWN):
+            # they match a text as it is, before any normalization
             special.append(
                 AddedToken(
                     text,
@@ -365,6 +382,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
         )
     name, content = tokenizer.serialized()
     definition = json.loads(content) if name == "tokenizer.json" else None
+    # byte_fallback tells sentencepiece's BPE from byte-level BPE
     if definition and not definition["model"].get("byte_fallback"):
         pre = _pre_tokenizer_name(definition, tokenizer.folder)
         tokens = _pad(_texts_and_types(tokenizer), {}, size)
@@ -383,6 +401,8 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
         token_id = tokenizer.token_id(text)
         if token_id is not None and kind != "eos_token":
             getattr(writer, f"add_{kind}_id")(token_id)
+
+    # GGUF has one token for the end of a text, and another for the end of a turn
     first, *others = tokenizer.stop_ids
     if tokenizer.eos_id in tokenizer.stop_ids:
         eos_id = tokenizer.eos_id
@@ -435,6 +455,8 @@ def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
             "and llama.cpp has none"
         )
         raise ValueError(f"{folder}: {reason}; keep the Hugging Face folder")
+
+    # its steps must be those of a pre-tokenizer that llama.cpp has a name for
     step = definition["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
     splits = []
@@ -514,12 +536,15 @@ def _sentencepiece_tokens(
         scores = {p.piece: p.score for p in model.pieces}
         types = {}
         for p in model.pieces:
+            # 1: a normal token
             if p.type != 1:
                 types[p.piece] = p.type
         adds_space = model.normalizer_spec.add_dummy_prefix
         if model.normalizer_spec.remove_extra_whitespaces:
             spaces = "leading, trailing and repeated spaces, and those next to special tokens"
             print(f"note: llama.cpp keeps {spaces}, which this tokenizer removes", file=sys.stderr)
+
+    # control tokens stay so, whatever sentencepiece says of them
     control = _TokenType.CONTROL
     tokens = {
         i: (text, int(types.get(text, kind) if kind != control else kind))
@@ -533,6 +558,7 @@ def _merge_scores(merges: Iterable[Sequence[str]]) -> dict[str, float]:
     have higher scores."""
     scores: dict[str, float] = {}
     for rank, (left, right) in enumerate(merges):
+        # a token of several merges has the score of the first
         scores.setdefault(left + right, -float(rank))
     return scores
 

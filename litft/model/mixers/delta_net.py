@@ -32,8 +32,10 @@ class DeltaNet(Mixer):
             CausalConv(width, delta.conv_width, bias=False)
             for width in (key_width, key_width, value_width)
         )
+
         decay_width = delta.n_heads * (delta.key_dim if delta.row_decay else 1)
         if delta.row_decay:
+            # Kimi Delta Attention: decay and output gate are low-rank projections of the input
             self.decay_a_proj, self.gate_a_proj = (
                 Linear(config.dim, delta.value_dim, bias=False) for _ in range(2)
             )
@@ -42,6 +44,7 @@ class DeltaNet(Mixer):
         else:
             self.decay_proj = Linear(config.dim, decay_width, bias=False)
             self.gate_proj = Linear(config.dim, value_width, bias=False)
+
         self.log_rate = nn.Parameter(torch.zeros(delta.n_heads))
         self.decay_bias = nn.Parameter(torch.zeros(decay_width))
         gate = "sigmoid" if delta.row_decay else "silu"
@@ -55,6 +58,7 @@ class DeltaNet(Mixer):
     ) -> Tensor:
         """See Mixer."""
         delta = self.delta
+        # in the order in which `mix` unpacks them
         y = self.run_mix(
             documents,
             cache,
@@ -80,6 +84,9 @@ class DeltaNet(Mixer):
         *projections, beta, rows, query_weight, key_weight, value_weight, log_rate, decay_bias = (
             inputs
         )
+
+        # The cache's states 0, 1 and 2 are the inputs of the three convolutions; 3 is that of the
+        # recurrence.
         q, k, v = (
             F.silu(causal_conv(part, weight, None, documents, cache, number))
             for number, (part, weight) in enumerate(
@@ -88,6 +95,9 @@ class DeltaNet(Mixer):
         )
         q, k = (normalized(part.unflatten(-1, (delta.n_key_heads, -1))) for part in (q, k))
         v = v.unflatten(-1, (delta.n_heads, -1))
+
+        # For a unit key, I - beta k^T k has an eigenvalue of 1 - beta; a beta above 1 makes it
+        # negative (arXiv 2411.12537).
         beta = beta.float().sigmoid() * (2 if delta.negative_eigenvalues else 1)
         state = None if cache is None else cache.states[3]
         decay = self.decay(rows, log_rate, decay_bias)
@@ -99,6 +109,7 @@ class DeltaNet(Mixer):
     def decay(self, rows: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
         """Return the log decay of each token's state, in fp32: (B, T, H), or (B, T, H, K) for each
         row."""
+        # as in Mamba-2: the log decay -exp(log_rate) * softplus(...) is never positive
         steps = F.softplus(rows.float() + bias.float())
         rate = log_rate.float().exp()
         if self.delta.row_decay:

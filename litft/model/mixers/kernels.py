@@ -70,6 +70,8 @@ def without_launches() -> Iterator[None]:
         return
     from triton.runtime.jit import KernelInterface
 
+    # kernel[grid] returns a function that launches the kernel; here it returns one that does
+    # nothing
     before = KernelInterface.__getitem__
     KernelInterface.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: None
     try:
@@ -92,6 +94,8 @@ def fused_recurrence(
     from fla.ops.kda import chunk_kda
     from fla.ops.simple_gla import chunk_simple_gla
 
+    # the narrowest dtype: the inputs of a kernel have one dtype, and `can_run` needs one input in
+    # bf16
     dtype = min((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
     heads = v.size(2)
     kernel = chunk_simple_gla
@@ -101,6 +105,7 @@ def fused_recurrence(
         # only the kernels of the delta rule share queries and keys
         q, k = (x.repeat_interleave(heads // x.size(2), dim=2) for x in (q, k))
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g.float(), *([] if b is None else [b.float()])]
+    # the caller has scaled the queries
     settings = {"scale": 1.0, "initial_state": None if state is None else state.float()}
     y, state = kernel(
         *_one_row(inputs, documents),
@@ -135,6 +140,7 @@ def fused_conv(
 
     weight = weight.to(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
+    # limits of the package's CUDA kernel
     has_cuda_form = x.size(2) % 8 == 0 and 2 <= weight.size(1) <= 4 and _has_causal_conv1d()
     backend = "cuda" if has_cuda_form else "triton"
     y, _ = causal_conv1d(
@@ -146,6 +152,7 @@ def fused_conv(
 @cache
 def _has_causal_conv1d() -> bool:
     """Return whether causal-conv1d is installed and was built for this version of torch."""
+    # a build for another version of torch is found, but fails to load
     try:
         import causal_conv1d  # noqa: F401
     except ImportError:

@@ -25,12 +25,15 @@ class Mamba2(Mixer):
         width = mamba.n_heads * mamba.head_dim
         state_width = mamba.n_groups * mamba.state_dim
         self.widths = (width, state_width, state_width)
+
         self.gate_proj = Linear(config.dim, width, bias=mamba.bias)
         # values, keys and queries
         self.conv_proj = Linear(config.dim, sum(self.widths), bias=mamba.bias)
         self.step_proj = Linear(config.dim, mamba.n_heads, bias=mamba.bias)
         self.out_proj = Linear(width, config.dim, bias=mamba.out_bias)
         self.conv = CausalConv(sum(self.widths), mamba.conv_width, mamba.conv_bias)
+
+        # one number a head: A_log, dt_bias and D in the paper's code
         self.log_rate = nn.Parameter(torch.zeros(mamba.n_heads))
         self.step_bias = nn.Parameter(torch.zeros(mamba.n_heads))
         self.skip = nn.Parameter(torch.ones(mamba.n_heads))
@@ -38,6 +41,7 @@ class Mamba2(Mixer):
             self.norm = GatedNorm(width, mamba.norm_eps, "silu", mamba.gate_first, mamba.n_groups)
         else:
             self.norm = None
+        # on the CPU also when the network is built on meta: no file has these values
         if mamba.scales:
             parts = [
                 torch.full((size,), scale, device="cpu")
@@ -69,8 +73,11 @@ class Mamba2(Mixer):
         v, k, q = F.silu(causal_conv(conv, weight, bias, documents, cache)).split(
             self.widths, dim=-1
         )
+
         v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
         k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
+
+        # dt of the paper: it scales what a token writes, and the rate -exp(A_log) of the decay
         step = F.softplus(step + step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
         state = None if cache is None else cache.states[1]
         y, state = recurrence(

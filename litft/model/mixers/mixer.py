@@ -76,12 +76,14 @@ class SavingInputs(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         with torch.enable_grad():
             pairs = zip(ctx.saved_tensors, needed, strict=True)
+            # Detached, so that the inner graph ends at the inputs; autograd continues from there.
             arguments = [x.detach().requires_grad_() if is_needed else x for x, is_needed in pairs]
             leaves = []
             for x in arguments:
                 if x is not None and x.requires_grad:
                     leaves.append(x)
             found = iter(torch.autograd.grad(ctx.function(*arguments), leaves, gradient))
+        # the first argument of `forward` is the function, which has no gradient
         return None, *(next(found) if is_needed else None for is_needed in needed)
 
 
@@ -111,19 +113,27 @@ def causal_conv(
     # compiled code fuses the plain form
     if cache is None and not torch.compiler.is_compiling() and kernels.can_run(x):
         return kernels.fused_conv(x, weight, bias, documents)
+
     width = weight.size(1)
     length = x.size(1)
     if cache is None:
         previous = x.new_zeros(x.size(0), width - 1, x.size(2))
     else:
+        # the state is kept in fp32
         previous = cache.states[state].to(x.dtype)
     extended = torch.cat((previous, x), dim=1)  # (B, K - 1 + T, C)
+    # the last K - 1 inputs are the state for the next piece
     if cache is not None:
         cache.store(state, extended[:, length:])
+
+    # A tap of a token in an earlier document counts as zero, as before the row's start, whose id is
+    # -1.
     if documents is None:
         ids = None
     else:
         ids = F.pad(documents.ids, (width - 1, 0), value=-1)
+
+    # a sum of K shifted products; the last tap is the token itself, and needs no mask
     y = None
     for tap in range(width):
         shifted = extended[:, tap : tap + length]
@@ -161,6 +171,7 @@ class GatedNorm(nn.Module):
         y = x.float()
         gate = self.gate(gate.float())
         y = y * gate if self.gate_first else y
+        # (..., groups, C / groups): each group has a root mean square of its own
         grouped = y.unflatten(-1, (self.groups, -1))
         y = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * weight.float()
         return (y if self.gate_first else y * gate).to(x.dtype)

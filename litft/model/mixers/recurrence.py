@@ -43,6 +43,7 @@ def recurrence(
     with G = H (B, T, H, K) for a decay of each row. b: (B, T, H) for the delta rule. state: before
     the first token. documents: the state starts anew with each; no state is taken or returned.
     """
+    # a decode step: the recurrence itself, with one query and key for each head
     if v.size(1) == 1 and state is not None:
         q, k = (x.repeat_interleave(v.size(2) // x.size(2), dim=2) for x in (q, k))
         return _step(
@@ -50,6 +51,9 @@ def recurrence(
             None if b is None else b.float().squeeze(1),
             state,
         )
+
+    # Compiled code sees a single operator, since the number of chunks depends on the length. Block
+    # masks are no tensors, and no mixer reads them: the first three fields are enough.
     if torch.compiler.is_compiling():
         if documents is None:
             lengths = []
@@ -60,6 +64,8 @@ def recurrence(
                     lengths.append(x)
         y, state = recurrence_operator(q, k, v, g, b, lengths, state)
         return y, state if documents is None else None
+
+    # a decay of each row has a kernel only together with the delta rule, and key dims have a limit
     has_kernel = (b is not None or g.dim() == 3) and k.size(3) <= kernels.MAX_KEY_DIM
     if has_kernel and kernels.can_run(q, k, v):
         return kernels.fused_recurrence(q, k, v, g, b, documents, state)
@@ -70,7 +76,9 @@ def _step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Do the same for a single token, whose dimension T is missing in the arguments."""
+    # one decay a head, or one for each row of the state: (B, H, 1, 1) or (B, H, K, 1)
     state = state * (g[..., None, None] if g.dim() == 2 else g[..., None]).exp()
+    # delta rule: only what the decayed state does not predict yet is written
     if b is not None:
         v = (v - (k[..., None, :] @ state).squeeze(-2)) * b[..., None]
     state = state + k[..., None] * v[..., None, :]
@@ -126,35 +134,52 @@ def _chunked(
     q, k, v = (_in_chunks(x, groups) for x in (q, k, v))  # (B, G, 1 or R, N, L, .)
     g = _in_chunks(g if by_row else g[..., None], groups)
     b = None if b is None else _in_chunks(b[..., None], groups)
+
+    # (L, L): a token sees itself and the earlier ones of its chunk; with documents (B, 1, 1, N, L,
+    # L)
     visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
     enters = leaves = passes = None
     if ids is not None:
         visible, enters, leaves, passes = _document_masks(ids, visible)
+
     # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N,
     # L, K or 1)
     total = g.cumsum(-2) if ids is None else visible.to(g.dtype) @ g
+
     # what a token sees of the state at the start of its chunk
     from_start = _masked_exp(total, enters)
     # what the state at the end of the chunk has of a token
     to_end = _masked_exp(total[..., -1:, :] - total, leaves)
+    # decay of the state over the whole chunk; 0 if the last token is of another document than the
+    # token before the chunk
     carry = total[..., -1, :].exp()  # (B, G, R, N, K or 1)
     carry = carry if passes is None else carry * passes
+
+    # products of all pairs of tokens within a chunk, (B, G, R, N, L, L)
     scores, system = (_row_decay_pairs if by_row else _pairs)(q, k, b, total, visible)
     k_start = None
+
     # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
     if b is not None:
+        # two right-hand sides: the values, and the keys with which each value subtracts what the
+        # state at the start of the chunk holds
         right = torch.cat((v * b, k * b * from_start), -1)
         solved = torch.linalg.solve_triangular(
             system.tril(-1), right, upper=False, unitriangular=True
         )
         v, k_start = solved.split((v.size(-1), k.size(-1)), dim=-1)
+
     heads = v.shape[:3]  # (B, G, R)
     if state is None:
         state = v.new_zeros(*heads, k.size(-1), v.size(-1))
     else:
         state = state.view(*heads, *state.shape[2:])
+
     # one decay a head scales the products instead
     q_start, k_end = (q * from_start, k * to_end) if by_row else (q, k)
+
+    # The loop has one step a chunk: it adds what the incoming state contributes, and passes the
+    # state on.
     outputs = []
     for n in range(v.size(3)):
         if b is None:
@@ -165,8 +190,11 @@ def _chunked(
         outputs.append(
             scores[:, :, :, n] @ values + (seen if by_row else seen * from_start[:, :, :, n])
         )
+        # what the tokens of the chunk leave in the state: (B, G, R, K, V)
         added = k_end[:, :, :, n].mT @ (values if by_row else values * to_end[:, :, :, n])
         state = state * carry[:, :, :, n, :, None] + added
+
+    # (B, G, R, N, L, V) -> (B, T, H, V), without the padding of the last chunk
     y = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, :length].flatten(1, 2).transpose(1, 2)
     return y, state.flatten(1, 2) if ids is None else None
 
@@ -176,6 +204,8 @@ def _pairs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return q k and b k k of all pairs of tokens of a chunk, decayed from the second to the first:
     (B, G, R, N, L, L)."""
+    # The mask comes before exp: from a later to an earlier token the exponent is positive, and exp
+    # could overflow.
     between = (total - total.mT).masked_fill(~visible, -torch.inf).exp()
     return q @ k.mT * between, None if b is None else k @ k.mT * between * b
 
@@ -192,12 +222,14 @@ def _row_decay_pairs(
     """
     # (B, G, R, N, 1 or 2, L, K)
     rows = q[..., None, :, :] if b is None else torch.stack((q, k * b), -3)
+    # the pairs of a token with itself, which have no decay: blocks of size 1
     scores = (rows * k[..., None, :, :]).sum(-1)[..., None, None]  # (B, G, R, N, 1 or 2, L, 1, 1)
     size = 1
     while size < CHUNK:
         after, before = _neighbours(total, visible, size)
         right = rows.unflatten(-2, (-1, 2, size))[..., 1, :, :] * after[..., None, :, :, :]
         left = (k.unflatten(-2, (-1, 2, size))[..., 0, :, :] * before)[..., None, :, :, :]
+        # two blocks on the diagonal become one: the left one does not see the right one
         first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
         upper = torch.cat((first, torch.zeros_like(first)), -1)
         scores = torch.cat((upper, torch.cat((right @ left.mT, second), -1)), -2)
@@ -214,6 +246,8 @@ def _neighbours(total: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tens
     after = right - end
     before = end - left
     if visible.dim() > 2:  # documents
+        # A token that the boundary token does not see, or that does not see it, is of another
+        # document: no pair may pass the boundary.
         start = torch.arange(0, CHUNK, 2 * size, device=total.device)[:, None]
         ends = start + size - 1
         offsets = torch.arange(size, device=total.device)
@@ -224,6 +258,7 @@ def _neighbours(total: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tens
 
 def _in_chunks(x: Tensor, groups: int) -> Tensor:
     """(B, T, H, .) -> (B, G, H / G, N, L, .) in fp32, padded with zeros."""
+    # padding leaves the state as it is: a log decay of 0 keeps it, and zeros add nothing
     padded = F.pad(x.float(), (0, 0, 0, 0, 0, -x.size(1) % CHUNK))
     return padded.transpose(1, 2).unflatten(2, (-1, CHUNK)).unflatten(1, (groups, -1))
 
@@ -242,6 +277,7 @@ def _masked_exp(x: Tensor, mask: Tensor | None) -> Tensor:
 def _document_masks(ids: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
     """Return which tokens of a chunk see each other, the chunk's first state and its last, and
     which chunks pass it on."""
+    # the padding belongs to the last document, so that it ends no document
     padding = -ids.size(1) % CHUNK
     # (B, 1, 1, N, L)
     ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, CHUNK))[
@@ -249,6 +285,7 @@ def _document_masks(ids: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
     ]
     first = ids[..., :1, 0]
     last = ids[..., -1:]
+    # the document of the token before each chunk; nothing enters the first chunk
     before = torch.cat((first - 1, last[..., :-1, 0]), -1)[..., None]  # (B, 1, 1, N, 1)
     same = visible & (ids[..., :, None] == ids[..., None, :])
     return same, (ids == before)[..., None], (ids == last)[..., None], last == before

@@ -31,6 +31,7 @@ class ShortConv(Mixer):
         self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
     ) -> Tensor:
         """Return the gated convolution."""
+        # (B, T, 3 C) -> b, c and x of the class's docstring, (B, T, C) each
         projected, weight, bias = inputs
         before, after, x = projected.chunk(3, dim=-1)
         return after * causal_conv(before * x, weight, bias, documents, cache)

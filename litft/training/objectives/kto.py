@@ -75,6 +75,8 @@ class KTO(Objective):
             model, mismatches, layout, fabric.device, fabric.global_rank, before_batch
         )
         total = fabric.all_reduce(log_probs.sum(), reduce_op="sum")
+
+        # each process has computed its part of the log-probabilities, but knows all references
         references = sum(value for mismatch in mismatches for value in mismatch.reference)
         self.kl = ((total - references) / len(samples)).clamp(min=0)
 
@@ -85,6 +87,7 @@ class KTO(Objective):
     def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
         """Return (8,): this micro-batch's share of the step's loss and of the scores."""
         log_probs, _ = sequence_log_probs(model, batch)
+        # a process without samples returns zeros that still depend on the network
         if batch.sequences is None:
             return torch.cat([log_probs.sum()[None], log_probs.new_zeros(len(self.scores))])
         _, references, desirable = batch.sequences
@@ -93,12 +96,14 @@ class KTO(Objective):
         loss = (
             weights * (1 - torch.sigmoid(torch.where(desirable, advantage, -advantage)))
         ).sum() / totals.samples
+        # plus the mean loss per token of the desirable answers
         if self.args.sft_weight:
             loss = loss - self.args.sft_weight * (log_probs * desirable).sum() / max(
                 1, totals.tokens
             )
         with torch.no_grad():
             rewards = self.beta * (log_probs - references)
+            # the means of the rewards, and of the log-probabilities, each by label
             labels = (desirable, totals.desirable), (~desirable, totals.undesirable)
             # this micro-batch's share of the means over the step's answers with each label, NaN
             # without any

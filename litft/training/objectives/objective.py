@@ -89,6 +89,7 @@ class Objective:
             (value, self.weight(score, counts))
             for value, counts in zip(values, totals, strict=True)
         ]
+        # NaN is a score without answers of its kind, but a loss of NaN must stay visible
         pairs = [
             (value, weight) for value, weight in pairs if score == "loss" or not math.isnan(value)
         ]
@@ -130,6 +131,7 @@ def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Ten
     # a process without samples, which must still take part in the backward pass
     if batch.sequences is None:
         return losses.double()[:0], losses.double()[:0]
+    # the number of each target's sequence, (N,)
     numbers = batch.sequences.numbers.flatten().index_select(0, batch.target_indices)
     zeros = torch.zeros_like(batch.sequences.references)
     return zeros.index_add(0, numbers, -losses.double()), zeros.index_add(
@@ -161,6 +163,9 @@ def document_log_probs(
             batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(
                 device
             )
+
+            # a micro-batch has its sequences in the order of its rows, the result in that of the
+            # samples
             order = [index for row in rows for index in row]
             log_probs[order], lengths[order] = (
                 values.view(-1, log_probs.size(1)) for values in sequence_log_probs(model, batch)

@@ -79,11 +79,15 @@ class PairObjective(Objective):
             references = log_probs.detach()
         else:
             references = batch.sequences.references
+
+        # documents 2 n and 2 n + 1 are the chosen and the rejected answer of pair n
         sides = [
             Side(*(values.view(-1, 2)[:, number] for values in (log_probs, lengths, references)))
             for number in (0, 1)
         ]
         chosen, rejected = sides
+
+        # log-probabilities are negative losses, hence the minus below
         loss = self.losses(chosen, rejected).sum() / totals.samples
         if self.nll_weight:
             loss = loss - self.nll_weight * chosen.log_probs.sum() / totals.tokens
