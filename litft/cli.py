@@ -37,7 +37,7 @@ COMMANDS = {
         for method, args in flags.FINETUNE.items()
     },
     "generate": Command(
-        flags.GenerateArgs, "litft.inference.generate:generate", spin_count=DECODING_SPINS
+        flags.GenerateArgs, "litft.inference.generate:run_generation", spin_count=DECODING_SPINS
     ),
     "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spin_count=DECODING_SPINS),
     "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spin_count=DECODING_SPINS),

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,9 @@ import torch
 
 from litft import run_dir
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
+from litft.checkpoints.base_folder import find_base, gguf_remedy, local_folder, read_config_json
 from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, untransposed
-from litft.checkpoints.hub import HubId, downloaded_from, fetch, hub_id
+from litft.checkpoints.hub import HubId, downloaded_from
 from litft.checkpoints.peft_names import TEXT_NAMES, ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.stored_formats import METHODS, check_method
@@ -336,10 +337,10 @@ def resolve(
 
     family: the model_type to read config.json as, instead of its own.
     """
-    folder = _local_folder(folder)
+    folder = local_folder(folder)
     if not folder.is_dir():
         raise ValueError(
-            f"{folder} is a file; {_gguf_remedy([folder]) or 'name the folder that contains it'}"
+            f"{folder} is a file; {gguf_remedy([folder]) or 'name the folder that contains it'}"
         )
 
     # the folder of a run stands for its result, once there is one
@@ -360,8 +361,8 @@ def resolve(
 
     # the base, and the network that its config.json describes
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
-    base = _find_base(folder, base_dir) if adapter else folder
-    hf = text_config(_read_config_json(base))
+    base = find_base(folder, base_dir) if adapter else folder
+    hf = text_config(read_config_json(base))
     if family is None and str(hf.get("model_type")) not in families():
         _refuse_unknown(base, hf)
     hf = hf if family is None else as_family(hf, family)
@@ -455,19 +456,6 @@ def _check_quantization(base: Path, settings: dict[str, Any]) -> None:
         raise ValueError(f"{base}: {error}") from None
 
 
-def _local_folder(folder: str | Path) -> Path:
-    """Return the folder of a path or a hub id, downloading the latter if necessary."""
-    repo = hub_id(folder)
-    if repo:
-        return fetch(repo)[0]
-    if not Path(folder).exists():
-        raise ValueError(
-            f"{folder} does not exist; name a model folder in Hugging Face format, an adapter "
-            "folder or a hub id"
-        )
-    return Path(folder)
-
-
 def load_models(
     sources: Sequence[PretrainedFolder],
     precision: str | None,
@@ -535,54 +523,6 @@ def load(
     if warning:
         warnings.warn(warning.removeprefix("warning: "), stacklevel=2)
     return source.model(precision, device, quantize), source.tokenizer()
-
-
-def _read_config_json(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        inside = sorted(str(file.parent) for file in folder.glob("*/config.json"))[:3]
-        remedy = (
-            _gguf_remedy(folder.iterdir())
-            or "name the folder of a Hugging Face model, with its config.json and weights"
-        )
-        remedy = f"did you mean {' or '.join(inside)}?" if inside else remedy
-        raise ValueError(f"{folder} has no config.json; {remedy}")
-    return read_object(path)
-
-
-def _gguf_remedy(files: Iterable[Path]) -> str | None:
-    """Suggest the conversion of the first GGUF file; return None if there is none."""
-    gguf_file = next((path for path in files if path.suffix == ".gguf"), None)
-    return (
-        gguf_file
-        and "convert it with python scripts/convert_gguf_checkpoint.py --checkpoint_dir "
-        f"{gguf_file}"
-    )
-
-
-def _find_base(adapter: Path, base_dir: str | Path | None) -> Path:
-    """Find an adapter's base model: `base_dir`, else the path recorded by litft, else PEFT's
-    base_model_name_or_path."""
-    if base_dir:
-        return _local_folder(base_dir)
-    config = read_adapter_config(adapter)
-    base_path = config.get("litft", {}).get("base_path")
-    base_name = config.get("base_model_name_or_path") or ""
-    # litft's path is relative to the adapter, so it survives a move of both
-    candidates = [adapter / base_path] if base_path else []
-    for path in [*candidates, Path(base_name)]:
-        if base_name and path.is_dir():
-            return Path(os.path.normpath(path))
-    reason = f"{adapter}: its base model {base_name!r} is not a local folder; pass --base_dir"
-    revision = config.get("revision")
-    # the hub comes last, since it means a download
-    repo = hub_id(f"{base_name}@{revision}" if revision else base_name)
-    if not repo:
-        raise ValueError(reason)
-    try:
-        return fetch(repo)[0]
-    except ValueError as error:
-        raise ValueError(f"{reason} ({error})") from None
 
 
 def _check_fingerprint(source: PretrainedFolder) -> None:

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config, tensor_names
+from litft.checkpoints.adapter_reader import (
+    ADAPTER_CONFIG,
+    adapter_tensor_names,
+    read_adapter_config,
+)
 from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
 from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from litft.checkpoints.peft_names import missing_modules
@@ -228,7 +232,7 @@ def check_written(folder: Path, source: PretrainedFolder) -> None:
         return
     if read_adapter_config(folder).get("peft_type") == "LORA":
         missing = missing_modules(
-            tensor_names(folder), source.checkpoint.names, source.adapter_names
+            adapter_tensor_names(folder), source.checkpoint.names, source.adapter_names
         )
         if missing:
             raise RuntimeError(

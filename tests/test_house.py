@@ -38,7 +38,7 @@ model: config_file config_fields rope_config config linear norm device_type loss
  per_layer_input kv_cache packed_sequences attention_eager attention_cpu attention latent_attention
  mixers blocks altup transformer placement quantization
 checkpoints: rules conversion stored_formats weight_files adapter_reader peft_targets peft_names
- peft_coverage peft_format peft_tables peft_reader hub
+ peft_coverage peft_format peft_tables peft_reader hub base_folder
 methods: mixins new_tokens base full llama_adapter lora_modules lora
 data: chat_template reasoning messages turn_rendering turns tool_calls answer_parser answer_format
  digests tokenizer_backends tokenizer formats readers in_memory preferences sample encoder sources
@@ -147,6 +147,18 @@ def test_the_code_is_no_denser_than_it_was():
     assert len(dense) <= MOST_DENSE, dense
     crowded = [function for function in density.functions if function.local_names > 15]
     assert len(crowded) <= MOST_CROWDED, crowded
+
+
+def test_a_public_name_has_one_meaning():
+    """Families are left out: each has the same functions for its own network."""
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        if "families" in path.parts:
+            continue
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(LIBRARY)))
+    assert not {name: places for name, places in homes.items() if len(places) > 1}
 
 
 def test_only_weights_are_unpickled_and_nothing_is_evaluated():

@@ -42,7 +42,7 @@ class Recipe(NamedTuple):
 
 
 def names() -> list[str]:
-    """Return the names of the recipes: less memory first, then fewer GPUs, then smaller models."""
+    """Return the names of the recipes: fewer GPUs first, then less memory, then smaller models."""
     return [recipe.name for recipe in recipes()]
 
 

@@ -232,11 +232,12 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
     ):
         invalid.append(f"modules_to_save {saved!r}")
     # the expressions are matched later, and must compile
-    for key in alpha_pattern:
-        try:
-            regex.compile(key)
-        except (regex.error, TypeError):
-            invalid.append(f"alpha_pattern {key!r}")
+    for name, pattern in (("alpha_pattern", alpha_pattern), ("rank_pattern", rank_pattern)):
+        for key in pattern:
+            try:
+                regex.compile(key)
+            except (regex.error, TypeError):
+                invalid.append(f"{name} {key!r}")
     if invalid:
         raise ValueError(
             f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not valid; save the adapter again"
@@ -249,7 +250,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / ADAPTER_WEIGHTS)
 
 
-def tensor_names(folder: Path) -> list[str]:
+def adapter_tensor_names(folder: Path) -> list[str]:
     """Return the names of the tensors in an adapter folder's file; only its header is read."""
     with _named_errors(folder), safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         return list(file.keys())

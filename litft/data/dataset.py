@@ -21,7 +21,7 @@ from litft.data.formats import FORMATS
 from litft.data.preferences import EQUAL, FIELDS
 from litft.data.sampler import Sampler
 from litft.data.sources import File, HubSplit, locate
-from litft.data.token_cache import prepare
+from litft.data.token_cache import prepare_store
 from litft.data.token_store import EncodingReport, Samples, TokenStore
 from litft.data.tokenizer import CONTROL, Tokenizer
 
@@ -152,7 +152,8 @@ def load_data(
     val = [file for _, file in val]
     files = list(dict.fromkeys([*train, *val]))
     stores = {
-        file: prepare(file, _encoder_of(file, encoder), args.skip_bad, timeout) for file in files
+        file: prepare_store(file, _encoder_of(file, encoder), args.skip_bad, timeout)
+        for file in files
     }
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
@@ -387,8 +388,8 @@ def split(
     units are held out.
 
     The side of an entry depends only on its own content and the seed, not on the rest of the file
-    or how it is encoded. At least one unit is held out (the lowest score) if `fraction` is not 0,
-    and at least one is kept (the highest score).
+    or how it is encoded. Of two or more units at least one is held out (the lowest score) if
+    `fraction` is not 0, and at least one is kept (the highest score).
     """
     scores = [_scores(store.units, seed) for store in stores]
     # thresholds between the lowest and the highest score keep both sides from being empty

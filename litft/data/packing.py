@@ -54,12 +54,14 @@ class MicroBatch:
         def move(value: Tensor) -> Tensor:
             return (value.pin_memory() if is_cuda else value).to(device, non_blocking=True)
 
-        moved = {
-            item.name: tree_map_only(Tensor, move, getattr(self, item.name))
-            for item in fields(self)
-        }
-        # `documents` anew: their `to` leaves a part of them on the CPU
-        return MicroBatch(**moved | {"documents": self.documents and self.documents.to(move)})
+        moved = {}
+        for item in fields(self):
+            # `to` of the documents leaves a part of them on the CPU
+            if item.name == "documents":
+                moved["documents"] = self.documents and self.documents.to(move)
+            else:
+                moved[item.name] = tree_map_only(Tensor, move, getattr(self, item.name))
+        return MicroBatch(**moved)
 
     def with_min_targets(self, count: int) -> "MicroBatch":
         """Return a copy with at least `count` targets, with arbitrary values: for measuring

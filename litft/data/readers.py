@@ -387,9 +387,7 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
             # a row may have several lines; this is its last one
             last_line = rows.line_num + skipped
             where = f"{path}, line {last_line}"
-            if len(row) <= len(names):
-                row = row
-            else:
+            if len(row) > len(names):
                 row = _without_empty_end(row, len(names))
             # the reader returns an empty list for a blank line, which is no record
             if len(row) == len(names):

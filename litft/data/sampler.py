@@ -97,11 +97,9 @@ def largest_micro_batch(
     # packing fills rows of about `row_tokens`; a row that has a longer sample is as wide as that
     if layout.row_tokens:
         num_rows = np.ceil(sums / layout.row_tokens)
-    else:
-        num_rows = np.minimum(batch_size, len(indices) - starts)
-    if layout.row_tokens:
         width = np.maximum(longest, sums / num_rows)
     else:
+        num_rows = np.minimum(batch_size, len(indices) - starts)
         width = longest
     # the largest micro-batch of a rank has at most `layout.rows` rows
     estimates = width * np.minimum(np.ceil(num_rows / layout.ranks), layout.rows)

@@ -47,7 +47,7 @@ PR_SET_PDEATHSIG = 1
 MAX_PROCESSES = 16
 
 
-def prepare(
+def prepare_store(
     file: File | HubSplit, encoder: Encoder, max_bad: float, timeout: float = math.inf
 ) -> TokenStore:
     """Return the file's samples from the cache, tokenizing the file first if needed; other

@@ -121,9 +121,7 @@ def fit_layers(
     counts = []
     remaining = list(layer_bytes)
     for index, room in enumerate(free_bytes):
-        if room is None:
-            room = None
-        else:
+        if room is not None:
             room = room * USABLE_MEMORY - (0 if index else other_bytes)
         count = 0
         while remaining and (room is None or remaining[0] <= room):

@@ -132,9 +132,11 @@ class HostGroup:
         all_facts = self.all_gather(facts)
         # all processes compare with the first one, so all raise the same error
         for rank, peer_facts in enumerate(all_facts):
-            pairs = {name: (value, peer_facts.get(name)) for name, value in all_facts[0].items()}
             differences = []
-            for name, (expected, actual) in pairs.items():
+            # a fact that only one of the two has differs, too
+            for name in all_facts[0] | peer_facts:
+                expected = all_facts[0].get(name)
+                actual = peer_facts.get(name)
                 if expected != actual:
                     differences.append(
                         f"{name} ({str(expected)[:60]} on process 0, {str(actual)[:60]} on the "

@@ -12,7 +12,7 @@ import yaml
 
 from litft import __version__, run_dir
 from litft.args import FinetuneArgs
-from litft.checkpoints.adapter_reader import tensor_names, vllm_obstacles
+from litft.checkpoints.adapter_reader import adapter_tensor_names, vllm_obstacles
 from litft.checkpoints.hub import HubId, fetch, hub_id
 from litft.data.sources import hub_dataset
 from litft.pretrained import PretrainedFolder, resolve
@@ -429,7 +429,9 @@ def _auto_class(info: CardInfo) -> str:
     if info.source.adapter is None:
         is_wrapper = info.source.multimodal is not None
     else:
-        is_wrapper = any("language_model." in key for key in tensor_names(info.source.adapter))
+        is_wrapper = any(
+            "language_model." in key for key in adapter_tensor_names(info.source.adapter)
+        )
     if is_wrapper:
         return "AutoModelForImageTextToText"
     return "AutoModelForCausalLM"

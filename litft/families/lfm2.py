@@ -131,9 +131,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Add the kinds of layers, and other names of fields."""
     heads = hf["num_key_value_heads"]
-    if isinstance(heads, list):
-        heads = heads
-    else:
+    if not isinstance(heads, list):
         heads = [heads] * hf["num_hidden_layers"]
     kinds = ["full_attention" if count else "conv" for count in heads]
 

@@ -20,7 +20,7 @@ from litft.inference.chat_answers import answer_message, answer_parser
 from litft.inference.generation import GenerationChunk, generate_batch
 from litft.inference.session import Session, make_drafter, missing_template_note, open_session
 from litft.inference.speculative import Drafter
-from litft.inference.terminal import Screen, make_screen
+from litft.inference.terminal import ChatScreen, make_screen
 from litft.methods.mixins import mixins
 from litft.signals import Signals
 
@@ -218,7 +218,7 @@ class Conversation:
 class Chat:
     """The interactive loop: answers messages and runs commands, which start with /."""
 
-    def __init__(self, conversation: Conversation, screen: Screen, debug: bool = False) -> None:
+    def __init__(self, conversation: Conversation, screen: ChatScreen, debug: bool = False) -> None:
         self.conversation = conversation
         self.screen = screen
         self.debug = debug

@@ -60,7 +60,7 @@ class FinishedAnswer:
         return fields
 
 
-def generate(args: GenerateArgs) -> None:
+def run_generation(args: GenerateArgs) -> None:
     """Complete one prompt on stdout, with timings on stderr, or a file of prompts, all checked
     before the first answer."""
     key = "completion" if args.num_samples == 1 else "completions"

@@ -13,7 +13,7 @@ from torch import Tensor
 from litft.data.answer_parser import first_mark, overlap
 from litft.data.tokenizer import Tokenizer
 from litft.inference.decoder import NOT_A_NUMBER, BrokenModel, Decoder
-from litft.inference.sampling import Constraint, Sampler, Sampling
+from litft.inference.sampling import Constraint, Sampling, TokenSampler
 from litft.inference.speculative import Drafter, speculative_rounds
 
 # what bytes decode to that are no complete character
@@ -376,7 +376,7 @@ class Batch:
         rows = len(decoder.texts)
         self.decoder = decoder
         self.tokenizer = tokenizer
-        self.sampler = Sampler(rows, decoder.model.config.vocab_size, decoder.device)
+        self.sampler = TokenSampler(rows, decoder.model.config.vocab_size, decoder.device)
         self.logits = torch.zeros(rows, self.sampler.vocab_size, device=decoder.device)
         self.prefilling: dict[int, Prefill] = {}  # by row, in order of arrival
         # by row: number of the request, answer so far

@@ -41,7 +41,7 @@ class _Vocabulary:
         return ids[length:-1]
 
 
-class Constraint:
+class SchemaConstraint:
     """What may follow in one answer.
 
     trigger: the text after which the schema holds, such as the end of the reasoning; empty: from
@@ -103,13 +103,13 @@ class JsonGrammars:
             source = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
         self.backend = LLTokenizer(source, n_vocab=vocab_size, eos_token=list(tokenizer.stop_ids))
 
-    def constraint(self, schema: dict[str, Any], trigger: str = "") -> Constraint:
+    def constraint(self, schema: dict[str, Any], trigger: str = "") -> SchemaConstraint:
         """Return the constraint of one answer.
 
         Raises ValueError for a schema that is invalid or not supported.
         """
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
-        constraint = Constraint(
+        constraint = SchemaConstraint(
             LLMatcher(self.backend, grammar, log_level=0), self.tokenizer, self.vocab_size, trigger
         )
         constraint.matcher.compute_bitmask()  # shows errors of the schema

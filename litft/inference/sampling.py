@@ -30,7 +30,7 @@ class Constraint(Protocol):
         """Take note of the next token of the answer."""
 
 
-class Sampler:
+class TokenSampler:
     """Sample the next tokens of B rows, each with its own `Sampling`, and count the tokens of each
     row for penalties."""
 

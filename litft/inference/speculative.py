@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from litft.inference.decoder import Decoder
-from litft.inference.sampling import Sampler, Sampling, draw
+from litft.inference.sampling import Sampling, TokenSampler, draw
 
 # V vocabulary
 
@@ -77,7 +77,7 @@ class DraftModel:
 
         # Its random numbers are independent of those that accept the drafts. The length makes them
         # differ from round to round.
-        sampler = Sampler(1, self.vocab_size, self.decoder.device)
+        sampler = TokenSampler(1, self.vocab_size, self.decoder.device)
         sampler.begin(0, text, settings)
         sampler.generators[0].seed(
             f"{settings.seed} {len(text)}" if settings.seed is not None else None
@@ -112,7 +112,7 @@ class Verified(NamedTuple):
 
 @torch.no_grad()
 def speculative_rounds(
-    decoder: Decoder, sampler: Sampler, drafter: Drafter, logits: Tensor
+    decoder: Decoder, sampler: TokenSampler, drafter: Drafter, logits: Tensor
 ) -> Iterator[Verified]:
     """Continue the decoder's only row, whose text is followed by `logits` (V,), until the cache is
     full."""
@@ -145,12 +145,12 @@ def speculative_rounds(
         yield Verified(verified, _logprobs(logits, verified), len(tokens))
 
 
-def _sample(sampler: Sampler, logits: Tensor) -> int:
+def _sample(sampler: TokenSampler, logits: Tensor) -> int:
     return int(sampler.next(logits[None]))
 
 
 def _verify(
-    sampler: Sampler, logits: Tensor, draft: int | None, draft_probs: Tensor | None
+    sampler: TokenSampler, logits: Tensor, draft: int | None, draft_probs: Tensor | None
 ) -> tuple[bool, int]:
     """Return whether a draft token is accepted, and the next token: the draft or a replacement."""
     if draft is None:

@@ -22,7 +22,7 @@ def shown_text(part: AnswerPart) -> str:
     return f"\n{part.call.name}({json.dumps(part.call.arguments, ensure_ascii=False)})\n"
 
 
-class Screen:
+class ChatScreen:
     """Plain lines: messages on stdin, answers on stdout, everything else on stderr."""
 
     is_terminal = False
@@ -51,7 +51,7 @@ class Screen:
         print(flush=True)
 
 
-class Terminal(Screen):
+class ChatTerminal(ChatScreen):
     """A terminal: prompt_toolkit reads lines; rich streams Markdown, with thoughts dimmed."""
 
     is_terminal = True
@@ -210,11 +210,11 @@ def history_file() -> Path:
     return path
 
 
-def make_screen() -> Screen:
-    """Return a Terminal if stdin and stdout are one, else a plain Screen."""
+def make_screen() -> ChatScreen:
+    """Return a ChatTerminal if stdin and stdout are one, else a plain ChatScreen."""
     if sys.stdin is None:  # closed
-        return Screen()
+        return ChatScreen()
     sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty() and sys.stdout.isatty():
-        return Terminal()
-    return Screen()
+        return ChatTerminal()
+    return ChatScreen()

@@ -51,7 +51,7 @@ class HardExample(NamedTuple):
     own: str = ""  # the model's own answer to the prompt
 
 
-class Tile(NamedTuple):
+class SummaryTile(NamedTuple):
     """A result in large type."""
 
     title: str
@@ -64,7 +64,7 @@ class Report:
 
     title: str
     state: str  # finished, running, or why the run ended
-    tiles: Sequence[Tile]
+    tiles: Sequence[SummaryTile]
     flags: Mapping[str, str]  # those that matter most
     setup: Sequence[str]  # the data and the plan
     machine: Sequence[str]
@@ -299,7 +299,7 @@ def _list(lines: Iterable[str]) -> str:
     return ""
 
 
-def _tiles(tiles: Sequence[Tile]) -> str:
+def _tiles(tiles: Sequence[SummaryTile]) -> str:
     cells = "".join(
         f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b></div>"
         for title, value in tiles

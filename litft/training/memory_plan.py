@@ -364,9 +364,8 @@ def _sharded(
             unit = ".".join(name.split(".")[:2])
         else:
             unit = name.split(".")[0]
-        if unit.startswith("blocks.") or (unit == "embed" and not model.config.tied):
-            unit = unit
-        else:
+        is_unit = unit.startswith("blocks.") or (unit == "embed" and not model.config.tied)
+        if not is_unit:
             unit = "network"
         units[unit] = units.get(unit, 0) + (
             sharded if gather_dtype is None else weight.numel * gather_dtype.itemsize

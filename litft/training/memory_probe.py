@@ -99,8 +99,6 @@ class MemoryProbe:
             )
             if on_device.state and not resumed:
                 state_size = state_bytes(train.optimizer, parameters)
-            else:
-                state_size = 0
             # a second pass, in which the gradients of the first one are in memory
             passes += self.schedule.shape().accumulated
         objective = self.setup.objective

@@ -42,7 +42,7 @@ from litft.training.auto_settings import Settings
 from litft.training.base_files import BaseFiles
 from litft.training.dry_run import description, duration, method_title, run_title
 from litft.training.flops import peak_flops
-from litft.training.html_report import Report, Tile, write_report
+from litft.training.html_report import Report, SummaryTile, write_report
 from litft.training.intervals import num_measured
 from litft.training.loggers import finish, make_logger, row_sink
 from litft.training.metrics import Metrics
@@ -515,10 +515,10 @@ class Recorder:
         )
         write_report(self.folder, report)
 
-    def _tiles(self) -> list[Tile]:
+    def _tiles(self) -> list[SummaryTile]:
         """The results of the report: scores before and after, time, speed, memory."""
         tiles = [
-            Tile(name, " \u2192 ".join(dict.fromkeys(values)))
+            SummaryTile(name, " \u2192 ".join(dict.fromkeys(values)))
             for name, values in self._scores().items()
         ]
         newest = self.metrics.newest
@@ -526,12 +526,12 @@ class Recorder:
         seconds = self.metrics.seconds
         if seconds:
             tiles += [
-                Tile("training time", duration(seconds)),
-                Tile("tokens per second", f"{tokens / seconds:,.0f}"),
+                SummaryTile("training time", duration(seconds)),
+                SummaryTile("tokens per second", f"{tokens / seconds:,.0f}"),
             ]
         memory = newest.get("memory_gib")
         if memory:
-            tiles.append(Tile("peak memory", f"{memory:.2f} GiB"))
+            tiles.append(SummaryTile("peak memory", f"{memory:.2f} GiB"))
         return tiles
 
     def _main_flags(self) -> dict[str, str]:

@@ -17,11 +17,11 @@ from litft.args import AdapterArgs, Sampling
 from litft.inference.chat import Chat, Conversation
 from litft.inference.session import Session
 from litft.inference.speculative import PromptLookup
-from litft.inference.terminal import Blocks, Screen
+from litft.inference.terminal import Blocks, ChatScreen
 from litft.methods import Adapter
 
 
-class ScriptedScreen(Screen):
+class ScriptedScreen(ChatScreen):
     """A screen that reads given lines and records the notices."""
 
     def __init__(self, lines=()):

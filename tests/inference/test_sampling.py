@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from litft.args import Sampling
-from litft.inference.sampling import Sampler, draw
+from litft.inference.sampling import TokenSampler, draw
 
 V = 50
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2
 
 
 def distribution(settings: Sampling, prompt=(), generated=(), logits=LOGITS):
-    sampler = Sampler(1, len(logits), torch.device("cpu"))
+    sampler = TokenSampler(1, len(logits), torch.device("cpu"))
     sampler.begin(0, list(prompt), settings)
     for token in generated:
         sampler.append(torch.tensor([token]))
@@ -105,10 +105,10 @@ def test_rows_are_sampled_independently():
     logits = torch.randn(6, V, generator=torch.Generator().manual_seed(1))
     expected = []
     for row_settings in settings:
-        sampler = Sampler(1, V, torch.device("cpu"))
+        sampler = TokenSampler(1, V, torch.device("cpu"))
         sampler.begin(0, [1, 2], row_settings)
         expected.append([int(sampler.next(step[None])) for step in logits])
-    batched = Sampler(3, V, torch.device("cpu"))
+    batched = TokenSampler(3, V, torch.device("cpu"))
     for row, row_settings in enumerate(settings[:2]):
         batched.begin(row, [1, 2], row_settings)
     actual = [batched.next(step.expand(3, -1)).tolist() for step in logits[:3]]
@@ -148,9 +148,9 @@ def test_sampling_some_rows_leaves_the_others_unchanged():
         Sampling(1.0, seed=9, logit_bias={7: 5.0}),
     ]
     logits = torch.randn(8, V, generator=torch.Generator().manual_seed(1))
-    batched, expected = Sampler(4, V, torch.device("cpu")), []
+    batched, expected = TokenSampler(4, V, torch.device("cpu")), []
     for row, row_settings in enumerate(settings):
-        sampler = Sampler(1, V, torch.device("cpu"))
+        sampler = TokenSampler(1, V, torch.device("cpu"))
         sampler.begin(0, [1, 2], row_settings)
         expected.append([int(sampler.next(step[None])) for step in logits])
         batched.begin(row, [1, 2], row_settings)
@@ -166,7 +166,7 @@ def test_sampling_some_rows_leaves_the_others_unchanged():
 
 
 def test_a_top_p_below_the_smallest_fp32_number_keeps_the_likeliest_token():
-    sampler = Sampler(1, 4, torch.device("cpu"))
+    sampler = TokenSampler(1, 4, torch.device("cpu"))
     sampler.begin(0, [0], Sampling(temperature=1.0, top_p=1e-46))
     logits = torch.tensor([[0.0, 9.0, 0.0, 0.0]])
     assert sampler.distribution(logits).tolist() == [[0.0, 1.0, 0.0, 0.0]]

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 import litft
 from litft.args import Sampling
 from litft.inference.decoder import Decoder
-from litft.inference.sampling import Sampler
+from litft.inference.sampling import TokenSampler
 from litft.inference.speculative import Draft, DraftModel, PromptLookup, speculative_rounds
 
 V, RUNS = 6, 900
@@ -42,7 +42,7 @@ def exact(model, settings, length):
     for _ in range(length):
         longer = {}
         for text, probability in probabilities.items():
-            sampler = Sampler(1, V, torch.device("cpu"))
+            sampler = TokenSampler(1, V, torch.device("cpu"))
             sampler.begin(0, PROMPT, settings)
             for token in text:
                 sampler.append(torch.tensor([token]))
@@ -98,7 +98,7 @@ def test_speculative_decoding_keeps_the_distribution(models, name, settings):
     text_drafter, expected, counts = drafter(name, draft), exact(target, settings, 3), Counter()
     decoder = Decoder(target, 1, 32)
     for seed in range(RUNS):
-        sampler = Sampler(1, V, decoder.device)
+        sampler = TokenSampler(1, V, decoder.device)
         sampler.begin(0, PROMPT, replace(settings, seed=seed))
         tokens = []
         for accepted in speculative_rounds(
@@ -125,7 +125,7 @@ def test_prompt_lookup_finds_repetitions():
 def test_drafting_ends_at_the_context_limit(models):
     target = models[0]
     decoder = Decoder(target, 1, 12)
-    sampler = Sampler(1, V, decoder.device)
+    sampler = TokenSampler(1, V, decoder.device)
     sampler.begin(0, PROMPT, Sampling(0.0))
     tokens = [
         token

@@ -9,7 +9,7 @@ from parity import ROWS, draw, relative
 import litft
 from litft.args import Sampling
 from litft.inference.decoder import Decoder
-from litft.inference.sampling import Sampler
+from litft.inference.sampling import TokenSampler
 from litft.inference.speculative import PromptLookup, speculative_rounds
 
 FAMILIES = {
@@ -102,7 +102,7 @@ def test_rejected_drafts_leave_no_trace(model):
         decoder.append(0, plain[-1])
     decoder, answer = Decoder(model, rows=1, capacity=60), []
     logits = decoder.prefill(0, prompt)
-    sampler = Sampler(1, model.config.vocab_size, decoder.device)
+    sampler = TokenSampler(1, model.config.vocab_size, decoder.device)
     sampler.begin(0, prompt, settings)
     for verified in speculative_rounds(decoder, sampler, PromptLookup(), logits):
         answer += verified.tokens

@@ -3,7 +3,7 @@ is fetched."""
 
 import pytest
 
-from litft.training.html_report import Report, Tile, write_report
+from litft.training.html_report import Report, SummaryTile, write_report
 
 LOSSES = [8.0, 4.0, 2.0, 1.0, 0.5]
 
@@ -23,7 +23,15 @@ def page(browser, tmp_path):
     write_report(
         tmp_path,
         Report(
-            "a run", "finished", [Tile("loss", "0.5")], {}, [], [], [(1, 2, 3)], answers, "Loss"
+            "a run",
+            "finished",
+            [SummaryTile("loss", "0.5")],
+            {},
+            [],
+            [],
+            [(1, 2, 3)],
+            answers,
+            "Loss",
         ),
     )
     page = browser.new_page(viewport={"width": 1000, "height": 800})
