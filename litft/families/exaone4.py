@@ -28,7 +28,8 @@ def config(hf: dict[str, Any]) -> Config:
 def layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     """Return the layers, every fourth of which has full attention without RoPE; without any window
     all have RoPE."""
-    hf, pattern = {"sliding_window": 4096, **hf}, hf.get("sliding_window_pattern", 4)
+    pattern = hf.get("sliding_window_pattern", 4)
+    hf = {"sliding_window": 4096, **hf}
     if hf["sliding_window"] is None:
         return base.layers
 

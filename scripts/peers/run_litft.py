@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from turns import Contender, Sample, run_contender
 
-import litft.data.encoder as data
+# `Sample` has had several homes, and other commits of litft are peers, too: packing has it in all
+import litft.data.packing as data
 from litft.args import PreferenceArgs
 from litft.data.packing import Layout
 from litft.distributed.devices import pick_accelerator
