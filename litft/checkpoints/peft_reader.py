@@ -25,7 +25,7 @@ from litft.checkpoints.peft_format import (
     peft_keys,
 )
 from litft.checkpoints.peft_names import PREFIX, text_name
-from litft.checkpoints.peft_tables import Reading, split_key, take_vocabulary, update_scale
+from litft.checkpoints.peft_tables import AdapterReading, split_key, take_vocabulary, update_scale
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.rules import Drop, Rule
 from litft.model.mlp import ExpertLinear
@@ -46,7 +46,7 @@ def read_adapter(
     check_lora_config(config, folder)
     # an adapter may have a head that a tied base drops
     rules = [rule for rule in rules if not isinstance(rule, Drop)]
-    reading = Reading(
+    reading = AdapterReading(
         folder=folder,
         config=config,
         init=initial_update(config, folder),
@@ -126,7 +126,7 @@ class _Parts:
     base: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _sort_tensors(tensors: dict[str, Tensor], reading: Reading) -> _Parts:
+def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts:
     """Sort tensors by the unit that they adapt; raise ValueError for one that matches no module of
     the base."""
     parts = _Parts()
@@ -167,7 +167,7 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: Reading) -> _Parts:
     return parts
 
 
-def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: Reading) -> LoraWeights:
+def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: AdapterReading) -> LoraWeights:
     """Return the update of a target.
 
     One that began as a part of the base's weight has that part subtracted from it.
@@ -212,7 +212,9 @@ def _initial_factors(weight: Tensor, rank: int, scale: float, init: str) -> tupl
     return root[:, None] * vh[:rank], u[:, :rank] * root
 
 
-def _trained_parameters(base_tensors: dict[str, Tensor], reading: Reading) -> dict[str, Tensor]:
+def _trained_parameters(
+    base_tensors: dict[str, Tensor], reading: AdapterReading
+) -> dict[str, Tensor]:
     """Return the base model's parameters among the adapter's tensors, by litft name."""
     remedy = "pass --base_dir with the base it was trained on"
     expected = dict(reading.model.named_parameters(remove_duplicate=False))
@@ -238,7 +240,7 @@ def _trained_parameters(base_tensors: dict[str, Tensor], reading: Reading) -> di
 
 
 def _check_complete(
-    factors: dict[str, LoraWeights], base_tensors: dict[str, Tensor], reading: Reading
+    factors: dict[str, LoraWeights], base_tensors: dict[str, Tensor], reading: AdapterReading
 ) -> None:
     """Raise ValueError if tensors are missing that the config or the other tensors require."""
     path = reading.path
@@ -262,7 +264,7 @@ def _check_complete(
 
 
 def _stack_experts(
-    name: str, expert_parts: dict[tuple[int, str], dict[str, Tensor]], reading: Reading
+    name: str, expert_parts: dict[tuple[int, str], dict[str, Tensor]], reading: AdapterReading
 ) -> LoraWeights:
     """Stack the LoRA weights of single experts; experts without an adapter get zeros."""
     linear: ExpertLinear = reading.model.get_submodule(name)

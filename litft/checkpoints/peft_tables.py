@@ -37,7 +37,7 @@ _SAVED_TABLE = "modules_to_save.weight"
 
 
 @dataclass(frozen=True)
-class Reading:
+class AdapterReading:
     """An adapter folder that is read, and the base that it is for."""
 
     folder: Path
@@ -80,7 +80,7 @@ def update_scale(config: dict[str, Any], target: str, r: int) -> float:
     return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
 
 
-def take_vocabulary(tensors: dict[str, Tensor], reading: Reading) -> Vocabulary:
+def take_vocabulary(tensors: dict[str, Tensor], reading: AdapterReading) -> Vocabulary:
     """Take the rows of new tokens out of the tensors, which then fit the base's vocabulary; return
     the rows.
 
@@ -127,7 +127,7 @@ def take_vocabulary(tensors: dict[str, Tensor], reading: Reading) -> Vocabulary:
 
 
 def _add_update(
-    rows: dict[int, Tensor], name: str, tensors: dict[str, Tensor], reading: Reading
+    rows: dict[int, Tensor], name: str, tensors: dict[str, Tensor], reading: AdapterReading
 ) -> None:
     """Add the LoRA update of a table to rows (1, C) that are those of the tied other one: PEFT adds
     it to all rows."""
@@ -144,7 +144,7 @@ def _add_update(
 
 
 def _updated_table(
-    table: Tensor, name: str, tensors: dict[str, Tensor], reading: Reading
+    table: Tensor, name: str, tensors: dict[str, Tensor], reading: AdapterReading
 ) -> Tensor:
     """Return a table (V, C) with its LoRA update, if it has one.
 
@@ -167,7 +167,7 @@ def _add_other_rows(
     name: str,
     ids: list[int],
     tensors: dict[str, Tensor],
-    reading: Reading,
+    reading: AdapterReading,
 ) -> None:
     """Add the rows (1, C) of those tokens that a table does not train alone: as it has them with
     the rest of the adapter."""
@@ -185,7 +185,7 @@ def _add_other_rows(
         rows[token] = table[token : token + 1]
 
 
-def _check_rows(rows: dict[int, Tensor], ids: list[int], reading: Reading) -> None:
+def _check_rows(rows: dict[int, Tensor], ids: list[int], reading: AdapterReading) -> None:
     """Raise ValueError if a token has no row, or rows do not fit the network or are not finite."""
     dim = reading.model.config.dim
     for token in ids:
@@ -215,7 +215,7 @@ def _take_table(tensors: dict[str, Tensor], module: str) -> Tensor | None:
     return table
 
 
-def _fit_table(name: str, tensors: dict[str, Tensor], reading: Reading) -> dict[int, Tensor]:
+def _fit_table(name: str, tensors: dict[str, Tensor], reading: AdapterReading) -> dict[int, Tensor]:
     """Make table and factors of the embedding or the head fit the base's vocabulary.
 
     Returns the rows (1, C) that the base does not have, by token: those beyond its vocabulary, and
@@ -270,7 +270,7 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: Reading) -> dict[
 
 
 def _with_update(
-    table: Tensor, target: PeftTarget, tensors: dict[str, Tensor], reading: Reading
+    table: Tensor, target: PeftTarget, tensors: dict[str, Tensor], reading: AdapterReading
 ) -> Tensor:
     """Return a table (V, C) with the LoRA update of its module added."""
     factors = _factor_keys(tensors, target.name)
@@ -300,7 +300,11 @@ def _are_factors(tensors: dict[str, Tensor], factors: dict[str, str]) -> bool:
 
 
 def _check_table(
-    table: Tensor | None, width: int, has_magnitudes: bool, target: PeftTarget, reading: Reading
+    table: Tensor | None,
+    width: int,
+    has_magnitudes: bool,
+    target: PeftTarget,
+    reading: AdapterReading,
 ) -> None:
     """Raise ValueError if a table does not fit the network, or a resized one lacks what its rows
     are made of."""

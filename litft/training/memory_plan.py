@@ -35,7 +35,7 @@ from litft.training.memory_trace import (
     trace_step,
 )
 from litft.training.optimizers import state_bytes
-from litft.training.residence import residence
+from litft.training.residence import Residence, residence
 
 # bytes that torch gives to cuBLAS on Hopper, less on older GPUs; before torch 2.15, the backward
 # pass's thread has its own
@@ -200,7 +200,6 @@ def predict(
         # a packed weight is dequantized for its matrix product, and one at a time
         dequantized = compute.itemsize * _largest_packed(weights)
         resident = sum(w.nbytes for w in weights.values())
-
         # the weights: sharded, offloaded, or all on the device
         all_gathered = gathered = host = 0
         if shards > 1:
@@ -211,7 +210,6 @@ def predict(
             host, fetched = _offloaded(model)
             # the offloaded weights leave the device, but for those of two blocks
             resident += fetched - host
-
         # temporary memory, by a trace of the network as it will run
         recompute(model.train(), recomputed)
         place = residence(optimizer, cpu_offload, shards > 1, device)
@@ -222,24 +220,15 @@ def predict(
         activations, backward, offloaded = trace_blocks(
             model, shape, compute, in_backward_optimizer, shards, place.activations, compiled
         )
-
         # a step in the backward pass frees each gradient at once
         gradients = 0
         if not in_backward:
             gradients = sum(p.nbytes for p in trained.values()) // shards
         state = state_bytes(optimizer, trained) // shards
-        host += offloaded
-
-        # what is offloaded counts as host memory
-        if not place.weights:
-            host += resident + gradients
-        if not place.state:
-            host += state
-
+        host += offloaded + _on_host(place, resident + gradients, state)
         # offloaded weights are stepped on the host, and steps in the backward pass were traced
-        stepping = 0
-        if place.weights and not in_backward:
-            stepping = trace_step(optimizer, method, trained) // shards
+        steps_on_device = place.weights and not in_backward
+        stepping = trace_step(optimizer, method, trained) // shards if steps_on_device else 0
         memory = Memory(
             shape,
             weights=resident * place.weights,
@@ -255,6 +244,17 @@ def predict(
         )
     num_trained = sum(parameter.numel() for parameter in trained.values())
     return Plan(parameters, num_trained, Flops(model), memory, all_gathered, len(model.blocks))
+
+
+def _on_host(place: Residence, weights: int, state: int) -> int:
+    """Return the bytes that are offloaded, of the weights with their gradients and of the
+    optimizer's state."""
+    size = 0
+    if not place.weights:
+        size += weights
+    if not place.state:
+        size += state
+    return size
 
 
 def _trained_parameters(model: GPT) -> dict[str, Tensor]:

@@ -364,14 +364,7 @@ def _traces(
 
     # blocks of the same kind are traced once; the key has all that their bytes depend on
     by_kind: dict[tuple, Trace] = {}
-    # compiled blocks with norms before and after save two tensors less: the residual stream follows
-    # from the norms' inputs (measured with scripts/plan_accuracy.py)
-    saves_less = (
-        compiled
-        and model.config.norm_position == "both"
-        and not isinstance(model.blocks[0], Recomputed)
-    )
-    recomputed_by_compiler = 2 * x.nbytes if saves_less else 0
+    recomputed_by_compiler = _recomputed_by_compiler(model, x, compiled)
     for index, (layer, block) in enumerate(zip(model.config.layers, model.blocks, strict=True)):
         rotary = model.rotary_indices[index]
         extra = _extra_alone(model, index, x, *extras[index])
@@ -404,6 +397,19 @@ def _traces(
         x = x.detach().requires_grad_(traces[-1].has_grad)
     parameters = _parameters_under(model, ("norm.", "streams.reductions."))
     return [*traces, _trace(model.final_norm, x, parameters, shape.accumulated, optimizer)]
+
+
+def _recomputed_by_compiler(model: GPT, x: Tensor, compiled: bool) -> int:
+    """Return the bytes that a compiled block does not save, where x (B, T, C) is its input.
+
+    Blocks with norms before and after save two tensors less: the residual stream follows from the
+    norms' inputs (measured with scripts/plan_accuracy.py).
+    """
+    if not compiled or model.config.norm_position != "both":
+        return 0
+    if isinstance(model.blocks[0], Recomputed):
+        return 0
+    return 2 * x.nbytes
 
 
 def _documents(
