@@ -3,9 +3,9 @@ override."""
 
 import os
 
-# OpenMP threads that spin while waiting halve the speed of training next to other programs, and
-# gain only 3 % without; the small matrix products of decoding take twice as long if threads sleep
-# between them
+# OpenMP threads that spin while waiting halve the speed of training
+# next to other programs, and gain only 3 % without; the small matrix
+# products of decoding take twice as long if threads sleep between them
 TRAINING_SPINS = "1000"
 DECODING_SPINS = "100000"
 

@@ -96,8 +96,8 @@ def _try_lock(path: Path) -> TextIO | None:
         except OSError:
             # The file system has no locks, so that nothing can be excluded.
             pass
-        # The previous owner may have deleted the file in the meantime. Then other processes open a
-        # new one.
+        # The previous owner may have deleted the file in
+        # the meantime. Then other processes open a new one.
         if is_at(file, path):
             return file
         file.close()

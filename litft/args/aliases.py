@@ -21,8 +21,8 @@ class Alias(NamedTuple):
     times: tuple[str, ...] = ()
 
 
-# former names of boolean flags: the flag that has taken their place, and its values for true and
-# false
+# former names of boolean flags: the flag that has
+# taken their place, and its values for true and false
 FORMER_FLAGS = {"data.mask_reasoning": ("data.reasoning", {"true": "mask", "false": "learn"})}
 
 _MICRO = (

@@ -65,8 +65,7 @@ def in_litfts_terms(
         elif name in DATA:
             items = []
             for data_set in value if isinstance(value, list) else [value]:
-                for item in data_items(data_set):
-                    items.append(item)
+                items.extend(data_items(data_set))
             _put(converted, DATA[name], [item for item, _ in items])
             notes += [note for _, lost in items for note in lost]
         elif translation := translate(name, texts[name], texts):

@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 from litft.args.checks import LARGEST, LARGEST_SIZE
 
-# how the frozen weights of the base are stored: 4 or 8 bits; -dq: with quantized scales (arXiv
-# 2305.14314)
+# how the frozen weights of the base are stored: 4 or 8
+# bits; -dq: with quantized scales (arXiv 2305.14314)
 Quantization = Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"]
 
 

@@ -30,8 +30,8 @@ from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.rules import Drop, Rule
 from litft.model.mlp import ExpertLinear
 
-# Dimensions: E experts, R rank, N new tokens, C hidden dim, V vocabulary of the base, W that of the
-# adapter
+# Dimensions: E experts, R rank, N new tokens, C hidden
+# dim, V vocabulary of the base, W that of the adapter
 
 
 def read_adapter(

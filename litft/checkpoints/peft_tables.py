@@ -26,8 +26,8 @@ _LEAVES = {
     "lora_magnitude_vector": "m",
     "lora_magnitude_vector.weight": "m",
 }
-# endings under which PEFT saves a table of the vocabulary that is not trained, or not trained in
-# full
+# endings under which PEFT saves a table of the
+# vocabulary that is not trained, or not trained in full
 _FROZEN_TABLES = ("base_layer.weight", "token_adapter.base_layer.weight", "original_module.weight")
 # the share of a table's rows from which on the table was trained, not single rows
 MOST_ROWS = 0.1
@@ -104,8 +104,8 @@ def take_vocabulary(tensors: dict[str, Tensor], reading: AdapterReading) -> Voca
     vocabulary = Vocabulary(list(dict.fromkeys([*given_ids, *new_ids])))
     if not vocabulary.ids:
         return vocabulary
-    # one of the tables may have no rows of its own: then those of the other if the two are tied, or
-    # the base's
+    # one of the tables may have no rows of its own: then
+    # those of the other if the two are tied, or the base's
     of_the_other = set()
     for name, other in (TABLES, TABLES[::-1]):
         if reading.model.config.tied and given[name] is None and not own[name]:

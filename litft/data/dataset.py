@@ -408,8 +408,8 @@ def split(
 def _scores(units: np.ndarray, seed: int) -> np.ndarray:
     """Map the hash of each unit to a number in [0, 1), by the finalizer of SplitMix64 (Steele et
     al., OOPSLA 2014)."""
-    # SplitMix64's state, `seed` steps after the unit: its increment is 2^64 divided by the golden
-    # ratio
+    # SplitMix64's state, `seed` steps after the unit:
+    # its increment is 2^64 divided by the golden ratio
     x = units + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -172,8 +172,8 @@ class Encoder:
         plain = to_preferences(record, where, "", self.kind)
         unit = unit_hash(_prompt_of(plain[0].answers[0]))
         preferences = to_preferences(record, where, self.tokenizer.chat_template, self.kind)
-        # a pair that became two labelled answers: equal answers would be both desirable and
-        # undesirable
+        # a pair that became two labelled answers: equal
+        # answers would be both desirable and undesirable
         if len(preferences) == 2 and preferences[0].answers == preferences[1].answers:
             encoded.notes.append(EQUAL)
             return

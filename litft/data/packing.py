@@ -21,8 +21,8 @@ class Sequences(NamedTuple):
     """The sequences whose log-probabilities an objective compares: the documents of pairs, or
     answers with labels."""
 
-    # (B, T) int64: the number of each token's sequence in the micro-batch; pairs are 2 n and 2 n +
-    # 1
+    # (B, T) int64: the number of each token's sequence
+    # in the micro-batch; pairs are 2 n and 2 n + 1
     numbers: Tensor
     # (D,) fp64: log-probabilities in the reference model, 0 without one
     references: Tensor
@@ -239,8 +239,7 @@ def _sequences(numbers: Tensor, samples: list[Sample]) -> Sequences:
     references = []
     for sample in samples:
         # without a reference model, each document counts as 0
-        for value in sample.reference or (0.0,) * len(sample.document_lengths):
-            references.append(value)
+        references.extend(sample.reference or (0.0,) * len(sample.document_lengths))
     desirable = [
         sample.desirable is not False for sample in samples for _ in sample.document_lengths
     ]

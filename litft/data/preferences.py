@@ -28,7 +28,8 @@ EQUAL = "skipped: both answers are equal"
 PROMPT_CUT = "with the beginning of the prompt cut to the length limit"
 
 QUESTIONS = ("prompt", "question", "instruction")  # fields that may have the prompt as text
-CONVERSATIONS = ("conversations", "messages")  # fields that may have it as messages
+# fields that may have it as messages, and their formats
+CONVERSATIONS = {"conversations": "sharegpt", "messages": "messages"}
 ANSWERS = ("chosen", "rejected", "completion", "label")
 # of records with preferences; `read_fields` says which of them one record uses
 FIELDS = (*ANSWERS, *QUESTIONS, "input", *CONVERSATIONS, "system", "tools")
@@ -205,7 +206,7 @@ def _question(record: Record, where: str, template: str) -> list[Message]:
 
 def _conversation(record: Record, where: str, template: str) -> list[Message]:
     """Return the messages of `conversations` or `messages`; an empty list without either."""
-    for name, form in (("conversations", "sharegpt"), ("messages", "messages")):
+    for name, form in CONVERSATIONS.items():
         if record.get(name):
             return FORMATS[form].convert({name: record[name]}, where, template).messages
     return []

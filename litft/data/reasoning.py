@@ -38,8 +38,8 @@ _CLOSING_MARKS = (
 )
 _OPEN = f"(?:{'|'.join(_OPENING_MARKS)})"
 _CLOSE = f"(?:{'|'.join(_CLOSING_MARKS)})"
-# what a template writes for an answer without reasoning; the prompt may have written the opening
-# mark
+# what a template writes for an answer without reasoning;
+# the prompt may have written the opening mark
 EMPTY_THOUGHT = re.compile(rf"\s*(?:{_OPEN}\s*)?{_CLOSE}\s*")
 ENDS_IN_OPEN_THOUGHT = re.compile(rf"{_OPEN}\s*\Z")
 ENDS_IN_EMPTY_THOUGHT = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*\Z")

@@ -75,8 +75,8 @@ def to_sample(stored: np.ndarray, first_size: int = 0, desirable: bool | None = 
         supervised = torch.from_numpy((document & SUPERVISED) > 0)
         tokens.append(ids)
         targets.append(torch.where(supervised, ids, IGNORED)[1:])
-    # the answer that is generated to compare: of a pair, the chosen one; of a conversation, the
-    # last
+    # the answer that is generated to compare: of a
+    # pair, the chosen one; of a conversation, the last
     in_answer = (documents[0] & IN_ANSWER) > 0
     # start, end of each answer
     bounds = np.flatnonzero(np.diff(in_answer, prepend=False, append=False))

@@ -38,8 +38,8 @@ from litft.data.token_store import MAX_NAMED, EncodingReport, TokenStore, TokenS
 from litft.errors import RankError
 
 SKIP_HINT = "--data.skip_bad allows a share of bad records"
-# records that a process tokenizes at once; files of more than eight chunks are tokenized in
-# parallel
+# records that a process tokenizes at once; files of
+# more than eight chunks are tokenized in parallel
 CHUNK = 250
 # linux/prctl.h: the signal sent to a process when its parent dies
 PR_SET_PDEATHSIG = 1

@@ -275,8 +275,8 @@ class TokenStore:
         follows = np.diff(entries, prepend=-2) == 1
         is_first = ~((self.kinds[entries] == CONTINUATION) & follows)
         firsts = entries[is_first]
-        # a run ends where the next one begins; the first mark, rolled to the end, closes the last
-        # run
+        # a run ends where the next one begins; the first
+        # mark, rolled to the end, closes the last run
         lasts = entries[np.roll(is_first, -1)]
         begins = self.offsets[firsts]
         ends = self.offsets[lasts + 1]
@@ -289,8 +289,8 @@ class TokenStore:
         windows_before = np.cumsum(num_windows) - num_windows  # in earlier runs
         number = np.arange(len(run)) - windows_before[run]  # of each window within its run
         of_text = is_text[run]
-        # neighbouring windows share one token, the last target of one and the first input of the
-        # next
+        # neighbouring windows share one token, the last
+        # target of one and the first input of the next
         starts = begins[run] + number * limit * of_text
         remaining = ends[run] - starts
         sizes = np.where(of_text, np.minimum(limit + 1, remaining), remaining)

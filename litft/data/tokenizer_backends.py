@@ -214,8 +214,8 @@ class SentencePieceBackend:
     def decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:
             ids = [i for i in ids if i not in self.special_ids]
-        # sentencepiece decodes runs of its own pieces; special and added tokens are put between
-        # them
+        # sentencepiece decodes runs of its own pieces;
+        # special and added tokens are put between them
         names = {i: token for token, i in {**self.special, **self.added}.items()}
         # the model's embedding may have more rows, which are no tokens
         num_pieces = self.backend.get_piece_size()

@@ -325,8 +325,8 @@ def _keyed_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     return calls
 
 
-# names begin where a word does, so that a long word is read once and not from each of its
-# characters
+# names begin where a word does, so that a long word
+# is read once and not from each of its characters
 _NAME_START = r"(?<![\w.\-])"
 # the name of a function, what separates it from its arguments, and where these begin
 _NAMED_FORMS = (
@@ -512,8 +512,8 @@ def _gemma_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     return None
 
 
-# the first syntax that takes the whole text is used; that of names alone comes last, since a word
-# could be one
+# the first syntax that takes the whole text is used; that
+# of names alone comes last, since a word could be one
 _READERS: tuple[Callable[[str, _Schemas], list[ToolCall] | None], ...] = (
     _json_calls,
     _element_calls,

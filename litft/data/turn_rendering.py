@@ -144,8 +144,8 @@ def places_of(rendering: TurnRendering, text: str) -> Places:
         # values may be rendered in any order
         first = min(marked.index(mark) for mark in found)
         after = marked[max(marked.rindex(mark) + len(mark) for mark in found) :]
-        # shorter than what follows the mark if that depends on the value: a number has no quotation
-        # marks
+        # shorter than what follows the mark if that depends
+        # on the value: a number has no quotation marks
         length = common_length(after[::-1], text[::-1])
         has_reasoning = REASONING_MARK in found if with_texts else None
         # up to the first value, both renderings are the same text

@@ -231,8 +231,8 @@ def _joined(turns: list[Turn], ends: EndTokens) -> list[RenderedTurns]:
     each turn."""
     full_text = turns[-1].text
     earlier = turns[:-1]
-    # the end of a turn is known by a special token only; without one, what follows could belong to
-    # it
+    # the end of a turn is known by a special token
+    # only; without one, what follows could belong to it
     end_known = all(turn.text[: turn.end].endswith(ends.special) for turn in earlier)
     if end_known and all(full_text.startswith(turn.text[: turn.end]) for turn in earlier):
         return [RenderedTurns(full_text, turns)]
@@ -245,8 +245,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     places = places_of(rendering, text)
     start = _turn_start(rendering, text, places.first)
 
-    # the prompt is not a beginning of the text: join it to what the text has after the earlier
-    # messages
+    # the prompt is not a beginning of the text: join it
+    # to what the text has after the earlier messages
     if start is None:
         prompt = rendering.prompt()
         before = next(

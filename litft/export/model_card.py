@@ -18,8 +18,8 @@ from litft.data.sources import hub_dataset
 from litft.pretrained import PretrainedFolder, resolve
 from litft.training.objectives import OBJECTIVES
 
-# the settings table lists these flags always, and those of LISTED_GROUPS if they differ from their
-# defaults
+# the settings table lists these flags always, and those
+# of LISTED_GROUPS if they differ from their defaults
 ALWAYS_LISTED = (
     "precision",
     "quantize",

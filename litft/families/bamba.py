@@ -92,8 +92,8 @@ def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Con
     key, into, out = (
         hf.get(f"{n}_multiplier", 1.0) for n in ("key", "attention_in", "attention_out")
     )
-    # the scale of the input is applied to whole queries, keys and values below, and so to their
-    # biases, too
+    # the scale of the input is applied to whole queries,
+    # keys and values below, and so to their biases, too
     if into != 1 and base.qkv_bias:
         raise ValueError(
             f"config.json: attention_in_multiplier {into!r} is not supported with attention_bias"

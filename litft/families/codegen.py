@@ -9,8 +9,8 @@ from litft.model.config import Config
 
 MODEL_TYPES = ("codegen",)
 
-# the rows of q, v and k alternate in four parts, one for each of the TPU cores that it was trained
-# on
+# the rows of q, v and k alternate in four parts, one
+# for each of the TPU cores that it was trained on
 GROUPS = 4
 
 

@@ -103,8 +103,8 @@ def _with_experts(
     layers = list(deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts))
     for number, layer in enumerate(layers):
         if not layer.experts:
-            # a pattern of 1 has full attention in all of these layers, which would leave them
-            # without RoPE
+            # a pattern of 1 has full attention in all of these
+            # layers, which would leave them without RoPE
             forced = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
             rope = base.layers[0].rope if forced else layer.rope
             layers[number] = replace(

@@ -36,8 +36,8 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {**DEFAULTS, "rms_norm_eps": hf.get("norm_eps", 1e-5), **hf, "hidden_act": "silu"}
     base = llama.config({**hf, "rope_parameters": None})
     conv = ShortConvConfig(base.dim, hf.get("conv_L_cache", 7), hf.get("conv_bias", False))
-    # groups of four layers: conv, conv, full attention, conv; except in the first, a window begins
-    # them
+    # groups of four layers: conv, conv, full attention,
+    # conv; except in the first, a window begins them
     default = ("conv", "conv", "full_attention", "conv")
     kinds = llama.layer_kinds(
         hf, KINDS, lambda n: default[n % 4] if n % 4 or not n else "sliding_attention"

@@ -58,8 +58,8 @@ def config(hf: dict[str, Any]) -> Config:
     else:
         scale = 0.0
 
-    # layers without RoPE scale their queries by the position: a RoPE that rotates nothing, but
-    # scales
+    # layers without RoPE scale their queries by the
+    # position: a RoPE that rotates nothing, but scales
     nope = RopeConfig(
         1.0, 0, original_max_positions=hf.get("floor_scale", 8192), query_beta=scale, query_offset=1
     )

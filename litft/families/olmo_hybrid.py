@@ -60,8 +60,8 @@ def rules(config: Config) -> list[Rule]:
     mixer = f"{linear}linear_attn."
     names = {f"mixer.{name}": hf_name for name, hf_name in MIXER.items()}
     norms = {"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
-    # transformers writes the norm after attention under the name that it has before the MLP in
-    # other layers
+    # transformers writes the norm after attention under
+    # the name that it has before the MLP in other layers
     post_norm = "{feedforward_layer_norm|post_attention_layernorm}"
     post_norms = {"attention_post_norm": post_norm, "mlp_post_norm": "post_feedforward_layernorm"}
     convs = {"query": "q", "key": "k", "value": "v"}

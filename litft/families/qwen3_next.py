@@ -146,8 +146,8 @@ def gguf_rules(config: Config) -> list[Rule]:
     delta = _delta(config)
     prefix = "blocks.{}.mixer."
     if config.model_type == "qwen3_next":
-        # one value head for each key head: tiling then changes nothing, and Qwen3-Next keeps its
-        # order
+        # one value head for each key head: tiling then
+        # changes nothing, and Qwen3-Next keeps its order
         key_heads = delta.n_heads
     else:
         key_heads = delta.n_key_heads

@@ -143,8 +143,8 @@ class Conversation:
                 parsed.add(parser.finish())
                 self.messages.append(answer_message(parsed))
             self.output_text = self.tokenizer.decode(tokens, skip_special=False)
-            # An answer that was cut has no end token, and the template adds one: its ids cannot be
-            # continued.
+            # An answer that was cut has no end token, and the
+            # template adds one: its ids cannot be continued.
             complete = bool(tokens) and tokens[-1] in self.tokenizer.special_ids
             if complete:
                 self.history = (self.prompt_text + self.output_text, [*request.ids, *tokens])

@@ -43,8 +43,8 @@ class Decoder:
         self.model = model
         self.compiled = compiled
         self.device = model.device
-        # weights that a sharded model gathers in inference mode cannot be used for training
-        # afterwards
+        # weights that a sharded model gathers in inference
+        # mode cannot be used for training afterwards
         trained = any(parameter.requires_grad for parameter in model.parameters())
         self._no_grad = torch.no_grad if trained else torch.inference_mode
         # launch a step before the host has the tokens of the last one
@@ -68,8 +68,8 @@ class Decoder:
         # final length of each text, for ropes that depend on it
         self.max_length = [self.capacity] * rows
         self.processed = 0  # tokens that went through the model
-        # of a model in training, whose loss shows NaN; ranks of a sharded one would wait for each
-        # other
+        # of a model in training, whose loss shows NaN;
+        # ranks of a sharded one would wait for each other
         self._may_hide_nan = self.device.type == "cpu" and not trained
         self._forward_chunk, self._forward_token = (
             compile_forward(model) if compiled else (model, model)

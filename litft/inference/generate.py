@@ -165,8 +165,8 @@ def _write_all(
             tokens += answer.stats.new_tokens
             if len(fields) < args.num_samples:
                 continue
-            # a line has all samples of its prompt; numbers count from the first prompt without
-            # answers
+            # a line has all samples of its prompt; numbers
+            # count from the first prompt without answers
             index = answer.number // args.num_samples
             if sys.stderr.isatty():
                 print(f"\r{index + 1} of {len(records)}", end="", file=sys.stderr, flush=True)

@@ -520,8 +520,8 @@ class Batch:
                 self.logits = decoder.step(tokens, self._active())
             else:
                 self.logits = next_logits
-        # after the step: if the caller stops at a chunk, no token is recorded that is not in the
-        # cache
+        # after the step: if the caller stops at a chunk,
+        # no token is recorded that is not in the cache
         for row, chosen in chosen_by_row.items():
             if row in self.running:
                 decoder.append(row, chosen.token)

@@ -1,7 +1,7 @@
 """The settings of generation_config.json, interpreted as by transformers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,19 @@ class GenerationConfig:
     # settings that transformers obeys and litft does not, with their values
     ignored: list[str]
 
-    def banned(self, vocab_size: int) -> dict[int, float]:
-        """Return the logit bias of the suppressed tokens."""
+    def logit_bias(
+        self, vocab_size: int, given: Mapping[int | str, float] | None
+    ) -> dict[int, float]:
+        """Return the logit bias of the suppressed tokens, and what is given for others.
+
+        given: by token id, which is a text in JSON. Raises ValueError if it is no number.
+        """
         bias = {}
         for token in self.suppressed:
             if token < vocab_size:
                 bias[token] = -math.inf
+        for token, value in (given or {}).items():
+            bias[int(token)] = float(value)
         return bias
 
     def note(self) -> str:
@@ -112,8 +119,8 @@ def _list_setting(
     return items
 
 
-# settings of generation_config.json that change transformers' answers, with the values that change
-# nothing
+# settings of generation_config.json that change
+# transformers' answers, with the values that change nothing
 _UNSUPPORTED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "bad_words_ids": ([],),

@@ -95,8 +95,8 @@ class JsonGrammars:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         name, content = tokenizer.serialized()
-        # llguidance reads this file itself; other tokenizers are described by the bytes of their
-        # tokens
+        # llguidance reads this file itself; other tokenizers
+        # are described by the bytes of their tokens
         if name == "tokenizer.json":
             source: Any = content.decode(errors="replace")
         else:

@@ -293,9 +293,8 @@ def _settings(args: ModelArgs, source: PretrainedFolder) -> dict[str, Any]:
         if value is not None:
             flags[name] = value
 
-    bias = stored.banned(source.config.vocab_size)
-    for token, value in json.loads(args.logit_bias or "{}").items():
-        bias[int(token)] = float(value)
+    given = json.loads(args.logit_bias or "{}")
+    bias = stored.logit_bias(source.config.vocab_size, given)
     settings = {"max_new_tokens": stored.max_new_tokens} | stored.sampling | flags
     if settings["max_new_tokens"] < 1:
         raise ValueError(

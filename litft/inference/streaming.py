@@ -117,9 +117,7 @@ def _sampling(stored: GenerationConfig, given: dict[str, Any], vocab_size: int) 
         if name not in known:
             raise TypeError(f"{name!r} is not a setting of sampling; known: {', '.join(known)}")
 
-    bias = stored.banned(vocab_size)
-    for token, value in (given.get("logit_bias") or {}).items():
-        bias[int(token)] = float(value)  # the names of JSON objects are texts
+    bias = stored.logit_bias(vocab_size, given.get("logit_bias"))
     # later entries win: the file, then the arguments, then the bias, which has both
     settings = Sampling(**stored.sampling | given | {"logit_bias": bias})
     problems = settings.problems()

@@ -67,8 +67,8 @@ class TensorParallelDecoder:
         self.device = self.fabric.device
         self.placement = TensorParallelPlacement(config, self.rank, devices)
 
-        # On the host, with a timeout of its own: between calls, the other ranks wait as long as the
-        # user does.
+        # On the host, with a timeout of its own: between
+        # calls, the other ranks wait as long as the user does.
         self._group = distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         # pending calls are sent with the next one
         self._decoder_numbers = count()
@@ -173,8 +173,8 @@ class TensorParallelDecoder:
         else:
             decoder = decoders[number]
             if name == "step":
-                # tokens are on the device in rank 0, so they are broadcast there rather than sent
-                # as text
+                # tokens are on the device in rank 0, so they
+                # are broadcast there rather than sent as text
                 tokens = torch.empty(len(decoder.texts), dtype=torch.long, device=self.device)
                 distributed.broadcast(tokens, 0)
                 inputs = [tokens, *inputs]

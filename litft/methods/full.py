@@ -57,8 +57,8 @@ class Full(Method):
         are stored in bf16."""
         if precision == "bf16":
             names = [name for name, _ in model.named_parameters() if name not in self.frozen]
-            # keep=False: there is no adapter that could be disabled, and a copy of the base costs
-            # memory
+            # keep=False: there is no adapter that could be
+            # disabled, and a copy of the base costs memory
             train_parameters(model, names, torch.bfloat16, keep=False)
             for name in self.frozen:
                 parameter = model.get_parameter(name)

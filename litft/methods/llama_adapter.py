@@ -25,8 +25,8 @@ from litft.model.config import Config
 from litft.model.mlp import ExpertLinear, Grouping, by_expert
 from litft.model.transformer import GPT
 
-# B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, P prefix length, E
-# experts
+# B batch, T tokens, C channels, H query heads, K
+# key/value heads, D head dim, P prefix length, E experts
 
 
 class PrefixAttention(Mixin):

@@ -62,8 +62,8 @@ class LoRA(Method):
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """Select the modules of `targets` and `modules_to_save`; raise ValueError if a pattern
         matches nothing."""
-        # litft name -> name in the checkpoint, for every module that PEFT can adapt; patterns match
-        # both
+        # litft name -> name in the checkpoint, for every
+        # module that PEFT can adapt; patterns match both
         hf_names = {name: target.name for name, target in peft_targets(model, rules).items()}
         saved_modules = self._modules_to_save(model, rules)
         # a tied head has the weight of the embedding
@@ -71,8 +71,8 @@ class LoRA(Method):
             {"lm_head"} if model.config.tied and "embed" in saved_modules else set()
         )
 
-        # A pattern that matches nothing is a typing error. It is reported at once, with the names
-        # that exist.
+        # A pattern that matches nothing is a typing error.
+        # It is reported at once, with the names that exist.
         adapted: dict[str, None] = {}
         for pattern, matches in match_patterns(self.args.targets, hf_names).items():
             if pattern == "all-linear":

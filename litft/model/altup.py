@@ -13,8 +13,8 @@ from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra
 from litft.model.rope import CosSin
 
-# B batch, T tokens, S streams, C channels; between blocks, the streams of a token are one vector of
-# S C entries
+# B batch, T tokens, S streams, C channels; between blocks,
+# the streams of a token are one vector of S C entries
 
 
 class AltUp(nn.Module):

@@ -160,8 +160,8 @@ def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, scale: float
 ) -> Tensor:
     """Run the GPU kernel for packed sequences, which computes no scores between documents."""
-    # the length of a row is an upper bound: the exact maximum needs a device sync and changes no
-    # result
+    # the length of a row is an upper bound: the exact
+    # maximum needs a device sync and changes no result
     batch = q.size(0)
     max_seqlen = q.size(2)
     head_dim = q.size(3)

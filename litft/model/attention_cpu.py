@@ -14,8 +14,8 @@ from torch import Tensor
 from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.packed_sequences import PackedSequences
 
-# B batch, T queries, S keys, H query heads, K key/value heads, D head dim, N documents, R rows, W
-# row width
+# B batch, T queries, S keys, H query heads, K key/value
+# heads, D head dim, N documents, R rows, W row width
 
 # Measured for the backward pass on a CPU. Documents of up to UNSPLIT_LENGTH tokens are computed in
 # one piece. Longer ones are computed QUERY_BLOCK queries at a time, which skips most keys after the

@@ -50,8 +50,8 @@ class ExpertsConfig:
     jitter: float = 0.01  # sparsemixer
     # added to the scores for the selection only (arXiv 2408.15664)
     correction_bias: bool = False
-    # experts are only selected from the `top_groups` groups with the highest scores (arXiv
-    # 2412.19437)
+    # experts are only selected from the `top_groups`
+    # groups with the highest scores (arXiv 2412.19437)
     groups: int = 1
     top_groups: int = 1
     # of a group: the sum of its two highest scores, or the highest

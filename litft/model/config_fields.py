@@ -309,8 +309,8 @@ def _checked(
                 f"{prefix}{name} must be {field_type.description}, found {value!r:.200}"
             )
         elif isinstance(value, dict):
-            # an object with fixed names, or one whose names are free and whose entries have one
-            # type
+            # an object with fixed names, or one whose names
+            # are free and whose entries have one type
             nested = field_type.fields
             if field_type.entries:
                 nested = dict.fromkeys(value, field_type.entries)

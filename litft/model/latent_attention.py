@@ -114,8 +114,8 @@ class LatentAttention(nn.Module):
         those of the cache."""
         mask = None
         if cache is not None:
-            # the cache holds latent vectors and shared keys; values are a part of them, so their
-            # size is 0
+            # the cache holds latent vectors and shared keys;
+            # values are a part of them, so their size is 0
             keys, _, mask = cache.update(keys, keys[..., :0], self.window)
         return attend(q, *self.expand(keys), documents, self.window, scale=self.scale, mask=mask)
 

@@ -187,8 +187,8 @@ def route(
     else:
         scores = logits.float().softmax(-1)
 
-    # The correction balances the load of the experts. It decides which are chosen, but not their
-    # weights.
+    # The correction balances the load of the experts. It
+    # decides which are chosen, but not their weights.
     if correction_bias is None:
         priority = scores
     else:

@@ -40,8 +40,8 @@ class Norm(nn.Module):
         self.size = shape[0] if is_plain_rms else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        # one token without gradients: the common case of a decode step, in as few operations as
-        # possible
+        # one token without gradients: the common case of
+        # a decode step, in as few operations as possible
         if (
             x.numel() == self.size
             and not torch.is_grad_enabled()

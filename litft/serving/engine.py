@@ -153,8 +153,8 @@ class Engine:
                 for name in list(self._batches):
                     self._advance(name)
         except BaseException as error:
-            # without its peers this process cannot go on, and a return would leave the HTTP server
-            # running
+            # without its peers this process cannot go on, and
+            # a return would leave the HTTP server running
             if isinstance(error, PeerLost):
                 print(f"error: {error}", file=sys.stderr)
                 os._exit(2)
@@ -227,8 +227,8 @@ class Engine:
                     self._finish(number, chunk)
                     continue
                 deliver = self._jobs[number].deliver
-                # first: the client may send its next request as soon as it has the end of this
-                # answer
+                # first: the client may send its next request
+                # as soon as it has the end of this answer
                 if chunk.finish_reason:
                     self._finish(number)
                 deliver(chunk)

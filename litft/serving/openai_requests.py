@@ -125,8 +125,8 @@ class ApiRequest(BaseModel):
         self, tokenizer: Tokenizer, text: str, capacity: int, bos: bool | None = None
     ) -> list[int]:
         """Return the token ids of a text; tokenize no more of it than shows that it is too long."""
-        # the beginning of a long text is tokenized first, and doubled until it is known to be too
-        # long
+        # the beginning of a long text is tokenized first,
+        # and doubled until it is known to be too long
         end = MANY_CHARACTERS * capacity
         while end < len(text):
             count = len(tokenizer.encode(text[:end], bos=bos))

@@ -373,8 +373,8 @@ async def _events(
             index, chunk = indexed_chunk
             opening = [] if index in last_chunks else reply.opening(index)
             last_chunks[index] = chunk
-            # OpenAI's API has the field in every chunk if usage is requested, and its value in the
-            # last one
+            # OpenAI's API has the field in every chunk if
+            # usage is requested, and its value in the last one
             for choice in (*opening, *reply.deltas(index, chunk)):
                 yield _event(reply.chunk([choice], **({"usage": None} if wants_usage else {})))
             if not choices.num_unfinished:

@@ -37,8 +37,8 @@ class Adafactor(optim.Adafactor):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 update = _second_moment(gradient, row_var, col_var, variance, decay, smallest)
 
-                # divided by the root of the second moment, and clipped to a root mean square of at
-                # most d
+                # divided by the root of the second moment, and
+                # clipped to a root mean square of at most d
                 update = update.clamp_(min=smallest * smallest).rsqrt_().mul_(gradient)
                 excess = (update.norm() / (update.numel() ** 0.5 * group["d"])).clamp(min=1.0)
                 parameter.sub_(update.mul_(rate * size / excess))

@@ -68,8 +68,8 @@ def communication_volume(
     computation, except for the all-gather of the first block and the reduce-scatter of the last
     one.
     """
-    # a group's devices within a node, and the nodes of a group; replicas within a node, and over
-    # nodes
+    # a group's devices within a node, and the nodes of
+    # a group; replicas within a node, and over nodes
     group_devices = min(cluster.size, cluster.devices)
     group_nodes = max(1, cluster.size // cluster.devices)
     node_replicas = max(1, cluster.devices // cluster.size)

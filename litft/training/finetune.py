@@ -142,8 +142,7 @@ def _check_folder(args: FinetuneArgs, folder: Path) -> None:
     items = (*args.data.paths, *args.data.val_paths)
     paths = []
     for item in items:
-        for path in (item.path, item.template):
-            paths.append(path)
+        paths.extend((item.path, item.template))
     inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)
     run_dir.check(folder, args.resume, args.overwrite, inputs)
 

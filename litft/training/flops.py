@@ -141,8 +141,8 @@ class Flops:
         mixers = sum(
             block.mixer.flops_per_token for block in model.blocks if block.mixer is not None
         )
-        # 2 FLOPs for each weight: forward, input gradient, and the weight's gradient if it is
-        # trained
+        # 2 FLOPs for each weight: forward, input gradient,
+        # and the weight's gradient if it is trained
         self.per_token = (
             sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices) + 3 * mixers
         )
@@ -195,8 +195,7 @@ def _counts(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
     """Return the lengths of the samples' documents, and each sample's number of target tokens."""
     lengths = []
     for sample in samples:
-        for length in sample.document_lengths:
-            lengths.append(length)
+        lengths.extend(sample.document_lengths)
     return lengths, [sample.supervised for sample in samples]
 
 

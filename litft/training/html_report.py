@@ -190,8 +190,7 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
     """Return an SVG figure of curves over the steps; an empty string if no curve has points."""
     all_points = []
     for points in series.values():
-        for point in points:
-            all_points.append(point)
+        all_points.extend(points)
     if not all_points:
         return ""
 
@@ -218,8 +217,8 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
         if len(curve) == 1:
             path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
         lines.append(f'<polyline class="curve c{number % COLORS}" points="{path}"/>')
-        # validations are few, and between them nothing is known; a line of length 0 with round ends
-        # is a point
+        # validations are few, and between them nothing is
+        # known; a line of length 0 with round ends is a point
         marks = ""
         if column.startswith("val_"):
             marks = "".join(f"M{x_percent(x)},{y_percent(y)}h0" for x, y in curve)

@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# the logger's module and class, and the package it needs; pyproject.toml has an extra of the same
-# name
+# the logger's module and class, and the package it
+# needs; pyproject.toml has an extra of the same name
 LOGGERS = {
     "tensorboard": ("lightning_fabric.loggers", "TensorBoardLogger", "torch.utils.tensorboard"),
     "wandb": ("pytorch_lightning.loggers", "WandbLogger", "wandb"),

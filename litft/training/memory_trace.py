@@ -381,8 +381,8 @@ def _traces(
                 None,
                 *extra,
             )
-            # a sharded network allocates a block's full gradients in every micro-batch, and reduces
-            # them
+            # a sharded network allocates a block's full
+            # gradients in every micro-batch, and reduces them
             accumulated = shape.accumulated and shards == 1
             by_kind[key] = _trace(
                 lambda x, block=block, other_inputs=other_inputs: block(x, *other_inputs),
@@ -516,7 +516,7 @@ def trace_loss(
         LOSS_CACHE[key] = peak
     for parameter in trained:
         parameter.grad = None
-    # hidden states outside the traced chunk: all of them, those with a target, and the gradient of
-    # the latter
+    # hidden states outside the traced chunk: all of them,
+    # those with a target, and the gradient of the latter
     other_rows = (num_tokens - rows) + 2 * (count - rows)
     return peak + other_rows * model.config.dim * dtype.itemsize

@@ -24,8 +24,8 @@ from litft.model.quantization import bitsandbytes
 from litft.training.adafactor import Adafactor
 
 BETAS = (0.9, 0.95)
-# not decayed; stacked experts and per-head norms have two-dimensional ones, which are vectors all
-# the same
+# not decayed; stacked experts and per-head norms have
+# two-dimensional ones, which are vectors all the same
 VECTORS = ("bias", "adapter_scale", "lora_m", "norm.weight")
 # matrices with one independent row per token
 LOOKUP_TABLES = ("embed", "lm_head", "token_rows", "adaption_prompt")
@@ -136,8 +136,7 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
         return
     weights = []
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            weights.append(parameter)
+        weights.extend(group["params"])
     for weight in weights:
         optimizer.state[weight]["stepped"] = weight.detach().clone()
     optimizer.eval()

@@ -527,8 +527,8 @@ def _set_scalars(
         state.update(numbers)
         # frozen parameters have no inner optimizer
         if isinstance(optimizer, StochasticRounding) and parameter in optimizer.inner:
-            # for a sharded parameter, `state` is a copy that shares the tensors, but not the
-            # numbers
+            # for a sharded parameter, `state` is a copy
+            # that shares the tensors, but not the numbers
             for inner_state in optimizer.inner[parameter].state.values():
                 inner_state.update(
                     {kind: value for kind, value in numbers.items() if kind in inner_state}

@@ -100,8 +100,8 @@ def validation_answers(
     ranks = fabric.world_size
     rank = fabric.global_rank
     with eval_mode(model):
-        # all ranks loop equally often, also without a sample left, since `before_batch`
-        # communicates
+        # all ranks loop equally often, also without a
+        # sample left, since `before_batch` communicates
         for start in range(0, len(samples), ranks * rows):
             before_batch()
             block = {

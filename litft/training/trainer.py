@@ -125,8 +125,8 @@ class Trainer:
         self.recorder = Recorder(
             fabric, hosts, setup, schedule, settings, folder, network, self.validation, self.screen
         )
-        # a preference objective needs reference values of all examples that are measured, of all
-        # sets
+        # a preference objective needs reference values
+        # of all examples that are measured, of all sets
         measured = self.validation.indices(self.args.train.global_batch_size).values()
         self.references = References(
             self.objective, schedule, sorted({index for indices in measured for index in indices})
@@ -168,8 +168,8 @@ class Trainer:
                         self._validate(optimizer)
                     self._log(pace=0.0)
                     self.recorder.report_progress(self.step)
-                # under a time limit the learning rate depends on it, so all processes must have the
-                # same value
+                # under a time limit the learning rate depends on
+                # it, so all processes must have the same value
                 (self.elapsed_before,) = self.hosts.all_reduce_max(
                     time.monotonic() - self.start_time
                 )
@@ -232,8 +232,8 @@ class Trainer:
         for line in [*warnings, *self.recorder.start_lines(self.start_step)]:
             self.say(line)
 
-        # the largest micro-batch comes first: what does not fit, or does not compile, fails before
-        # training
+        # the largest micro-batch comes first: what does not
+        # fit, or does not compile, fails before training
         with self.screen.doing(
             f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"
         ):
@@ -333,8 +333,8 @@ class Trainer:
                     self.fabric, self.objective, model, batches, self.objective.totals(samples)
                 )
             except RuntimeError as error:
-                # with several processes the others wait in a collective: only the probe can recover
-                # there
+                # with several processes the others wait in a
+                # collective: only the probe can recover there
                 if not (
                     self.args.train.oom_retry
                     and self.fabric.world_size == 1
@@ -368,8 +368,8 @@ class Trainer:
         log_interval = args.train.log_interval or (
             max(1, min(10, self.schedule.steps // 50)) if on_cpu else 10
         )
-        # rows are written, and checked for divergence, before a checkpoint of these weights is
-        # saved
+        # rows are written, and checked for divergence,
+        # before a checkpoint of these weights is saved
         if save or validate or step % log_interval == 0:
             self._log((self.elapsed - self.elapsed_before) / (step - self.start_step))
         if validate:
@@ -406,8 +406,8 @@ class Trainer:
         if self.time_limit == math.inf or step == self.start_step == 0:
             return self.schedule.steps
 
-        # the pace of this process once it has done a step; until then that of the run before it was
-        # resumed
+        # the pace of this process once it has done a step;
+        # until then that of the run before it was resumed
         since, first = (
             (self.elapsed_before, self.start_step) if step > self.start_step else (0.0, 0)
         )

@@ -85,8 +85,8 @@ class DeltaNet(Mixer):
             inputs
         )
 
-        # The cache's states 0, 1 and 2 are the inputs of the three convolutions; 3 is that of the
-        # recurrence.
+        # The cache's states 0, 1 and 2 are the inputs of the
+        # three convolutions; 3 is that of the recurrence.
         q, k, v = (
             F.silu(causal_conv(part, weight, None, documents, cache, number))
             for number, (part, weight) in enumerate(

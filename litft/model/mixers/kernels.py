@@ -70,8 +70,8 @@ def without_launches() -> Iterator[None]:
         return
     from triton.runtime.jit import KernelInterface
 
-    # kernel[grid] returns a function that launches the kernel; here it returns one that does
-    # nothing
+    # kernel[grid] returns a function that launches the
+    # kernel; here it returns one that does nothing
     before = KernelInterface.__getitem__
     KernelInterface.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: None
     try:
@@ -94,8 +94,8 @@ def fused_recurrence(
     from fla.ops.kda import chunk_kda
     from fla.ops.simple_gla import chunk_simple_gla
 
-    # the narrowest dtype: the inputs of a kernel have one dtype, and `can_run` needs one input in
-    # bf16
+    # the narrowest dtype: the inputs of a kernel have
+    # one dtype, and `can_run` needs one input in bf16
     dtype = min((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
     heads = v.size(2)
     kernel = chunk_simple_gla

@@ -126,8 +126,8 @@ def causal_conv(
     if cache is not None:
         cache.store(state, extended[:, length:])
 
-    # A tap of a token in an earlier document counts as zero, as before the row's start, whose id is
-    # -1.
+    # A tap of a token in an earlier document counts as
+    # zero, as before the row's start, whose id is -1.
     if documents is None:
         ids = None
     else:

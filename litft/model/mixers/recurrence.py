@@ -135,15 +135,15 @@ def _chunked(
     g = _in_chunks(g if by_row else g[..., None], groups)
     b = None if b is None else _in_chunks(b[..., None], groups)
 
-    # (L, L): a token sees itself and the earlier ones of its chunk; with documents (B, 1, 1, N, L,
-    # L)
+    # (L, L): a token sees itself and the earlier ones
+    # of its chunk; with documents (B, 1, 1, N, L, L)
     visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
     enters = leaves = passes = None
     if ids is not None:
         visible, enters, leaves, passes = _document_masks(ids, visible)
 
-    # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N,
-    # L, K or 1)
+    # log decay from the start of the chunk, or of the
+    # document in it, to each token: (B, G, R, N, L, K or 1)
     total = g.cumsum(-2) if ids is None else visible.to(g.dtype) @ g
 
     # what a token sees of the state at the start of its chunk
@@ -178,8 +178,8 @@ def _chunked(
     # one decay a head scales the products instead
     q_start, k_end = (q * from_start, k * to_end) if by_row else (q, k)
 
-    # The loop has one step a chunk: it adds what the incoming state contributes, and passes the
-    # state on.
+    # The loop has one step a chunk: it adds what the
+    # incoming state contributes, and passes the state on.
     outputs = []
     for n in range(v.size(3)):
         if b is None:

@@ -105,8 +105,8 @@ class KTO(Objective):
             rewards = self.beta * (log_probs - references)
             # the means of the rewards, and of the log-probabilities, each by label
             labels = (desirable, totals.desirable), (~desirable, totals.undesirable)
-            # this micro-batch's share of the means over the step's answers with each label, NaN
-            # without any
+            # this micro-batch's share of the means over the
+            # step's answers with each label, NaN without any
             means = []
             for values in (rewards, log_probs):
                 for mask, count in labels:

@@ -164,8 +164,8 @@ def document_log_probs(
                 device
             )
 
-            # a micro-batch has its sequences in the order of its rows, the result in that of the
-            # samples
+            # a micro-batch has its sequences in the order
+            # of its rows, the result in that of the samples
             order = [index for row in rows for index in row]
             log_probs[order], lengths[order] = (
                 values.view(-1, log_probs.size(1)) for values in sequence_log_probs(model, batch)
