@@ -15,7 +15,7 @@ __all__ = ["finetune", "generate", "load", "stream"]
 _MODULES = {
     "finetune": "litft.python_api",
     "generate": "litft.inference.streaming",
-    "load": "litft.pretrained",
+    "load": "litft.pretrained.load",
     "stream": "litft.inference.streaming",
 }
 

@@ -33,26 +33,30 @@ class Command(NamedTuple):
 
 COMMANDS = {
     **{
-        f"finetune {method}": Command(args, "litft.training.finetune:run_finetuning")
+        f"finetune {method}": Command(args, "litft.commands.finetune:run_finetuning")
         for method, args in flags.FINETUNE.items()
     },
     "generate": Command(
-        flags.GenerateArgs, "litft.inference.generate:run_generation", spin_count=DECODING_SPINS
+        flags.GenerateArgs, "litft.commands.generate:run_generation", spin_count=DECODING_SPINS
     ),
-    "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spin_count=DECODING_SPINS),
-    "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spin_count=DECODING_SPINS),
-    "merge_lora": Command(flags.MergeArgs, "litft.export.convert:merge"),
-    "run_eval": Command(flags.RunEvalArgs, "litft.evaluation.run_eval:run_eval"),
-    "prepare_data": Command(flags.PrepareArgs, "litft.training.dry_run:prepare_data"),
-    "runs": Command(flags.RunsArgs, "litft.run_list:list_runs"),
-    "recipes": Command(flags.RecipesArgs, "litft.recipe_list:list_recipes"),
-    "plan": Command(flags.PlanArgs, "litft.training.plan_command:plan"),
-    "convert_hf_checkpoint": Command(flags.ConvertArgs, "litft.export.convert:convert"),
-    "convert_to_hf": Command(flags.ExportArgs, "litft.export.convert:export"),
-    "download": Command(flags.DownloadArgs, "litft.export.publish:download"),
-    "upload": Command(flags.UploadArgs, "litft.export.publish:upload"),
-    "convert_gguf_checkpoint": Command(flags.GgufConvertArgs, "litft.export.gguf.convert:read"),
-    "convert_to_gguf": Command(flags.GgufExportArgs, "litft.export.gguf.convert:write"),
+    "chat": Command(flags.ChatArgs, "litft.commands.chat:chat", spin_count=DECODING_SPINS),
+    "serve": Command(flags.ServeArgs, "litft.commands.serve:serve", spin_count=DECODING_SPINS),
+    "merge_lora": Command(flags.MergeArgs, "litft.commands.merge_lora:merge"),
+    "run_eval": Command(flags.RunEvalArgs, "litft.commands.run_eval:run_eval"),
+    "prepare_data": Command(flags.PrepareArgs, "litft.commands.prepare_data:prepare_data"),
+    "runs": Command(flags.RunsArgs, "litft.commands.runs:list_runs"),
+    "recipes": Command(flags.RecipesArgs, "litft.commands.recipes:list_recipes"),
+    "plan": Command(flags.PlanArgs, "litft.commands.plan:plan"),
+    "convert_hf_checkpoint": Command(
+        flags.ConvertArgs, "litft.commands.convert_hf_checkpoint:convert"
+    ),
+    "convert_to_hf": Command(flags.ExportArgs, "litft.commands.convert_to_hf:export"),
+    "download": Command(flags.DownloadArgs, "litft.commands.download:download"),
+    "upload": Command(flags.UploadArgs, "litft.commands.upload:upload"),
+    "convert_gguf_checkpoint": Command(
+        flags.GgufConvertArgs, "litft.commands.convert_gguf_checkpoint:read"
+    ),
+    "convert_to_gguf": Command(flags.GgufExportArgs, "litft.commands.convert_to_gguf:write"),
 }
 
 

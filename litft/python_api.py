@@ -10,9 +10,9 @@ from typing import Any
 
 from litft.args import FINETUNE, FinetuneArgs
 from litft.args.keywords import from_keywords, name_keywords, signature
+from litft.commands.finetune import Callback, Outcome, run_finetuning
 from litft.data.in_memory import EXAMPLES, stored_examples
-from litft.training.finetune import Callback, Outcome, run_finetuning
-from litft.training.scoring import Metric
+from litft.evaluation.scoring import Metric
 
 # how records in memory are named in messages
 RECORD = re.compile(rf"\S*{EXAMPLES}/\w+\.jsonl(?:, line (\d+))?")

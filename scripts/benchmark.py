@@ -34,6 +34,7 @@ from typing import Any, Literal
 from litft.args import AdapterV2Args, DataArgs, LoRAArgs, TrainArgs, impossible_numbers
 from litft.args.parser import parse
 from litft.cli import fail, user_errors
+from litft.pretrained.build import base_model
 
 ROOT = Path(__file__).parent.parent
 PEERS = Path(__file__).parent / "peers"
@@ -156,7 +157,7 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
     """Write the shared samples and the new adapter to `folder`, and return the setup of the
     contenders."""
     from litft.data.dataset import length_limit
-    from litft.pretrained import resolve
+    from litft.pretrained.folder import resolve
 
     source = resolve(args.checkpoint_dir)
     has_weights = any(Path(args.checkpoint_dir).glob("*.safetensors*"))
@@ -219,11 +220,11 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
     import torch
 
     from litft.methods import LoRA
-    from litft.pretrained import base_record, resolve
+    from litft.pretrained.folder import base_record, resolve
 
     source = resolve(args.checkpoint_dir)
     method = LoRA(args.lora)
-    model = source.base_model()
+    model = base_model(source)
     torch.manual_seed(0)
     method.choose(model, source.adapter_rules)
     method.attach(model)
@@ -426,7 +427,7 @@ def main(args: BenchmarkArgs) -> None:
     import torch
 
     from litft.distributed.devices import pick_accelerator, pick_precision
-    from litft.training.flops import peak_flops
+    from litft.training.memory.flops import peak_flops
 
     device = pick_accelerator(args.accelerator)
     args.precision = pick_precision(args.precision, torch.device(device))

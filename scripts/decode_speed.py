@@ -30,6 +30,7 @@ from litft.args import impossible_numbers
 from litft.args.checks import below_minimum
 from litft.args.parser import parse
 from litft.cli import COMMANDS, user_errors
+from litft.pretrained.build import base_model
 
 
 @dataclass
@@ -81,13 +82,13 @@ def main(args: SpeedArgs) -> None:
     from litft.distributed.devices import DTYPES, limit_threads, pick_accelerator
     from litft.inference.fused_linears import fuse_linears
     from litft.model.placement import allocate
-    from litft.pretrained import resolve
+    from litft.pretrained.folder import resolve
 
     device = torch.device(pick_accelerator(args.accelerator))
     source = resolve(args.checkpoint_dir)
     has_weights = any(Path(args.checkpoint_dir).glob("*.safetensors"))
     if has_weights:
-        model = source.base_model(args.precision, device)
+        model = base_model(source, args.precision, device)
     else:
         model = source.meta_model(DTYPES[args.precision]).requires_grad_(False).eval()
         allocate(model, device)

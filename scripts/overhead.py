@@ -22,7 +22,7 @@ DEFAULTS = (
 
 def main(method: str, words: list[str]) -> None:
     """Train, then print the overhead of each window of save.interval steps (default 10)."""
-    from litft.training.finetune import finetune
+    from litft.python_api import finetune
 
     args = parse(COMMANDS[f"finetune {method}"].args, [*DEFAULTS, *words])
     marks: list[tuple[int, float, float]] = []

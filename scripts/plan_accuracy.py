@@ -144,7 +144,7 @@ def parse_cell(line: str) -> Cell:
 
 def chosen_by_budget(line: str) -> Cell:
     """Return the cell with the settings that `plan --budget` chooses."""
-    from litft.training.plan_command import plan_on_paper
+    from litft.commands.plan import plan_on_paper
 
     model, method, tokens, budget = line.split()
     args = PlanArgs(
@@ -160,8 +160,9 @@ def planned_peak(cell: Cell, device: str) -> float:
     """Return the peak memory of the plan, in GiB."""
     from litft.args import FullFinetuneArgs, LoRAFinetuneArgs
     from litft.methods import method_of
-    from litft.pretrained import resolve
-    from litft.training.memory_plan import Shape, predict
+    from litft.pretrained.folder import resolve
+    from litft.training.memory.plan import predict
+    from litft.training.memory.trace import Shape
 
     source = resolve(cell.folder)
     method = method_of(FullFinetuneArgs() if cell.method == "full" else LoRAFinetuneArgs())

@@ -69,7 +69,7 @@ def row(folder: str, model: str, method: str, base: str, strategy: str, nodes: i
     """Return one table row: the plan with the highest share of peak FLOPs, with as little
     recomputation as fits."""
     from litft.args import PlanArgs
-    from litft.training.plan_command import plan_on_paper
+    from litft.commands.plan import plan_on_paper
 
     flags = {
         "checkpoint_dir": folder,

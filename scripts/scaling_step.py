@@ -56,7 +56,7 @@ def write_model(args: ScalingArgs, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from litft.distributed.devices import pick_accelerator
-    from litft.pretrained import DEMO
+    from litft.pretrained.folder import DEMO
 
     config = AutoConfig.from_pretrained(ROOT / "scripts" / "configs" / args.model)
     with torch.device(pick_accelerator(args.accelerator)):

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def demo(folder: Path) -> tuple[Path, Path]:
     """Return the folder of the demo model and a new file with 40 of its examples."""
-    from litft.pretrained import DEMO
+    from litft.pretrained.folder import DEMO
 
     lines = (DEMO / "train.jsonl").read_text("utf-8").splitlines()[:40]
     data = folder / "examples.json"

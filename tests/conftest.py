@@ -27,7 +27,8 @@ from own_tokenizers import WRITERS
 from parity import build, perturb
 
 from litft.methods import Method
-from litft.pretrained import DEMO, base_record, resolve
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import DEMO, base_record, resolve
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"  # real tokenizers, templates and data; not a part of the repository
@@ -242,7 +243,7 @@ def adapted(base: Path, folder: Path, method: Method, scale: float = 1.0) -> Pat
     """
     source = resolve(base)
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32")
+    model = base_model(source, "fp32")
     method.attach(model)
     parameters = method.parameters(model).values()
     perturb(parameters)

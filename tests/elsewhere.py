@@ -106,7 +106,8 @@ def main():
 
     import litft
     from litft.distributed.device_map import DeviceMap
-    from litft.pretrained import resolve
+    from litft.pretrained.folder import resolve
+    from litft.pretrained.load import load_network
 
     backend_registration._setup_privateuseone_for_python_backend("far")
     source, devices = (
@@ -115,7 +116,7 @@ def main():
     )
     with FarDevices():
         count = len(source.config.layers) // 3
-        model = source.model("fp32", devices[0], None, DeviceMap(devices, [count] * 3))
+        model = load_network(source, "fp32", devices[0], None, DeviceMap(devices, [count] * 3))
         assert model.block_devices == [device for device in devices for _ in range(count)]
         # inference mode forbids writing to tensors of a custom class
         model.norm.weight.requires_grad_()

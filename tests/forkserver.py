@@ -174,21 +174,21 @@ def preload() -> None:
     import lightning_fabric.strategies  # noqa: F401
 
     del sys.modules["torchmetrics"]
+    import litft.evaluation.run_eval
+    import litft.export.convert
+    import litft.inference.generate
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
     import litft.cli
-    import litft.evaluation.run_eval
-    import litft.export.convert
+    import litft.commands.finetune
     import litft.families
     import litft.inference.chat
-    import litft.inference.generate
-    import litft.training.finetune
     from litft.args.parser import parser_of
     from litft.families import families
     from litft.model.quantization import bitsandbytes
-    from litft.training.flops import peak_flops
+    from litft.training.memory.flops import peak_flops
 
     bitsandbytes()
     families()

@@ -5,8 +5,8 @@ from parity import draw
 
 from litft.args import AdapterArgs, AdapterV2Args, FullFinetuneArgs, LoRAArgs
 from litft.methods import Adapter, AdapterV2, Full, LoRA
-from litft.pretrained import base_record
-from litft.save_pretrained import Result, write_result
+from litft.pretrained.folder import base_record
+from litft.pretrained.save import Result, write_result
 
 FAMILIES = {
     "llama": "grouped",

@@ -45,7 +45,8 @@ def case_logits(case: dict, rank: int, processes: int) -> torch.Tensor | str:
     from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
     from litft.inference.fused_linears import fuse_linears
     from litft.model.kv_cache import KVCache
-    from litft.pretrained import resolve
+    from litft.pretrained.folder import resolve
+    from litft.pretrained.load import load_network
 
     source, tokens = resolve(case["folder"]), torch.tensor(case["tokens"])
     try:
@@ -53,7 +54,7 @@ def case_logits(case: dict, rank: int, processes: int) -> torch.Tensor | str:
     except ValueError as error:
         return str(error)
     slices = TensorParallelPlacement(source.config, rank, processes)
-    model = source.model(case.get("precision", "fp32"), "cpu", case.get("quantize"), slices)
+    model = load_network(source, case.get("precision", "fp32"), "cpu", case.get("quantize"), slices)
     fuse_linears(model, pack=True)
     cache = KVCache(model.config, tokens.size(0), tokens.size(1), dtype=model.dtype)
     middle = tokens.size(1) // 2

@@ -35,10 +35,10 @@ from litft.args import (
     TrainArgs,
 )
 from litft.data.dataset import load_data
-from litft.pretrained import resolve
-from litft.training.auto_settings import choose
+from litft.pretrained.folder import resolve
+from litft.training.memory.choose import choose
+from litft.training.run_setup import Setup
 from litft.training.schedule import Schedule
-from litft.training.setup import Setup
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 MODELS = {  # a model of shared/configs: its tokenizer

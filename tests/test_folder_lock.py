@@ -18,7 +18,7 @@ from forkserver import Process
 
 from litft import folder_lock
 from litft.atomic import atomic_folder, atomic_write
-from litft.export.convert import write_folder
+from litft.export.model_folder import write_folder
 from litft.folder_lock import LOCK, locked_folder
 
 HOLD = """

@@ -10,54 +10,32 @@ from density import measure
 from mutate import problems, read_table
 
 LIBRARY = ROOT / "litft"
-# import order: a component imports itself and those in rows above it, never others in its own row
-LAYERS = [
+# the rooms, in import order: a room imports itself and those in rows above it, never others in its
+# own row
+ROOMS = [
     {"folder_lock"},
     {"errors", "atomic", "environment"},
     {"run_dir"},
     {"args"},
-    {"signals", "run_list", "recipe_list"},
+    {"signals"},
     {"model"},
     {"checkpoints"},
     {"families", "methods", "data"},
     {"distributed"},
     {"pretrained"},
-    {"save_pretrained"},
     {"inference"},
+    {"evaluation"},
     {"training"},
-    {"export", "evaluation", "serving", "python_api"},
+    {"export", "serving"},
+    {"commands"},
+    {"python_api"},
     {"cli"},
     {"__main__"},
 ]
-LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in layer}
-# within a component, a file imports only files to its left
-ORDER = """
-args: checks sampling methods processes data_path data preference finetune plan inference serving
- evaluation export hub runs recipes aliases foreign_config parser keywords
-model: config_file config_fields rope_config config linear norm device_type loss rope positions mlp
- per_layer_input kv_cache packed_sequences attention_eager attention_cpu attention latent_attention
- mixers blocks altup transformer placement quantization
-checkpoints: rules conversion stored_formats weight_files adapter_reader peft_targets peft_names
- peft_coverage peft_format peft_tables peft_reader hub base_folder
-methods: mixins new_tokens base full llama_adapter lora_modules lora
-data: chat_template reasoning messages turn_rendering turns tool_calls answer_parser answer_format
- digests tokenizer_backends tokenizer formats readers in_memory preferences sample encoder sources
- token_store token_cache packing sampler dataset
-distributed: devices process_group fsdp tensor_parallel device_map
-inference: generation_config sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding
- generation chat_answers streaming terminal session chat generate
-training: intervals residence flops metrics loggers html_report screen adafactor optimizers
- activation_checkpointing compile cpu_offload objectives setup file_hashes base_files
- run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule references
- auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
-export: model_card convert publish gguf
-evaluation: lm_eval_model examples preferences run_eval
-serving: openai_replies openai_requests prefill_turns engine routes server
-"""
-LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
-ORDERS = {component: files.split() for component, _, files in LINES}
+LEVEL = {room: level for level, row in enumerate(ROOMS) for room in row}
 TORCHLESS = {"errors", "folder_lock", "atomic", "environment", "run_dir", "args", "signals"}
-TORCHLESS |= {"run_list", "recipe_list", "cli"}
+TORCHLESS |= {"cli"}
+TORCHLESS_COMMANDS = {"runs", "recipes"}
 
 
 def imports(path: Path) -> set[str]:
@@ -74,32 +52,57 @@ def imports(path: Path) -> set[str]:
 FILES = [path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py"]
 
 
+def room_of(path: Path) -> str:
+    """Return the folder in litft/ that a file is in, or the name of a file outside of folders."""
+    return path.relative_to(LIBRARY).with_suffix("").parts[0]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(LIBRARY)))
-def test_imports_follow_the_layers(path):
-    component, file, *_ = *path.relative_to(LIBRARY).with_suffix("").parts, ""
+def test_imports_follow_the_rooms(path):
+    room = room_of(path)
     modules = [name.split(".") for name in imports(path)]
-    for other, *more in (parts for package, *parts in modules if package == "litft" and parts):
-        if other != component:
-            assert LEVEL.get(other, -1) < LEVEL[component], f"{component} imports {other}"
-            assert component != "families" or other in ("model", "checkpoints")
-        elif file != "__init__" and more and more[0] in (order := ORDERS.get(component, ())):
-            assert more[0] == file or order.index(more[0]) < order.index(file), (
-                f"{component}/{file} imports {more[0]}"
-            )
-    assert component not in TORCHLESS or not any(package == "torch" for package, *_ in modules)
+    for package, *parts in modules:
+        if package != "litft" or not parts or parts[0] == room:
+            continue
+        assert LEVEL.get(parts[0], -1) < LEVEL[room], f"{room} imports {parts[0]}"
+        assert room != "families" or parts[0] in ("model", "checkpoints")
+    is_torchless = room in TORCHLESS or (room == "commands" and path.stem in TORCHLESS_COMMANDS)
+    assert not is_torchless or not any(package == "torch" for package, *_ in modules)
 
 
-def test_every_file_is_listed_in_the_order():
-    assert {
-        path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in FILES
-    } <= LEVEL.keys()
-    for component, order in ORDERS.items():
-        files = {
-            path.stem
-            for path in (LIBRARY / component).iterdir()
-            if path.suffix == ".py" or (path / "__init__.py").is_file()
-        }
-        assert files - {"__init__"} == set(order)
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def test_no_circle_of_files():
+    """A file never imports itself, also not by way of others."""
+    names = {module_name(path) for path in FILES}
+    imported = {}
+    for path in FILES:
+        found = set()
+        for name in imports(path):
+            # a module itself, or a name in it
+            module = name if name in names else name.rpartition(".")[0]
+            found |= {module} & names
+        imported[module_name(path)] = found - {module_name(path)}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " imports ".join((*path[path.index(name) :], name))
+        if name in done:
+            return
+        for other in sorted(imported[name]):
+            visit(other, (*path, name))
+        done.add(name)
+
+    for name in sorted(names):
+        visit(name, ())
+
+
+def test_every_file_is_in_a_room():
+    assert {room_of(path) for path in FILES} <= LEVEL.keys()
 
 
 def test_every_library_folder_has_a_test_folder():

@@ -17,7 +17,7 @@ from hub import Hub
 from parity import ROWS
 
 from litft.families import families
-from litft.pretrained import DEMO
+from litft.pretrained.folder import DEMO
 
 RECORDS = [
     {"instruction": f"Tell me story {n}.", "input": "", "output": "Once upon a time " * (n % 4 + 1)}

@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from litft.args import TrainArgs
 from litft.methods import Method
 from litft.model.transformer import GPT
-from litft.pretrained import PretrainedFolder
-from litft.training.activation_checkpointing import recompute
-from litft.training.memory_plan import Shape
-from litft.training.optimizers import OptimizerInBackward, make_optimizer
+from litft.pretrained.folder import PretrainedFolder
+from litft.training.memory.trace import Shape
+from litft.training.memory_saving.activation_checkpointing import recompute
+from litft.training.optimizers.make import OptimizerInBackward, make_optimizer
 
 
 class FakeValues(TorchDispatchMode):

@@ -4,7 +4,8 @@ The docstring below a field is its --help text.
 """
 
 from litft.args.checks import impossible_numbers, seconds, size
-from litft.args.data import DataArgs, Formats
+from litft.args.data import DataArgs
+from litft.args.data_path import Formats
 from litft.args.evaluation import RunEvalArgs
 from litft.args.export import (
     ConvertArgs,

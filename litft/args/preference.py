@@ -4,6 +4,16 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 Objectives = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"]
+DataKind = Literal["supervised", "pairs", "labels"]
+# the kind of examples that each objective learns from, see `Encoder`
+DATA_KINDS: dict[str, DataKind] = {
+    "sft": "supervised",
+    "dpo": "pairs",
+    "ipo": "pairs",
+    "simpo": "pairs",
+    "orpo": "pairs",
+    "kto": "labels",
+}
 
 
 @dataclass

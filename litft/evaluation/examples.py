@@ -9,6 +9,7 @@ from typing import Any
 from litft import run_dir
 from litft.args import DataArgs, RunEvalArgs
 from litft.args.parser import finetune_args
+from litft.args.preference import DATA_KINDS
 from litft.checkpoints.hub import hub_id
 from litft.data.dataset import DataSplits, length_limit, load_data
 from litft.data.formats import preference_kind, rename_columns
@@ -16,8 +17,7 @@ from litft.data.sources import File, HubSplit, locate
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
 from litft.inference.session import source_of
-from litft.pretrained import PretrainedFolder, resolve
-from litft.training.objectives import OBJECTIVES
+from litft.pretrained.folder import PretrainedFolder, resolve
 
 # identifies an example independently of the model, see Samples.names
 Name = tuple[int, int, int]
@@ -106,8 +106,8 @@ def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
             raise ValueError(
                 f"--objective {objective}: {reason}; leave it out, or score a file of its own"
             )
-    if objective and OBJECTIVES[objective].data != "labels":
-        return OBJECTIVES[objective].data
+    if objective and DATA_KINDS[objective] != "labels":
+        return DATA_KINDS[objective]
 
     # by the fields of the first record
     first_file = locate(args.data)[0][0]
@@ -355,7 +355,7 @@ def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[N
     records = {record for record, _, _ in names}
     for run, trained_data in _training_runs(args, source).items():
         data = replace(trained_data, weights=[], new_tokens=[])
-        kind = OBJECTIVES[finetune_args(run).objective].data
+        kind = DATA_KINDS[finetune_args(run).objective]
         context = source.config.max_positions
         trained_names = load_data(
             data, _tokenizer(source), ANY_VOCAB_SIZE, context, kind=kind

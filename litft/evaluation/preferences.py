@@ -9,9 +9,8 @@ from tqdm import tqdm
 
 from litft.data.packing import Layout
 from litft.data.sample import Sample
+from litft.evaluation.log_probs import document_log_probs, wins
 from litft.model.transformer import GPT
-from litft.training.objectives.objective import document_log_probs
-from litft.training.objectives.pairs import wins
 
 
 @dataclass(frozen=True)

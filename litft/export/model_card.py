@@ -15,7 +15,7 @@ from litft.args import FinetuneArgs
 from litft.checkpoints.adapter_reader import adapter_tensor_names, vllm_obstacles
 from litft.checkpoints.hub import HubId, fetch, hub_id
 from litft.data.sources import hub_dataset
-from litft.pretrained import PretrainedFolder, resolve
+from litft.pretrained.folder import PretrainedFolder, resolve
 from litft.training.objectives import OBJECTIVES
 
 # the settings table lists these flags always, and those

@@ -3,14 +3,13 @@ commands."""
 
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from litft.args import NUMBERS, ChatArgs
+from litft.args import NUMBERS
 from litft.atomic import atomic_write
 from litft.data.answer_parser import AnswerPart, ParsedAnswer
 from litft.data.chat_template import Message
@@ -18,9 +17,9 @@ from litft.data.messages import check_messages
 from litft.data.tokenizer import check_text
 from litft.inference.chat_answers import answer_message, answer_parser
 from litft.inference.generation import GenerationChunk, generate_batch
-from litft.inference.session import Session, make_drafter, missing_template_note, open_session
+from litft.inference.session import Session
 from litft.inference.speculative import Drafter
-from litft.inference.terminal import ChatScreen, make_screen
+from litft.inference.terminal import ChatScreen
 from litft.methods.mixins import mixins
 from litft.signals import Signals
 
@@ -432,16 +431,3 @@ def _number(name: str, value: str) -> int | float:
         raise ValueError(
             f"{name} {value!r}: expected {'a whole number' if is_integer else 'a number'}"
         ) from None
-
-
-def chat(args: ChatArgs) -> None:
-    """Chat over several turns; without a terminal, read one message per line and print only the
-    answers."""
-    session = open_session(args)
-    session.limit_threads(1)
-    note = missing_template_note(session.tokenizer)
-    if note:
-        print(note, file=sys.stderr)
-    drafter = make_drafter(args, session, INITIAL_CAPACITY)
-    loop = Chat(Conversation(session, drafter, args.system), make_screen(), args.debug)
-    loop.run()

@@ -35,7 +35,8 @@ from litft.inference.tp_decoding import TensorParallelDecoder, make_tp_decoder
 from litft.methods import disabled
 from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.transformer import GPT
-from litft.pretrained import PretrainedFolder, load_models, resolve
+from litft.pretrained.folder import PretrainedFolder, resolve
+from litft.pretrained.load import load_models, load_network
 
 
 class Session(NamedTuple):
@@ -323,7 +324,7 @@ def make_drafter(args: SpeculativeArgs, session: Session, capacity: int) -> Draf
         )
 
     precision = next(name for name, dtype in DTYPES.items() if dtype == session.model.dtype)
-    model = source.model(precision, device, "none").requires_grad_(False)
+    model = load_network(source, precision, device, "none").requires_grad_(False)
     fuse_linears(model, pack=not session.compiled)
     return DraftModel(
         Decoder(model, 1, capacity, session.compiled), session.model.config.vocab_size

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from litft.args.sampling import Sampling
 from litft.inference.decoder import Decoder
-from litft.inference.sampling import Sampling, TokenSampler, draw
+from litft.inference.sampling import TokenSampler, draw
 
 # V vocabulary
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from litft.args.sampling import Sampling
 from litft.data.answer_parser import ParsedAnswer
 from litft.data.chat_template import Message
 from litft.data.messages import read_tools
@@ -13,7 +14,6 @@ from litft.inference.chat_answers import ChatAnswer, answer_parser
 from litft.inference.decoder import Decoder, check_prompt
 from litft.inference.generation import GenerationChunk, Request, generate_batch
 from litft.inference.generation_config import GenerationConfig, read_generation_config
-from litft.inference.sampling import Sampling
 from litft.inference.speculative import Drafter
 from litft.model.transformer import GPT
 

@@ -31,7 +31,7 @@ from litft.inference.decoder import Decoder
 from litft.methods.mixins import disabled, mixins
 from litft.model.config import Config
 from litft.model.transformer import GPT
-from litft.pretrained import PretrainedFolder
+from litft.pretrained.folder import PretrainedFolder
 from litft.signals import defer_signal
 
 # timeout at the start and within a forward pass

@@ -23,7 +23,7 @@ Values = dict[str, Tensor]
 
 class BaseFolder(Protocol):
     """What a method needs from the base model's folder; implemented by
-    `litft.pretrained.PretrainedFolder`."""
+    `litft.pretrained.folder.PretrainedFolder`."""
 
     @property
     def adapter_rules(self) -> list[Rule]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import count, islice
 from queue import Empty, SimpleQueue
 
+from litft.args.sampling import Sampling
 from litft.errors import PeerLost
 from litft.inference.decoder import PREFILL_CHUNK
 from litft.inference.generation import Batch, GenerationChunk, Request
-from litft.inference.sampling import Sampling
 from litft.inference.session import Session
 from litft.model.kv_cache import KVCache
 from litft.serving.prefill_turns import PrefillTurns

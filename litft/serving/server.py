@@ -1,4 +1,4 @@
-"""The command `serve`: an OpenAI-compatible HTTP server for an `Engine`, with a chat page."""
+"""The HTTP server of an `Engine`: its socket, its models, and its end."""
 
 import asyncio
 import copy
@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,12 +25,11 @@ except ModuleNotFoundError as error:
 from litft import run_dir
 from litft.args import ServeArgs
 from litft.args.parser import finetune_args
-from litft.args.processes import is_first_on_node
 from litft.checkpoints.hub import hub_id
 from litft.distributed.devices import device_memory, is_out_of_memory
 from litft.errors import summary
 from litft.inference.session import Session, missing_template_note, open_sessions, source_of
-from litft.pretrained import resolve
+from litft.pretrained.folder import resolve
 from litft.serving.engine import Engine
 
 # on shutdown, time for clients to receive the end of their answers
@@ -39,23 +38,16 @@ LINGER_SECONDS = 5
 DEFAULT_CAPACITY = 4096
 
 
-def serve(args: ServeArgs) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the running answers."""
-    # of several processes only the first listens; the others do not return from `_open_models`
-    is_first = is_first_on_node()
-    with _listener(args.host, args.port) if is_first else nullcontext() as listener:
-        engine = _engine(args, _open_models(args))
-        settings = uvicorn.Config(
-            Endpoint(engine, args).app(),
-            server_header=False,
-            lifespan="off",
-            log_config=_log_config(),
-        )
-        asyncio.run(
-            Server(settings, engine, _welcome_text(listener, args, engine)).serve([listener])
-        )
-        engine.join()
-        print("stopped", file=sys.stderr)
+def run_server(engine: Engine, args: ServeArgs, listener: socket.socket) -> None:
+    """Answer the requests that arrive at the socket, until SIGTERM or Ctrl-C."""
+    settings = uvicorn.Config(
+        Endpoint(engine, args).app(),
+        server_header=False,
+        lifespan="off",
+        log_config=_log_config(),
+    )
+    server = Server(settings, engine, _welcome_text(listener, args, engine))
+    asyncio.run(server.serve([listener]))
 
 
 def _log_config() -> dict[str, Any]:
@@ -66,7 +58,7 @@ def _log_config() -> dict[str, Any]:
     return config
 
 
-def _engine(args: ServeArgs, models: dict[str, Session]) -> Engine:
+def make_engine(args: ServeArgs, models: dict[str, Session]) -> Engine:
     """Return a running engine that has been warmed up.
 
     Raise ValueError if its KV cache does not fit into memory.
@@ -105,7 +97,7 @@ def _engine(args: ServeArgs, models: dict[str, Session]) -> Engine:
 
 
 @contextmanager
-def _listener(host: str, port: int) -> Iterator[socket.socket]:
+def open_listener(host: str, port: int) -> Iterator[socket.socket]:
     """Open the listening socket, before time is spent on loading a model.
 
     Raise ValueError if that fails.
@@ -123,7 +115,7 @@ def _listener(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _open_models(args: ServeArgs) -> dict[str, Session]:
+def open_models(args: ServeArgs) -> dict[str, Session]:
     """Return the sessions to serve, by model name.
 
     Raise ValueError if two have the same name, or one is not an adapter.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from litft.args import TrainArgs
-from litft.training.metrics import Row
+from litft.training.output.metrics import Row
 from litft.training.schedule import Schedule
 
 # steps in a row that --train.skip_nan leaves out before the run ends all the same

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from litft.args import FinetuneArgs, LoRAFinetuneArgs, PrepareArgs
+from litft.args import FinetuneArgs
 from litft.args.processes import global_rank
 from litft.checkpoints.hub import downloaded_from
-from litft.data.dataset import DataSplits, histogram, load_data, unknown_tokens
+from litft.data.dataset import DataSplits, histogram, unknown_tokens
 from litft.data.packing import num_slots
 from litft.data.sample import Sample
 from litft.data.token_store import EncodingReport
@@ -22,14 +22,13 @@ from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
 from litft.model.loss import IGNORED
 from litft.model.mixers import kernels
-from litft.pretrained import resolve
-from litft.training.auto_settings import Settings
-from litft.training.communication_plan import UTILIZATION
-from litft.training.flops import chip_peak_flops, peak_flops
 from litft.training.intervals import FEWEST_VALIDATIONS, num_measured, validation_interval
-from litft.training.memory_plan import format_bytes, process_line
+from litft.training.memory.choose import Settings
+from litft.training.memory.communication import UTILIZATION
+from litft.training.memory.flops import chip_peak_flops, peak_flops
+from litft.training.memory.plan import format_bytes, process_line
+from litft.training.run_setup import Setup
 from litft.training.schedule import Schedule
-from litft.training.setup import Setup
 
 STRATEGIES = {
     "ddp": "each device holds all of the weights",
@@ -66,10 +65,10 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     else:
         peak = peak_flops(settings.device, settings.precision)
     lines += plan_lines(setup, schedule, settings, peak, chip)
-    _print_hints_last(lines)
+    print_hints_last(lines)
 
 
-def _print_hints_last(lines: Iterable[str]) -> None:
+def print_hints_last(lines: Iterable[str]) -> None:
     """Print lines, with warnings and notes at the end, where they do not scroll away."""
     hints = []
     for line in lines:
@@ -137,24 +136,6 @@ def num_validations(args: FinetuneArgs, schedule: Schedule) -> int:
     if interval:
         return -(-schedule.steps // interval)
     return 1
-
-
-def prepare_data(args: PrepareArgs) -> None:
-    """Tokenize the data into the cache, and print what became of it."""
-    finetuning = LoRAFinetuneArgs(
-        checkpoint_dir=args.checkpoint_dir,
-        base_dir=args.base_dir,
-        data=args.data,
-        objective=args.objective,
-    )
-    finetuning.train.global_batch_size = args.global_batch_size
-    source = resolve(args.checkpoint_dir, args.base_dir)
-    source.check_base_dir(args.base_dir)
-    setup = Setup(finetuning, source)
-    vocab_size = setup.method.vocab_size(source.config)
-    kind = setup.objective.data
-    data = load_data(args.data, setup.tokenizer, vocab_size, source.config.max_positions, kind=kind)
-    _print_hints_last(data_report(Schedule(finetuning, data, 1), setup.tokenizer, args.show))
 
 
 def data_report(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:

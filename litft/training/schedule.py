@@ -1,16 +1,14 @@
 """Which samples a step has, how they are laid out, and its learning rate: pure functions of the
 position in the data."""
 
-import math
-
 import numpy as np
 
 from litft.args import FinetuneArgs, LoRAFinetuneArgs, TrainArgs
 from litft.data.dataset import DataSplits
 from litft.data.packing import Layout, num_slots
 from litft.data.sampler import Sampler, largest_micro_batch
-from litft.training.flops import Flops
-from litft.training.memory_trace import Shape
+from litft.training.memory.flops import Flops
+from litft.training.memory.trace import Shape
 from litft.training.objectives import Objective
 
 LARGEST_STEP = 100  # times the training examples
@@ -153,25 +151,3 @@ def planned_samples(train: TrainArgs, size: int) -> int:
     epochs = train.epochs or (None if by_steps else 3.0)
     by_epochs = max(1, round(epochs * size)) if epochs else None
     return min(n for n in (by_steps, by_epochs) if n)
-
-
-def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
-    """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then the schedule's
-    decay."""
-    if train.warmup_steps is None:
-        warmup = round(train.warmup_fraction * steps)
-    else:
-        warmup = train.warmup_steps
-    # the first step of a warm-up has a rate above 0
-    if step < warmup:
-        return train.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    # the constant rate of wsd falls only in the last `tail` steps
-    tail = round(train.decay_fraction * steps)
-    decay = {
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-        "linear": 1 - progress,
-        "constant": 1.0,
-        "wsd": 1 - math.sqrt(max(0, step - steps + tail) / max(1, tail)),  # arXiv 2405.18392
-    }[train.lr_schedule]
-    return train.learning_rate * (train.min_lr_ratio + (1 - train.min_lr_ratio) * decay)

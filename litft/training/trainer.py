@@ -20,23 +20,24 @@ from litft.data.sample import Sample
 from litft.distributed.devices import is_out_of_memory, mesh_of
 from litft.distributed.process_group import HostGroup, end_children, peer_failure, sync_gradients
 from litft.errors import Interrupted, RankError
+from litft.evaluation.scoring import Metric
 from litft.model.placement import full_tensor
 from litft.signals import Signals
-from litft.training.auto_settings import Settings
-from litft.training.compile import is_compiled, uncompiled
+from litft.training.batches import References
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import duration
-from litft.training.flops import Flops
 from litft.training.intervals import checkpoint_is_due, num_measured, validation_interval
-from litft.training.memory_probe import MemoryProbe
+from litft.training.lr_schedule import learning_rate
+from litft.training.memory.choose import Settings
+from litft.training.memory.flops import Flops
+from litft.training.memory.probe import MemoryProbe
+from litft.training.memory_saving.compile import is_compiled, uncompiled
 from litft.training.objectives import Objective, Totals
-from litft.training.optimizers import averaged_weights, make_optimizer, set_learning_rate
-from litft.training.recorder import Recorder, TrainedNetwork
-from litft.training.references import References
-from litft.training.schedule import Schedule, learning_rate
-from litft.training.scoring import Metric
-from litft.training.screen import Screen, beginning, end, open_screen
-from litft.training.setup import Setup
+from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
+from litft.training.output.recorder import Recorder, TrainedNetwork
+from litft.training.output.screen import Screen, beginning, end, open_screen
+from litft.training.run_setup import Setup
+from litft.training.schedule import Schedule
 from litft.training.validation import Validation
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
+import torch
 from lightning_fabric import Fabric
 
 from litft.args import EvalArgs, PreferenceArgs
@@ -15,13 +16,9 @@ from litft.data.packing import Layout
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
-from litft.inference.chat_answers import answer_parser
-from litft.inference.streaming import prompt_ids
-from litft.model.transformer import GPT, eval_mode
-from litft.training.html_report import HardExample
-from litft.training.metrics import Row
-from litft.training.objectives import Objective, Supervised
-from litft.training.scoring import (
+from litft.evaluation.scoring import (
+    BLOCK,
+    HardExample,
     Metric,
     Selection,
     ValidationAnswer,
@@ -32,8 +29,12 @@ from litft.training.scoring import (
     hardest_examples,
     question_text,
     validation_answers,
-    validation_scores,
 )
+from litft.inference.chat_answers import answer_parser
+from litft.inference.streaming import prompt_ids
+from litft.model.transformer import GPT, eval_mode
+from litft.training.objectives import Objective, Supervised
+from litft.training.output.metrics import Row
 
 # validation examples with the largest losses in the report, and among how many they are searched
 NUM_HARDEST = 5
@@ -401,3 +402,25 @@ def _texts(item: str) -> list[str]:
     if item.endswith((".txt", ".json", ".jsonl")) and " " not in item:
         raise ValueError(f"--eval.prompts {item}: no such file")
     return [item]
+
+
+@torch.no_grad()
+def validation_scores(
+    fabric: Fabric,
+    objective: Objective,
+    model: GPT,
+    samples: Sequence[Sample],
+    layout: Layout,
+    before_batch: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Return the objective's loss and scores over the samples of all ranks. before_batch: called
+    before each micro-batch."""
+    with eval_mode(model):
+        # the divergence that KTO subtracts is over all of these samples
+        objective.before_step(fabric, model, samples, layout, before_batch)
+        totals = objective.totals(samples)
+        values = torch.zeros(1 + len(objective.scores), dtype=torch.float64, device=fabric.device)
+        for batch in layout.iter_batches(samples, BLOCK * fabric.world_size, fabric.global_rank):
+            before_batch()
+            values += objective(model, batch.to(fabric.device), totals)
+    return fabric.all_reduce(values, reduce_op="sum").tolist()

@@ -11,9 +11,10 @@ import litft.data.packing as data
 from litft.args import PreferenceArgs
 from litft.data.packing import Layout
 from litft.distributed.devices import pick_accelerator
-from litft.pretrained import resolve
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.training.batches import log_probs
 from litft.training.objectives import OBJECTIVES
-from litft.training.references import log_probs
 from litft.training.trainer import accumulate
 
 
@@ -40,7 +41,7 @@ class Litft(Contender):
         self.objective = OBJECTIVES[setup["objective"]](PreferenceArgs())
         if not setup["adapter"]:
             from litft.args import TrainArgs
-            from litft.training.optimizers import make_optimizer
+            from litft.training.optimizers.make import make_optimizer
 
             trained = {}
             for name, parameter in parameters.items():
@@ -49,7 +50,7 @@ class Litft(Contender):
             self.optimizer = make_optimizer(
                 TrainArgs(optimizer=setup["optimizer"], learning_rate=1e-5), method, trained
             )
-        from litft.training.flops import Flops
+        from litft.training.memory.flops import Flops
 
         self.flops = Flops(model)
 
@@ -57,7 +58,7 @@ class Litft(Contender):
         """Return the base model with the shared adapter, the method, and the method's parameters by
         name."""
         source = resolve(setup["adapter"])
-        model = source.base_model(setup["precision"], device)
+        model = base_model(source, setup["precision"], device)
         method, values = source.read_adapter()
         method.load(model, values)
         return model, method, method.parameters(model)
@@ -84,7 +85,7 @@ class Litft(Contender):
         if setup["random"]:
             model = random_model(source, storage, device, quantize, method.unquantized_modules())
         else:
-            model = source.base_model(storage, device, quantize, method.unquantized_modules())
+            model = base_model(source, storage, device, quantize, method.unquantized_modules())
         method.attach(model, keep=False)  # as in training
         method.compute_in(model, setup["precision"])
         return model, method, method.parameters(model)
@@ -92,9 +93,9 @@ class Litft(Contender):
     def transform_blocks(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:
         """Apply activation checkpointing, compilation and CPU offload as the setup says."""
         if setup["compile"] or setup["recomputed"] != "none" or setup["cpu_offload"] != "none":
-            from litft.training.activation_checkpointing import recompute
-            from litft.training.compile import compile_blocks
-            from litft.training.cpu_offload import offload_activations
+            from litft.training.memory_saving.activation_checkpointing import recompute
+            from litft.training.memory_saving.compile import compile_blocks
+            from litft.training.memory_saving.cpu_offload import offload_activations
 
             recompute(model, setup["recomputed"])
             if setup["compile"]:

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 import litft
 from litft.args import LoRAArgs, MergeArgs
 from litft.checkpoints.adapter_reader import read_adapter_config
-from litft.export.convert import merge
+from litft.commands.merge_lora import merge
 from litft.methods import LoRA
-from litft.pretrained import resolve
-from litft.save_pretrained import check_written
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.pretrained.save import check_written
 
 FUSED = [
     ("gpt_neox", "parallel, partial"),
@@ -65,7 +66,7 @@ def write_random_adapter(folder, out, **values):
     adapter."""
     torch.manual_seed(5)
     source = resolve(folder)
-    model, method = source.base_model(), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **values}))
+    model, method = base_model(source), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **values}))
     method.choose(model, source.adapter_rules)
     method.attach(model)
     perturb(method.parameters(model).values())
@@ -163,7 +164,7 @@ def test_experts_factors_are_initialized_like_those_of_linears(folder):
     """A is uniform within 1 / sqrt(in_features), as in PEFT, for any number of experts; B is
     zero."""
     source = resolve(folder)
-    model, method = source.base_model(), LoRA(LoRAArgs(r=16))
+    model, method = base_model(source), LoRA(LoRAArgs(r=16))
     method.choose(model, source.adapter_rules)
     method.attach(model)
     for name in method.specs:

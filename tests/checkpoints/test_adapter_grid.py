@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 import litft
 from litft.args import LoRAFinetuneArgs, MergeArgs
 from litft.args.parser import parse
-from litft.export.convert import merge
-from litft.pretrained import DEMO, resolve
-from litft.training.setup import Setup
+from litft.commands.merge_lora import merge
+from litft.pretrained.build import fill_model, unfilled_model
+from litft.pretrained.folder import DEMO, resolve
+from litft.training.run_setup import Setup
 
 V = 1024
 SIZES = dict(
@@ -377,11 +378,11 @@ def test_dora_of_a_table_with_new_tokens_is_refused_before_training(bases):
 def test_a_parameter_without_a_value_from_the_files_is_an_error(bases):
     """What is built on the meta device and not filled would be whatever memory held."""
     source = resolve(bases["tied"])
-    model = source.unfilled("fp32")
+    model = unfilled_model(source, "fp32")
     model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
     model.blocks[0].attention.q_proj.weight = model.blocks[1].attention.q_proj.weight
     # an untied head is filled, and tied parameters share their value
-    source.fill(model, "fp32", "cpu")
+    fill_model(source, model, "fp32", "cpu")
     assert torch.equal(model.lm_head.weight, model.embed.weight)
     model.blocks[0].mlp.up_proj.weight = torch.nn.Parameter(torch.empty(96, 64))
     source.checked_mappings[:] = [
@@ -390,4 +391,4 @@ def test_a_parameter_without_a_value_from_the_files_is_an_error(bases):
     with pytest.raises(
         RuntimeError, match=r"blocks\.0\.mlp\.up_proj\.weight was built, but not filled"
     ):
-        source.fill(model, "fp32", "cpu")
+        fill_model(source, model, "fp32", "cpu")

@@ -28,8 +28,8 @@ from litft.args import (
 )
 from litft.checkpoints.hub import HubId, downloaded_from, files_to_transfer, hub_id
 from litft.export.model_card import model_card
-from litft.export.publish import _card_info
-from litft.pretrained import resolve
+from litft.export.upload_files import card_info
+from litft.pretrained.folder import resolve
 
 CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_")}
 
@@ -592,7 +592,7 @@ def test_the_card_of_the_best_step_describes_that_step(tmp_path):
     upload = UploadArgs(
         checkpoint_dir=str(tmp_path / "first" / "best"), repo_id="me/mine", base_model="me/base"
     )
-    card = model_card(_card_info(resolve(upload.checkpoint_dir), upload))
+    card = model_card(card_info(resolve(upload.checkpoint_dir), upload))
     assert f"| steps, samples, tokens | {best['step']:.0f}," in card and "`--lora.r` | 2" in card
     assert f"| validation loss, at the end | {best['val_loss']:.4f} |" in card
     second = replace(
@@ -605,4 +605,4 @@ def test_the_card_of_the_best_step_describes_that_step(tmp_path):
     upload = UploadArgs(
         checkpoint_dir=str(tmp_path / "second" / "final"), repo_id="me/mine", base_model="me/base"
     )
-    assert "`--lora" not in model_card(_card_info(resolve(upload.checkpoint_dir), upload))
+    assert "`--lora" not in model_card(card_info(resolve(upload.checkpoint_dir), upload))

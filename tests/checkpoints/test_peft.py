@@ -15,13 +15,15 @@ from litft.args import AdapterV2Args, DataArgs, LoRAArgs
 from litft.data.dataset import load_data
 from litft.inference.fused_linears import pack_weights
 from litft.methods import AdapterV2, LoRA, disabled
-from litft.pretrained import load_models, resolve
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.pretrained.load import load_models, load_network
 
 
 def attached(folder, precision=None, **values):
     """Return (model, method, source) for a model with fresh LoRA factors."""
     source, method = resolve(folder), LoRA(LoRAArgs(**values))
-    model = source.base_model(precision)
+    model = base_model(source, precision)
     method.choose(model, source.adapter_rules)
     method.attach(model)
     return model, method, source
@@ -177,7 +179,7 @@ def test_a_small_update_survives_a_bf16_base(tiny):
 @torch.no_grad()
 def test_dora_leaves_a_row_of_zeros_unchanged(tiny):
     source = resolve(tiny)
-    model, method = source.base_model(), LoRA(LoRAArgs(dora=True))
+    model, method = base_model(source), LoRA(LoRAArgs(dora=True))
     model.blocks[1].attention.o_proj.weight[3] = 0.0
     expected = model(TOKENS)
     method.choose(source.meta_model(), source.adapter_rules)
@@ -192,7 +194,7 @@ def test_the_loss_includes_new_tokens_of_a_trained_head(tiny):
     method = LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["lm_head"]))
     method.tokens = {512: [3], 40: [4]}
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model()
+    model = base_model(source)
     method.attach(model)
     tokens = TOKENS.masked_fill(TOKENS % 3 == 0, 512)
     loss, _ = model(tokens[:, :-1], targets=tokens[:, 1:])
@@ -311,7 +313,7 @@ def test_models_on_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
     ]
     sources = [resolve(folder, base) for folder in folders]
     tokens = torch.randint(0, 500, (2, 9), generator=torch.Generator().manual_seed(0))
-    separate_logits = [source.model("fp32", "cpu", quantize)(tokens) for source in sources]
+    separate_logits = [load_network(source, "fp32", "cpu", quantize)(tokens) for source in sources]
     models = load_models(sources, "fp32", "cpu", quantize)
     assert all(
         torch.equal(model(tokens), expected)

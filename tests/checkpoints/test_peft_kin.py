@@ -15,8 +15,9 @@ import litft
 from litft.args import AdapterArgs, DataArgs, LoRAArgs
 from litft.data.dataset import load_data
 from litft.methods import Adapter, LoRA
-from litft.pretrained import resolve
-from litft.save_pretrained import Result, write_result
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.pretrained.save import Result, write_result
 
 TOKENS = draw(2, 23, seed=8)
 VARIANTS = {
@@ -81,7 +82,7 @@ def attached(folder, method):
     """Return (model, source) with a method whose parameters are all nonzero."""
     source = resolve(folder)
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32")
+    model = base_model(source, "fp32")
     torch.manual_seed(0)
     method.attach(model)
     perturb(method.parameters(model).values())
@@ -193,7 +194,7 @@ def test_adapter_matches_pefts_adaption_prompt(make_model, tmp_path, config_clas
     perturb([p for _, p in prompts(reference)], seed=7)
     reference.save_pretrained(tmp_path / "peft")
     source = resolve(tmp_path / "peft", folder)
-    model = source.base_model("fp32")
+    model = base_model(source, "fp32")
     method, tensors = source.read_adapter()
     method.load(model, tensors)
     losses = []

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import litft
 from litft.args import ConvertArgs
 from litft.checkpoints.stored_formats import AWQ_ORDER
-from litft.export.convert import convert
+from litft.commands.convert_hf_checkpoint import convert
 
 SIZES = dict(
     hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16

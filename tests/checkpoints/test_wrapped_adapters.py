@@ -13,7 +13,8 @@ import litft
 from litft.args import LoRAArgs
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_tensors
 from litft.methods import LoRA
-from litft.pretrained import resolve
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
 
 TEXT = dict(
     vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4
@@ -93,7 +94,7 @@ def write_random_adapter(folder, out, tokens=0, text_names=False, **flags):
         import dataclasses
 
         source = dataclasses.replace(source, text_names=True)
-    model, method = source.base_model(), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **flags}))
+    model, method = base_model(source), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **flags}))
     method.choose(model, source.adapter_rules)
     method.tokens = {96 + number: [number] for number in range(tokens)}
     method.attach(model)
@@ -197,7 +198,7 @@ def test_targets_are_limited_to_the_language_model(wrapper, tmp_path):
 
 
 def test_keys_that_are_not_in_the_base_are_an_error(wrapper, tmp_path):
-    from litft.save_pretrained import check_written
+    from litft.pretrained.save import check_written
 
     _, folder = wrapper
     _, source = write_random_adapter(folder, tmp_path / "adapter")

@@ -40,7 +40,7 @@ from litft.data.readers import read_records
 from litft.data.sample import ID_MASK, SUPERVISED, to_sample
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
-from litft.pretrained import DEMO
+from litft.pretrained.folder import DEMO
 
 THOUGHTS_DROPPED = QUIRKS["thoughts of earlier answers are dropped"]
 CHAT = [

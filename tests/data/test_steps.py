@@ -16,7 +16,8 @@ from litft.data.tokenizer import Tokenizer
 from litft.model.attention import attend
 from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.packed_sequences import PackedSequences
-from litft.pretrained import resolve
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
 
 
 def random_samples(
@@ -77,7 +78,7 @@ def test_a_packed_loss_is_the_sum_of_single_losses(make_model, family):
     """Also with sliding windows, softcaps, sinks, learned positions and experts."""
     config, variations = ROWS[family]
     source = resolve(make_model(config, **next(iter(variations.values())))[1])
-    model = source.base_model()
+    model = base_model(source)
     samples = random_samples(7, model.config.vocab_size)
     single_losses = [
         model(sample.tokens[None], targets=sample.targets[None])[0] for sample in samples

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
-from litft.inference.generation import Detokenizer
+from litft.inference.detokenizer import Detokenizer
 
 GOLDEN = {
     "llama-2-7b": "llama-spm",

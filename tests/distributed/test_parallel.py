@@ -21,26 +21,26 @@ from parity import ROWS
 from safetensors.torch import load_file, save_file
 from strategies import free_port, losses, torchrun_env
 
-import litft.training.auto_settings
+import litft.training.memory.choose
 from litft.args import DataArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, TrainArgs
 from litft.args.finetune import apply_launcher
 from litft.args.processes import cores
+from litft.commands.finetune import prepare
+from litft.commands.plan import plan_on_paper
 from litft.data.dataset import load_data
 from litft.distributed.devices import cgroup_limit, check_devices, device_memory
 from litft.distributed.process_group import peer_failure
 from litft.methods import method_of
 from litft.model.placement import local_slices, placement
-from litft.pretrained import resolve
-from litft.training import run_checkpoints
-from litft.training.auto_settings import choose
-from litft.training.communication_plan import Cluster, communication_volume
+from litft.pretrained.folder import resolve
 from litft.training.dry_run import plan_lines
-from litft.training.finetune import prepare
-from litft.training.memory_plan import predict
-from litft.training.memory_trace import Shape
-from litft.training.plan_command import plan_on_paper
+from litft.training.memory.choose import choose
+from litft.training.memory.communication import Cluster, communication_volume
+from litft.training.memory.plan import predict
+from litft.training.memory.trace import Shape
+from litft.training.output import run_checkpoints
+from litft.training.run_setup import Setup
 from litft.training.schedule import Schedule
-from litft.training.setup import Setup
 
 FAST = {"ddp": ["lora nf4"], "fsdp": ["full none", "lora nf4"]}
 REST = {  # with FAST and OTHERS, every supported combination of method, base and strategy
@@ -193,8 +193,8 @@ import sys, torch
 sys.path[:0] = [{tests!r}]
 from litft.args.parser import parse
 from litft.cli import COMMANDS
-from litft.pretrained import resolve
-from litft.training.setup import Setup
+from litft.pretrained.folder import resolve
+from litft.training.run_setup import Setup
 from litft.distributed.devices import make_fabric, mesh_of
 from litft.model.placement import full_tensor, local
 from litft.distributed.process_group import launch
@@ -281,9 +281,9 @@ WAITING = """
 import torch
 from litft.args.parser import parse
 from litft.cli import COMMANDS
-from litft.pretrained import resolve
-from litft.training.setup import Setup
-from litft.training.optimizers import make_optimizer
+from litft.pretrained.folder import resolve
+from litft.training.run_setup import Setup
+from litft.training.optimizers.make import make_optimizer
 from litft.distributed.devices import make_fabric, mesh_of
 from litft.model.placement import full_tensor
 from litft.distributed.process_group import launch, sync_gradients
@@ -333,8 +333,8 @@ LOADED = """
 import sys
 from litft.args.parser import parse
 from litft.cli import COMMANDS
-from litft.pretrained import resolve
-from litft.training.setup import Setup
+from litft.pretrained.folder import resolve
+from litft.training.run_setup import Setup
 from litft.distributed.devices import make_fabric, mesh_of, peak_memory
 from litft.distributed.process_group import launch
 from litft.checkpoints.weight_files import Checkpoint
@@ -480,7 +480,7 @@ def plan_with_memory(tiny, examples, monkeypatch):
             checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)]), devices=2, **options
         )
         monkeypatch.setattr(
-            litft.training.auto_settings, "device_memory", lambda device, processes: memory
+            litft.training.memory.choose, "device_memory", lambda device, processes: memory
         )
         setup = Setup(args, resolve(tiny))
         data = load_data(args.data, setup.tokenizer, 512, 256)

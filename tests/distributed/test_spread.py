@@ -8,7 +8,8 @@ from parity import ROWS
 
 import litft
 from litft.distributed.device_map import DeviceMap, fit_layers
-from litft.pretrained import resolve
+from litft.pretrained.folder import resolve
+from litft.pretrained.load import load_network
 
 
 @pytest.mark.parametrize(
@@ -53,8 +54,8 @@ def test_activations_move_between_devices(make_model, family):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_layers_on_a_gpu_and_the_host(checkpoints):
     source, tokens = resolve(checkpoints["demo"]), torch.arange(3, 40)[None]
-    model = source.model(
-        "fp32", "cuda", None, DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2])
+    model = load_network(
+        source, "fp32", "cuda", None, DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2])
     )
     expected = litft.load(checkpoints["demo"], "fp32")[0](tokens)
     torch.testing.assert_close(model(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)

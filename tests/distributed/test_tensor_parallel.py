@@ -11,7 +11,8 @@ from parts import logits
 import litft
 from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
 from litft.model.quantization import is_quantizable, quantize_dequantize
-from litft.pretrained import resolve
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
 
 TOKENS = draw(2, 20, seed=1)
 
@@ -85,7 +86,7 @@ def test_every_method(folders, tmp_path):
         for index, name in enumerate(METHODS if family == "llama" else EVERYWHERE):
             method = METHODS[name]()
             method.choose(source.meta_model(), source.adapter_rules)
-            model = source.base_model("fp32", unquantized=method.unquantized_modules())
+            model = base_model(source, "fp32", unquantized=method.unquantized_modules())
             method.attach(model)
             perturb(method.parameters(model).values())
             folder = save_result(model, method, source, tmp_path / f"{family}{index}")

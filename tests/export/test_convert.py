@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 import litft
 from litft.args import ConvertArgs, ExportArgs
 from litft.checkpoints.weight_files import Checkpoint
-from litft.export.convert import convert, export
-from litft.pretrained import resolve
+from litft.commands.convert_hf_checkpoint import convert
+from litft.commands.convert_to_hf import export
+from litft.pretrained.folder import resolve
 
 TOKENS = draw(1, 20, seed=9)
 

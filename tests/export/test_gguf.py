@@ -22,15 +22,16 @@ from safetensors.torch import load_file
 
 import litft
 from litft.args import AdapterV2Args, GgufConvertArgs, GgufExportArgs, LoRAArgs
+from litft.commands.convert_gguf_checkpoint import read
+from litft.commands.convert_to_gguf import write
 from litft.data.chat_template import STYLES
 from litft.data.tokenizer import Tokenizer
-from litft.export.gguf.convert import read, write
 from litft.export.gguf.files import GgufFile
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import PRE_TOKENIZERS
 from litft.methods import AdapterV2, LoRA
 from litft.model.mlp import ACTIVATIONS
-from litft.pretrained import resolve
+from litft.pretrained.folder import resolve
 
 TYPES = gguf.GGMLQuantizationType
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 import litft
 from litft.args import MergeArgs
 from litft.checkpoints.weight_files import write_weights
-from litft.export.convert import merge
-from litft.pretrained import resolve
-from litft.save_pretrained import Result, model_entries
+from litft.commands.merge_lora import merge
+from litft.pretrained.folder import resolve
+from litft.pretrained.save import Result, model_entries
 
 
 @pytest.fixture

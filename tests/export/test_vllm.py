@@ -34,11 +34,12 @@ from litft.args import (
     TrainArgs,
     UploadArgs,
 )
-from litft.export.convert import merge
+from litft.commands.merge_lora import merge
 from litft.export.model_card import model_card
-from litft.export.publish import _card_info
+from litft.export.upload_files import card_info
 from litft.methods import LoRA
-from litft.pretrained import DEMO, resolve
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import DEMO, resolve
 
 VLLM = os.environ.get("LITFT_VLLM_PYTHON")
 pytestmark = [
@@ -141,7 +142,7 @@ def tiny_base(name, folder):
 def write_adapter(base, folder):
     """Write a random LoRA of attention and dense MLPs."""
     source = resolve(base)
-    model = source.base_model()
+    model = base_model(source)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     method = LoRA(LoRAArgs(r=8, alpha=16, targets=targets))
     method.choose(model, source.adapter_rules)
@@ -232,7 +233,7 @@ def card_flags(folder, base):
     arguments = UploadArgs(
         repo_id="me/mine", checkpoint_dir=str(folder), base_model="me/base" if base else None
     )
-    card = model_card(_card_info(resolve(folder, base), arguments))
+    card = model_card(card_info(resolve(folder, base), arguments))
     (command,) = re.findall(r"^vllm serve (.*)$", card, re.MULTILINE)
     command = command.replace("me/mine", str(folder)).replace("me/base", str(base))
     parser = re.search(r"add `(--enable-auto-tool-choice [^`]*)`", card)
@@ -308,7 +309,7 @@ def test_vllm_applies_an_adapter_of_a_multimodal_base(tmp_path, name):
     for path in DEMO.glob("base/*token*"):
         shutil.copy(path, base)
     source = resolve(base)
-    model, method = source.base_model(), LoRA(LoRAArgs(r=8, alpha=16))
+    model, method = base_model(source), LoRA(LoRAArgs(r=8, alpha=16))
     method.choose(model, source.adapter_rules)
     method.attach(model)
     change(method.parameters(model).values())

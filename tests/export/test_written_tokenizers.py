@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from litft.data.encoder import Encoder
 from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
-from litft.save_pretrained import copy_tokenizer
+from litft.pretrained.save import copy_tokenizer
 
 TOOL = {
     "type": "function",

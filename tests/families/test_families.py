@@ -30,7 +30,7 @@ from parity import (
 import litft
 from litft.args import ConvertArgs
 from litft.checkpoints.peft_targets import peft_targets
-from litft.export.convert import convert
+from litft.commands.convert_hf_checkpoint import convert
 from litft.families import family as module_of
 from litft.families import peft_rules, read_config, unread_fields
 from litft.model.config_fields import declared_fields

@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 
 from litft.cli import run
-from litft.training import run_checkpoints
+from litft.training.output import run_checkpoints
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,7 +108,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     random.seed(args.seed)
-    import_module("litft.training.finetune")  # imported once, before the first fork
+    import_module("litft.commands.finetune")  # imported once, before the first fork
     root = Path(tempfile.mkdtemp(prefix="litft-kills-"))
     records = []
     for n in range(60):

@@ -14,9 +14,9 @@ from litft.families import family, peft_rules, read_config
 from litft.methods import Full
 from litft.model.quantization import QuantizedTensor, is_quantizable, quantize_modules
 from litft.model.transformer import GPT
-from litft.training.activation_checkpointing import recompute
-from litft.training.compile import compile_blocks
-from litft.training.optimizers import OPTIMIZERS, make_optimizer, set_learning_rate
+from litft.training.memory_saving.activation_checkpointing import recompute
+from litft.training.memory_saving.compile import compile_blocks
+from litft.training.optimizers.make import OPTIMIZERS, make_optimizer, set_learning_rate
 
 CONFIG = read_config(
     transformers.LlamaConfig(**{**TINY, "hidden_size": 64, "intermediate_size": 128}).to_dict()

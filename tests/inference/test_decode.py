@@ -17,7 +17,7 @@ from litft.inference.generation import Request, generate_batch
 from litft.inference.speculative import DraftModel, PromptLookup
 from litft.inference.streaming import prompt_ids
 from litft.methods import LoRA
-from litft.pretrained import resolve
+from litft.pretrained.folder import resolve
 
 NEW = {"demo": 64, "stories15M": 80, "SmolLM2-135M-Instruct": 48}
 FEW = 40  # for tests that compute each token several times

@@ -10,7 +10,7 @@ from conftest import script
 import litft
 from litft.args import GenerateArgs, ModelArgs, Sampling, ServeArgs
 from litft.cli import run as command
-from litft.inference.generate import _encode_prompt
+from litft.inference.prompt_files import encode_prompt
 from litft.inference.session import open_session
 
 
@@ -414,7 +414,7 @@ def chat_session(folder, tmp_path):
     ],
 )
 def test_prompts_have_the_fields_that_training_reads(chat_session, record, expected):
-    prompt = _encode_prompt(chat_session, "line 1", record, in_template=True)
+    prompt = encode_prompt(chat_session, "line 1", record, in_template=True)
     assert prompt.text == "<s>" + expected
 
 
@@ -422,13 +422,13 @@ def test_fields_that_cannot_be_rendered_are_refused(chat_session):
     tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
     record = {"prompt": "Hi", "tools": [tool]}
     with pytest.raises(ValueError, match=r"line 1: .* does not support tools"):
-        _encode_prompt(chat_session, "line 1", record, in_template=True)
+        encode_prompt(chat_session, "line 1", record, in_template=True)
     with pytest.raises(ValueError, match="does not support tools"):
         model, tokenizer = chat_session.model, chat_session.tokenizer
         litft.generate(model, tokenizer, [{"role": "user", "content": "Hi"}], tools=[tool])
     with pytest.raises(ValueError, match="line 1: system needs a chat template"):
         record = {"prompt": "Hi", "system": "Be kind."}
-        _encode_prompt(chat_session, "line 1", record, in_template=False)
+        encode_prompt(chat_session, "line 1", record, in_template=False)
 
 
 def test_an_output_line_has_the_record_as_it_was(chat_session, tmp_path):

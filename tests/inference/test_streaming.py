@@ -10,14 +10,8 @@ import litft
 from litft.args import Sampling
 from litft.data.tokenizer import Tokenizer
 from litft.inference.decoder import Decoder
-from litft.inference.generation import (
-    Answer,
-    Batch,
-    ChosenToken,
-    Detokenizer,
-    Request,
-    generate_batch,
-)
+from litft.inference.detokenizer import Detokenizer
+from litft.inference.generation import Answer, Batch, ChosenToken, Request, generate_batch
 from litft.inference.streaming import prompt_ids
 
 

@@ -21,11 +21,13 @@ from litft.args import (
     LoRAArgs,
     MergeArgs,
 )
-from litft.export.convert import convert, merge
+from litft.commands.convert_hf_checkpoint import convert
+from litft.commands.merge_lora import merge
 from litft.methods import AdapterV2, LoRA, detach, disabled
 from litft.methods.mixins import Mixin, TrainedWeight
 from litft.model.mlp import CONSTANTS, grouped_product, looped_product
-from litft.pretrained import resolve
+from litft.pretrained.build import base_model, fill_model, unfilled_model
+from litft.pretrained.folder import resolve
 
 # methods that can be merged; one that cannot is excluded here
 MERGE = [
@@ -169,7 +171,7 @@ def attached(folder, name, kind):
     """Return (model, method, source) for a model with a fresh method."""
     source, method = resolve(folder), METHODS[name]()
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32", quantize=kind, unquantized=method.unquantized_modules())
+    model = base_model(source, "fp32", quantize=kind, unquantized=method.unquantized_modules())
     torch.manual_seed(3)
     method.attach(model)
     return model, method, source
@@ -181,7 +183,7 @@ def test_at_init_it_equals_the_base(folders, name, family, kind):
     """Bit for bit, except with PiSSA and OLoRA; after detaching, it equals the base whatever was
     trained."""
     model, method, source = attached(folders(family), name, kind)
-    base = source.base_model("fp32", quantize=kind, unquantized=method.unquantized_modules())
+    base = base_model(source, "fp32", quantize=kind, unquantized=method.unquantized_modules())
     expected = base(TOKENS)
     tokens = TOKENS if not method.tokens else TOKENS.masked_fill(TOKENS == 40, 41)
     if "pissa" in name or "olora" in name:
@@ -340,7 +342,7 @@ def test_adapter_v2_merges_scales_into_biases(make_model, tmp_path):
     _, folder = make_model(transformers.PhiConfig, **ROWS["phi"][1]["partial"])
     source, method = resolve(folder), AdapterV2(AdapterV2Args(prompt_length=0, bias=True))
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32")
+    model = base_model(source, "fp32")
     method.attach(model)
     out = merged_folder(model, method, source, tmp_path)
     assert relative(litft.load(out)[0](TOKENS), model(TOKENS)) <= 1e-5
@@ -354,7 +356,7 @@ def test_a_fully_trained_tied_head_has_no_lora_factors(make_model, tmp_path):
     method = LoRA(LoRAArgs(targets=["q_proj", "lm_head"], modules_to_save=["embed"]))
     method.choose(source.meta_model(), source.adapter_rules)
     assert all(name.endswith("q_proj") for name in method.specs)
-    model = source.base_model("fp32")
+    model = base_model(source, "fp32")
     method.attach(model)
     assert (
         relative(
@@ -373,10 +375,10 @@ def test_correction_biases_stay_in_fp32_and_unchanged(make_model, tmp_path):
     method.frozen = {
         name for name, _ in source.meta_model().named_parameters() if name.endswith(CONSTANTS)
     }
-    model = source.unfilled(method.storage("bf16"))
+    model = unfilled_model(source, method.storage("bf16"))
     method.attach(model, keep=False)
     method.compute_in(model, "bf16")
-    source.fill(model, method.storage("bf16"), "cpu")
+    fill_model(source, model, method.storage("bf16"), "cpu")
     name = "blocks.1.mlp.correction_bias"
     assert (
         torch.equal(model.get_parameter(name), source.tensor(name))

@@ -15,6 +15,7 @@ from litft.data.sample import ID_MASK, SUPERVISED, to_sample
 from litft.data.tokenizer import Tokenizer
 from litft.methods.new_tokens import extend_table, initial_rows, untrained_ids
 from litft.model.transformer import add_neftune_noise
+from litft.pretrained.build import base_model
 
 
 @pytest.mark.parametrize(
@@ -120,9 +121,9 @@ def test_neftune_noise_depends_on_the_length_of_the_sample():
 
 
 def test_noise_and_smoothing_apply_only_in_training(tiny):
-    from litft.pretrained import resolve
+    from litft.pretrained.folder import resolve
 
-    model, tokens = resolve(tiny).base_model(), draw(2, 20, seed=1)
+    model, tokens = base_model(resolve(tiny)), draw(2, 20, seed=1)
     plain = model(tokens[:, :-1], targets=tokens[:, 1:])[0]
     model.neftune_alpha, model.label_smoothing = 5.0, 0.1
     assert torch.equal(model.eval()(tokens[:, :-1], targets=tokens[:, 1:])[0], plain)

@@ -9,8 +9,8 @@ import litft
 from litft.model.kv_cache import KVCache
 from litft.model.placement import allocate
 from litft.model.transformer import default_positions
-from litft.pretrained import resolve
-from litft.training.memory_trace import AllocationTracker
+from litft.pretrained.folder import resolve
+from litft.training.memory.trace import AllocationTracker
 
 
 def test_positions_restart_with_each_document():

@@ -15,12 +15,13 @@ from parity import ROWS, draw, relative
 
 import litft
 from litft.args import ConvertArgs, LoRAArgs, LoRAFinetuneArgs
-from litft.export.convert import convert
+from litft.commands.convert_hf_checkpoint import convert
 from litft.methods import LoRA
 from litft.model.linear import Linear
 from litft.model.quantization import KINDS, QuantizedLinear, QuantizedTensor, quantize_dequantize
-from litft.pretrained import resolve
-from litft.training.setup import Setup
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.training.run_setup import Setup
 
 TOKENS = draw(2, 23, seed=8)
 WIDE = dict(hidden_size=64, intermediate_size=128)  # blocks of 64 do not cross rows
@@ -155,7 +156,7 @@ def test_quantization_statistics_move_with_the_weights(tiny, kind):
     """Those of quantized weights and the row norms of DoRA, with unchanged dtypes."""
     source, method = resolve(tiny), LoRA(LoRAArgs(dora=True))
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32", quantize=kind)
+    model = base_model(source, "fp32", quantize=kind)
     method.attach(model)
     before = model(TOKENS)
     assert torch.equal(model.to(torch.device("cpu"))(TOKENS), before)
@@ -234,7 +235,7 @@ LOADS = """
 import re, sys, threading, time, torch
 from pathlib import Path
 import bitsandbytes
-from litft.pretrained import resolve
+from litft.pretrained.folder import resolve
 # anonymous memory only: pages of mapped files belong to the page cache, and the kernel may drop them
 def rss(): return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 source = resolve(sys.argv[1])
@@ -247,7 +248,7 @@ def watch():
         peak = max(peak, rss())
         time.sleep(0.002)
 threading.Thread(target=watch, daemon=True).start()
-model = source.base_model("bf16", quantize=sys.argv[2])
+model = base_model(source, "bf16", quantize=sys.argv[2])
 param_bytes = sum(p.nbytes for p in model.parameters())
 print(before, param_bytes, peak)
 """

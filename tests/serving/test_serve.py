@@ -21,7 +21,7 @@ from litft.args import AdapterV2Args, LoRAArgs, Sampling
 from litft.inference.decoder import Decoder
 from litft.inference.generation import Request, generate_batch
 from litft.methods import AdapterV2, LoRA
-from litft.pretrained import DEMO
+from litft.pretrained.folder import DEMO
 
 ROWS, CONTEXT = 3, 2000
 ENDLESS = {"2": NEVER}  # a logit_bias that suppresses the end token

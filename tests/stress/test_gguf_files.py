@@ -8,7 +8,8 @@ import pytest
 from mistakes import failure
 
 from litft.args import GgufConvertArgs, GgufExportArgs
-from litft.export.gguf.convert import read, write
+from litft.commands.convert_gguf_checkpoint import read
+from litft.commands.convert_to_gguf import write
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 from mistakes import failure, mutated
 
 from litft.data.tokenizer import Tokenizer
-from litft.pretrained import DEMO
-from litft.save_pretrained import copy_tokenizer
+from litft.pretrained.folder import DEMO
+from litft.pretrained.save import copy_tokenizer
 
 TEXTS = ("Hello world", "", "日本 🎉\n\n  x", "<s></s>[UNK]")
 NAMES = ("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from mistakes import failure
 
-from litft.args.parser import FINETUNE, parse
+from litft.args.finetune import FINETUNE
+from litft.args.parser import parse
 
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B

@@ -15,12 +15,18 @@ from litft.model.config import NormConfig
 from litft.model.mlp import ACTIVATIONS, _Gated
 from litft.model.norm import Norm
 from litft.model.rope import rotate
-from litft.pretrained import resolve
-from litft.training import cpu_offload
-from litft.training.activation_checkpointing import recompute
-from litft.training.compile import compile_blocks, is_compiled, run_uncompiled, uncompiled
-from litft.training.cpu_offload import offload_activations, offload_parameters
-from litft.training.memory_trace import AllocationTracker
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.training.memory.trace import AllocationTracker
+from litft.training.memory_saving import cpu_offload
+from litft.training.memory_saving.activation_checkpointing import recompute
+from litft.training.memory_saving.compile import (
+    compile_blocks,
+    is_compiled,
+    run_uncompiled,
+    uncompiled,
+)
+from litft.training.memory_saving.cpu_offload import offload_activations, offload_parameters
 
 
 def learner(folder, quantize=None, **lora):
@@ -28,7 +34,7 @@ def learner(folder, quantize=None, **lora):
     source, method = resolve(folder), LoRA(LoRAArgs(r=4, **lora))
     method.choose(source.meta_model(), source.adapter_rules)
     torch.manual_seed(0)
-    model = source.base_model("fp32", "cpu", quantize).train()
+    model = base_model(source, "fp32", "cpu", quantize).train()
     method.attach(model)
     parameters = method.parameters(model)
     for parameter in parameters.values():

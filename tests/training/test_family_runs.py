@@ -20,8 +20,8 @@ from litft.args import (
     PlanArgs,
     TrainArgs,
 )
-from litft.pretrained import resolve
-from litft.training.plan_command import plan_on_paper
+from litft.commands.plan import plan_on_paper
+from litft.pretrained.folder import resolve
 
 METHODS = {
     "lora": LoRAFinetuneArgs(),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ENV, ROOT, STORIES, copy_tokenizer
 
-from litft.pretrained import resolve
+from litft.pretrained.folder import resolve
 
 
 @pytest.fixture(scope="module")

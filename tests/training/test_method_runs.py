@@ -16,7 +16,7 @@ from litft.args import DataArgs, FullFinetuneArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.packing import collate
 from litft.data.tokenizer import Tokenizer
-from litft.pretrained import resolve
+from litft.pretrained.folder import resolve
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 # flags of everything that resuming may get wrong: random numbers, warm-up, epochs, validation,

@@ -19,15 +19,15 @@ from torch.optim import AdamW
 
 import litft
 from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
+from litft.commands.finetune import prepare
 from litft.methods import AdapterV2, Full, LoRA
 from litft.model.norm import Norm
-from litft.pretrained import resolve
-from litft.training import run_checkpoints
-from litft.training.adafactor import Adafactor
-from litft.training.finetune import prepare
-from litft.training.memory_probe import MemoryProbe
-from litft.training.memory_trace import AllocationTracker
-from litft.training.optimizers import (
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.training.memory.probe import MemoryProbe
+from litft.training.memory.trace import AllocationTracker
+from litft.training.optimizers.adafactor import Adafactor
+from litft.training.optimizers.make import (
     OPTIMIZERS,
     ROUNDING_BYTES,
     ChainedOptimizer,
@@ -38,6 +38,7 @@ from litft.training.optimizers import (
     set_learning_rate,
     stochastically_rounded,
 )
+from litft.training.output import run_checkpoints
 
 TOKENS = draw(2, 17, seed=4)
 PROGRESS = {"identity": {}, "samples": 0, "elapsed": 0.0}
@@ -59,7 +60,7 @@ def displacement(folder, precision, make=make_optimizer):
     """Return each matrix's change after 200 steps at 1e-6, trained as `finetune/full.py` trains
     it."""
     source, method = resolve(folder), Full(FullFinetuneArgs())
-    model = source.base_model(method.storage(precision))
+    model = base_model(source, method.storage(precision))
     method.attach(model)
     method.compute_in(model, precision)
     parameters = method.parameters(model)
@@ -133,7 +134,7 @@ def test_stochastic_rounding_equals_adamw_for_fp32_weights():
 def test_rates_and_decay_by_kind(tiny):
     source, method = resolve(tiny), LoRA(LoRAArgs(lr_ratio=16.0, dora=True))
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model()
+    model = base_model(source)
     method.attach(model)
     parameters = method.parameters(model)
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
@@ -154,7 +155,7 @@ def test_vectors_of_stacked_experts_do_not_decay(make_model):
     _, folder = make_model(transformers.Qwen3MoeConfig, **ROWS["qwen3_moe"][1]["renormalized"])
     source, method = resolve(folder), AdapterV2(AdapterV2Args())
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model()
+    model = base_model(source)
     method.attach(model)
     parameters = method.parameters(model)
     assert any(p.dim() == 2 for name, p in parameters.items() if name.endswith(".adapter_scale"))
@@ -192,7 +193,7 @@ def test_norm_weights_with_two_dimensions_do_not_decay(make_model, family, varia
 def trainable(folder, precision="fp32"):
     """Return a model, its method and its parameters, as `finetune/full.py` trains them."""
     source, method = resolve(folder), Full(FullFinetuneArgs())
-    model = source.base_model(method.storage(precision))
+    model = base_model(source, method.storage(precision))
     method.attach(model)
     method.compute_in(model, precision)
     return model, method, method.parameters(model)

@@ -15,7 +15,7 @@ from conftest import ENV, config_folder, script
 from tracked import tracked_peak
 from transformers import Qwen3MoeConfig
 
-import litft.training.auto_settings
+import litft.training.memory.choose
 from litft.args import (
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -29,20 +29,22 @@ from litft.data.dataset import load_data
 from litft.data.sample import Sample
 from litft.methods import LoRA, method_of
 from litft.model.quantization import QuantizedLinear
-from litft.pretrained import resolve
-from litft.training.auto_settings import choose
-from litft.training.flops import Flops, chip_peak_flops, peak_flops
-from litft.training.memory_plan import Shape, predict
-from litft.training.optimizers import OPTIMIZERS, ROUNDING_BYTES
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.training.memory.choose import choose
+from litft.training.memory.flops import Flops, chip_peak_flops, peak_flops
+from litft.training.memory.plan import predict
+from litft.training.memory.trace import Shape
+from litft.training.optimizers.make import OPTIMIZERS, ROUNDING_BYTES
+from litft.training.run_setup import Setup
 from litft.training.schedule import Schedule
-from litft.training.setup import Setup
 
 
 def test_flops_of_a_tiny_llama(tiny):
     """Per weight and token: two forward, two for the input gradient, two more for the gradient of a
     trained weight."""
     source = resolve(tiny)
-    model, method = source.base_model(), LoRA(LoRAArgs(r=4))
+    model, method = base_model(source), LoRA(LoRAArgs(r=4))
     method.choose(model, source.adapter_rules)
     method.attach(model)
     tokens = torch.zeros(10, dtype=torch.int64)
@@ -64,7 +66,7 @@ def test_flops_of_experts(make_model):
         num_hidden_layers=1,
     )
     source = resolve(make_model(Qwen3MoeConfig, **values)[1])
-    model, method = source.base_model(), LoRA(LoRAArgs(r=4))
+    model, method = base_model(source), LoRA(LoRAArgs(r=4))
     method.choose(model, source.adapter_rules)
     method.attach(model)
     linears = 32 * 32 * 2 + 32 * 16 * 2 + 32 * 5 + 2 * 3 * 32 * 24
@@ -409,7 +411,7 @@ def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeyp
     choices = []
     for available in (2**40, 10 * 2**20, 4 * 2**20, 1):
         monkeypatch.setattr(
-            litft.training.auto_settings,
+            litft.training.memory.choose,
             "device_memory",
             lambda device, processes, available=available: available,
         )
@@ -428,7 +430,7 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
     method = method_of(LORA)
     method.choose(source.meta_model(), source.adapter_rules)
     memory = predict(source, method, "fp32", kind, Shape(1, 64)).memory
-    model = source.base_model("fp32", "cpu", kind)
+    model = base_model(source, "fp32", "cpu", kind)
     total = sum(
         {
             p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()

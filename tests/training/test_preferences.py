@@ -37,14 +37,14 @@ from litft.args import (
     SaveArgs,
     TrainArgs,
 )
+from litft.commands.finetune import prepare, run_finetuning
 from litft.data.packing import collate
 from litft.data.sample import Sample
+from litft.evaluation.log_probs import wins
 from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
-from litft.training.finetune import prepare, run_finetuning
+from litft.training.batches import FOLDER, LogProbFile, References
 from litft.training.objectives import OBJECTIVES, Totals
-from litft.training.objectives.pairs import wins
-from litft.training.references import FOLDER, LogProbFile, References
 
 
 class Given(nn.Module):

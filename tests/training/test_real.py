@@ -20,8 +20,8 @@ from litft.args import DataArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.packing import collate
 from litft.data.sampler import Sampler
-from litft.training.schedule import learning_rate
-from litft.training.scoring import evenly_spaced
+from litft.evaluation.scoring import evenly_spaced
+from litft.training.lr_schedule import learning_rate
 
 pytestmark = pytest.mark.slow
 

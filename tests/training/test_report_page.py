@@ -3,7 +3,7 @@ is fetched."""
 
 import pytest
 
-from litft.training.html_report import Report, SummaryTile, write_report
+from litft.training.output.report import Report, SummaryTile, write_report
 
 LOSSES = [8.0, 4.0, 2.0, 1.0, 0.5]
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import litft
 from litft.atomic import atomic_folder
 from litft.cli import run as command
-from litft.training import run_checkpoints
-from litft.training.file_hashes import HashingWriter
+from litft.training.output import run_checkpoints
+from litft.training.output.file_hashes import HashingWriter
 
 FLAGS = (
     "--train.max_steps 4 --train.global_batch_size 8 "

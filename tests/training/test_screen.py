@@ -12,7 +12,7 @@ import pytest
 from conftest import ENV, ROOT, start
 from rich.console import Console
 
-from litft.training.screen import Lines, Screen, Terminal, beginning, end, open_screen
+from litft.training.output.screen import Lines, Screen, Terminal, beginning, end, open_screen
 
 ROW = {
     "step": 7.0,

@@ -35,11 +35,11 @@ from litft.args import (
     TrainArgs,
     seconds,
 )
+from litft.commands.runs import read_run
 from litft.errors import Interrupted
-from litft.run_list import read_run
 from litft.signals import Signals
-from litft.training.recorder import Recorder
-from litft.training.run_checkpoints import Saver, _plain_errors
+from litft.training.output.recorder import Recorder
+from litft.training.output.run_checkpoints import Saver, _plain_errors
 
 
 def losses(run: Path) -> list[float]:
@@ -261,7 +261,7 @@ def test_patience_ends_a_run_and_the_best_is_kept(args, disk, monkeypatch):
 def held_out_loss(model, args) -> float:
     """Return the loss on the validation set, computed one sample at a time."""
     from litft.data.dataset import load_data
-    from litft.pretrained import resolve
+    from litft.pretrained.folder import resolve
 
     data = load_data(args.data, resolve(args.checkpoint_dir).tokenizer(), 512, 256)
     with torch.no_grad():
@@ -315,7 +315,7 @@ def test_durations_are_parsed():
 @pytest.fixture
 def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
     """Arguments of a run in which one of 30 examples has a token whose embedding is infinite."""
-    from litft.pretrained import resolve
+    from litft.pretrained.folder import resolve
 
     model = tmp_path / "model"
     model.mkdir()
@@ -414,7 +414,7 @@ def test_an_exploding_loss_ends_the_run(args):
 WORKER = """
 import re, resource, sys
 sys.path[:0] = [{tests!r}]
-import litft, litft.training.finetune
+import litft, litft.commands.finetune
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
 from litft.cli import user_errors
 
@@ -841,7 +841,7 @@ def test_an_infinite_loss_can_be_skipped(args, monkeypatch):
 
 
 def test_checkpoints_beyond_a_million_steps(tmp_path):
-    from litft.training import run_checkpoints
+    from litft.training.output import run_checkpoints
 
     for step in (999_900, 999_950, 1_000_000, 1_000_050):
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)

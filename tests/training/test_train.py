@@ -21,10 +21,12 @@ from litft.data.sample import Sample
 from litft.data.sampler import Sampler
 from litft.methods import LoRA
 from litft.model.loss import IGNORED
-from litft.pretrained import resolve
-from litft.training.memory_probe import MemoryProbe
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.training.lr_schedule import learning_rate
+from litft.training.memory.probe import MemoryProbe
 from litft.training.objectives import OBJECTIVES, Objective
-from litft.training.schedule import learning_rate, planned_samples
+from litft.training.schedule import planned_samples
 from litft.training.trainer import Trainer, accumulate
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
@@ -89,7 +91,7 @@ def trainable(folder, head: bool = False):
     which is then not plain."""
     source = resolve(folder)
     model, method = (
-        source.base_model(),
+        base_model(source),
         LoRA(LoRAArgs(r=4, alpha=8, targets=["all-linear"] + ["lm_head"] * head)),
     )
     method.choose(model, source.adapter_rules)
@@ -564,5 +566,5 @@ def test_a_step_does_not_wait_for_the_gpu(tiny, examples, tmp_path):
         train=TrainArgs(max_steps=6, log_interval=2),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("litft.training.finetune.Trainer", CheckedTrainer)
+        patch.setattr("litft.commands.finetune.Trainer", CheckedTrainer)
         assert litft.finetune(args).metrics["step"] == 6

@@ -10,12 +10,12 @@ from conftest import STORIES, adapted, copy_tokenizer, rows_of
 from safetensors.torch import load_file
 
 from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
+from litft.commands.finetune import prepare, run_finetuning
 from litft.distributed.devices import make_fabric
 from litft.distributed.process_group import launch
 from litft.methods.lora import LoRA
-from litft.pretrained import resolve
-from litft.training import references
-from litft.training.finetune import prepare, run_finetuning
+from litft.pretrained.folder import resolve
+from litft.training import batches as references
 from litft.training.trainer import Trainer, accumulate
 
 pytestmark = pytest.mark.slow

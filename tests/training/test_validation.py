@@ -13,17 +13,16 @@ from litft.data.dataset import load_data
 from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
-from litft.training.objectives import Supervised
-from litft.training.scoring import (
+from litft.evaluation.scoring import (
     evenly_spaced,
     exact_match,
     greedy_answers,
     hardest_examples,
     question_text,
     validation_answers,
-    validation_scores,
 )
-from litft.training.validation import Validation
+from litft.training.objectives import Supervised
+from litft.training.validation import Validation, validation_scores
 
 SUPERVISED = Supervised(PreferenceArgs())
 

@@ -12,7 +12,8 @@ from conftest import rows_of, script, write_records
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
-from litft.training.html_report import (
+from litft.training.output.loggers import make_logger, row_sink
+from litft.training.output.report import (
     POINTS,
     SCRIPT,
     Report,
@@ -22,7 +23,6 @@ from litft.training.html_report import (
     ticks,
     write_report,
 )
-from litft.training.loggers import make_logger, row_sink
 
 
 @pytest.fixture

@@ -1,33 +1,28 @@
-"""Convert GGUF files to model folders, and runs, models and LoRA adapters to GGUF files, one tensor
-at a time."""
+"""Models and LoRA adapters as GGUF files, and GGUF files as the source of a model folder."""
 
-import json
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import quote
 
 import numpy as np
 import torch
 
-from litft.args import GgufConvertArgs, GgufExportArgs
+from litft.args import GgufExportArgs
 from litft.checkpoints.peft_targets import peft_targets
 from litft.checkpoints.rules import KeysAndValues, Rule, Tile
 from litft.checkpoints.weight_files import LazyTensor
-from litft.data.tokenizer import Tokenizer
-from litft.distributed.devices import DTYPES
-from litft.export.convert import TrainedModel, compare, read_trained, write_folder
 from litft.export.gguf.files import GgufFile, gguf
-from litft.export.gguf.metadata import NEEDS_HEAD, read_architecture, to_gguf_architecture
+from litft.export.gguf.metadata import NEEDS_HEAD, to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
-from litft.export.gguf.vocabulary import add_tokenizer, model_name, write_tokenizer
-from litft.families import gguf_architecture, gguf_rules, read_config
+from litft.export.gguf.vocabulary import add_tokenizer, model_name
+from litft.export.trained_model import TrainedModel
+from litft.families import gguf_architecture, gguf_rules
 from litft.methods import Method
 from litft.methods.lora import LoRA
-from litft.pretrained import PretrainedFolder
-from litft.save_pretrained import model_entries, write_result
+from litft.pretrained.folder import PretrainedFolder
+from litft.pretrained.save import model_entries
 
 _TYPES = gguf.GGMLQuantizationType
 _FILE_TYPES = gguf.LlamaFileType
@@ -59,54 +54,7 @@ class GgufFolder(PretrainedFolder):
         return gguf_rules(self.config, self.extra_layers)
 
 
-def read(args: GgufConvertArgs) -> Path:
-    """Write a GGUF file's model as a folder, and compare it with the file; raise ValueError for
-    unsupported models."""
-    file = GgufFile(Path(args.checkpoint_dir))
-    architecture = read_architecture(file)
-    try:
-        hf = architecture.to_hf() | _token_ids(file, architecture.vocab_size)
-        config = read_config(hf)
-        architecture.check_rotation(config)
-    except ValueError as error:
-        raise ValueError(f"{file.folder}: {error}") from None
-
-    # from here on the file is read like any model folder
-    source = GgufFolder(
-        file.folder,
-        file.folder,
-        None,
-        hf,
-        config,
-        file=file,
-        extra_layers=architecture.extra_layers,
-    )
-    if args.precision == "auto":
-        dtype = source.dtype(None)
-    else:
-        dtype = DTYPES[args.precision]
-
-    def fill(folder: Path) -> None:
-        write_tokenizer(file, folder)
-        if isinstance(licence := file.metadata.get("general.license"), str):
-            (folder / "README.md").write_text(
-                f"---\nlicense: {json.dumps(licence)}\n---\n", "utf-8"
-            )
-        # fail before the weights are written if it cannot be loaded
-        Tokenizer(folder)
-        compare(folder, write_result(folder, source, dtype, None, args.shard_gb))
-
-    out = write_folder(args.out_dir, fill)
-    count = len(file.names)
-    print(
-        f"converted {file.folder} to {out} ({architecture.name} in GGUF, {count} tensors in "
-        f"{dtype})",
-        file=sys.stderr,
-    )
-    return out
-
-
-def _token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
+def config_token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
     """Return config.json's token ids, None where absent: transformers' defaults may be outside of
     the vocabulary."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -117,31 +65,7 @@ def _token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
     }
 
 
-def write(args: GgufExportArgs) -> Path:
-    """Write a GGUF file, plus a Modelfile for a full model; raise ValueError if llama.cpp does not
-    support the model."""
-    trained = read_trained(args)
-    write_file = _write_model if args.merge else _write_adapter
-    file_names: list[str] = []
-
-    def fill(folder: Path) -> None:
-        file_names.append(write_file(folder, trained, args))
-
-    # the file's name depends on its type, which `fill` finds out
-    out = write_folder(args.out_dir, fill)
-    print(
-        f"exported {trained.path} to "
-        f"{out / file_names[0]}{', with a Modelfile for Ollama' if args.merge else ''}",
-        file=sys.stderr,
-    )
-    if args.merge:
-        modelfile = quote(str(out / "Modelfile"))
-        model = quote(str(out / file_names[0]))
-        print(f"next: ollama create mine -f {modelfile}, or llama-cli -m {model}", file=sys.stderr)
-    return out
-
-
-def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
+def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
     source = trained.source
     tokenizer = trained.tokenizer
     if tokenizer is None:
@@ -192,7 +116,7 @@ def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> s
     return name
 
 
-def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
+def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
     """Write the LoRA matrices under the base's tensor names; llama.cpp scales each pair by alpha /
     rank."""
     method, values = trained.adapter()

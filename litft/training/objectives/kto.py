@@ -9,13 +9,8 @@ from torch import Tensor, nn
 
 from litft.data.packing import Layout, MicroBatch
 from litft.data.sample import Sample
-from litft.training.objectives.objective import (
-    Objective,
-    Totals,
-    document_log_probs,
-    sequence_log_probs,
-)
-from litft.training.objectives.pairs import wins
+from litft.evaluation.log_probs import document_log_probs, sequence_log_probs, wins
+from litft.training.objectives.objective import Objective, Totals
 
 
 class KTO(Objective):
@@ -31,7 +26,6 @@ class KTO(Objective):
     name = "kto"
     title = "KTO"
     paper = "2402.01306"
-    data = "labels"
     needs_reference = needs_mismatches = True
     scores = (
         "accuracy",

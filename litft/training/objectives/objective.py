@@ -3,16 +3,16 @@ compare."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from litft.args import PreferenceArgs
+from litft.args.preference import DATA_KINDS, DataKind
 from litft.data.packing import Layout, MicroBatch
 from litft.data.sample import Sample
-from litft.model.transformer import GPT, eval_mode
 
 # learning rate of LoRA divided by that of full fine-tuning (https://thinkingmachines.ai/blog/lora)
 LORA_RATIO = 10
@@ -43,7 +43,6 @@ class Objective:
     name: ClassVar[str]
     title: ClassVar[str]
     paper: ClassVar[str | None] = None  # its number on arXiv
-    data: ClassVar[Literal["supervised", "pairs", "labels"]]  # what its samples are, see `Encoder`
     # the samples have the log-probabilities of the model at the start
     needs_reference: ClassVar[bool] = False
     needs_mismatches: ClassVar[bool] = False  # the samples have the answers of others
@@ -54,6 +53,11 @@ class Objective:
 
     def __init__(self, args: PreferenceArgs) -> None:
         self.args = args
+
+    @property
+    def data(self) -> DataKind:
+        """The kind of examples that it learns from."""
+        return DATA_KINDS[self.name]
 
     @property
     def beta(self) -> float | None:
@@ -122,52 +126,3 @@ class Objective:
         """Return (1 + len(scores),): this micro-batch's share of the step's loss, with a gradient,
         and of its scores."""
         raise NotImplementedError
-
-
-def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the summed log-probability of each sequence's targets, (D,) fp64, and the number of
-    targets, (D,) fp64."""
-    losses = model(batch.tokens, **batch.inputs(), reduction="none")  # (N,)
-    # a process without samples, which must still take part in the backward pass
-    if batch.sequences is None:
-        return losses.double()[:0], losses.double()[:0]
-    # the number of each target's sequence, (N,)
-    numbers = batch.sequences.numbers.flatten().index_select(0, batch.target_indices)
-    zeros = torch.zeros_like(batch.sequences.references)
-    return zeros.index_add(0, numbers, -losses.double()), zeros.index_add(
-        0, numbers, torch.ones_like(losses.double())
-    )
-
-
-@torch.no_grad()
-def document_log_probs(
-    model: GPT,
-    samples: Sequence[Sample],
-    layout: Layout,
-    device: torch.device,
-    rank: int = 0,
-    before_batch: Callable[[], None] = lambda: None,
-) -> tuple[Tensor, Tensor]:
-    """Return the summed log-probability of each document's targets, and the number of targets: both
-    (S, D) fp64.
-
-    For S samples with D documents each. Rows of samples that another rank computes are 0.
-    """
-    log_probs, lengths = torch.zeros(
-        2, len(samples), len(samples[0].document_lengths), dtype=torch.float64, device=device
-    )
-    planned = layout.plan([sample.tokens.numel() for sample in samples])
-    with eval_mode(model):
-        for rows in planned[rank :: layout.ranks]:
-            before_batch()
-            batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(
-                device
-            )
-
-            # a micro-batch has its sequences in the order
-            # of its rows, the result in that of the samples
-            order = [index for row in rows for index in row]
-            log_probs[order], lengths[order] = (
-                values.view(-1, log_probs.size(1)) for values in sequence_log_probs(model, batch)
-            )
-    return log_probs, lengths

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from litft.data.packing import MicroBatch
 from litft.data.sample import Sample
-from litft.training.objectives.objective import Objective, Totals, sequence_log_probs
+from litft.evaluation.log_probs import sequence_log_probs, wins
+from litft.training.objectives.objective import Objective, Totals
 
 
 class Side(NamedTuple):
@@ -31,21 +32,10 @@ class Side(NamedTuple):
         return self.log_probs - self.references
 
 
-# differences of log-probabilities below it are rounding errors: before the first step, all are 0
-TIE = 1e-5
-
-
-def wins(margins: Tensor) -> Tensor:
-    """Return 1 for each pair whose chosen answer has the higher value, one half for a tie, else
-    0."""
-    return (margins > TIE).double() + (margins.abs() <= TIE).double() / 2
-
-
 class PairObjective(Objective):
     """An objective over pairs of a chosen and a rejected answer; subclasses define the loss of a
     pair and the rewards."""
 
-    data = "pairs"
     scores = (
         "accuracy",
         "margin",

@@ -14,7 +14,6 @@ class Supervised(Objective):
 
     name = "sft"
     title = "supervised"
-    data = "supervised"
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples."""

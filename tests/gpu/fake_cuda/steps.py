@@ -53,11 +53,11 @@ from litft.distributed.process_group import launch  # noqa: E402
 from litft.families import families, read_config  # noqa: E402
 from litft.model.mixers import kernels  # noqa: E402
 from litft.model.placement import UNSHARDED  # noqa: E402
-from litft.pretrained import DEMO, PretrainedFolder  # noqa: E402
-from litft.training.auto_settings import Settings  # noqa: E402
-from litft.training.optimizers import make_optimizer  # noqa: E402
+from litft.pretrained.folder import DEMO, PretrainedFolder  # noqa: E402
+from litft.training.memory.choose import Settings  # noqa: E402
+from litft.training.optimizers.make import make_optimizer  # noqa: E402
+from litft.training.run_setup import Setup  # noqa: E402
 from litft.training.schedule import Schedule  # noqa: E402
-from litft.training.setup import Setup  # noqa: E402
 from litft.training.trainer import Trainer  # noqa: E402
 
 # those of flash-linear-attention read the lengths of documents

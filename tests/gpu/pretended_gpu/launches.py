@@ -26,7 +26,7 @@ from litft.distributed.devices import pick_accelerator  # noqa: E402
 from litft.inference.decoder import Decoder  # noqa: E402
 from litft.inference.fused_linears import fuse_linears  # noqa: E402
 from litft.model.placement import allocate  # noqa: E402
-from litft.pretrained import resolve  # noqa: E402
+from litft.pretrained.folder import resolve  # noqa: E402
 
 RUNTIME = ctypes.CDLL(os.environ["LD_PRELOAD"])
 DRIVER = ctypes.CDLL(f"{os.environ['LD_LIBRARY_PATH']}/libcuda.so.1")

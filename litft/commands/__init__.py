@@ -1,0 +1,1 @@
+"""The commands, one file each: what `litft X` does begins in the file X."""

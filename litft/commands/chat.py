@@ -1,0 +1,21 @@
+"""The command `chat`: a conversation in the terminal."""
+
+import sys
+
+from litft.args import ChatArgs
+from litft.inference.chat import INITIAL_CAPACITY, Chat, Conversation
+from litft.inference.session import make_drafter, missing_template_note, open_session
+from litft.inference.terminal import make_screen
+
+
+def chat(args: ChatArgs) -> None:
+    """Chat over several turns; without a terminal, read one message per line and print only the
+    answers."""
+    session = open_session(args)
+    session.limit_threads(1)
+    note = missing_template_note(session.tokenizer)
+    if note:
+        print(note, file=sys.stderr)
+    drafter = make_drafter(args, session, INITIAL_CAPACITY)
+    loop = Chat(Conversation(session, drafter, args.system), make_screen(), args.debug)
+    loop.run()

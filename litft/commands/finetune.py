@@ -1,0 +1,254 @@
+"""Fine-tuning, from the flags to a run's folder: `litft.finetune`, and the four commands."""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import litft
+from litft import run_dir
+from litft.args import FinetuneArgs, seconds
+from litft.args.finetune import apply_launcher
+from litft.args.processes import is_first_on_node, is_first_process, launch_id
+from litft.checkpoints.hub import fetch, hub_id, pinned_data
+from litft.data.dataset import load_data
+from litft.data.sources import hub_dataset
+from litft.distributed.devices import check_devices, make_fabric, pick_accelerator
+from litft.distributed.process_group import launch
+from litft.evaluation.scoring import Metric
+from litft.folder_lock import locked_folder
+from litft.model.quantization import bitsandbytes
+from litft.pretrained.folder import DEMO, resolve
+from litft.training.dry_run import description, dry_run, run_title
+from litft.training.memory.advice import check_memory
+from litft.training.memory.choose import Settings, choose
+from litft.training.memory.flops import check_chip, peak_flops
+from litft.training.objectives import OBJECTIVES
+from litft.training.output.loggers import check_logger
+from litft.training.output.metrics import COLUMNS, INTERNAL, Row
+from litft.training.output.screen import open_screen
+from litft.training.run_setup import Setup
+from litft.training.schedule import Schedule
+from litft.training.trainer import Trainer
+
+Callback = Callable[[Row], None]
+
+
+class Outcome(NamedTuple):
+    """A finished run: its folder, and the newest value of every column of its metrics.csv."""
+
+    folder: Path
+    metrics: Row
+
+
+def run_finetuning(
+    args: FinetuneArgs,
+    callback: Callback | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Outcome | None:
+    """Train with these arguments; see `litft.finetune`."""
+    _check_metrics(metrics or {})
+    # what can be refused is refused before the processes meet and weights are read
+    args, named = _resolve(args)
+    setup, schedule, settings = prepare(args)
+    if args.dry_run:
+        check_chip(args.chip)
+        dry_run(setup, schedule, settings)
+        return None
+    check_memory(setup, schedule, settings)
+    # the lock ends with this function; the other processes of the run rely on the first one's
+    with ExitStack() as lock:
+        if named and is_first_process():
+            lock.enter_context(locked_folder(named))
+            # again: another run may have ended between the first check and the lock
+            _check_folder(args, named)
+
+        # the processes start, and agree on one folder
+        fabric = make_fabric(args, settings.strategy)
+        hosts = launch(fabric, args.timeout)
+        # the first process makes the folder; all have looked at what was there before any gets here
+        if fabric.global_rank == 0:
+            name = str(named or run_dir.claim(setup.method.title))
+        else:
+            name = None
+        folder = Path(fabric.broadcast(name))
+        if not named and fabric.global_rank == 0:
+            lock.enter_context(locked_folder(folder))
+
+        # torchrun may have told a single node to resume: then all processes do
+        if any(hosts.all_reduce_max(args.resume)):
+            setup.args = replace(setup.args, resume=True, overwrite=False)
+        hosts.check_equal(_shared_facts(setup, schedule, settings))
+        screen = open_screen(fabric.global_rank == 0)
+        # before the weights are read, which takes long
+        if fabric.global_rank == 0:
+            peak = peak_flops(fabric.device, settings.precision)
+            screen.header(
+                run_title(setup), str(folder), description(setup, schedule, settings, peak)
+            )
+
+        # the run itself
+        trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics, screen)
+        trainer.metrics.sinks += [callback] if callback else []
+        trainer.fit()
+    return Outcome(folder, trainer.metrics.newest)
+
+
+def _check_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Raise ValueError for a metric that is no function, or whose name metrics.csv uses already."""
+    if not isinstance(metrics, Mapping) or not all(map(callable, metrics.values())):
+        raise ValueError("metrics: expected functions by name, such as {'rouge': rouge}")
+    scores = {score for objective in OBJECTIVES.values() for score in objective.scores}
+    for name in metrics:
+        is_taken = name in {*COLUMNS, *INTERNAL, *scores, "validation_loss"} or name.startswith(
+            "val_"
+        )
+        if is_taken or not name.isidentifier():
+            raise ValueError(
+                f"metrics: {name!r} cannot be a column of metrics.csv; choose another name, such "
+                "as rouge"
+            )
+
+
+def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
+    """The arguments with what they leave open filled in, and the run's folder if they name one;
+    ValueError."""
+    args = apply_launcher(args)
+    problems = args.problems()
+    if problems:
+        raise ValueError("\n".join(problems))
+    if args.checkpoint_dir is None:
+        args = replace(
+            args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)])
+        )
+    args = _pin_hub_ids(args)
+    folder = run_dir.from_flags(args.out_dir, args.resume)
+    if folder and args.resume and not args.out_dir and is_first_on_node():
+        print(f"--resume: continuing {folder}, the newest unfinished run", file=sys.stderr)
+    # torchrun restarts all nodes after a failure, but tells only the node where a process has died
+    if run_dir.launched_by(folder, launch_id()):
+        args = replace(args, resume=True, overwrite=False)
+    if folder and not args.dry_run:
+        _check_folder(args, folder)
+    return args, folder
+
+
+def _check_folder(args: FinetuneArgs, folder: Path) -> None:
+    """Raise ValueError if the run would overwrite other files, or delete what it reads."""
+    items = (*args.data.paths, *args.data.val_paths)
+    paths = []
+    for item in items:
+        paths.extend((item.path, item.template))
+    inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)
+    run_dir.check(folder, args.resume, args.overwrite, inputs)
+
+
+def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
+    """Replace hub ids by the commits that they stand for now, so that config.yaml says which were
+    used."""
+    models = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
+    pinned = {}
+    for name, model in models.items():
+        if model:
+            pinned[name] = str(fetch(model)[1])
+    data = args.data
+
+    # an item of the data keeps its split, template and weight
+    pinned_items = (
+        [replace(item, path=_pinned(item.path)).text() for item in items]
+        for items in (data.paths, data.val_paths)
+    )
+    data = replace(data, **dict(zip(("path", "val_path"), pinned_items, strict=True)))
+    return replace(args, **pinned, data=data)
+
+
+def _pinned(path: str) -> str:
+    """Return a path of data with a hub id replaced by the commit that it stands for now; a split is
+    kept."""
+    dataset, (_, colon, split) = hub_dataset(path), path.partition(":")
+    if dataset:
+        return f"{pinned_data(dataset)}{colon}{split}"
+    return path
+
+
+def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
+    """Prepare the method, the data and the plan, before the processes meet and without reading a
+    weight; ValueError."""
+    # checks that need no data come first, so that they fail at once
+    source = resolve(args.checkpoint_dir, args.base_dir)
+    source.check_base_dir(args.base_dir)
+    source.check()
+    setup = Setup(args, source)
+    if setup.quantize != "none":
+        # raises here rather than after the data has been read
+        bitsandbytes()
+
+    # the device, and what it cannot do
+    device = torch.device(pick_accelerator(args.accelerator))
+    check_devices(device.type, args.devices)
+    _check_offload(setup, device)
+    if not args.dry_run:
+        check_logger(args.logger)
+
+    # the data, which may take long to tokenize
+    source.check_length("--data.max_seq_length", args.data.max_seq_length)
+    vocab_size = setup.method.vocab_size(source.config)
+    max_positions = source.config.max_positions
+    timeout = seconds(args.timeout)
+    kind = setup.objective.data
+    data = load_data(args.data, setup.tokenizer, vocab_size, max_positions, timeout, kind)
+    for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
+        if value and not len(data.val):
+            reason = "it needs a validation loss, and nothing is held out"
+            raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
+    # a resumed run keeps the date of its first day
+    if setup.tokenizer.day:
+        setup.args = replace(setup.args, data=replace(args.data, date=setup.tokenizer.day))
+    schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
+    return setup, schedule, choose(setup, schedule, device)
+
+
+def _check_offload(setup: Setup, device: torch.device) -> None:
+    """Raise ValueError where --train.cpu_offload has nothing to move."""
+    args, offload = setup.args, setup.args.train.cpu_offload
+    if offload != "none" and device.type == "cpu":
+        raise ValueError(
+            f"--train.cpu_offload {offload}: without a GPU all is in the host's memory; leave it "
+            "out"
+        )
+    is_full = setup.method.name == "full"
+    one_device = args.devices * args.num_nodes == 1
+    if one_device and offload == "parameters" and (setup.quantize != "none" or is_full):
+        if is_full:
+            reason = "trained weights stay on the GPU"
+        else:
+            reason = "quantized weights stay on the GPU"
+        raise ValueError(f"--train.cpu_offload parameters: {reason}; leave it out")
+
+
+def _shared_facts(setup: Setup, schedule: Schedule, settings: Settings) -> dict[str, Any]:
+    """What must be the same on all processes of a run."""
+    # flags by their names on the command line
+    groups = {
+        name: value if isinstance(value, dict) else {"": value}
+        for name, value in asdict(setup.args).items()
+    }
+    flags = {}
+    for name, group in groups.items():
+        for key, value in group.items():
+            flags[f"--{name}.{key}".rstrip(".")] = value
+    versions = {"torch": torch.__version__, "litft": litft.__version__}
+    chosen = {
+        "strategy": settings.strategy,
+        "recomputation": settings.recomputed,
+        "rows": schedule.layout.rows,
+    }
+    data = {
+        "training data": schedule.data.train_digest,
+        "validation data": schedule.data.val_digest,
+    }
+    return {**versions, **chosen, **data, **setup.identity(), **flags}

@@ -1,0 +1,170 @@
+"""The command `plan`: memory and time of fine-tuning a model, from its config.json alone."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from litft.args import (
+    AdapterFinetuneArgs,
+    AdapterV2FinetuneArgs,
+    FullFinetuneArgs,
+    LoRAFinetuneArgs,
+    PlanArgs,
+    size,
+)
+from litft.data.dataset import length_limit
+from litft.distributed.devices import num_shards
+from litft.methods import Method, method_of
+from litft.pretrained.folder import PretrainedFolder, resolve
+from litft.training.dry_run import time_line
+from litft.training.memory.communication import Cluster, CommunicationVolume, communication_volume
+from litft.training.memory.flops import check_chip, chip_peak_flops
+from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
+from litft.training.memory.trace import Shape
+from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
+
+DEFAULT_CHIP = "H100"
+# tokens of the largest micro-batch that --budget tries; larger ones are not faster
+MAX_TOKENS = 32768
+
+
+class PlanOnPaper(NamedTuple):
+    """A plan from a config.json alone."""
+
+    source: PretrainedFolder
+    method: Method
+    tokens: int  # per row
+    fit: Fit
+    peak: float | None  # FLOP/s of a chip; None if unknown
+    communication_volume: CommunicationVolume | None  # between devices, if there are several
+
+
+def plan(args: PlanArgs) -> None:
+    """Print what fine-tuning a model needs, from its config.json alone."""
+    check_chip(args.chip)
+    source, method, tokens, fit, peak, volume = plan_on_paper(args)
+
+    # the settings, and how they differ from the flags
+    if args.budget:
+        reserve = format_bytes(size(args.budget) - int(USABLE_FRACTION * size(args.budget)))
+        print(
+            f"the fastest settings that fit into {args.budget}, with {reserve} left to CUDA: "
+            f"{setting_flags(fit)}"
+        )
+        if fit.quantize != args.quantize:
+            print(
+                f"--quantize {fit.quantize}: unquantized weights do not fit, or only with slower "
+                "settings"
+            )
+
+    # parameters, memory and time
+    fit_plan = fit.plan
+    num_devices = args.devices * args.num_nodes
+    flops = fit_plan.flops.for_lengths([tokens], [tokens]) / tokens * args.tokens
+    what = f"{args.tokens:,} tokens, all supervised, in examples of {tokens:,}"
+    print(f"{source.folder}: {fit_plan.title_line(method.title)}")
+    print(f"memory{'' if num_devices == 1 else ' of each'}: {fit_plan.memory.line()}")
+    if args.chip or not args.budget:
+        print(time_line(flops, fit.slowdown, what, args.chip or DEFAULT_CHIP, peak, num_devices))
+    else:
+        print("--chip NAME adds the time on a GPU of this memory, such as RTX 4090 or A100")
+    if volume:
+        print(volume.line(args.micro_batches))
+
+
+def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
+    """Return the plan with the settings of the flags, or the fastest that fit.
+
+    Raises ValueError if none fit.
+    """
+    # the model and the method
+    finetuning = {
+        "lora": LoRAFinetuneArgs(lora=args.lora),
+        "adapter": AdapterFinetuneArgs(adapter=args.adapter),
+        "adapter_v2": AdapterV2FinetuneArgs(adapter=args.adapter),
+        "full": FullFinetuneArgs(),
+    }
+    source = resolve(args.checkpoint_dir)
+    method = method_of(finetuning[args.method])
+    if source.adapter:
+        raise ValueError(
+            f"{source.adapter} is an adapter; pass its base, {source.base}, and the method's flags"
+        )
+    method.choose(source.outline, source.adapter_rules)
+    source.check_length("--max_seq_length", args.max_seq_length)
+    tokens = length_limit(args.max_seq_length, source.config.max_positions)
+    shards = num_shards(args, args.strategy)
+
+    # the settings: the flags', or the fastest
+    def make_plan(rows: int, recomputed: str, quantize: str, offload: str) -> Plan:
+        shape = Shape(rows, tokens, args.micro_batches > 1)
+        options = {"cpu_offload": offload, "shards": shards}
+        return predict(
+            source, method, args.precision, quantize, shape, args.optimizer, recomputed, **options
+        )
+
+    if args.budget:
+        fit = within_budget(args, tokens, make_plan)
+    else:
+        kind = args.activation_checkpointing or (
+            "full" if args.cpu_offload == "parameters" else "none"
+        )
+        settings = (args.micro_batch_size or 1, kind, args.quantize, args.cpu_offload)
+        fit = Fit(*settings, make_plan(*settings))
+
+    # the communication between devices
+    peak = chip_peak_flops(args.chip or DEFAULT_CHIP, args.precision)
+    volume = None
+    if args.devices * args.num_nodes > 1 and peak:
+        cluster = Cluster(
+            args.devices, args.num_nodes, shards, args.node_gbs * 1e9, args.network_gbs * 1e9
+        )
+        batch_flops = fit.plan.flops.for_lengths([tokens] * fit.rows, [tokens] * fit.rows)
+        volume = communication_volume(
+            fit.plan, cluster, args.micro_batches, batch_flops, fit.slowdown, peak
+        )
+    return PlanOnPaper(source, method, tokens, fit, peak, volume)
+
+
+def within_budget(
+    args: PlanArgs, tokens: int, make_plan: Callable[[int, str, str, str], Plan]
+) -> Fit:
+    """Return the fastest settings that fit, among those that the flags leave open.
+
+    Raises ValueError if none fit.
+    """
+    rows = []
+    for count in (1, 2, 4, 8, 16, 32):
+        if count == 1 or count * tokens <= MAX_TOKENS:
+            rows.append(count)
+    rows = [args.micro_batch_size] if args.micro_batch_size else rows
+    if args.activation_checkpointing:
+        kinds = [args.activation_checkpointing]
+    else:
+        kinds = RECOMPUTED
+    weight_options = [(args.quantize, args.cpu_offload)]
+    # quantized and offloaded weights are slower, so they come last
+    if weight_options == [("none", "none")] and args.method != "full" and args.strategy == "ddp":
+        weight_options += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
+    fit, smallest = fastest(
+        make_plan, rows, kinds, weight_options, int(USABLE_FRACTION * size(args.budget))
+    )
+    if fit is None:
+        minimum = (
+            f"{format_bytes(round(smallest.plan.memory.peak / USABLE_FRACTION))} with "
+            f"{setting_flags(smallest)}"
+        )
+        remedy = "shorten --max_seq_length, or choose another method"
+        raise ValueError(f"--budget {args.budget}: this needs at least {minimum}; {remedy}")
+    return fit
+
+
+def setting_flags(fit: Fit) -> str:
+    """Return the settings as flags of a fine-tuning command."""
+    flags = [
+        f"--train.micro_batch_size {fit.rows}",
+        f"--train.activation_checkpointing {fit.recomputed}",
+    ]
+    flags += [f"--quantize {fit.quantize}"] if fit.quantize != "none" else []
+    return " ".join(
+        flags + ([f"--train.cpu_offload {fit.cpu_offload}"] if fit.cpu_offload != "none" else [])
+    )

@@ -1,0 +1,26 @@
+"""The command `prepare_data`: tokenize the data into the cache, and print what became of it."""
+
+from litft.args import LoRAFinetuneArgs, PrepareArgs
+from litft.data.dataset import load_data
+from litft.pretrained.folder import resolve
+from litft.training.dry_run import data_report, print_hints_last
+from litft.training.run_setup import Setup
+from litft.training.schedule import Schedule
+
+
+def prepare_data(args: PrepareArgs) -> None:
+    """Tokenize the data into the cache, and print what became of it."""
+    finetuning = LoRAFinetuneArgs(
+        checkpoint_dir=args.checkpoint_dir,
+        base_dir=args.base_dir,
+        data=args.data,
+        objective=args.objective,
+    )
+    finetuning.train.global_batch_size = args.global_batch_size
+    source = resolve(args.checkpoint_dir, args.base_dir)
+    source.check_base_dir(args.base_dir)
+    setup = Setup(finetuning, source)
+    vocab_size = setup.method.vocab_size(source.config)
+    kind = setup.objective.data
+    data = load_data(args.data, setup.tokenizer, vocab_size, source.config.max_positions, kind=kind)
+    print_hints_last(data_report(Schedule(finetuning, data, 1), setup.tokenizer, args.show))

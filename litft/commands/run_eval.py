@@ -1,0 +1,143 @@
+"""The command `run_eval`: the scores of a model and its base, side by side in one table."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from litft.args import RunEvalArgs
+from litft.atomic import atomic_write
+from litft.evaluation.comparison import ScoredModel, print_results, results_as_json, score_examples
+from litft.evaluation.examples import (
+    compared_sources,
+    kind_of,
+    readable_by_all,
+    resolve_data,
+    warn_if_trained_on,
+    with_shared_length,
+)
+from litft.inference.session import Session, open_session, source_of
+
+
+def run_eval(args: RunEvalArgs) -> None:
+    """Print the table of scores and some answers, and write everything to --out."""
+    # reports errors before anything is loaded
+    source = source_of(args.model(args.checkpoint_dir, args.base_dir))
+    if (
+        args.against not in (None, "none")
+        and source_of(args.model(args.against)).folder == source.folder
+    ):
+        raise ValueError(f"--against {args.against} is the model itself; name another one, or none")
+    if args.out and Path(args.out).exists() and not Path(args.out).is_file():
+        raise ValueError(f"--out {args.out} is not a file; name a file")
+    if args.out and not Path(args.out).parent.is_dir():
+        raise ValueError(
+            f"--out {args.out}: the folder {Path(args.out).parent} does not exist; create it, or "
+            "name another file"
+        )
+
+    # what can be refused is refused before a model is loaded
+    data, own_run = resolve_data(args, source)
+    args = replace(args, data=data)
+    run_harness = _harness_runner(args) if args.tasks else None
+    sources = compared_sources(args, source)
+    readable = set()
+    kind = "supervised"
+    if args.data.path:
+        kind = kind_of(args, own_run)
+        args = replace(args, data=with_shared_length(args.data, sources))
+        readable = readable_by_all(args, sources, kind)
+        warn_if_trained_on(args, source, readable)
+
+    # one model after the other
+    subjects = []
+    examples = {}
+    for subject, session, context in _subjects(args, separate_base=len(sources) > 1):
+        with context:
+            if args.data.path:
+                examples |= score_examples(subject, session, args, readable, kind)
+            if run_harness:
+                run_harness(subject, session)
+        subjects.append(subject)
+
+    # the model to compare with comes first
+    if len(subjects) == 2 and subjects[0].preferences is not None:
+        subjects[1].scores |= subjects[1].preferences.over(subjects[0].preferences)
+    print_results(subjects, dict(islice(examples.items(), args.show)))
+    if args.out:
+        atomic_write(
+            Path(args.out),
+            json.dumps(
+                results_as_json(args, subjects, examples), indent=2, ensure_ascii=False, default=str
+            )
+            + "\n",
+        )
+
+
+def _subjects(
+    args: RunEvalArgs, separate_base: bool
+) -> Iterator[tuple[ScoredModel, Session, AbstractContextManager]]:
+    """Yield (scores to fill, session, context for scoring) of each model.
+
+    The one to compare with comes first.
+
+    separate_base: load an adapter's base separately, because it needs its own tokenizer.
+    """
+    model_args = args.model(args.checkpoint_dir, args.base_dir)
+    source = source_of(model_args)
+    if source.adapter and args.against in (None, "none"):
+        name = "tuned"
+    else:
+        name = source.name
+    if args.against not in (None, "none"):
+        other_args = args.model(args.against)
+        other_name = source_of(other_args).name
+        yield (
+            ScoredModel(other_name if other_name != name else args.against),
+            open_session(other_args),
+            nullcontext(),
+        )
+    session = open_session(model_args)
+    if source.adapter and args.against is None and separate_base:
+        yield ScoredModel("base"), open_session(args.model(str(source.base))), nullcontext()
+    elif source.adapter and args.against is None:
+        # the same network, with the adapter switched off
+        yield ScoredModel("base"), session, session.as_base()
+    yield ScoredModel(name), session, nullcontext()
+
+
+def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]:
+    """Check that the tasks exist, and return the function that scores a model on them."""
+    # imported here because the package is optional
+    from litft.evaluation.lm_eval_model import find_tasks, run_tasks
+
+    # unknown tasks are refused before a model is loaded
+    manager = find_tasks(args.tasks, args.include_path)
+    settings = {
+        "num_fewshot": args.num_fewshot,
+        "limit": args.limit,
+        "apply_chat_template": args.chat_template,
+    }
+    settings["log_samples"] = bool(args.out)
+
+    def run(subject: ScoredModel, session: Session) -> None:
+        results = run_tasks(session, args.tasks, manager, args.batch_size, settings)
+        subject.harness = {
+            name: results[name] for name in ("results", "n-samples", "samples") if name in results
+        }
+        for task, scores in results["results"].items():
+            if task in results["n-samples"]:
+                # how many were really scored, which --limit may have reduced
+                subject.scores[f"{task}: examples"] = results["n-samples"][task]["effective"]
+            # "acc,none": the metric, and the filter applied to the answers
+            for key, value in scores.items():
+                metric, comma, filter_name = key.partition(",")
+                if comma and "_stderr" not in metric and isinstance(value, (int, float)):
+                    name = f"{task}: {metric}{'' if filter_name == 'none' else f', {filter_name}'}"
+                    subject.scores[name] = float(value)
+                    error = scores.get(f"{metric}_stderr,{filter_name}")
+                    subject.errors |= {name: error} if isinstance(error, float) else {}
+
+    return run

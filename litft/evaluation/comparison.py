@@ -1,0 +1,217 @@
+"""Scores and answers of the models that `run_eval` compares."""
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from litft.args import RunEvalArgs
+from litft.data.dataset import load_data
+from litft.data.packing import Layout
+from litft.data.sample import Sample
+from litft.data.tokenizer import Tokenizer
+from litft.evaluation.examples import (
+    Name,
+    scored_samples,
+)
+from litft.evaluation.preferences import PreferenceScores
+from litft.evaluation.scoring import BLOCK, greedy_request, is_exact, summed_loss
+from litft.inference.generation import Completion
+from litft.inference.session import Session
+from litft.model.loss import IGNORED
+
+
+@dataclass
+class ScoredModel:
+    """The scores and answers of one model."""
+
+    name: str
+    scores: dict[str, float] = field(default_factory=dict)
+    answers: dict[Name, str] = field(default_factory=dict)  # by example
+    errors: dict[str, float] = field(default_factory=dict)  # standard errors of scores
+    harness: dict[str, Any] = field(default_factory=dict)  # the results as the harness returns them
+    preferences: PreferenceScores | None = None
+    log_probs: dict[Name, list[float]] = field(default_factory=dict)  # by example: of its answers
+
+
+@dataclass(frozen=True)
+class EvalExample:
+    """An example with an expected answer."""
+
+    name: Name
+    prompt: list[int]
+    expected: str
+    tokens: int  # length of the expected answer
+
+
+@torch.no_grad()
+def score_examples(
+    subject: ScoredModel, session: Session, args: RunEvalArgs, names: set[Name], kind: str
+) -> dict[Name, dict[str, str]]:
+    """Score the named examples of --data.
+
+    Return the texts of each: its prompt, and the answers that the data has.
+    """
+    model = session.model
+    tokenizer = session.tokenizer
+    sizes = model.config.vocab_size, model.config.max_positions
+    candidates = scored_samples(load_data(args.data, tokenizer, *sizes, kind=kind), args.data)
+
+    # windows of plain text have no record (0): all are scored
+    selected = [
+        (name, index) for index, name in enumerate(candidates.names) if name in names or not name[0]
+    ][: args.limit]
+    samples = [candidates[index] for _, index in selected]
+
+    # the scores
+    if kind == "supervised":
+        batches = Layout(rows=args.batch_size).iter_batches(samples, BLOCK, 0)
+        loss, count = summed_loss(
+            model, tqdm(batches, f"{subject.name}: loss", disable=None), model.device
+        )
+        mean = float(loss) / float(count)
+        subject.scores |= {
+            "examples": len(samples),
+            "loss": mean,
+            "perplexity": math.exp(min(mean, 700)),
+        }
+    else:
+        subject.preferences = PreferenceScores.of(model, samples, args.batch_size, subject.name)
+        subject.scores |= subject.preferences.scores()
+        selected = selected[: args.show]
+        samples = samples[: args.show]  # answers are only shown
+        shown_log_probs = subject.preferences.log_probs[: args.show].tolist()
+        subject.log_probs = {
+            name: row for (name, _), row in zip(selected, shown_log_probs, strict=True)
+        }
+
+    # the answers, which for preferences are only shown
+    answered = [
+        (name, sample) for (name, _), sample in zip(selected, samples, strict=True) if sample.answer
+    ]
+    examples = [_example(name, sample, tokenizer) for name, sample in answered]
+    if examples:
+        answers = _answers(subject.name, session, examples, args)
+    else:
+        answers = {}
+    subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
+    if answers and kind == "supervised":
+        pairs = ((answers[example.name], example.expected) for example in examples)
+        matches = [is_exact(answer.text, answer.ended, expected) for answer, expected in pairs]
+        subject.scores |= {"answers": len(matches), "exact_match": sum(matches) / len(matches)}
+    elif kind == "supervised" and any(turn for _, turn, _ in names):
+        print(
+            f"{subject.name}: no example fits into the length limit with its answer, so "
+            "exact_match is not computed",
+            file=sys.stderr,
+        )
+    return {name: _texts(sample, tokenizer) for name, sample in answered}
+
+
+def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> EvalExample:
+    prompt, expected = (ids.tolist() for ids in sample.answer)
+    return EvalExample(name, prompt, tokenizer.decode_answer(expected).strip(), len(expected))
+
+
+def _texts(sample: Sample, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the prompt of an example and its answers, by what they are."""
+    prompt, answer = (ids.tolist() for ids in sample.answer)
+    title = {
+        True: "desirable",
+        False: "undesirable",
+        None: "chosen" if sample.documents else "expected",
+    }[sample.desirable]
+    texts = {
+        "prompt": tokenizer.decode(prompt, skip_special=False),
+        title: tokenizer.decode_answer(answer).strip(),
+    }
+    if sample.documents:
+        rejected = sample.split()[1].targets
+        texts["rejected"] = tokenizer.decode_answer(rejected[rejected != IGNORED].tolist()).strip()
+    return texts
+
+
+def _answers(
+    name: str, session: Session, examples: list[EvalExample], args: RunEvalArgs
+) -> dict[Name, Completion]:
+    """Return greedy answers by example, generated --batch_size at once."""
+    # by default, 8 tokens more than the expected answer has
+    lengths = [args.max_new_tokens or example.tokens + 8 for example in examples]
+    requests = [
+        greedy_request(session.model, session.tokenizer, example.prompt, max_tokens)
+        for example, max_tokens in zip(examples, lengths, strict=True)
+    ]
+    answers = session.generate(requests, args.batch_size, f"{name}: answers")
+    return {example.name: answer for example, answer in zip(examples, answers, strict=True)}
+
+
+def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, str]]) -> None:
+    """Print the scores as a Markdown table, and below it the answers."""
+    table = Table(box=box.MARKDOWN)
+    table.add_column("")
+    for subject in subjects:
+        table.add_column(subject.name, justify="right")
+    # scores that any of the models has
+    for name in dict.fromkeys(name for subject in subjects for name in subject.scores):
+        table.add_row(
+            name,
+            *(_cell(subject.scores.get(name), subject.errors.get(name)) for subject in subjects),
+        )
+    # so wide that no cell is wrapped
+    console = Console(width=10_000, highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(table)
+    print(*filter(str.strip, captured.get().splitlines()), sep="\n")
+
+    # the answers below each other
+    for example, texts in examples.items():
+        lines = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+        for subject in subjects:
+            if example in subject.answers:
+                lines[subject.name] = json.dumps(subject.answers[example], ensure_ascii=False)
+            if example in subject.log_probs:
+                lines[f"{subject.name}, log-probability"] = ", ".join(
+                    f"{v:.2f}" for v in subject.log_probs[example]
+                )
+        width = max(map(len, lines)) + 2
+        print("", *(f"{name + ':':<{width}}{line}" for name, line in lines.items()), sep="\n")
+
+
+def _cell(score: float | None, error: float | None) -> str:
+    """Format a score, with its standard error if there is one; empty if the model has no such
+    score."""
+    if score is None:
+        return ""
+    text = f"{score:,}" if isinstance(score, int) else f"{score:.4f}"
+    if error is None:
+        return text
+    return f"{text} ± {error:.4f}"
+
+
+def results_as_json(
+    args: RunEvalArgs, subjects: list[ScoredModel], examples: dict[Name, dict[str, str]]
+) -> dict[str, Any]:
+    """Return the content of --out."""
+    answers = [
+        texts | {subject.name: subject.answers.get(example) for subject in subjects}
+        for example, texts in examples.items()
+    ]
+    scores = {
+        subject.name: {
+            name: None if math.isnan(value) else value for name, value in subject.scores.items()
+        }
+        for subject in subjects
+    }
+    return {
+        "flags": asdict(args),
+        "scores": scores,
+        "answers": answers,
+        "harness": {subject.name: subject.harness for subject in subjects if subject.harness},
+    }

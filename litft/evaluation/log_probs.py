@@ -1,0 +1,69 @@
+"""Log-probabilities of the answers of examples, which preferences compare."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from litft.data.packing import Layout, MicroBatch
+from litft.data.sample import Sample
+from litft.model.transformer import GPT, eval_mode
+
+
+def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the summed log-probability of each sequence's targets, (D,) fp64, and the number of
+    targets, (D,) fp64."""
+    losses = model(batch.tokens, **batch.inputs(), reduction="none")  # (N,)
+    # a process without samples, which must still take part in the backward pass
+    if batch.sequences is None:
+        return losses.double()[:0], losses.double()[:0]
+    # the number of each target's sequence, (N,)
+    numbers = batch.sequences.numbers.flatten().index_select(0, batch.target_indices)
+    zeros = torch.zeros_like(batch.sequences.references)
+    return zeros.index_add(0, numbers, -losses.double()), zeros.index_add(
+        0, numbers, torch.ones_like(losses.double())
+    )
+
+
+@torch.no_grad()
+def document_log_probs(
+    model: GPT,
+    samples: Sequence[Sample],
+    layout: Layout,
+    device: torch.device,
+    rank: int = 0,
+    before_batch: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """Return the summed log-probability of each document's targets, and the number of targets: both
+    (S, D) fp64.
+
+    For S samples with D documents each. Rows of samples that another rank computes are 0.
+    """
+    log_probs, lengths = torch.zeros(
+        2, len(samples), len(samples[0].document_lengths), dtype=torch.float64, device=device
+    )
+    planned = layout.plan([sample.tokens.numel() for sample in samples])
+    with eval_mode(model):
+        for rows in planned[rank :: layout.ranks]:
+            before_batch()
+            batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(
+                device
+            )
+
+            # a micro-batch has its sequences in the order
+            # of its rows, the result in that of the samples
+            order = [index for row in rows for index in row]
+            log_probs[order], lengths[order] = (
+                values.view(-1, log_probs.size(1)) for values in sequence_log_probs(model, batch)
+            )
+    return log_probs, lengths
+
+
+# differences of log-probabilities below it are rounding errors: before the first step, all are 0
+TIE = 1e-5
+
+
+def wins(margins: Tensor) -> Tensor:
+    """Return 1 for each pair whose chosen answer has the higher value, one half for a tie, else
+    0."""
+    return (margins > TIE).double() + (margins.abs() <= TIE).double() / 2

@@ -1,0 +1,92 @@
+"""The files that `upload` publishes, and the facts for the model card."""
+
+import json
+from pathlib import Path
+
+from litft import run_dir
+from litft.args import UploadArgs
+from litft.args.parser import finetune_args
+from litft.checkpoints.adapter_reader import adapter_config_files, read_adapter_config
+from litft.checkpoints.hub import (
+    HubId,
+    downloaded_from,
+    files_to_transfer,
+    hub_id,
+)
+from litft.export.model_card import CardInfo, licence_of
+from litft.model.config_file import read_object
+from litft.pretrained.folder import PretrainedFolder
+
+CARD = "README.md"
+
+
+def card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
+    """Collect the facts for the card; raise ValueError for an adapter whose base is not on the
+    hub."""
+    parent = Path(args.run) if args.run else source.folder.resolve().parent
+    if args.run and not run_dir.is_run(parent):
+        raise ValueError(
+            f"--run {args.run} is not a run of litft; pass the folder that contains its config.yaml"
+        )
+    run_args = finetune_args(parent) if run_dir.is_run(parent) else None
+    if source.adapter:
+        adapter_config = read_adapter_config(source.adapter)
+    else:
+        adapter_config = {}
+
+    # the base on the hub, as stated, or as the adapter or the run names it
+    if args.base_model:
+        name, _, revision = args.base_model.partition("@")
+        base = HubId(name, revision or None)
+    elif source.adapter:
+        base = downloaded_from(source.base) or hub_id(
+            adapter_config.get("base_model_name_or_path") or ""
+        )
+    else:
+        base_dir = run_args.checkpoint_dir if run_args else ""
+        if base_dir:
+            base = hub_id(base_dir) or downloaded_from(Path(base_dir))
+        else:
+            base = None
+    if source.adapter and base is None:
+        reason = f"{source.adapter} is an adapter for {source.base}, which is not on the hub"
+        raise ValueError(f"{reason}; pass its hub id as --base_model, or merge the adapter first")
+    licence = {"license": args.licence} if args.licence else {}
+    info = CardInfo(
+        args.repo_id, source, parent if run_args else None, run_args, base, adapter_config, licence
+    )
+    if licence:
+        return info
+    return info._replace(licence=licence_of(info.base_folder, base))
+
+
+def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:
+    """Return the files to upload next to the card, by their names in the repository; local paths
+    are removed from them."""
+    folder = info.source.folder
+    base = info.base
+    names = files_to_transfer(sorted(path.name for path in folder.iterdir() if path.is_file()))
+    files: dict[str, Path | bytes] = {name: folder / name for name in names if name != CARD}
+
+    # paths of the machine that trained it
+    for name, private in (
+        ("config.json", "_name_or_path"),
+        ("tokenizer_config.json", "name_or_path"),
+    ):
+        if name in files and private in (content := read_object(folder / name)):
+            content.pop(private)
+            files[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+    # the adapter's base by its name on the hub
+    config = info.adapter_config
+    if config:
+        settings = {
+            name: value for name, value in config.get("litft", {}).items() if name != "base_path"
+        }
+        config = config | {
+            "base_model_name_or_path": base.name,
+            "revision": base.revision,
+            "litft": settings,
+        }
+        files |= adapter_config_files(config)
+    return files

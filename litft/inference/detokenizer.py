@@ -1,0 +1,88 @@
+"""Text of tokens as they are generated: never half a character, and no stop text."""
+
+from collections.abc import Sequence
+
+from litft.data.tokenizer import Tokenizer
+
+# what bytes decode to that are no complete character
+REPLACEMENT = "\ufffd"
+# how many tokens before the answer are decoded with it: as few as give whole characters
+WINDOW_LENGTHS = (4, 16, 64, 256, 1024)
+LONGEST_CHARACTER = 4  # bytes, each of which may be a token
+
+
+class Detokenizer:
+    """Convert token ids to text incrementally, holding back the bytes of incomplete characters.
+
+    A token's text depends on the tokens before it (the leading space of a word). So a window of ids
+    is decoded with and without the new ones, and the difference is returned. A character that the
+    prompt begins belongs to the answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.window, self.start = self._first_window(before)
+
+    def _first_window(self, before: Sequence[int]) -> tuple[list[int], int]:
+        """Return the end of the prompt, and how many of its tokens have whole characters.
+
+        The window must not begin within a character: some tokenizers decode a whole run of bytes to
+        U+FFFD if any of its characters is incomplete.
+        """
+        window = list(before[-WINDOW_LENGTHS[0] :])
+        # a prompt may end in the very character that stands for incomplete bytes
+        if self._ends_in_replacement(before):
+            return window, len(window)
+        # The shortest window that begins with a whole character and, without up to three tokens,
+        # ends with one.
+        for length in (*WINDOW_LENGTHS, len(before)):
+            window = list(before[-length:])
+            for incomplete in range(min(LONGEST_CHARACTER, len(window) + 1)):
+                start = len(window) - incomplete
+                text = self.tokenizer.decode(window[:start])
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return window, start
+        # no window has whole characters: the prompt is not valid text
+        return list(before[-WINDOW_LENGTHS[0] :]), min(len(before), WINDOW_LENGTHS[0])
+
+    def _ends_in_replacement(self, before: Sequence[int]) -> bool:
+        """Return whether the prompt itself ends in U+FFFD, which is a whole character then."""
+        # encoded after a letter, since at the start of a text some tokenizers add a space
+        written = self.tokenizer.encode(f"a{REPLACEMENT}", bos=False)[1:]
+        return bool(written) and list(before[-len(written) :]) == written
+
+    def push(self, token: int, last: bool = False) -> str:
+        """Add a token and return the text that is complete now."""
+        self.window.append(token)
+        return self.rest(last)
+
+    def rest(self, last: bool = True) -> str:
+        """Return the text not returned yet; an incomplete character only if `last`."""
+        previous = self.tokenizer.decode(self.window[: self.start])
+        text = self.tokenizer.decode(self.window)
+        if last and text.endswith(REPLACEMENT):
+            # decoded together, an incomplete character might spoil the characters before it
+            return self._rest_by_character(previous)
+        new = text[len(previous) :]
+        # decoding may drop a leading space, so spaces stay in the window until a word follows
+        if not new or (not last and (not new.strip(" ") or text.endswith(REPLACEMENT))):
+            return ""
+        self._advance(len(self.window))
+        return new
+
+    def _rest_by_character(self, previous: str) -> str:
+        """Return the complete characters, and U+FFFD for the bytes of the last one."""
+        complete = self.tokenizer.decode(self.window).rstrip(REPLACEMENT)
+        # drop tokens from the end until the text is whole: this may give more than all together
+        for end in range(len(self.window) - 1, self.start - 1, -1):
+            text = self.tokenizer.decode(self.window[:end])
+            if not text.endswith(REPLACEMENT):
+                complete = max(complete, text, key=len)
+                break
+        self._advance(len(self.window))
+        return complete[len(previous) :] + REPLACEMENT
+
+    def _advance(self, end: int) -> None:
+        """Keep the tokens whose text was just returned as the context of the next ones."""
+        self.window = self.window[self.start :]
+        self.start = end - self.start

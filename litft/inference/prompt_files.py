@@ -1,0 +1,198 @@
+"""Files of prompts for `generate`, and what is written for each answer."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from litft.args import GenerateArgs
+from litft.data.answer_parser import AnswerFormat, AnswerParser, ParsedAnswer, make_parser
+from litft.data.chat_template import Message
+from litft.data.formats import COMMON_FIELDS, read_template_args, with_system
+from litft.data.messages import check_messages, read_tools
+from litft.data.readers import read_records
+from litft.data.tokenizer import Tokenizer
+from litft.inference.chat_answers import answer_parser, call_entry
+from litft.inference.decoder import check_prompt
+from litft.inference.generation import GenerationChunk, GenerationStats
+from litft.inference.session import Session
+
+# fields of an output line in addition to the completion
+EXTRA_FIELDS = ("reasoning_content", "tool_calls")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt: text to continue, or a conversation in the chat template."""
+
+    ids: list[int]
+    text: str = ""  # of a conversation, as rendered
+    tools: list[dict[str, Any]] | None = None
+    is_chat: bool = False
+
+    def parser(self, tokenizer: Tokenizer) -> AnswerParser:
+        """Return what takes an answer apart; a continued text is content as it is."""
+        if self.is_chat:
+            return answer_parser(tokenizer, self.text, self.tools)
+        return make_parser(AnswerFormat(thoughts=()))
+
+
+@dataclass(frozen=True)
+class FinishedAnswer:
+    """A complete answer to one of several requests."""
+
+    number: int
+    parsed: ParsedAnswer
+    stats: GenerationStats
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of an output line."""
+        fields: dict[str, Any] = {"completion": self.parsed.content}
+        if self.parsed.reasoning:
+            fields["reasoning_content"] = self.parsed.reasoning
+        if self.parsed.calls:
+            fields["tool_calls"] = [call_entry(call) for call in self.parsed.calls]
+        return fields
+
+
+def completed_in_order(
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    chunks: Iterator[tuple[int, GenerationChunk]],
+    num_samples: int,
+) -> Iterator[FinishedAnswer]:
+    """Yield complete answers in the order of their requests."""
+    texts: dict[int, str] = {}
+    done: dict[int, GenerationStats] = {}
+    next_number = 0
+    for number, chunk in chunks:
+        texts[number] = texts.get(number, "") + chunk
+        if chunk.finish_reason:
+            done[number] = chunk.stats
+        # answers that finish early wait here for those before them
+        while next_number in done:
+            parser = prompts[next_number // num_samples].parser(tokenizer)
+            parsed = parser.parse(texts.pop(next_number))
+            yield FinishedAnswer(next_number, parsed, done.pop(next_number))
+            next_number += 1
+
+
+def count_finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
+    """Return how many prompts a partial --out answers.
+
+    Raise ValueError if it does not belong to these prompts.
+    """
+    path = Path(args.out) if args.out else None
+    if path is None or not path.exists() or args.overwrite:
+        return 0
+    if not args.resume:
+        raise ValueError(f"--out {path} exists; --resume continues it, --overwrite replaces it")
+    # a line that a crash has cut short is generated again
+    complete = path.read_bytes().rpartition(b"\n")
+    lines = complete[0].split(b"\n") if complete[1] else []
+    for number, line in enumerate(lines):
+        if number >= len(records) or not _is_answer(line, records[number], args.num_samples):
+            reason = (
+                f"line {number + 1} of {path} does not answer {args.prompts} with --num_samples "
+                f"{args.num_samples}"
+            )
+            raise ValueError(f"--resume: {reason}; use --overwrite to start over")
+
+    # only now, when every line is known to belong to these prompts
+    os.truncate(path, len(complete[0] + complete[1]))
+    return len(lines)
+
+
+def _is_answer(line: bytes, record: dict[str, Any], num_samples: int) -> bool:
+    """Return whether an output line belongs to this record and has `num_samples` answers."""
+    try:
+        output_record = json.loads(line)
+        if num_samples == 1:
+            texts = [output_record.pop("completion")]
+        else:
+            texts = output_record.pop("completions")
+        # litft has added these, unless the prompt's record had them
+        for name in EXTRA_FIELDS:
+            if name not in record:
+                output_record.pop(name, None)
+        return len(texts) == num_samples and output_record == record
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return False
+
+
+def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """Read records with a `prompt` or `messages`; return (location, record) pairs.
+
+    key: the field that answers are written to. Raises ValueError with the location of the first
+    invalid record.
+    """
+    if out and Path(out).exists() and path.exists() and Path(out).samefile(path):
+        raise ValueError(f"--out {out} is the prompts file; name another")
+    records = []
+    for where, record in read_records(path):
+        if isinstance(record, ValueError):
+            raise record
+        if record.get("messages") is not None:
+            check_messages(record["messages"], where)
+        elif not isinstance(record.get("prompt"), str):
+            raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
+        if key in record:
+            raise ValueError(
+                f"{where}: already has a field {key!r}, which the answer would overwrite; rename it"
+            )
+        try:
+            # fails now rather than when the answer is written
+            json.dumps(record, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:  # a date from Parquet, a lone surrogate
+            raise ValueError(
+                f"{where}: cannot be written as JSON ({error}); fix or remove it"
+            ) from None
+        records.append((where, record))
+    return records
+
+
+def encode_prompt(
+    session: Session, where: str, record: dict[str, Any], in_template: bool
+) -> Prompt:
+    """Tokenize the prompt of a record.
+
+    Raise ValueError with its location if the model cannot read it.
+    """
+    tokenizer = session.tokenizer
+    try:
+        messages = _messages(record, where, in_template)
+        if messages:
+            tools = read_tools(record.get("tools"), where)
+            tokenizer.check_tools(tools)
+            text = tokenizer.apply_chat_template(
+                messages,
+                tools,
+                add_generation_prompt=True,
+                **read_template_args(record, where),
+            )
+            prompt = Prompt(tokenizer.encode(text, bos=False), text, tools, is_chat=True)
+        else:
+            for name in COMMON_FIELDS:
+                if record.get(name):
+                    raise ValueError(
+                        f"{name} needs a chat template, and the prompt is continued as text; "
+                        "remove the field"
+                    )
+            prompt = Prompt(tokenizer.encode(record["prompt"]))
+        check_prompt(session.model, prompt.ids)
+    except ValueError as error:
+        # some errors name the record already
+        is_located = not where or str(error).startswith(where)
+        raise ValueError(str(error) if is_located else f"{where}: {error}") from None
+    return prompt
+
+
+def _messages(record: dict[str, Any], where: str, in_template: bool) -> list[Message]:
+    """Return the conversation of a record, with its system prompt; empty for text to continue."""
+    if record.get("messages") is not None:
+        return with_system(check_messages(record["messages"], where), record, where)
+    if in_template:
+        return with_system([{"role": "user", "content": record["prompt"]}], record, where)
+    return []

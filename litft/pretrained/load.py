@@ -1,0 +1,96 @@
+"""Load networks with their adapters, and tokenizers: `litft.load`."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from litft.data.tokenizer import Tokenizer
+from litft.model.placement import UNSHARDED, WeightPlacement
+from litft.model.quantization import KINDS
+from litft.model.transformer import GPT
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import PretrainedFolder, resolve
+
+
+def load_network(
+    source: PretrainedFolder,
+    precision: str | None,
+    device: torch.device | str,
+    quantize: str | None,
+    placement: WeightPlacement = UNSHARDED,
+) -> GPT:
+    """Load the network, or this rank's shard of it, with the adapter if the folder is one."""
+    return load_models([source], precision, device, quantize, placement)[0]
+
+
+def load_models(
+    sources: Sequence[PretrainedFolder],
+    precision: str | None,
+    device: torch.device | str,
+    quantize: str | None,
+    placement: WeightPlacement = UNSHARDED,
+) -> list[GPT]:
+    """Load the network of each folder for inference; all have the same base model and share its
+    tensors.
+
+    Raise ValueError if only some of several adapters train full modules of a base to be quantized.
+    """
+    adapters = [source.read_adapter() for source in sources]
+    unquantized = {
+        name for adapter in adapters if adapter for name in adapter[0].unquantized_modules()
+    }
+    if unquantized and len(sources) > 1 and (kind := sources[0].quantization(quantize)):
+        reason = (
+            f"{len(unquantized)} modules ({min(unquantized)}) are trained in full by one adapter "
+            f"but {kind} for the others"
+        )
+        raise ValueError(f"{reason}; load that adapter alone, or all of them unquantized")
+    base = base_model(sources[0], precision, device, quantize, unquantized, placement)
+    # the last model is the base itself, so the others are copied before a method changes it
+    models = [*(share_weights(base) for _ in adapters[1:]), base]
+    for model, adapter in zip(models, adapters, strict=True):
+        if adapter:
+            method, values = adapter
+            method.load(model, values, placement)
+        placement.connect(model.eval())
+    return models
+
+
+def share_weights(model: GPT) -> GPT:
+    """Copy the network's modules but share its tensors, so that a method only changes the modules
+    of the copy."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    # deepcopy takes what is in the memo as it is
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def load(
+    folder: str | Path,
+    precision: str | None = None,
+    device: torch.device | str = "cpu",
+    base_dir: str | Path | None = None,
+    quantize: str | None = None,
+) -> tuple[GPT, Tokenizer | None]:
+    """Load a model and its tokenizer from the folder of a base model, an adapter (litft or PEFT), a
+    merged model or a run.
+
+    folder: a path or a hub id (`owner/name` or `owner/name@revision`).
+    precision: bf16, fp16 or fp32; None: the dtype of the folder.
+    base_dir: the base model of an adapter, instead of the one named in its config.
+    quantize: nf4, nf4-dq, fp4, fp4-dq or int8; None: as stored in the folder.
+
+    The tokenizer is None if the folder has none. Raises ValueError if the folder cannot be loaded.
+    """
+    if quantize not in (None, "none", *KINDS):
+        raise ValueError(f"quantize {quantize!r} is not supported; use {', '.join(KINDS)}")
+
+    source = resolve(folder, base_dir)
+    source.check_base_dir(base_dir)
+    warning = source.quantization_warning(source.quantization(quantize))
+    if warning:
+        warnings.warn(warning.removeprefix("warning: "), stacklevel=2)
+    return load_network(source, precision, device, quantize), source.tokenizer()

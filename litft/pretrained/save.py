@@ -1,0 +1,311 @@
+"""Write a model folder: the tensors of the base model, merged with a method's values one at a time;
+tokenizer files."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from litft.checkpoints.adapter_reader import (
+    ADAPTER_CONFIG,
+    adapter_tensor_names,
+    read_adapter_config,
+)
+from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
+from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
+from litft.checkpoints.peft_names import missing_modules
+from litft.checkpoints.rules import Rule
+from litft.checkpoints.weight_files import LazyTensor, write_weights
+from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
+from litft.families import family
+from litft.methods import Method, Values, read_method
+from litft.model.config import Config
+from litft.model.mlp import stored_dtype
+from litft.model.placement import full_tensor
+from litft.model.quantization import is_quantizable, quantize_dequantize
+from litft.model.transformer import GPT
+from litft.pretrained.folder import TIE_FIELDS, PretrainedFolder, resolve
+
+
+@dataclass(frozen=True)
+class Result:
+    """A method and its values; `quantize` and `dtype` to merge them into the base as quantized in
+    training."""
+
+    method: Method
+    values: Values
+    quantize: str | None = None
+    dtype: torch.dtype | None = None  # of the weights before quantization
+
+    def config(self, config: Config) -> Config:
+        """Return the base's config with the new vocabulary size, untied if the method changes only
+        embedding or head."""
+        tied = config.tied and not self.method.unties_head()
+        return replace(config, vocab_size=self.method.vocab_size(config), tied=tied)
+
+    def is_unchanged(self, name: str, base: GPT) -> bool:
+        """Whether to write the base's tensor: frozen values may have been rounded for training."""
+        has_new_rows = self.method.tokens and name.startswith(("embed.", "lm_head."))
+        return (
+            name in self.method.frozen
+            and not has_new_rows
+            and self.values[name].shape == base.get_parameter(name).shape
+        )
+
+    def tensor(self, name: str, weight: Tensor, base: GPT) -> Tensor:
+        """Merge the method's values into `weight`, the base's tensor `name`."""
+        if self.quantize and is_quantizable(name, base):
+            weight = quantize_dequantize(weight, self.quantize, self.dtype)
+        return self.method.merged(name, weight, self.values)
+
+
+def model_entries(
+    source: PretrainedFolder,
+    dtype: torch.dtype,
+    result: Result | None = None,
+    rules: list[Rule] | None = None,
+) -> list[LazyTensor]:
+    """List all tensors of the base merged with `result`, named by `rules` (default: those of the
+    family)."""
+    base = source.outline
+    mappings = source.checked_mappings
+    locations = {
+        name: (mapping, index) for mapping in mappings for index, name in enumerate(mapping.targets)
+    }
+    if result:
+        result.method.check_merge(list(locations), result.values)
+    config = result.config(source.config) if result else source.config
+    with torch.device("meta"):
+        model = GPT(config)
+
+    # the parts of a fused tensor are requested in sequence
+    @lru_cache(maxsize=1)
+    def read(mapping: TensorMapping) -> list[Tensor]:
+        return mapping.convert([source.checkpoint.read(name) for name in mapping.sources])
+
+    def litft_tensor(name: str) -> Tensor:
+        if result and result.method.saves_full_model and not result.is_unchanged(name, base):
+            return _rounded(full_tensor(result.values[name]), name, dtype)
+        # an untied head has no tensor yet
+        mapping, index = locations[name if name in locations else "embed.weight"]
+        tensor = read(mapping)[index]
+        return _rounded(
+            tensor if result is None else result.tensor(name, tensor, base), name, dtype
+        )
+
+    @lru_cache(maxsize=1)  # as are the experts of a stack
+    def hf_tensors(mapping: TensorMapping) -> list[Tensor]:
+        return mapping.convert([litft_tensor(name) for name in mapping.sources])
+
+    def entry(mapping: TensorMapping, index: int, name: str) -> LazyTensor:
+        # shape and dtype as they are written, on the meta device
+        tensors = [
+            model.get_parameter(source).detach().to(stored_dtype(source, dtype))
+            for source in mapping.sources
+        ]
+        like = mapping.convert(tensors)[index]
+        return LazyTensor(name, like, lambda: hf_tensors(mapping)[index])
+
+    hf_mappings = mappings_to_hf(
+        rules or family(config.model_type).rules(config),
+        [name for name, _ in model.named_parameters()],
+    )
+    return [
+        entry(mapping, index, name)
+        for mapping in hf_mappings
+        for index, name in enumerate(mapping.targets)
+    ]
+
+
+def _rounded(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the dtype that it is written in; raise ValueError if fp16 has no such
+    numbers."""
+    rounded = tensor.to(stored_dtype(name, dtype))
+    if rounded.dtype == torch.float16 and rounded.isinf().any() and not tensor.isinf().any():
+        largest = float(tensor.abs().max())
+        raise ValueError(
+            f"{name} contains {largest:.3g}, which is out of range for fp16; pass --precision bf16"
+        )
+    return rounded
+
+
+def write_result(
+    folder: Path | None,
+    source: PretrainedFolder,
+    dtype: torch.dtype,
+    result: Result | None,
+    shard_gb: float,
+    whole: PretrainedFolder | None = None,
+) -> list[LazyTensor]:
+    """Write weights and config.json of the base, merged with `result` if given; return the tensors
+    written.
+
+    folder: None on ranks that only join the all-gathers of sharded tensors, in the same order as
+    the writing rank.
+    whole: the multimodal model that the language model belongs to. Its other tensors and its
+    processor are written, too.
+    """
+    entries = model_entries(source, dtype, result)
+    if whole:
+        entries = _with_other_parts(entries, whole)
+    write_weights(folder, entries, int(shard_gb * 1e9))
+    if folder is None:
+        return entries
+
+    # config.json
+    after = result.config(source.config) if result else source.config
+    hf = whole.multimodal if whole else source.hf
+    before = whole.config if whole else source.config
+    hf = _written_config(hf, before, after) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    if whole:
+        hf["text_config"] = _written_config(hf["text_config"], before, after)
+        copy_files(whole.base, folder, PROCESSOR_FILES)
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
+    return entries
+
+
+def _written_config(hf: dict[str, Any], before: Config, after: Config) -> dict[str, Any]:
+    """Return config.json for unquantized weights, with the new vocabulary size and tying of the
+    embedding."""
+    written = dict(hf)
+    # transformers 5 reads dtype first; auto_map names code that is not in the folder
+    for name in ("dtype", "torch_dtype", "quantization_config", "auto_map"):
+        written.pop(name, None)
+    if after.vocab_size != before.vocab_size:
+        written["vocab_size"] = after.vocab_size
+    if after.tied != before.tied:
+        written["tie_word_embeddings"] = after.tied
+    for name in TIE_FIELDS & written.keys():
+        written[name] = after.tied
+    return written
+
+
+def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> list[LazyTensor]:
+    """Return the language model's tensors under the names of the multimodal checkpoint, and its
+    other tensors unchanged.
+
+    Raise ValueError for a quantized checkpoint: its other tensors may be quantized, too.
+    """
+    if whole.checkpoint.is_quantized or whole.hf.get("quantization_config"):
+        raise ValueError(
+            f"--multimodal: the weights of {whole.base} are quantized; use the unquantized model "
+            "as --base_dir"
+        )
+
+    # from the names of the language model alone to those in the multimodal checkpoint
+    stored = {mapping.targets: mapping.sources for mapping in whole.checked_mappings}
+    names = {}
+    for mapping in mappings_to_hf(whole.rules, [name for targets in stored for name in targets]):
+        names |= zip(mapping.targets, stored[mapping.sources], strict=True)
+    renamed = [entry._replace(name=names.get(entry.name, entry.name)) for entry in entries]
+    language_model = {name for sources in stored.values() for name in sources} | {
+        entry.name for entry in renamed
+    }
+    # a tied head may be stored a second time, with the values before training
+    others = [
+        name
+        for name in whole.checkpoint.names
+        if name not in language_model and not name.endswith("lm_head.weight")
+    ]
+    read = whole.checkpoint.read
+    return renamed + [
+        LazyTensor(name, whole.checkpoint.meta(name), partial(read, name)) for name in others
+    ]
+
+
+def check_written(folder: Path, source: PretrainedFolder) -> None:
+    """Open a written model or adapter once, on the meta device; raise RuntimeError if litft or PEFT
+    could not.
+
+    source: the base. An adapter's keys must be names in the class that opens the base: PEFT and
+    vLLM pass over others.
+    """
+    fault = "this is a fault of litft, please report it; the training state is in checkpoints/"
+    if not (folder / ADAPTER_CONFIG).is_file():
+        resolve(folder).check()
+        return
+    if read_adapter_config(folder).get("peft_type") == "LORA":
+        missing = missing_modules(
+            adapter_tensor_names(folder), source.checkpoint.names, source.adapter_names
+        )
+        if missing:
+            raise RuntimeError(
+                f"{folder}: {missing[0]} is not in the base model, as it is opened elsewhere; "
+                f"{fault}"
+            )
+
+    # the values must be those that the method expects
+    method, values = read_method(folder, source)
+    model = source.meta_model()
+    method.attach(model)
+    for name, parameter in method.parameters(model).items():
+        if name not in values or values[name].shape != parameter.shape:
+            raise RuntimeError(f"{folder}: {name} is not as it was trained; {fault}")
+
+
+def copy_files(source: Path, folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> None:
+    """Copy files if they exist; by default tokenizer, chat template and generation config."""
+    for name in names:
+        if (path := source / name).is_file():
+            shutil.copyfile(path, folder / name)
+    _drop_code(folder / "tokenizer_config.json")
+
+
+def _drop_code(path: Path) -> None:
+    """Remove the reference to the tokenizer's code, which is not copied."""
+    config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if config.pop("auto_map", None) is not None:
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokenizer with the chat template and stop tokens used in training to a model
+    folder."""
+    # a file of the tokenizer's own folder replaces it
+    for base in tokenizer.generation_folders[1:]:
+        copy_files(base, folder, ["generation_config.json"])
+    copy_files(tokenizer.folder, folder)
+    tokenizer.save_added(folder)
+    _write_templates(tokenizer, folder)
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    stops = tokenizer.stop_ids
+    settings["eos_token_id"] = stops[0] if len(stops) == 1 else stops
+    path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+
+
+def _write_templates(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the chat templates to files, and remove them from tokenizer_config.json, which some
+    programs prefer.
+
+    Without a template of the model, none is written.
+    """
+    named = folder / NAMED_TEMPLATES
+    shutil.rmtree(named, ignore_errors=True)
+    # the second is that of older processors
+    for path in (folder / TEMPLATE_FILE, folder / "chat_template.json"):
+        path.unlink(missing_ok=True)
+    if tokenizer.has_template:
+        (folder / TEMPLATE_FILE).write_text(tokenizer.chat_template, "utf-8")
+        for name, source in tokenizer.named_templates.items():
+            named.mkdir(exist_ok=True)
+            (named / f"{Path(name).name}.jinja").write_text(source, "utf-8")
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text("utf-8"))
+    config.pop("chat_template", None)
+    # transformers 5 builds these tokenizers anew and splits spaces differently; others are read
+    # from tokenizer.json
+    if (
+        str(config.get("tokenizer_class")).startswith(("Llama", "CodeLlama"))
+        and (folder / "tokenizer.json").is_file()
+    ):
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -1,0 +1,288 @@
+"""Log-probabilities of a run's answers in the reference model: the model as it stands before the
+first step.
+
+They are computed once, one number for each answer, so that no second model is in memory, and kept
+in the run's folder. A resumed run builds the same model again before it reads its checkpoint, so
+what is missing can still be computed.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning_fabric import Fabric
+from tqdm import tqdm
+from xxhash import xxh3_64_intdigest
+
+from litft.data.packing import Layout
+from litft.data.sample import Sample
+from litft.data.token_store import Samples
+from litft.evaluation.log_probs import document_log_probs
+from litft.model.transformer import GPT
+from litft.training.objectives import Objective
+from litft.training.schedule import Schedule
+
+FOLDER = "reference"  # within the run's folder
+# samples of a process that are laid out at once, and written together
+BLOCK = 64
+
+
+class Mismatches(Sequence):
+    """The prompts of samples, each with the answer of another one; read on access."""
+
+    def __init__(
+        self, samples: Samples, partners: Callable[[int], tuple[int, int]], limit: int, size: int
+    ) -> None:
+        # partners: from a position to the sample with the prompt, and the one with the answer
+        self.samples = samples
+        self.partners = partners
+        self.limit = limit
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, position: int) -> Sample:
+        return self.samples.mismatched(*self.partners(position), self.limit)
+
+
+class Referenced(Sequence):
+    """Samples with their log-probabilities in the reference model, and with their mismatches; read
+    on access."""
+
+    def __init__(
+        self,
+        samples: Sequence,
+        values: np.ndarray | None = None,
+        mismatches: "Referenced | None" = None,
+    ) -> None:
+        self.samples = samples
+        self.values = values
+        self.mismatches = mismatches
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        if self.values is None:
+            reference = ()
+        else:
+            reference = tuple(self.values[index].tolist())
+        sample = replace(self.samples[index], reference=reference)
+        if self.mismatches is None:
+            return sample
+        return replace(sample, mismatch=self.mismatches[index])
+
+
+class References:
+    """The samples of a run's steps and validations, with what their objective needs of the
+    reference model."""
+
+    def __init__(
+        self, objective: Objective, schedule: Schedule, val_indices: Sequence[int]
+    ) -> None:
+        self.objective = objective
+        self.schedule = schedule
+        data = schedule.data
+        self.width = 2 if objective.data == "pairs" else 1
+        # by name: samples, and the indices whose log-probabilities a run needs
+        self.parts: dict[str, tuple[Sequence, Sequence[int]]] = {}
+        if objective.needs_reference:
+            train_indices = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
+            self.parts = {"train": (data.train, train_indices), "val": (data.val, val_indices)}
+
+        # training pairs positions of the stream, validation pairs examples
+        if objective.needs_mismatches:
+            of_train = Mismatches(data.train, self._train_partners, data.limit, schedule.samples)
+            of_val = Mismatches(
+                data.val,
+                lambda index: (index, (index + 1) % len(data.val)),
+                data.limit,
+                len(data.val),
+            )
+            self.parts["train_mismatches"] = (of_train, range(schedule.samples))
+            self.parts["val_mismatches"] = (of_val, val_indices)
+        self.values: dict[str, np.ndarray] = {}
+
+    def _train_partners(self, position: int) -> tuple[int, int]:
+        """Return the sample at a position of the stream, and the next one in the stream that is
+        another."""
+        order = self.schedule.order
+        (index,) = order.indices(position, position + 1)
+        # in a stream of a single example, its partner is itself
+        others = (
+            order.indices(at, at + 1)[0] for at in range(position + 1, position + 1 + order.size)
+        )
+        return index, next((other for other in others if other != index), index)
+
+    def step(self, step: int) -> list[Sample]:
+        """Return the samples of a step."""
+        train = self._referenced("train", self.schedule.data.train)
+        schedule = self.schedule
+        samples = [train[index] for index in schedule.step_indices(step)]
+        if not self.objective.needs_mismatches:
+            return samples
+        mismatches = self._referenced("train_mismatches", self.parts["train_mismatches"][0])
+        positions = count(schedule.seen(step))
+        return [
+            replace(sample, mismatch=mismatches[at])
+            for sample, at in zip(samples, positions, strict=False)
+        ]
+
+    def validation(self) -> Sequence:
+        """Return the validation samples."""
+        val = self.schedule.data.val
+        mismatches = None
+        if self.objective.needs_mismatches:
+            mismatches = self._referenced("val_mismatches", self.parts["val_mismatches"][0])
+        if self.parts:
+            return self._referenced("val", val, mismatches)
+        return val
+
+    def _referenced(
+        self, name: str, samples: Sequence, mismatches: Referenced | None = None
+    ) -> Sequence:
+        if self.parts:
+            return Referenced(samples, self.values.get(name), mismatches)
+        return samples
+
+    def compute(
+        self,
+        fabric: Fabric,
+        model: GPT,
+        folder: Path,
+        identity: dict[str, Any],
+        say: Callable[[str], None],
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Read the log-probabilities from the run's folder, compute those that are missing, and add
+        them to it.
+
+        identity: what they depend on. say: prints a line. before_batch: called by every process
+        before each forward pass; it may raise.
+        """
+        # the name of the file has a hash of all that the values depend on
+        facts = json.dumps(
+            identity | {"limit": self.schedule.data.limit, "rows": "hashed"}, default=str
+        )
+        # config.yaml turns some whole numbers into floats
+        facts = json.dumps(json.loads(facts, parse_int=float), sort_keys=True)
+        key = hashlib.sha256(facts.encode()).hexdigest()[:16]
+        for name, (samples, indices) in self.parts.items():
+            file = LogProbFile(folder / FOLDER / f"{name}-{key}.bin", self.width)
+            values = np.full((len(samples), self.width), np.nan)
+            # the first process alone reads and writes the file
+            if fabric.global_rank == 0:
+                file.read_into(values)
+            values = fabric.broadcast(values)
+            missing = []
+            for index in indices:
+                if np.isnan(values[index, 0]):
+                    missing.append(index)
+            if len(indices):
+                what = (
+                    f"reference log-probabilities of {len(indices):,} {name.replace('_', ' ')} "
+                    "examples"
+                )
+                say(
+                    f"{what}: {len(indices) - len(missing):,} read from {FOLDER}/, "
+                    f"{len(missing):,} to compute"
+                )
+
+            # written block by block: an interrupted run loses one block at most
+            size = BLOCK * fabric.world_size
+            hidden = None if fabric.global_rank == 0 else True  # None: shown on a terminal
+            bar = tqdm(
+                total=len(missing),
+                desc=f"reference, {name.replace('_', ' ')}",
+                unit=" examples",
+                disable=hidden,
+            )
+            with bar:
+                for start in range(0, len(missing), size):
+                    block = missing[start : start + size]
+                    part = [samples[index] for index in block]
+                    values[block] = log_probs(
+                        fabric, model, self.schedule.layout, part, before_batch
+                    )
+                    if fabric.global_rank == 0:
+                        file.append(block, values[block])
+                    bar.update(len(block))
+            self.values[name] = values
+
+
+def log_probs(
+    fabric: Fabric,
+    model: GPT,
+    layout: Layout,
+    samples: list[Sample],
+    before_batch: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """Return the summed log-probability of each document's targets, (len(samples), documents) fp64,
+    on every process."""
+    values, _ = document_log_probs(
+        model, samples, layout, fabric.device, fabric.global_rank, before_batch
+    )
+    return fabric.all_reduce(values, reduce_op="sum").cpu().numpy()
+
+
+class LogProbFile:
+    """A file of rows, each with the index of a sample, its log-probabilities, and a hash of both.
+
+    A last row that a crash has cut short is ignored, and so are rows that have changed since they
+    were written.
+    """
+
+    def __init__(self, path: Path, width: int) -> None:
+        self.path = path
+        self.row = np.dtype(
+            [("index", np.int64), ("values", np.float64, (width,)), ("hash", np.uint64)]
+        )
+
+    def rows(self) -> np.ndarray:
+        """Return the rows that are as they were written."""
+        if not self.path.is_file():
+            return np.empty(0, self.row)
+        rows = np.fromfile(self.path, self.row, self._num_complete())
+        return rows[rows["hash"] == self._hashes(rows)]
+
+    def read_into(self, values: np.ndarray) -> None:
+        """Set the rows of `values` that the file has, and remove an incomplete last row from the
+        file."""
+        rows = self.rows()
+        # or the next row would be appended to half a row
+        if self.path.is_file():
+            with self.path.open("r+b") as file:
+                file.truncate(self._num_complete() * self.row.itemsize)
+        rows = rows[(rows["index"] >= 0) & (rows["index"] < len(values))]
+        values[rows["index"]] = rows["values"]
+
+    def append(self, indices: list[int], values: np.ndarray) -> None:
+        """Add rows."""
+        rows = np.zeros(len(indices), self.row)
+        rows["index"] = indices
+        rows["values"] = values
+        rows["hash"] = self._hashes(rows)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.write(rows.tobytes())
+
+    def _num_complete(self) -> int:
+        """Return the number of rows that were written to their end."""
+        return self.path.stat().st_size // self.row.itemsize
+
+    def _hashes(self, rows: np.ndarray) -> np.ndarray:
+        """Return a hash of each row's index and log-probabilities."""
+        # the hash is the last field of a row
+        hashed = self.row.itemsize - np.dtype(np.uint64).itemsize
+        contents = rows.tobytes()
+        hashes = np.empty(len(rows), np.uint64)
+        for number in range(len(rows)):
+            start = number * self.row.itemsize
+            hashes[number] = xxh3_64_intdigest(contents[start : start + hashed])
+        return hashes

@@ -1,0 +1,158 @@
+"""What memory decides: the strategy, what is recomputed in the backward pass, the rows of a
+micro-batch."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from litft.args import FinetuneArgs
+from litft.distributed.devices import device_memory, num_shards
+from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
+from litft.training.memory.trace import Shape
+from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
+from litft.training.run_setup import Setup
+from litft.training.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run uses the devices, and the memory that it needs of each."""
+
+    device: torch.device
+    strategy: str  # single, ddp, fsdp or hsdp
+    reason: str  # for the strategy
+    shards: int  # processes that share the weights
+    precision: str
+    recomputed: str
+    plan: Plan
+    # factor of a step's time, for what is recomputed or waits on the host
+    slowdown: float
+    device_bytes: int  # a device's memory
+
+
+def planned_shape(schedule: Schedule, strategy: str) -> Shape:
+    """The largest micro-batch as the plan counts it: DDP's buckets hold all gradients from the
+    first step on."""
+    shape = schedule.shape()
+    return shape._replace(accumulated=shape.accumulated or strategy == "ddp")
+
+
+def choose(setup: Setup, schedule: Schedule, device: torch.device) -> Settings:
+    """Choose what the flags leave open, by the device's memory; lays `schedule` out with the rows
+    that were chosen.
+
+    Raises ValueError for flags that the chosen strategy cannot do.
+    """
+    args, reason, memory = setup.args, "as asked for", device_memory(device, setup.args.devices)
+
+    # the fastest strategy that fits, or the last one
+    for strategy in _strategies(args, schedule.layout.ranks):
+        shard_count = num_shards(args, strategy)
+        precision = setup.precision(device, shard_count)
+        fit, smallest = _fastest(
+            setup, schedule, device, strategy, precision, shard_count, int(USABLE_FRACTION * memory)
+        )
+        # the reason for either: the weights do or do not fit as a whole
+        if args.strategy == "auto" and strategy == "ddp":
+            needed = format_bytes(smallest.plan.memory.peak)
+            reason = (
+                f"since each needs {needed} with all of the weights, and has {format_bytes(memory)}"
+            )
+        if fit:
+            break
+
+    # where nothing fits, `check_memory` refuses the plan with the smallest peak
+    chosen = fit or smallest
+    # trying plans has laid the steps out with other rows
+    if chosen.rows != schedule.layout.rows:
+        schedule.lay_out(replace(schedule.layout, rows=chosen.rows))
+    _check(args, schedule, strategy, reason)
+    return Settings(
+        device,
+        strategy,
+        reason,
+        shard_count,
+        precision,
+        chosen.recomputed,
+        chosen.plan,
+        chosen.slowdown,
+        memory,
+    )
+
+
+def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -> None:
+    """Raise ValueError for flags that do not go with the strategy, or with several micro-batches
+    per step."""
+    clashes = args.clashes(strategy)
+    if clashes:
+        raise ValueError(
+            "\n".join(clashes) + (f" ({strategy}: {reason})" if args.strategy == "auto" else "")
+        )
+    # each micro-batch would be a step of its own
+    if (
+        args.train.optimizer_in_backward
+        and (step := schedule.first_accumulating_step()) is not None
+    ):
+        reason = (
+            f"the {args.train.global_batch_size} examples of step {step + 1} are several "
+            "micro-batches"
+        )
+        remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
+        raise ValueError(
+            f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}"
+        )
+
+
+def _strategies(args: FinetuneArgs, ranks: int) -> list[str]:
+    """The strategies to choose from, the fastest first."""
+    if args.strategy != "auto":
+        return [args.strategy]
+    if ranks == 1:
+        return ["single"]
+    if args.train.cpu_offload == "parameters":
+        return ["fsdp"]
+    return ["ddp", "fsdp"]
+
+
+def _fastest(
+    setup: Setup,
+    schedule: Schedule,
+    device: torch.device,
+    strategy: str,
+    precision: str,
+    shard_count: int,
+    budget: int,
+) -> tuple[Fit | None, Fit]:
+    """Of the settings that the flags leave open, the fastest that fit into `budget` bytes, and the
+    smallest."""
+    train = setup.args.train
+    first = schedule.layout
+    rows = [first.rows]
+    kinds = [train.activation_checkpointing]
+    if train.micro_batch_size == "auto":
+        steps = (
+            first.plan(schedule.lengths(step).tolist()) for step in range(min(schedule.steps, 16))
+        )
+        # up to the first count that holds all rows of a step
+        max_rows = max(sum(len(batch) for batch in step) for step in steps)
+        rows = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < 2 * max_rows]
+    if train.activation_checkpointing == "auto":
+        kinds = list(RECOMPUTED)
+
+    def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
+        if count != schedule.layout.rows:
+            schedule.lay_out(replace(first, rows=count))
+        shape = planned_shape(schedule, strategy)
+        in_backward = train.optimizer_in_backward
+        fixed = (
+            train.optimizer,
+            kind,
+            device.type,
+            in_backward,
+            offload,
+            shard_count,
+            train.compile,
+        )
+        return predict(setup.source, setup.method, precision, quantize, shape, *fixed)
+
+    return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)

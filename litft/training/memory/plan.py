@@ -1,0 +1,467 @@
+"""The memory and FLOPs that a run needs, and the fastest settings that fit.
+
+No weight is read or allocated.
+
+Weights, gradients and optimizer state follow from the shapes; temporary memory is measured by
+`memory_trace`. `tests/training/test_plan.py` compares the sum with torch's MemTracker over complete
+training steps.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from litft.distributed.devices import DTYPES
+from litft.methods import Method
+from litft.model.device_type import planned_for
+from litft.model.mixers import kernels
+from litft.model.quantization import is_quantizable
+from litft.model.transformer import GPT, default_dtype
+from litft.pretrained.folder import PretrainedFolder
+from litft.training.memory.flops import Flops
+from litft.training.memory.residence import Residence, residence
+from litft.training.memory.trace import (
+    Shape,
+    backward_optimizer,
+    trace_blocks,
+    trace_loss,
+    trace_step,
+)
+from litft.training.memory_saving.activation_checkpointing import recompute
+from litft.training.memory_saving.compile import compiles
+from litft.training.memory_saving.cpu_offload import is_offloadable
+from litft.training.optimizers.make import state_bytes
+
+# bytes that torch gives to cuBLAS on Hopper, less on older GPUs; before torch 2.15, the backward
+# pass's thread has its own
+CUBLAS_WORKSPACE = 32 * 2**20 * (1 if torch.__version__ >= (2, 15) else 2)
+# of a device's memory that a plan may use; CUDA and fragmentation take the rest
+USABLE_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by kind on one device, in a training step whose micro-batches have `shape`."""
+
+    shape: Shape
+    weights: int
+    gradients: int
+    optimizer: int
+    # saved by the blocks for their backward pass
+    activations: int
+    # temporary memory of the loss and its gradient
+    loss: int
+    # in a sharded network: gathered blocks, and the gathered weights outside the blocks
+    gathered: int
+    # excess of activations and gradients over `activations` at the peak of the backward pass
+    backward: int
+    stepping: int  # temporary memory of the optimizer step
+    host: int = 0  # bytes in host memory
+    workspace: int = 0  # of cuBLAS
+
+    @property
+    def peak(self) -> int:
+        """Return the peak: at the loss, within the backward pass, or at the optimizer step."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of each kind at the peak."""
+        constant = {"weights": self.weights, "optimizer": self.optimizer, "cuBLAS": self.workspace}
+        # before the backward pass there are gradients only if an earlier micro-batch left them
+        before = {
+            "gradients": self.gradients * self.shape.accumulated,
+            "activations": self.activations,
+        }
+        gathered = {"gathered": self.gathered}
+        # the peak is at the loss, within the backward pass, or at the optimizer step
+        moments = (
+            before | {"loss": self.loss} | gathered,
+            before | {"backward pass": self.backward} | gathered,
+            {"gradients": self.gradients, "optimizer step": self.stepping},
+        )
+        return constant | max(moments, key=lambda moment: sum(moment.values()))
+
+    def line(self) -> str:
+        """Describe the peak and its parts, which add up to it, in GiB or MiB."""
+        unit, unit_bytes = byte_unit(self.peak)
+        parts = ", ".join(
+            f"{kind} {size / unit_bytes:.2f}" for kind, size in self.parts.items() if size
+        )
+        if self.host:
+            host = f"; {format_bytes(self.host)} in host memory"
+        else:
+            host = ""
+        return (
+            f"{self.peak / unit_bytes:.2f} {unit} at its peak, with micro-batches of {self.shape} "
+            f"({parts}){host}"
+        )
+
+
+# Memory of a process on a CPU in addition to its tensors, from nine runs
+# (tutorials/performance.md).
+PYTHON_BYTES = int(0.65 * 2**30)  # Python, the libraries and their threads
+# freed memory that glibc's malloc keeps, plus a part of what a step allocates
+GLIBC_BYTES = int(0.3 * 2**30)
+GLIBC_PART = 0.4
+# the same for other allocators, which keep less
+OTHER_PART = 0.15
+
+
+def process_line(memory: Memory, malloc: str) -> str:
+    """Describe what a process on a CPU takes in all, in GiB. malloc: the name of its allocator."""
+    step = memory.peak - memory.weights - memory.optimizer
+    least = memory.peak + PYTHON_BYTES
+    if malloc == "glibc":
+        kept = GLIBC_BYTES + GLIBC_PART * step
+    else:
+        kept = OTHER_PART * step
+    line = (
+        f"the process takes {least / 2**30:.1f} to {(least + kept) / 2**30:.1f} GiB, with Python "
+        "and the libraries"
+    )
+    if malloc == "glibc":
+        line += (
+            ", and what glibc's malloc keeps; with tcmalloc it is less (tutorials/performance.md)"
+        )
+    return line
+
+
+def byte_unit(size: int) -> tuple[str, int]:
+    """Return the unit to print `size` bytes in, and the unit's bytes."""
+    if size >= 2**30:
+        return ("GiB", 2**30)
+    return ("MiB", 2**20)
+
+
+def format_bytes(size: int) -> str:
+    """Return `size` bytes as text, in GiB or MiB."""
+    unit, unit_bytes = byte_unit(size)
+    return f"{size / unit_bytes:.1f} {unit}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The requirements of training a model with a method."""
+
+    parameters: int
+    trained: int
+    flops: Flops
+    memory: Memory
+    # bytes of all weights as FSDP2 gathers them; 0 if they are not sharded
+    gathered: int
+    blocks: int
+
+    def title_line(self, method: str) -> str:
+        """Describe how much of the model is trained."""
+        return (
+            f"{self.parameters:,} parameters; {method} trains {self.trained:,} "
+            f"({self.trained / self.parameters:.2%})"
+        )
+
+
+def predict(
+    source: PretrainedFolder,
+    method: Method,
+    precision: str,
+    quantize: str,
+    shape: Shape,
+    optimizer: str = "adamw",
+    recomputed: str = "none",
+    device: str = "cuda",
+    in_backward: bool = False,
+    cpu_offload: str = "none",
+    shards: int = 1,
+    compiled: bool | None = None,
+) -> Plan:
+    """Return the plan of training `source` with `method`, whose targets are already chosen.
+
+    precision: of the computation (bf16, bf16-true, fp32). quantize: the quantization of the base,
+    or none. optimizer: one of OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda.
+    in_backward: the optimizer steps in the backward pass. cpu_offload: none, parameters (with
+    shards > 1 also gradients and optimizer state), or activations (those of two blocks stay on the
+    device). shards: the number of shards of weights, gradients and optimizer state under FSDP2.
+    compiled: whether the blocks are compiled; default: as --train.compile decides.
+    """
+    compiled = compiles(
+        compiled, device, offloads_blocks=cpu_offload == "parameters" and shards == 1
+    )
+    method = _without_new_tokens(method)
+    compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
+    with FakeTensorMode(), planned_for(device), kernels.without_launches():
+        model, parameters = _network(source, method, precision)
+        trained = _trained_parameters(model)
+        weights = _weights(model, method, quantize)
+        # a packed weight is dequantized for its matrix product, and one at a time
+        dequantized = compute.itemsize * _largest_packed(weights)
+        resident = sum(w.nbytes for w in weights.values())
+        # the weights: sharded, offloaded, or all on the device
+        all_gathered = gathered = host = 0
+        if shards > 1:
+            all_gathered, gathered, resident = _sharded(
+                model, weights, shards, compute if method.saves_full_model else None
+            )
+        elif cpu_offload == "parameters":
+            host, fetched = _offloaded(model)
+            # the offloaded weights leave the device, but for those of two blocks
+            resident += fetched - host
+        # temporary memory, by a trace of the network as it will run
+        recompute(model.train(), recomputed)
+        place = residence(optimizer, cpu_offload, shards > 1, device)
+        in_backward_optimizer = None
+        if in_backward:
+            in_backward_optimizer = backward_optimizer(model, method, optimizer)
+        loss = trace_loss(model, shape, compute, in_backward_optimizer, compiled)
+        activations, backward, offloaded = trace_blocks(
+            model, shape, compute, in_backward_optimizer, shards, place.activations, compiled
+        )
+        # a step in the backward pass frees each gradient at once
+        gradients = 0
+        if not in_backward:
+            gradients = sum(p.nbytes for p in trained.values()) // shards
+        state = state_bytes(optimizer, trained) // shards
+        host += offloaded + _on_host(place, resident + gradients, state)
+        # offloaded weights are stepped on the host, and steps in the backward pass were traced
+        steps_on_device = place.weights and not in_backward
+        stepping = trace_step(optimizer, method, trained) // shards if steps_on_device else 0
+        memory = Memory(
+            shape,
+            weights=resident * place.weights,
+            gradients=gradients * place.weights,
+            optimizer=state * place.state,
+            activations=activations,
+            loss=max(loss, dequantized),
+            gathered=gathered,
+            backward=backward + dequantized,
+            stepping=stepping,
+            host=host,
+            workspace=CUBLAS_WORKSPACE if device == "cuda" else 0,
+        )
+    num_trained = sum(parameter.numel() for parameter in trained.values())
+    return Plan(parameters, num_trained, Flops(model), memory, all_gathered, len(model.blocks))
+
+
+def _on_host(place: Residence, weights: int, state: int) -> int:
+    """Return the bytes that are offloaded, of the weights with their gradients and of the
+    optimizer's state."""
+    size = 0
+    if not place.weights:
+        size += weights
+    if not place.state:
+        size += state
+    return size
+
+
+def _trained_parameters(model: GPT) -> dict[str, Tensor]:
+    """Return the parameters that are trained, by name."""
+    trained = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    return trained
+
+
+def _without_new_tokens(method: Method) -> Method:
+    """Return a copy without new tokens: they need real ids, and their few rows do not matter."""
+    method = copy.copy(method)
+    method.tokens = {}
+    return method
+
+
+def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[GPT, int]:
+    """Return the network with the method attached, and its number of parameters without the
+    method."""
+    with default_dtype(DTYPES[method.storage(precision)]):
+        model = GPT(source.config)
+    parameters = sum(p.numel() for p in model.parameters())
+    method.attach(model, keep=False)
+    method.compute_in(model, precision)
+    for name in method.frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return model, parameters
+
+
+def _offloaded(model: GPT) -> tuple[int, int]:
+    """Return the bytes of frozen weights in host memory, and of those on the device: of a block and
+    the next one."""
+    block_bytes = [
+        sum(p.nbytes for p in block.parameters() if is_offloadable(p)) for block in model.blocks
+    ]
+    return sum(block_bytes), min(sum(block_bytes), 2 * max(block_bytes))
+
+
+class Weight(NamedTuple):
+    """The size of a tensor as the network stores it."""
+
+    numel: int
+    nbytes: int
+    packed: bool  # quantized
+
+
+def _largest_packed(weights: dict[str, Weight]) -> int:
+    """Return the number of elements of the largest quantized weight."""
+    sizes = [weight.numel for weight in weights.values() if weight.packed]
+    return max(sizes, default=0)
+
+
+def _weights(model: GPT, method: Method, quantize: str) -> dict[str, Weight]:
+    """Return the sizes of all tensors by name; a shared tensor is counted once."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    sizes = {}
+    unquantized = method.unquantized_modules()
+    # filled in reverse order, so that a shared storage keeps the first of its names
+    for name, tensor in {
+        t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)
+    }.values():
+        module = name.rpartition(".")[0]
+        packed = (
+            quantize != "none"
+            and is_quantizable(name, model)
+            and module not in unquantized
+            and not tensor.requires_grad
+        )
+        if packed:
+            size = packed_bytes(tensor, quantize)
+        else:
+            size = tensor.untyped_storage().nbytes()
+        sizes[name] = Weight(tensor.numel(), size, packed)
+    return sizes
+
+
+def _sharded(
+    model: GPT, weights: dict[str, Weight], shards: int, gather_dtype: torch.dtype | None
+) -> tuple[int, int, int]:
+    """Return the bytes of all gathered weights, of those gathered at once, and of those that stay
+    on each device.
+
+    At most two blocks are gathered at once, one of them in advance. The scales of packed weights
+    are on every device.
+    gather_dtype: the dtype of gathered weights in full fine-tuning; None: as they are stored.
+    """
+    units: dict[str, int] = {}
+    resident = 0
+    parameter_names = {name for name, _ in model.named_parameters()}
+    for name, weight in weights.items():
+        if name not in parameter_names:  # buffers, which are not sharded
+            resident += weight.nbytes
+            continue
+        sharded = weight.nbytes
+        # 4 or 8 bits per element; the remaining bytes are scales
+        if weight.packed:
+            if weight.nbytes < weight.numel:
+                sharded = weight.numel // 2
+            else:
+                sharded = weight.numel
+        resident += -(-sharded // shards) + weight.nbytes - sharded
+
+        # what FSDP2 gathers at once: a block, an untied embedding, or the rest of the network
+        if name.startswith("blocks."):
+            unit = ".".join(name.split(".")[:2])
+        else:
+            unit = name.split(".")[0]
+        is_unit = unit.startswith("blocks.") or (unit == "embed" and not model.config.tied)
+        if not is_unit:
+            unit = "network"
+        units[unit] = units.get(unit, 0) + (
+            sharded if gather_dtype is None else weight.numel * gather_dtype.itemsize
+        )
+    total = sum(units.values())
+    network = units.pop("network", 0)
+    # the rest is gathered throughout, of the blocks the two largest at most
+    return total, network + sum(sorted(units.values())[-2:]), resident
+
+
+def packed_bytes(weight: Tensor, kind: str) -> int:
+    """Return the bytes of a weight (out, in) or (E, out, in) in bitsandbytes' format: codes and
+    scales."""
+    if kind == "int8":
+        # an fp32 scale for each row
+        return weight.numel() + 4 * weight.numel() // weight.size(-1)
+
+    # a scale for each 64 elements: fp32, or one byte with an fp32 scale for each 256 of them
+    scales = weight.numel() // 64
+    return weight.numel() // 2 + (
+        scales + 4 * scales // 256 if kind.endswith("-dq") else 4 * scales
+    )
+
+
+class Fit(NamedTuple):
+    """Settings, and their plan."""
+
+    rows: int
+    recomputed: str
+    quantize: str
+    cpu_offload: str
+    plan: Plan
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of a micro-batch."""
+        return self.plan.memory.shape.rows * self.plan.memory.shape.tokens
+
+    @property
+    def slowdown(self) -> float:
+        """Return the factor on the time of a token's FLOPs that recomputation and fetched weights
+        cause."""
+        flops = self.plan.flops
+        if self.cpu_offload == "parameters":
+            fetched = FETCH_FLOPS * self.plan.parameters / self.tokens
+        else:
+            fetched = 0.0
+        return 1 + (flops.recompute_per_token[self.recomputed] + fetched) / flops.per_token
+
+    @property
+    def cost(self) -> float:
+        """Return a token's relative time, including the costs of small micro-batches and of
+        quantized weights."""
+        dequantized = QUANTIZED_COST if self.quantize != "none" else 1.0
+        return (
+            self.plan.flops.per_token
+            * self.slowdown
+            * (1 + OVERHEAD_TOKENS / self.tokens)
+            * dequantized
+        )
+
+
+OVERHEAD_TOKENS = 128  # fixed cost of a micro-batch, in tokens
+# factor for dequantizing each weight before its matrix product
+QUANTIZED_COST = 1.05
+# FLOPs of a GPU in the time that one frozen element takes over PCIe, forward and backward
+FETCH_FLOPS = 50_000
+
+
+def fastest(
+    make_plan: Callable[[int, str, str, str], Plan],
+    rows: Sequence[int],
+    recomputed: Sequence[str],
+    weight_options: Sequence[tuple[str, str]],
+    budget: int,
+) -> tuple[Fit | None, Fit]:
+    """Return the fastest settings whose peak is within `budget` bytes (None if none fit), and those
+    with the smallest peak.
+
+    make_plan: returns the plan for rows, recomputed, quantize and cpu_offload. rows: in increasing
+    order. recomputed: the fastest first. weight_options: pairs of (quantize, cpu_offload), the
+    fastest first.
+    """
+    fits = []
+    smallest = None
+    for quantize, offload in weight_options:
+        # offloaded blocks must be recomputed, or autograd would keep their weights alive
+        for kind in recomputed if offload != "parameters" else ("full",):
+            for count in rows:
+                fit = Fit(count, kind, quantize, offload, make_plan(count, kind, quantize, offload))
+                smallest = min(smallest or fit, fit, key=lambda fit: fit.plan.memory.peak)
+                # more rows only need more
+                if fit.plan.memory.peak > budget:
+                    break
+                fits.append(fit)
+            else:
+                # all row counts fit, and the remaining settings are slower
+                return min(fits, key=lambda fit: fit.cost), smallest
+    return min(fits, key=lambda fit: fit.cost, default=None), smallest

@@ -1,0 +1,1 @@
+"""Ways to train in less memory: recomputation, offloading, and compiled blocks."""

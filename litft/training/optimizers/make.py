@@ -1,0 +1,393 @@
+"""Optimizers by name, from torch, bitsandbytes and schedulefree, with a learning rate per kind of
+parameter.
+
+Added here: the choice of parameters that decay, and stochastic rounding, which preserves small
+updates of bf16 weights.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from litft.args import TrainArgs
+from litft.methods import Method
+from litft.model.placement import local, shard_as
+from litft.model.quantization import bitsandbytes
+from litft.training.optimizers.adafactor import Adafactor
+
+BETAS = (0.9, 0.95)
+# not decayed; stacked experts and per-head norms have
+# two-dimensional ones, which are vectors all the same
+VECTORS = ("bias", "adapter_scale", "lora_m", "norm.weight")
+# matrices with one independent row per token
+LOOKUP_TABLES = ("embed", "lm_head", "token_rows", "adaption_prompt")
+
+Groups = list[dict[str, Any]]
+
+
+class OptimizerSpec(NamedTuple):
+    """How to build an optimizer from parameter groups, and the bytes of its state for a parameter
+    of a given name."""
+
+    make: Callable[[Groups], Optimizer]
+    state_bytes: Callable[[str, Tensor], float]
+
+
+def make_optimizer(
+    args: TrainArgs, method: Method, parameters: dict[str, nn.Parameter]
+) -> Optimizer:
+    """Return the optimizer of the flags over the trained parameters.
+
+    Matrices decay, vectors do not. A group's `factor` multiplies the learning rate. Weight decay is
+    decoupled from the gradient (arXiv 1711.05101) in all optimizers. Raises ValueError if the
+    optimizer's package is missing, or if it does not work with sharded or bf16 weights.
+    """
+    # parameters with the same rate, decay and kind share a group
+    groups: dict[tuple, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        if parameter.dim() > 1 and not name.endswith(VECTORS):
+            decay = args.weight_decay
+        else:
+            decay = 0.0
+        groups.setdefault(
+            (method.lr_multiplier(name), decay, is_hidden(name, parameter)), []
+        ).append(parameter)
+
+    # without the flags, each optimizer keeps its own defaults
+    moments = ({"betas": tuple(args.betas)} if args.betas else {}) | (
+        {} if args.eps is None else {"eps": args.eps}
+    )
+    group_list = [
+        {
+            "params": members,
+            "lr": args.learning_rate or 0.0,
+            "factor": factor,
+            "weight_decay": decay,
+            "hidden": hidden,
+        }
+        | moments
+        for (factor, decay, hidden), members in groups.items()
+    ]
+
+    # combinations that would train wrongly, or not at all
+    make = OPTIMIZERS[args.optimizer].make
+    has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+    if has_bf16 and sharded and args.optimizer == "muon":
+        raise ValueError(
+            "--train.optimizer muon needs complete matrices, but bf16-true steps each shard "
+            "separately; use --precision bf16"
+        )
+    if has_bf16 and args.optimizer == "schedule_free":
+        raise ValueError(
+            "--train.optimizer schedule_free needs fp32 weights to average; use --precision bf16 "
+            "or fp32"
+        )
+
+    # one weight at a time: bf16 weights in fp32, sharded ones as plain local tensors
+    if args.optimizer_in_backward:
+        return OptimizerInBackward(group_list, make)
+    if has_bf16 or (sharded and args.optimizer in ELEMENTWISE_WITHOUT_DTENSOR):
+        return StochasticRounding(group_list, make)
+    return make(group_list)
+
+
+def state_bytes(name: str, parameters: dict[str, Tensor]) -> int:
+    """Return the bytes of an optimizer's state for these parameters."""
+    return round(
+        sum(OPTIMIZERS[name].state_bytes(key, parameter) for key, parameter in parameters.items())
+    )
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of the next step; each group's `factor` multiplies it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["factor"]
+
+
+def is_hidden(name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter is a matrix that multiplies activations, as Muon requires (arXiv
+    2502.16982)."""
+    return (
+        parameter.dim() == 2
+        and not name.endswith(VECTORS)
+        and not any(part in name for part in LOOKUP_TABLES)
+    )
+
+
+@contextmanager
+def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
+    """Within the context, the weights are those to evaluate and save; afterwards those of training
+    again, bit for bit.
+
+    Only schedule-free has two kinds: it evaluates an average (arXiv 2405.15682). Within the context
+    its training weights are in the optimizer's state as `stepped`, so that a checkpoint has both.
+    """
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    weights = []
+    for group in optimizer.param_groups:
+        weights.extend(group["params"])
+    for weight in weights:
+        optimizer.state[weight]["stepped"] = weight.detach().clone()
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        # `train` computes the training weights back, with rounding errors; the copies are exact
+        optimizer.train()
+        for weight in weights:
+            weight.detach().copy_(optimizer.state[weight].pop("stepped"))
+
+
+class ChainedOptimizer(Optimizer):
+    """Several optimizers over disjoint parameters, as one."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        # the same group objects: a learning rate that is set here is set in the optimizers too
+        super().__init__(
+            [group for optimizer in optimizers for group in optimizer.param_groups], {}
+        )
+        self.optimizers = optimizers
+
+    def step(self, closure: Callable | None = None) -> None:
+        """Step every optimizer."""
+        assert closure is None
+        for optimizer in self.optimizers:
+            optimizer.step()
+            # checkpoints read the state from here
+            self.state.update(optimizer.state)
+
+
+# temporary bytes per element while a bf16 weight is stepped: weight and gradient in fp32; bits,
+# noise and their sum in int32
+ROUNDING_BYTES = 20
+
+
+class StochasticRounding(Optimizer):
+    """An optimizer for bf16 weights: each is stepped in fp32, and rounded up or down stochastically
+    (arXiv 2010.06192).
+
+    Rounding to nearest would lose an update smaller than half the distance between two bf16
+    numbers. Stochastic rounding is
+    unbiased: the mean over many steps is right. The moments are fp32; only one weight at a time has
+    an fp32 copy. With sharded parameters, each process steps its local shard, which is correct for
+    elementwise optimizers.
+    """
+
+    def __init__(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> None:
+        super().__init__(groups, {})
+        self.inner: dict[nn.Parameter, Optimizer] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                # the number of dimensions decides how an optimizer steps it, so the empty copy
+                # needs them too
+                fp32 = nn.Parameter(
+                    torch.empty(0, *local(parameter).shape[1:], device=parameter.device)
+                )
+                self.inner[parameter] = make([{**group, "params": [fp32]}])
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        """Step every weight that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.step_one(parameter, group["lr"])
+
+    def step_one(self, parameter: nn.Parameter, rate: float) -> None:
+        """Step one weight."""
+        inner = self.inner[parameter]
+        (group,) = inner.param_groups
+        (fp32,) = group["params"]
+        group["lr"] = rate
+        shard = local(parameter.data)
+        fp32.data = shard.float()
+        fp32.grad = local(parameter.grad).float()
+        inner.step()
+        shard.copy_(fp32 if parameter.dtype == torch.float32 else stochastically_rounded(fp32))
+        state = inner.state[fp32]
+        shape = fp32.shape
+
+        # the fp32 copies are freed at once, only the state stays
+        fp32.data = fp32.data.new_empty(0)
+        fp32.grad = None
+        # in a checkpoint, the state of a shard must be a shard too
+        if isinstance(parameter, DTensor):
+            state = {
+                k: shard_as(parameter, v) if isinstance(v, Tensor) and v.shape == shape else v
+                for k, v in state.items()
+            }
+        self.state[parameter] = state
+
+
+class OptimizerInBackward(StochasticRounding):
+    """Steps each weight in the backward pass once its gradient is complete, then frees the gradient
+    (arXiv 2306.09782).
+
+    The gradients of all weights never exist at once. So their norm cannot be clipped, nor NaN
+    found, before the first weight is stepped. It steps only within `stepping`.
+    """
+
+    def __init__(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> None:
+        super().__init__(groups, make)
+        self.is_stepping = False
+        self.is_discarding = False
+        self.squared_norms = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, group))
+
+    def _on_gradient(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        if self.is_discarding:
+            # allocated and freed at once, so that the peak has what rounding would take
+            if parameter.dtype == torch.bfloat16:
+                torch.empty(
+                    ROUNDING_BYTES * parameter.numel(), dtype=torch.uint8, device=parameter.device
+                )
+            parameter.grad = None
+        elif self.is_stepping:
+            self.squared_norms.append(parameter.grad.float().square().sum())
+            self.step_one(parameter, group["lr"])
+            parameter.grad = None
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within the context, a backward pass steps the weights."""
+        self.is_stepping = True
+        self.squared_norms = []
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Within the context, a backward pass allocates the memory of a step, discards gradients
+        and changes no weight."""
+        self.is_discarding = True
+        try:
+            yield
+        finally:
+            self.is_discarding = False
+
+    def norm(self) -> Tensor:
+        """Return the L2 norm of the last step's gradients."""
+        return torch.stack(self.squared_norms).sum().sqrt()
+
+
+def stochastically_rounded(fp32: Tensor) -> Tensor:
+    """Round fp32 to one of its two bf16 neighbours, with a probability that falls linearly with the
+    distance."""
+    bits = fp32.detach().view(torch.int32)
+    # bf16 drops the lower 16 bits: adding a random number below 2^16 carries into the upper bits
+    # with the right probability
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
+    return ((bits + noise) & ~0xFFFF).view(torch.float32).bfloat16()
+
+
+def _bitsandbytes(name: str, **settings: Any) -> Callable[[Groups], Optimizer]:
+    """Return a factory of one of bitsandbytes' optimizers; the package is imported when the
+    optimizer is made."""
+    return lambda groups: getattr(bitsandbytes("this --train.optimizer needs").optim, name)(
+        groups, **settings
+    )
+
+
+def _muon(groups: Groups) -> Optimizer:
+    """Return Muon over hidden matrices, with updates scaled to AdamW's (arXiv 2502.16982), and
+    AdamW over the rest."""
+    # Muon takes only matrices that multiply activations
+    hidden, rest = (
+        [group for group in groups if group["hidden"] is is_matrix] for is_matrix in (True, False)
+    )
+    if hidden:
+        optimizers = [Muon(hidden, adjust_lr_fn="match_rms_adamw")]
+    else:
+        optimizers = []
+    optimizers += [_adamw(rest)] if rest else []
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return ChainedOptimizer(optimizers)
+
+
+def _sgd(groups: Groups) -> Optimizer:
+    """Return SGD with momentum and decoupled weight decay: torch's own decay would pass through the
+    momentum."""
+    undecayed = [{**group, "weight_decay": 0.0, "decay": group["weight_decay"]} for group in groups]
+    optimizer = SGD(undecayed, momentum=0.9, fused=True)
+    optimizer.register_step_pre_hook(_decay)
+    return optimizer
+
+
+@torch.no_grad()
+def _decay(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        if group["decay"]:
+            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["decay"])
+
+
+def _schedule_free(groups: Groups) -> Optimizer:
+    """Return AdamW that needs no learning rate decay (arXiv 2405.15682)."""
+    try:
+        package = import_module("schedulefree")
+    except ImportError:
+        raise ValueError(
+            "--train.optimizer schedule_free needs the package schedulefree; pip install "
+            "'litft[schedulefree]'"
+        ) from None
+    optimizer = package.AdamWScheduleFree(groups, betas=BETAS)
+    # its `step` refuses to run in evaluation mode
+    optimizer.train()
+    return optimizer
+
+
+def _bytes_per_element(size: float) -> Callable[[str, Tensor], float]:
+    """Return a function that counts `size` bytes for each element."""
+    return lambda name, parameter: size * parameter.numel()
+
+
+def _bytes_in_8_bits(name: str, parameter: Tensor) -> float:
+    """Return the bytes of two 8-bit moments with a scale per block of 256; bitsandbytes keeps small
+    ones in fp32."""
+    return parameter.numel() * (2 + 8 / 256 if parameter.numel() >= 4096 else 8)
+
+
+def _bytes_in_factors(name: str, parameter: Tensor) -> float:
+    """Return the bytes of Adafactor's row and column factors of each matrix (arXiv 1804.04235)."""
+    if parameter.dim() < 2:
+        return 4 * parameter.numel()
+    return 4 * math.prod(parameter.shape[:-2]) * (parameter.size(-1) + parameter.size(-2))
+
+
+_adamw = partial(AdamW, betas=BETAS, fused=True)
+
+BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion")
+ELEMENTWISE_WITHOUT_DTENSOR = ("lion", "paged_adamw", "sgd")  # their kernels do not take DTensors
+OPTIMIZERS = {
+    "adamw": OptimizerSpec(_adamw, _bytes_per_element(8)),
+    "adamw_8bit": OptimizerSpec(_bitsandbytes("AdamW8bit", betas=BETAS), _bytes_in_8_bits),
+    "paged_adamw": OptimizerSpec(
+        _bitsandbytes("PagedAdamW32bit", betas=BETAS), _bytes_per_element(8)
+    ),
+    "paged_adamw_8bit": OptimizerSpec(
+        _bitsandbytes("PagedAdamW8bit", betas=BETAS), _bytes_in_8_bits
+    ),
+    "lion": OptimizerSpec(_bitsandbytes("Lion32bit"), _bytes_per_element(4)),
+    "adafactor": OptimizerSpec(Adafactor, _bytes_in_factors),
+    "muon": OptimizerSpec(
+        _muon, lambda name, parameter: parameter.numel() * (4 if is_hidden(name, parameter) else 8)
+    ),
+    "sgd": OptimizerSpec(_sgd, _bytes_per_element(4)),
+    "schedule_free": OptimizerSpec(_schedule_free, _bytes_per_element(8)),
+}

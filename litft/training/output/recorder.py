@@ -1,0 +1,588 @@
+"""What a run leaves in its folder: config.yaml, metrics.csv, checkpoints/, best/, final/,
+report.html."""
+
+import dataclasses
+import json
+import math
+import shlex
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from lightning_fabric import Fabric
+from torch import nn
+from torch.optim import Optimizer
+
+from litft import run_dir
+from litft.args.processes import launch_id, started_by
+from litft.atomic import atomic_folder, replace_folder
+from litft.checkpoints.adapter_reader import (
+    ADAPTER_CONFIG,
+    ADAPTER_RECORD,
+    read_adapter_config,
+    vllm_obstacles,
+)
+from litft.checkpoints.weight_files import SHARD_BYTES
+from litft.data.dataset import SPLIT_RULE, histogram
+from litft.distributed.devices import machine_lines
+from litft.distributed.process_group import HostGroup
+from litft.errors import Interrupted
+from litft.model.config_file import read_object
+from litft.model.placement import full_tensor
+from litft.model.transformer import GPT
+from litft.pretrained.folder import base_record
+from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
+from litft.training.dry_run import description, duration, method_title, run_title
+from litft.training.intervals import num_measured
+from litft.training.memory.choose import Settings
+from litft.training.memory.flops import peak_flops
+from litft.training.output import run_checkpoints
+from litft.training.output.base_files import BaseFiles
+from litft.training.output.loggers import finish, make_logger, row_sink
+from litft.training.output.metrics import Metrics
+from litft.training.output.report import Report, SummaryTile, write_report
+from litft.training.output.screen import Screen
+from litft.training.run_setup import Setup
+from litft.training.schedule import Schedule
+from litft.training.validation import Validation, metric_format
+
+# characters of a system prompt that a suggested command has
+SHOWN_SYSTEM = 200
+
+
+class TrainedNetwork(NamedTuple):
+    """The network of a run, and the parameters that belong to its method."""
+
+    model: GPT
+    # those that are saved; some may be frozen
+    parameters: dict[str, nn.Parameter]
+    sharded: bool  # this process holds a part of each
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
+
+
+class Recorder:
+    """Writes a run's folder.
+
+    The first process writes; all of them take part in what has to be gathered.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        hosts: HostGroup,
+        setup: Setup,
+        schedule: Schedule,
+        settings: Settings,
+        folder: Path,
+        network: TrainedNetwork,
+        validation: Validation,
+        screen: Screen,
+    ) -> None:
+        self.args = setup.args
+        self.fabric = fabric
+        self.hosts = hosts
+        self.setup = setup
+        self.schedule = schedule
+        self.settings = settings
+        self.folder = folder
+        self.network = network
+        self.validation = validation
+        self.screen = screen
+        self.say = screen.say
+        self.is_writer = fabric.global_rank == 0
+        self.peak = peak_flops(fabric.device, settings.precision)
+        # a CPU's peak is measured, which other programs disturb
+        is_known = self.peak and fabric.device.type != "cpu"
+        path = folder / "metrics.csv"
+        peak = self.peak * fabric.world_size if is_known else None
+        columns = [
+            *setup.objective.scores,
+            *validation.columns,
+            *(validation.metrics.keys() - {"exact_match"}),
+        ]
+        self.metrics = Metrics(path if self.is_writer else None, peak, columns)
+        self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
+        self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
+        self.is_claimed = False  # config.yaml is written
+        self.is_open = False  # the folder is this run's
+        # time.monotonic() from which on report.html may be written again
+        self.next_report = 0.0
+        self.logger: Any = None
+        # the logger and the run's name there, of a run that is resumed
+        self.logged_as: list[str] | None = None
+
+    # ---- the beginning
+
+    def restore(self, optimizer: Optimizer) -> tuple[dict[str, Any] | None, list[str]]:
+        """Fill parameters and optimizer from the newest readable checkpoint, if the run is to be
+        resumed.
+
+        Returns what the checkpoint says of the run's progress, or None, and what is wrong with
+        newer checkpoints.
+        """
+        if not self.args.resume:
+            return None, []
+        parameters = self.network.parameters
+        identity = self.identity()
+        progress, damaged = run_checkpoints.restore_newest(
+            self.folder, identity, parameters, optimizer, self.hosts
+        )
+        if progress is not None:
+            self.logged_as = progress.get("logger")
+            self.base_files.check(progress.get("base_files") or {})
+        return progress, damaged
+
+    def claim(self) -> None:
+        """Make the folder of a new run and write its config.yaml, before `open`: files are written
+        into it earlier.
+
+        Raises ValueError if the run in the folder cannot be resumed with these settings.
+        """
+        if self.args.resume:
+            run_checkpoints.check_resumable(self.folder, self.identity())
+        if self.is_writer and not (self.args.resume and run_dir.is_run(self.folder)):
+            self._write_config()
+        self.fabric.barrier()
+
+    def open(self, start_step: int) -> None:
+        """Make the run's folder and write config.yaml; what a resumed run left beyond `start_step`
+        is deleted.
+
+        Raises ValueError in every process where one does not see the folder.
+        """
+        if self.is_writer:
+            self._open(start_step)
+            self.base_files.start()
+        self.fabric.barrier()
+        if any(self.hosts.all_reduce_max(not run_dir.is_run(self.folder))):
+            reason = "a process does not see what the first one writes there"
+            raise ValueError(
+                f"--out_dir {self.folder}: {reason}; name a folder that all nodes share"
+            )
+        # all processes decide by the earlier rows, and must decide the same
+        self.metrics.resumed_rows = self.fabric.broadcast(self.metrics.resumed_rows)
+
+    def _open(self, start_step: int) -> None:
+        config = self._write_config()
+        self.is_open = True
+
+        # what the folder has beyond `start_step` belongs to steps that are taken again
+        if start_step < self.schedule.steps:
+            run_dir.set_final_aside(self.folder)
+        # a run from its beginning keeps no row, not even that of step 0
+        self.metrics.truncate(start_step or -1)
+        run_checkpoints.delete_after(self.folder, start_step)
+        self.place_best(start_step)
+        for path in self.folder.glob("best-*.partial"):
+            shutil.rmtree(path)
+
+        # the logger takes the rows from here on
+        project = self.args.logger_project
+        self.logger = make_logger(
+            self.args.logger, self.folder, config, start_step, self.logged_as, project
+        )
+        if self.logger:
+            self.metrics.sinks.append(row_sink(self.logger, self.say))
+
+    def _write_config(self) -> dict[str, Any]:
+        """Make the folder, once without what was in it if it is to be overwritten; returns the
+        flags."""
+        if self.args.overwrite and not self.is_claimed:
+            run_dir.clear(self.folder)
+        self.is_claimed = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = dataclasses.asdict(self.args)
+        # a resumed run may have other devices, and the launcher sets them
+        from_launcher = ("devices", "num_nodes") if started_by() else ()
+        for name in ("out_dir", "resume", "overwrite", *from_launcher):
+            config.pop(name)
+        data = self.args.data
+        config["data"] |= {
+            "path": [item.entry() for item in data.paths],
+            "val_path": [item.entry() for item in data.val_paths],
+        }
+        text = yaml.safe_dump(config, sort_keys=False)
+        run_dir.write_config(self.folder, self.setup.method.title, text, launch_id())
+        return config
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same where a run is resumed, or it would silently become another run."""
+        data = self.schedule.data
+        return self.setup.identity() | {
+            "seed": self.args.seed,
+            "precision": self.settings.precision,
+            run_checkpoints.TRAINING_DATA: data.train_digest,
+            "split": SPLIT_RULE,
+            run_checkpoints.VALIDATION_DATA: data.val_digest,
+            "measured examples (--eval.max_batches)": num_measured(self.args, data),
+        }
+
+    def start_lines(self, start_step: int) -> Iterator[str]:
+        """Yield where a resumed run starts."""
+        if start_step == self.schedule.steps:
+            yield f"all {start_step} steps are done; final/ is written again"
+        elif start_step:
+            yield f"continuing after step {start_step}"
+        elif self.args.resume:
+            yield "no checkpoint to continue from; starting at step 0"
+
+    @cached_property
+    def _description(self) -> list[str]:
+        """The data and the plan: the same in every report of the run."""
+        return description(self.setup, self.schedule, self.settings, self.peak)
+
+    # ---- checkpoints
+
+    def save(self, optimizer: Optimizer, step: int, elapsed: float) -> None:
+        """Write the state after `step` steps, to resume from; every process takes part. elapsed:
+        seconds of the run."""
+        progress = {
+            "samples": self.schedule.seen(step),
+            "elapsed": elapsed,
+            "identity": self.identity(),
+            "tokenizer": self.setup.tokenizer.choices(),
+            "logger": [self.args.logger, self.logger.version] if self.logger else None,
+            "base_files": self.base_files.record() if self.is_writer else {},
+        }
+
+        def when_written() -> None:
+            run_checkpoints.prune(self.folder, self.args.save.keep_last)
+            self.place_best(step)
+
+        # on a CPU, the copy of a whole model that writing in the background needs would take memory
+        # from the steps
+        in_background = self.fabric.device.type == "cuda" or not self.setup.method.saves_full_model
+        self.saver.begin(
+            step, self.network.parameters, optimizer, progress, when_written, in_background
+        )
+
+    def newest_checkpoint(self) -> str:
+        """What a failed run can continue from, for a message."""
+        newest = run_checkpoints.newest(self.folder)
+        if newest:
+            return f"{newest} is complete: --resume continues from it"
+        return "no checkpoint had been written"
+
+    # ---- folders to open
+
+    def write_best(self, step: int) -> None:
+        """Write the best weights so far under a preliminary name.
+
+        They become best/ when the next checkpoint is complete: otherwise a resumed run would have
+        the best/ of steps that it takes again.
+        """
+        for earlier, path in self._preliminary_bests() if self.is_writer else ():
+            # no checkpoint, complete or being written, has it as its best
+            if earlier > (self.saver.writing_step or 0):
+                shutil.rmtree(path)
+        self.write(f"best-{step:06d}.partial", step)
+
+    def has_best(self, step: int) -> bool:
+        """Whether best/, or what becomes best/, has the weights after `step` steps; the same in
+        every process."""
+        found = False
+        if self.is_writer:
+            written = [self.folder / "best", *(path for _, path in self._preliminary_bests())]
+            found = any(_step_of(path) == step for path in written)
+        return self.fabric.broadcast(found)
+
+    def write_final(self) -> None:
+        """Write final/, and delete what it was before the run was continued."""
+        self.write("final")
+        if self.is_writer:
+            run_dir.delete_previous_final(self.folder)
+
+    def place_best(self, step: int) -> None:
+        """Give what was best after `step` steps the name best/."""
+        for best_step, path in self._preliminary_bests():
+            if best_step <= step:
+                replace_folder(path, self.folder / "best")
+
+    def _preliminary_bests(self) -> list[tuple[int, Path]]:
+        """What `write_best` has written and is not best/ yet, with its step; the oldest first."""
+        paths = [
+            (path.name[len("best-") : -len(".partial")], path)
+            for path in self.folder.glob("best-*.partial")
+        ]
+        return sorted((int(step), path) for step, path in paths if step.isdecimal())
+
+    def write(self, name: str, step: int | None = None) -> None:
+        """Write a folder to open, which gets its name only when it is complete. step: noted in it,
+        if given.
+
+        A sharded network is gathered tensor by tensor, with all processes; the first one writes.
+        """
+        source = self.setup.source
+        method = self.setup.method
+        sharded = self.network.sharded
+        values = {name: parameter.detach() for name, parameter in self.network.parameters.items()}
+        # None: only take part
+        with atomic_folder(self.folder / name) if self.is_writer else nullcontext() as partial:
+            if method.saves_full_model and (self.is_writer or sharded):
+                write_result(
+                    partial, source, source.dtype(None), Result(method, values), SHARD_BYTES / 1e9
+                )
+            elif sharded:
+                values = {name: full_tensor(value) for name, value in values.items()}
+            if partial is None:
+                return
+            if not method.saves_full_model:
+                training = {"quantize": self.setup.quantize, "precision": self.settings.precision}
+                source = dataclasses.replace(source, text_names=self.args.save.text_names)
+                record = base_record(source, self.folder / name)
+                method.write(
+                    partial, source, values, record | {"litft": record["litft"] | training}
+                )
+            copy_tokenizer(self.setup.tokenizer, partial)
+            check_written(partial, source)
+            if step is not None:
+                _note_step(partial, step)
+
+    # ---- the end
+
+    def finish(self) -> None:
+        """Print the results and what to do with them, and write the report."""
+        self.screen.results(self._scores(), self._results())
+        step = int(self.metrics.newest.get("step", 0))
+        steps = self.schedule.steps
+        self.report("finished" if step == steps else f"finished after {step:,} of {steps:,} steps")
+        self.say(
+            f"the result is in {self.folder / 'final'}, the report in "
+            f"{self.folder / 'report.html'}; next:\n"
+        )
+        for line in self._next_commands():
+            self.say(f"  {line}")
+        self._say_obstacles()
+
+    def _next_commands(self) -> Iterator[str]:
+        """Yield commands that try the result."""
+        flags = f"--checkpoint_dir {self.folder / 'final'}"
+        if self.args.quantize != "none":
+            flags += f" --quantize {self.args.quantize}"
+        if self.schedule.data.is_plain_text:
+            base = run_dir.command("generate/base.py")
+            yield f"{base} {flags} --template none --prompt TEXT   # continues a text, as trained"
+            return
+        chat = f"{run_dir.command('generate/chat.py')} {flags}"
+        system = self.schedule.data.system_prompt
+        if system and len(system) <= SHOWN_SYSTEM:
+            yield f"{chat} --system {shlex.quote(system)}   # the system prompt of all examples"
+        elif system:
+            yield (
+                f"{chat} --system ...   # with the system prompt of all examples, which the model "
+                "expects"
+            )
+        else:
+            yield chat
+        shares_base = self.args.quantize == "none" or not self.setup.method.unquantized_modules()
+        # otherwise the base has modules quantized that the result has not
+        if shares_base:
+            serve = f"{run_dir.command('generate/serve.py')} {flags} --with_base"
+            yield f"{serve}   # a chat page that compares it with the base model"
+
+    def _say_obstacles(self) -> None:
+        """Say what keeps vLLM from loading the adapter."""
+        final = self.folder / "final"
+        if (final / ADAPTER_CONFIG).is_file():
+            config = read_adapter_config(final)
+        else:
+            config = {}
+        if config.get("peft_type") == "LORA":
+            obstacles = vllm_obstacles(config)
+        else:
+            obstacles = []
+        if obstacles:
+            merge = (
+                f"{run_dir.command('scripts/merge_lora.py')} --checkpoint_dir {final} --out_dir DIR"
+            )
+            self.say(
+                f"  {merge}   # for vLLM, which does not load {', '.join(obstacles)} as an adapter"
+            )
+
+    def _results(self) -> list[str]:
+        """The best step, the time and the memory."""
+        validation = self.validation
+        lines = []
+        if self.args.save.best and validation.best is not None:
+            line = f"lowest at step {validation.best}, {validation.losses[validation.best]:.4f}"
+            kept = _step_of(self.folder / "best")
+            if kept == validation.best:
+                line += ", which is in best/"
+            elif kept is not None:
+                line += f"; best/ has step {kept}"
+            lines.append(line)
+        return [
+            *lines,
+            f"{self.metrics.seconds:.0f} s of training, {self.metrics.summary(self.fabric.device)}",
+        ]
+
+    def _scores(self) -> dict[str, list[str]]:
+        """The first and the last value of each score of the validations, as text."""
+        validation = self.validation
+
+        # the first and the last value, where there are any
+        scores = [("validation loss", "{:.4f}", validation.losses)]
+        scores += [
+            (name.replace("_", " "), metric_format(name), steps)
+            for name, steps in validation.metric_values.items()
+        ]
+
+        # named sets, and scores of preferences: a row may lack them
+        for name in validation.sets:
+            by_step = {
+                step: row[column]
+                for step, row in validation.scores.items()
+                if (column := f"val_loss_{name}") in row
+            }
+            scores.append((f"loss on {name}", "{:.4f}", by_step))
+        for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
+            by_step = {}
+            for step, row in validation.scores.items():
+                if f"val_{name}" in row:
+                    by_step[step] = row[f"val_{name}"]
+            scores.append((f"validation {name}", form, by_step))
+        scores = [
+            (name, form, {s: v for s, v in values.items() if not math.isnan(v)})
+            for name, form, values in scores
+        ]
+        ends = {
+            name: (form, values[min(values)], values[max(values)])
+            for name, form, values in scores
+            if values
+        }
+        return {
+            name: [form.format(first), form.format(last)]
+            for name, (form, first, last) in ends.items()
+        }
+
+    @contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """Within the context, an error that ends the run also ends up in report.html, once the run
+        has its folder."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_open and self.is_writer and not isinstance(error, Interrupted):
+                # stdout may be closed; the first error is the one to report
+                with suppress(OSError):
+                    self.report(f"failed: {error}")
+            raise
+
+    def report(self, state: str) -> None:
+        """Write report.html; state: what has become of the run. An error is only a warning."""
+        try:
+            self._report(state)
+        except Exception as error:
+            self.say(f"warning: report.html could not be written ({error})")
+
+    def report_progress(self, step: int) -> None:
+        """Write the report of the run so far, but use at most 2 % of the time for it: metrics.csv
+        grows."""
+        start = time.monotonic()
+        if start >= self.next_report and self.is_writer:
+            self.report(f"running: {step:,} of {self.schedule.steps:,} steps")
+            seconds = time.monotonic() - start
+            self.next_report = start + (50 * seconds if seconds > 0.1 else 0)
+
+    def _report(self, state: str) -> None:
+        report = Report(
+            title=run_title(self.setup),
+            state=state,
+            tiles=self._tiles(),
+            flags=self._main_flags(),
+            setup=self._description,
+            machine=machine_lines(self.fabric.device, self.fabric.world_size),
+            lengths=histogram(self.schedule.data.train.lengths),
+            answers=self.validation.answers,
+            scores=self.validation.titles,
+            hardest=self.validation.hardest,
+            loss="Loss per token"
+            if self.args.objective == "sft"
+            else f"Loss ({self.setup.objective.title})",
+        )
+        write_report(self.folder, report)
+
+    def _tiles(self) -> list[SummaryTile]:
+        """The results of the report: scores before and after, time, speed, memory."""
+        tiles = [
+            SummaryTile(name, " \u2192 ".join(dict.fromkeys(values)))
+            for name, values in self._scores().items()
+        ]
+        newest = self.metrics.newest
+        tokens = self.metrics.tokens
+        seconds = self.metrics.seconds
+        if seconds:
+            tiles += [
+                SummaryTile("training time", duration(seconds)),
+                SummaryTile("tokens per second", f"{tokens / seconds:,.0f}"),
+            ]
+        memory = newest.get("memory_gib")
+        if memory:
+            tiles.append(SummaryTile("peak memory", f"{memory:.2f} GiB"))
+        return tiles
+
+    def _main_flags(self) -> dict[str, str]:
+        """The flags of the report that say most about the run, as they were resolved."""
+        args = self.args
+        schedule = self.schedule
+        flags = {
+            "base model": args.checkpoint_dir,
+            "data": ", ".join(item.path for item in args.data.paths),
+            "method": method_title(self.setup),
+            "quantization of the base": args.quantize,
+            "precision": self.settings.precision,
+            "planned steps": f"{schedule.steps:,}, each of {args.train.global_batch_size} examples",
+            "learning rate": f"{args.train.learning_rate:g}, {args.train.lr_schedule}",
+            "optimizer": args.train.optimizer,
+            "longest row": f"{schedule.data.limit:,} tokens",
+            "devices": f"{args.devices * args.num_nodes}, {self.settings.strategy}",
+            "seed": str(args.seed),
+        }
+        return {name: str(value) for name, value in flags.items()}
+
+    def close_logger(self, status: str) -> None:
+        """Report the run's end, "success" or "failed", to the logger."""
+        if self.logger:
+            finish(self.logger, status, self.say)
+
+    def explain_os_error(self, error: OSError) -> OSError:
+        """The same error, with the free disk space and the newest checkpoint in its message."""
+        if self.folder.is_dir():
+            free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there"
+        else:
+            free = ""
+        reason: Iterable[str] = filter(
+            None, [error.strerror or str(error), free, self.newest_checkpoint()]
+        )
+        return OSError(error.errno, "; ".join(reason), error.filename)
+
+
+def _note_step(folder: Path, step: int) -> None:
+    """Note in litft's record of a folder after how many steps it was written."""
+    path = folder / ADAPTER_RECORD
+    record = read_object(path) if path.is_file() else {}
+    path.write_text(json.dumps(record | {"step": step}, indent=2) + "\n", "utf-8")
+
+
+def _step_of(folder: Path) -> int | None:
+    """Return the step that `_note_step` has noted, or None."""
+    try:
+        step = read_object(folder / ADAPTER_RECORD).get("step")
+    except (OSError, ValueError):
+        return None
+    if isinstance(step, int):
+        return step
+    return None

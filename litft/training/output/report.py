@@ -1,0 +1,394 @@
+"""report.html: a self-contained page about a run, which fetches nothing."""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from litft import __version__
+from litft.atomic import atomic_write
+from litft.evaluation.scoring import HardExample
+from litft.run_dir import CONFIG, metrics_rows
+
+# maximum number of points of a curve; longer curves are averaged over intervals
+POINTS = 400
+TICKS = 4
+COLORS = 6  # of curves, in report.css
+STYLE, SCRIPT = (
+    (Path(__file__).parent / f"report.{kind}").read_text("utf-8") for kind in ("css", "js")
+)
+DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+# no other script runs
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
+CONTROLS = (
+    "<div class=controls><label><input type=checkbox id=logarithmic> logarithmic "
+    "loss</label><label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 "
+    "value=0></label></div>"
+)
+SHOWN = 600  # characters of a validation example
+# the most prompts whose answers are shown
+PROMPTS = 5
+# the folders of an absolute path, which the page leaves out; URLs do not match
+ABSOLUTE = re.compile(r"(?<![\w./:<\[~-])~?/(?:[^\s/:,;'\"()<>]+/)+(?=[^\s/])")
+
+Points = list[tuple[float, float]]
+
+
+class SummaryTile(NamedTuple):
+    """A result in large type."""
+
+    title: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the page shows in addition to the run's config.yaml and metrics.csv."""
+
+    title: str
+    state: str  # finished, running, or why the run ended
+    tiles: Sequence[SummaryTile]
+    flags: Mapping[str, str]  # those that matter most
+    setup: Sequence[str]  # the data and the plan
+    machine: Sequence[str]
+    # histogram: tokens from, tokens to, number of examples
+    lengths: Sequence[tuple[int, int, int]]
+    answers: Sequence[dict[str, str | int]]  # step, prompt, answer
+    loss: str  # what the loss is
+    hardest: Sequence[HardExample] = ()
+    # further columns of the validations, and their titles
+    scores: Mapping[str, str] = field(default_factory=dict)
+
+
+# title, columns, whether the y-axis starts at 0
+CHARTS = (
+    ("{loss}", ("loss", "val_loss"), False),
+    ("Accuracy of the rewards", ("accuracy", "val_accuracy"), True),
+    ("Margin between the rewards", ("margin", "val_margin"), False),
+    (
+        "Log-probability of the chosen (desirable) answers",
+        ("chosen_logp", "val_chosen_logp"),
+        False,
+    ),
+    (
+        "Log-probability of the rejected (undesirable) answers",
+        ("rejected_logp", "val_rejected_logp"),
+        False,
+    ),
+    ("Learning rate", ("learning_rate",), True),
+    ("Gradient norm (L2), before clipping", ("grad_norm",), True),
+    ("Tokens per second", ("tokens_per_second",), True),
+    ("Peak memory, GiB", ("memory_gib",), True),
+)
+SCORES = (
+    ("step", "step", "{:.0f}"),
+    ("epoch", "epoch", "{:.2f}"),
+    ("val_loss", "validation loss", "{:.4f}"),
+    ("val_perplexity", "perplexity", "{:.4g}"),
+    ("exact_match", "exact match", "{:.1%}"),
+    ("val_accuracy", "accuracy", "{:.1%}"),
+    ("val_margin", "margin", "{:.3g}"),
+    ("val_chosen_reward", "chosen reward", "{:.3g}"),
+    ("val_rejected_reward", "rejected reward", "{:.3g}"),
+    ("val_kl", "KL", "{:.3g}"),
+)
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Write report.html into the run folder."""
+    # the data of the page
+    rows = []
+    for row in metrics_rows(folder / "metrics.csv"):
+        rows.append({name: float(value) for name, value in row.items()})
+    config = (folder / CONFIG).read_text("utf-8")
+    of_sets = []
+    for column in report.scores:
+        if column.startswith("val_loss_"):
+            of_sets.append(column)
+
+    # the charts, of which those without data are empty texts
+    charts = []
+    for title, columns, from_zero in CHARTS:
+        charts.append(
+            chart(
+                title.format(loss=report.loss),
+                {
+                    column: points(rows, column)
+                    for column in (*columns, *(of_sets if "val_loss" in columns else []))
+                },
+                from_zero,
+            )
+        )
+
+    # the page, from top to bottom
+    parts = [
+        f"<h1>{html.escape(report.title)}</h1>",
+        f"<p class=where>{datetime.now():%Y-%m-%d %H:%M}, litft {__version__}, run "
+        f"{html.escape(folder.name)}</p>",
+        f"<p class=state>{html.escape(public(report.state))}</p>",
+        _tiles(report.tiles),
+        f"{CONTROLS}<div class=charts>{''.join(charts)}</div>",
+        _validations(rows, report.scores),
+        _answers(report.answers),
+        _hardest(report.hardest),
+        "<h2>Example lengths</h2>",
+        _bars(report.lengths),
+        "<h2>Data and plan</h2>",
+        _list(map(public, report.setup)),
+        "<h2>Settings</h2>",
+        _flags(report.flags),
+        "<h2>Machine</h2>",
+        _list(report.machine),
+        f"<details><summary>{CONFIG}, with shortened "
+        f"paths</summary><pre>{html.escape(public(config))}</pre></details>",
+    ]
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{html.escape(report.title)}</title><style>{STYLE}</style></head>"
+    )
+    body = f"<body><main>{''.join(filter(None, parts))}</main><script>{SCRIPT}</script></body>"
+    atomic_write(folder / "report.html", f"{head}{body}</html>\n")
+
+
+def points(rows: list[dict[str, float]], column: str) -> Points:
+    """Return the (step, value) pairs of a column with finite values, averaged to at most POINTS
+    points."""
+    values = []
+    for row in rows:
+        if math.isfinite(row.get(column, math.nan)):
+            values.append((row["step"], row[column]))
+
+    # longer curves are means over intervals of `size` points
+    size = -(-len(values) // POINTS) or 1
+    intervals = [values[start : start + size] for start in range(0, len(values), size)]
+    return [
+        tuple(math.fsum(axis) / len(axis) for axis in zip(*interval, strict=True))
+        for interval in intervals
+    ]
+
+
+def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
+    """Return an SVG figure of curves over the steps; an empty string if no curve has points."""
+    all_points = []
+    for points in series.values():
+        all_points.extend(points)
+    if not all_points:
+        return ""
+
+    # the ranges of both axes
+    last_step = max(x for x, _ in all_points)
+    lowest = min(y for _, y in all_points)
+    highest = max(y for _, y in all_points)
+    y_ticks = ticks(0.0 if from_zero else lowest, highest)
+    low = y_ticks[0]
+    high = y_ticks[-1]
+
+    def y_percent(value: float) -> str:
+        return f"{100 * (high - value) / (high - low):.2f}"
+
+    def x_percent(step: float) -> str:
+        return f"{100 * step / max(last_step, 1):.2f}"
+
+    # one curve a column, with marks and an entry of the legend
+    lines = []
+    legend = []
+    for number, (column, curve) in enumerate(series.items()):
+        path = " ".join(f"{x_percent(x)},{y_percent(y)}" for x, y in curve)
+        # a curve of one point would be invisible
+        if len(curve) == 1:
+            path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
+        lines.append(f'<polyline class="curve c{number % COLORS}" points="{path}"/>')
+        # validations are few, and between them nothing is
+        # known; a line of length 0 with round ends is a point
+        marks = ""
+        if column.startswith("val_"):
+            marks = "".join(f"M{x_percent(x)},{y_percent(y)}h0" for x, y in curve)
+        lines.append(f'<path class="point c{number % COLORS}" d="{marks}"/>')
+        if len(series) > 1 and curve:
+            split = "validation" if column.startswith("val_") else "training"
+            if column.startswith("val_loss_"):
+                name = column.removeprefix("val_loss_")
+            else:
+                name = split
+            last_value = f"{curve[-1][1]:.4g}"
+            legend.append(
+                f'<span class="key c{number % COLORS}">{html.escape(name)} {last_value}</span>'
+            )
+
+    # the axes, and the values that the script shows under the pointer
+    grid = "".join(
+        f'<line x1="0" x2="100" y1="{y_percent(y)}" y2="{y_percent(y)}"/>' for y in y_ticks
+    )
+    labels = "".join(f'<span style="top:{y_percent(y)}%">{_short(y)}</span>' for y in y_ticks)
+    steps = "".join(
+        f'<span style="left:{x_percent(x)}%">{_short(x)}</span>'
+        for x in ticks(0, max(last_step, 1))
+        if x <= last_step
+    )
+    values = json.dumps(
+        [[[round(x, 1), float(f"{y:.5g}")] for x, y in curve] for curve in series.values()]
+    )
+    label = f"{title}, from {lowest:.4g} to {highest:.4g} over {last_step:.0f} steps"
+    return (
+        f"<figure><figcaption>{html.escape(title)}{''.join(legend)}</figcaption>"
+        f"<div class=plot data-curves='{values}' "
+        f'data-steps="{last_step:.0f}" data-low="{low}" data-high="{high}">'
+        "<span class=tip hidden></span>"
+        '<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" '
+        f'aria-label="{html.escape(label)}">'
+        f"{grid}{''.join(lines)}</svg>"
+        f"<div class=y>{labels}</div><div class=x>{steps}</div></div></figure>"
+    )
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return evenly spaced round numbers that cover the interval from `low` to `high`."""
+    span = high - low
+    if span <= 1e-9 * max(abs(low), abs(high)):  # equal but for rounding
+        span = abs(high) or 1.0
+    raw_step = span / TICKS
+    scale = 10.0 ** math.floor(math.log10(raw_step))
+    # the smallest round step with about TICKS intervals
+    step = next(
+        scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw_step * 0.999
+    )
+    # the tolerance keeps a value that lies on a tick there
+    first = math.floor(low / step + 1e-9)
+    last = max(math.ceil(high / step - 1e-9), first + 1)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _short(value: float) -> str:
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def public(text: str) -> str:
+    """Return a text whose absolute paths are shortened to their last part; the home folder may have
+    spaces."""
+    home = str(Path.home())
+    # a home of / would match every separator
+    return ABSOLUTE.sub("", text.replace(home, "~") if len(home) > 1 else text)
+
+
+def _list(lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    if items:
+        return f"<ul>{items}</ul>"
+    return ""
+
+
+def _tiles(tiles: Sequence[SummaryTile]) -> str:
+    cells = "".join(
+        f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b></div>"
+        for title, value in tiles
+    )
+    if cells:
+        return f"<div class=tiles>{cells}</div>"
+    return ""
+
+
+def _flags(flags: Mapping[str, str]) -> str:
+    rows = "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{html.escape(public(value))}</dd>"
+        for name, value in flags.items()
+    )
+    return f"<dl>{rows}</dl>"
+
+
+def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str:
+    """Return a table of the validations. scores: the titles of further columns."""
+    validations = [row for row in rows if "val_loss" in row]
+    if not validations:
+        return ""
+    all_scores = [*SCORES, *((column, title, "{:.4g}") for column, title in scores.items())]
+    columns = []
+    for item in all_scores:
+        if any(item[0] in row for row in validations):
+            columns.append(item)
+    head = "".join(f"<th>{html.escape(title)}</th>" for _, title, _ in columns)
+    body = ""
+    for row in validations:
+        cells = (form.format(row[name]) if name in row else "" for name, _, form in columns)
+        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    return f"<h2>Validations</h2><div class=scroll><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _answers(answers: Sequence[dict[str, str | int]]) -> str:
+    """Return the first prompts, each with its first and last answer side by side; the others are in
+    a collapsed section."""
+    if not answers:
+        return ""
+    by_prompt: dict[str, list[tuple[int, str]]] = {}
+    for item in answers:
+        by_prompt.setdefault(str(item["prompt"]), []).append(
+            (int(item["step"]), str(item["answer"]))
+        )
+
+    # the first and the last answer side by side, the others folded
+    blocks = ""
+    for prompt, steps in list(by_prompt.items())[:PROMPTS]:
+        ends = "".join(
+            _answer(*item) for item in ([steps[0], steps[-1]] if len(steps) > 1 else steps)
+        )
+        between = "".join(_answer(*item) for item in steps[1:-1])
+        if between:
+            details = f"<details><summary>{len(steps) - 2} in between</summary>{between}</details>"
+        else:
+            details = ""
+        blocks += (
+            f"<section><blockquote>{html.escape(prompt)}</blockquote><div "
+            f"class=pair>{ends}</div>{details}</section>"
+        )
+    return f"<h2>Answers before and after</h2>{blocks}"
+
+
+def _answer(step: int, text: str) -> str:
+    return f"<p class=answer><b>step {step}</b> {html.escape(text) or '(empty)'}</p>"
+
+
+def _hardest(examples: Sequence[HardExample]) -> str:
+    """Return the validation examples with the largest losses: the expected answer and the model's
+    own."""
+    blocks = ""
+    for example in examples:
+        prompt = example.prompt
+        # the question is at the end of a prompt
+        quote = html.escape(prompt if len(prompt) <= SHOWN else f"...{prompt[-SHOWN:]}")
+        about = (
+            f"expected, loss {example.loss:.3g}, {example.tokens:,} "
+            f"token{'s' * (example.tokens != 1)}"
+        )
+        answers = f"<p class=answer><b>{about}</b> {_shortened(example.answer)}</p>"
+        if example.own:
+            answers += f"<p class=answer><b>the model's own</b> {_shortened(example.own)}</p>"
+        blocks += f"<section><blockquote>{quote}</blockquote>{answers}</section>"
+    if blocks:
+        return f"<h2>Validation examples with the largest loss per token</h2>{blocks}"
+    return ""
+
+
+def _shortened(text: str) -> str:
+    """Return the beginning of a text as HTML."""
+    return html.escape(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+
+
+def _bars(lengths: Sequence[tuple[int, int, int]]) -> str:
+    """Return a histogram."""
+    max_count = max(count for _, _, count in lengths)
+    rows = "".join(
+        f"<span>{low:,} to {high:,}</span><i><b "
+        f"style='width:{100 * count / max_count:.1f}%'></b></i><span>{count:,}</span>"
+        for low, high, count in lengths
+    )
+    return f"<div class=bars><em>tokens</em><em></em><em>examples</em>{rows}</div>"

@@ -1,0 +1,540 @@
+"""Checkpoints to resume a run from: `checkpoints/step-NNNNNN/`, folders of
+torch.distributed.checkpoint (DCP).
+
+The format is the same for one process and for many. A folder is written under a temporary name,
+synced to disk and renamed, so it becomes visible only when complete. Its progress.json has the
+sizes and hashes of the other files, and its own hash, to detect later damage.
+"""
+
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from litft.atomic import replace_folder
+from litft.distributed.process_group import HostGroup
+from litft.run_dir import checkpoint_step, checkpoints
+from litft.training.optimizers.make import StochasticRounding, averaged_weights
+from litft.training.output.file_hashes import (
+    HashingWriter,
+    check_hashes,
+    collect_hashes,
+    object_hash,
+)
+
+# entries of a run's identity that are hashes of examples
+TRAINING_DATA = "training data"
+VALIDATION_DATA = "validation data (--data.val_path)"
+_PROGRESS = "progress.json"
+# the field of progress.json with the hash of all others
+_OWN_HASH = "hash"
+# prefix of the keys of trained parameters
+_PARAMETERS = "parameters."
+_DCP = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = {
+    *(
+        (_DCP, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+        )
+    ),
+    *((_DCP, name) for name in ("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(
+        ("torch", name)
+        for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8")
+    ),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+}
+
+# DCP warns whenever there is only one process
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that cannot be read."""
+
+    def __init__(self, folder: Path, error: BaseException | str) -> None:
+        if isinstance(error, str):
+            reason = error
+        else:
+            reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+        super().__init__(f"{folder} is damaged ({reason})")
+
+
+def newest(run: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run; None if it has none."""
+    return next(reversed(checkpoints(run)), None)
+
+
+class Saver:
+    """Writes a run's checkpoints, one at a time, while training continues.
+
+    Every process takes part with its own shards.
+    """
+
+    def __init__(self, run: Path, is_writer: bool, group: distributed.ProcessGroup | None) -> None:
+        self.run = run
+        self.is_writer = is_writer
+        self.group = group
+        self.writing_step: int | None = None  # the step whose state is being written
+        # the step of the last complete checkpoint
+        self.saved_step: int | None = None
+
+    def begin(
+        self,
+        step: int,
+        parameters: dict[str, nn.Parameter],
+        optimizer: Optimizer,
+        progress: dict[str, Any],
+        when_written: Callable[[], None],
+        in_background: bool = True,
+    ) -> None:
+        """Start to write the state after `step` steps.
+
+        Raises OSError if it, or the previous one, cannot be written.
+
+        when_written: called in the first process once the checkpoint is complete. in_background:
+        write a copy of the state while training continues; otherwise return when the checkpoint is
+        complete.
+        """
+        self.finish()
+
+        # remains of an interrupted save must be gone before any process writes
+        self.partial = self.run / "checkpoints" / f"step-{step:06d}.partial"
+        if self.is_writer:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        if self.group is not None:
+            distributed.barrier(self.group)
+        self.writing_step = step
+        self.when_written = when_written
+
+        # the numbers are copied now: training goes on while the tensors are written
+        self.progress = {"step": step, **progress, "optimizer": _scalars(parameters, optimizer)}
+        with averaged_weights(optimizer), self._delete_on_error():
+            # with one thread: DCP prints errors of additional threads instead of raising them
+            write = dcp.async_save if in_background else dcp.save
+            writer = HashingWriter(self.partial)
+            self.result = write(
+                _state(parameters, optimizer), storage_writer=writer, process_group=self.group
+            )
+        if not in_background:
+            self.finish()
+
+    def poll(self) -> None:
+        """Finish the checkpoint if it is written; do not wait for it."""
+        if self.writing_step is not None and self.result.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and give it its final name."""
+        if self.writing_step is None:
+            return
+        step = self.writing_step
+        # first: an error below must not make the next `begin` wait for this checkpoint again
+        self.writing_step = None
+        with self._delete_on_error():
+            if isinstance(self.result, Future):
+                self.result.result()
+            if self.is_writer:
+                # last of all files, since it has the hashes of the others
+                hashes = collect_hashes(self.partial)
+                sizes = {path.name: path.stat().st_size for path in self.partial.iterdir()}
+                progress = self.progress | {"files": sizes, "hashes": hashes}
+                progress[_OWN_HASH] = object_hash(progress)
+                (self.partial / _PROGRESS).write_text(json.dumps(progress) + "\n", "utf-8")
+                replace_folder(self.partial, self.partial.with_suffix(""))
+        self.saved_step = step
+        if self.is_writer:
+            self.when_written()
+
+    @contextmanager
+    def _delete_on_error(self) -> Iterator[None]:
+        """Within the context, an OSError deletes the incomplete checkpoint, which may free space on
+        a full disk."""
+        try:
+            with _plain_errors(self.partial):
+                yield
+        except OSError:
+            if self.is_writer:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """Return progress.json, `step` included.
+
+    Raises DamagedCheckpoint if it is invalid, or a file's size does not match.
+    """
+    # the file may be damaged in any way, so every field that is used later is checked
+    try:
+        progress = json.loads((folder / _PROGRESS).read_text("utf-8"))
+        if progress["step"] != checkpoint_step(folder):
+            raise ValueError(f"step {progress['step']!r}")
+        for name, types in (
+            ("samples", int),
+            ("elapsed", (int, float)),
+            ("identity", dict),
+            ("optimizer", dict),
+        ):
+            if not isinstance(progress[name], types):
+                raise ValueError(f"{name} {str(progress[name])[:40]!r}")
+        # checkpoints before November 2026 have none
+        own_hash = progress.pop(_OWN_HASH, None)
+        if own_hash is not None and own_hash != object_hash(progress):
+            raise ValueError(
+                f"{_PROGRESS} has changed since it was written: its hash is another one"
+            )
+        for name, size in progress["files"].items():
+            # the last part of a name alone: it must not lead out of the folder
+            actual_size = (folder / Path(name).name).stat().st_size
+            if actual_size != size:
+                raise ValueError(f"{name} has {actual_size:,} bytes, not {size:,}")
+        return progress
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(folder, error) from None
+
+
+def check_files(folder: Path, progress: dict[str, Any], hosts: HostGroup | None = None) -> None:
+    """Read all files once and compare their hashes.
+
+    Each process reads a part of them; all have the same result.
+
+    hosts: the processes; None: this one alone. Raises DamagedCheckpoint.
+    """
+    hashes = progress.get("hashes", {})
+    names = sorted(hashes)
+    rank = 0
+    processes = 1
+
+    # each process reads its part of the files
+    if hosts is not None and hosts.processes > 1:
+        rank = distributed.get_rank()
+        processes = hosts.processes
+
+    # all processes must raise, or none: the others would wait for a process that has raised
+    problem = ""
+    try:
+        check_hashes(folder, hashes, names[rank::processes])
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    problems = hosts.all_gather(problem) if hosts is not None else [problem]
+    for found in problems:
+        if found:
+            raise DamagedCheckpoint(folder, found)
+
+
+def read_parameters(folder: Path) -> dict[str, Tensor]:
+    """Read only the trained parameters, by name, onto the CPU.
+
+    Raises DamagedCheckpoint if they cannot be read.
+    """
+    check_files(folder, read_progress(folder))
+    reader = _Reader(folder)
+    state = {}
+    for key, entry in _index(reader).items():
+        if key.startswith(_PARAMETERS):
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    try:
+        with _plain_errors(folder):
+            dcp.load(state, storage_reader=reader)
+    except OSError as error:
+        raise DamagedCheckpoint(folder, error) from None
+    return {key.removeprefix(_PARAMETERS): value for key, value in state.items()}
+
+
+def _index(reader: "_Reader") -> dict[str, Any]:
+    """Return the metadata of each tensor from a checkpoint's index."""
+    try:
+        return reader.read_metadata().state_dict_metadata
+    except (
+        OSError,
+        EOFError,
+        pickle.UnpicklingError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        IndexError,
+        KeyError,
+    ) as error:
+        raise DamagedCheckpoint(Path(reader.path), error) from None
+
+
+def check_resumable(run: Path, identity: dict[str, Any]) -> None:
+    """Raise ValueError if `restore_newest` would refuse the newest readable checkpoint; nothing is
+    restored."""
+    for folder in reversed(checkpoints(run)):
+        try:
+            return _check_identity(folder, read_progress(folder), identity)
+        except DamagedCheckpoint:
+            continue
+
+
+def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
+    # split and data have messages that name a cause: their hashes would say nothing
+    if "split" in identity and progress.get("identity", {}).get("split") != identity["split"]:
+        reason = (
+            "with an older validation split, so it would now train on examples it was validated on"
+        )
+        remedy = "start another run, with this one's newest result as --checkpoint_dir"
+        raise ValueError(f"{folder} was saved {reason}; {remedy}")
+    other_run = "start another run with its newest result as --checkpoint_dir"
+
+    # the data
+    saved = progress.get("identity", {})
+    for entry, name in ((TRAINING_DATA, "training data"), (VALIDATION_DATA, "validation data")):
+        if entry in identity and saved.get(entry) != identity[entry]:
+            reason = f"other {name}: a data file, a data flag or the tokenizer has changed since"
+            raise ValueError(
+                f"{folder} was saved with {reason}; restore it to resume, or {other_run}"
+            )
+
+    # all other settings
+    changed = identity_changes(progress, identity)
+    if changed:
+        raise ValueError(
+            f"{folder} was saved with {'; '.join(changed)}; resume with the original settings, or "
+            f"{other_run}"
+        )
+
+
+def restore_newest(
+    run: Path,
+    identity: dict[str, Any],
+    parameters: dict[str, nn.Parameter],
+    optimizer: Optimizer,
+    hosts: HostGroup | None = None,
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Restore parameters and optimizer in place from the newest readable checkpoint, with all
+    processes.
+
+    Returns its progress.json (None if the run has no checkpoint), and the problems of newer
+    checkpoints. Raises ValueError if the checkpoint's identity differs from `identity`, or if all
+    checkpoints are damaged.
+    """
+    damaged: list[str] = []
+    for folder in reversed(checkpoints(run)):
+        try:
+            progress = read_progress(folder)
+            _check_identity(folder, progress, identity)
+            # reads all files, so it comes after the quick checks
+            check_files(folder, progress, hosts)
+            _restore(folder, progress, parameters, optimizer)
+            return progress, damaged
+        except DamagedCheckpoint as error:
+            damaged.append(str(error))
+    if damaged:
+        raise ValueError(
+            f"{'; '.join(damaged)}: no checkpoint can be resumed; --overwrite starts again from "
+            "step 0"
+        )
+    return None, []
+
+
+def identity_changes(progress: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    """Return the entries of `identity` that differ from the saved ones, each with its saved and its
+    current value."""
+    saved = progress.get("identity", {})
+    changed = {}
+    for name in identity:
+        if saved.get(name) != identity[name]:
+            changed[name] = (saved.get(name), identity[name])
+    return [
+        f"{name} {str(before)[:40]}, now {str(now)[:40]}" for name, (before, now) in changed.items()
+    ]
+
+
+def _restore(
+    folder: Path,
+    progress: dict[str, Any],
+    parameters: dict[str, nn.Parameter],
+    optimizer: Optimizer,
+) -> None:
+    """Restore in place.
+
+    Raises ValueError if the run had other parameters, DamagedCheckpoint if it cannot be read.
+    """
+    reader = _Reader(folder)
+    index = _index(reader)
+    saved_shapes = {
+        k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in index.items()
+    }
+
+    # DCP fills tensors in place, so the optimizer's state must exist before
+    _init_state(optimizer)
+    with averaged_weights(optimizer):
+        state = _state(parameters, optimizer)
+        shapes = {key: tuple(value.shape) for key, value in state.items()}
+        # before anything is overwritten
+        if shapes != saved_shapes:
+            changed = sorted(
+                key
+                for key in shapes.keys() | saved_shapes.keys()
+                if shapes.get(key) != saved_shapes.get(key)
+            )
+            raise ValueError(
+                f"{folder} was saved by a run with other trained parameters ({changed[0]}: "
+                f"{saved_shapes.get(changed[0])} saved, {shapes.get(changed[0])} now); resume with "
+                "the run's original flags"
+            )
+
+        # the tensors, and then the numbers beside them
+        try:
+            with _plain_errors(folder):
+                dcp.load(state, storage_reader=reader)
+        except OSError as error:
+            raise DamagedCheckpoint(folder, error) from None
+        try:
+            _set_scalars(progress["optimizer"], parameters, optimizer)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint(folder, error) from None
+
+
+def prune(run: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and the remains of interrupted saves."""
+    _delete(run, checkpoints(run)[:-keep])
+
+
+def delete_after(run: Path, step: int) -> None:
+    """Delete the checkpoints after `step`; they are damaged, otherwise the run would continue from
+    them."""
+    _delete(run, [folder for folder in checkpoints(run) if checkpoint_step(folder) > step])
+
+
+def _delete(run: Path, folders: list[Path]) -> None:
+    # an incomplete checkpoint must not have a final name
+    for folder in folders:
+        folder.rename(folder.with_name(folder.name + ".partial"))
+    for folder in (run / "checkpoints").glob("*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, with a restricted unpickler for the index, since a run folder may come from an
+    untrusted source."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the index of the folder.
+
+        Raises UnpicklingError if it names a class that does not belong in an index.
+        """
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _METADATA_CLASSES:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which does not belong in a checkpoint's index"
+            )
+        return super().find_class(module, name)
+
+
+@contextmanager
+def _plain_errors(folder: Path) -> Iterator[None]:
+    """Within the context, replace DCP's exception by an OSError or KeyboardInterrupt with the
+    original cause."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        # a Ctrl-C in any process is not an error of the disk
+        for cause in causes:
+            interrupt = _interrupt_before(cause)
+            if interrupt is not None:
+                raise KeyboardInterrupt(*interrupt.args) from None
+        raise OSError(0, str(causes[0]).split("\n")[0], str(folder)) from None
+
+
+def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the Ctrl-C that led to an error: torch's file writer raises one of its own when it is
+    closed too early."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _init_state(optimizer: Optimizer) -> None:
+    """Create a new optimizer's state tensors by a step with zero gradients and learning rate, which
+    changes no weight."""
+    # weight decay is multiplied by the learning rate, so a rate of zero changes nothing
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if not isinstance(group["lr"], Tensor):
+            group["lr"] = 0.0
+        else:
+            group["lr"] = torch.zeros_like(group["lr"])
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the tensors of parameters and optimizer under flat names; loading fills them in
+    place."""
+    state = {f"{_PARAMETERS}{name}": parameter.detach() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        for kind, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor):
+                state[f"optimizer.{name}.{kind}"] = value
+    return state
+
+
+def _scalars(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the Python numbers in the optimizer's groups and in each parameter's state (step
+    counts, weight sums)."""
+    return {
+        "groups": [_only_numbers(group) for group in optimizer.param_groups],
+        "parameters": {
+            name: _only_numbers(optimizer.state[parameter])
+            for name, parameter in parameters.items()
+        },
+    }
+
+
+def _only_numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _set_scalars(
+    saved: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer
+) -> None:
+    """Restore the numbers that `_scalars` returned."""
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({name: values[name] for name in _only_numbers(group)})
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter]
+        numbers = {kind: saved["parameters"][name][kind] for kind in _only_numbers(state)}
+        state.update(numbers)
+        # frozen parameters have no inner optimizer
+        if isinstance(optimizer, StochasticRounding) and parameter in optimizer.inner:
+            # for a sharded parameter, `state` is a copy
+            # that shares the tensors, but not the numbers
+            for inner_state in optimizer.inner[parameter].state.values():
+                inner_state.update(
+                    {kind: value for kind, value in numbers.items() if kind in inner_state}
+                )
