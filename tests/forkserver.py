@@ -174,17 +174,19 @@ def preload() -> None:
     import lightning_fabric.strategies  # noqa: F401
 
     del sys.modules["torchmetrics"]
-    import litft.evaluation.run_eval
-    import litft.export.convert
-    import litft.inference.generate
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
     import litft.cli
+    import litft.commands.chat
+    import litft.commands.convert_hf_checkpoint
+    import litft.commands.convert_to_hf
     import litft.commands.finetune
+    import litft.commands.generate
+    import litft.commands.merge_lora
+    import litft.commands.run_eval
     import litft.families
-    import litft.inference.chat
     from litft.args.parser import parser_of
     from litft.families import families
     from litft.model.quantization import bitsandbytes

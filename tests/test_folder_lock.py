@@ -32,7 +32,7 @@ with locked_folder(Path(sys.argv[1])):
 """
 FILL = """
 import sys, time
-from litft.export.convert import write_folder
+from litft.export.model_folder import write_folder
 
 def fill(partial):
     (partial / "model.safetensors").write_bytes(b"half")

@@ -1,48 +1,34 @@
-"""The supported model families, one file each; every file in this folder is imported and
-registered.
+"""The supported model families, one file each.
 
-A family file defines:
-
-- `MODEL_TYPES`: values of `model_type` in config.json.
-- `config(hf) -> Config`: read the content `hf` of config.json. Missing fields have transformers'
-defaults.
-- `rules(config) -> list[Rule]`: map litft's tensors to the checkpoint's and back (see
-checkpoints/rules.py).
-- optional `text_config(hf)`: return the language model's part of a multimodal config.json.
-- optional `WRAPPER`: the names of the language model's modules in the family's multimodal class in
-transformers.
-- optional `peft_rules(config)`: rules for modules that PEFT names differently from the checkpoint,
-such as stacked experts.
-- optional, for GGUF: `GGUF`, which maps a model_type to llama.cpp's architecture and transformers'
-  class, `gguf_rules(config)`, and `gguf_config(hf)`, which adds fields of config.json that are not
-  in GGUF metadata. For metadata of this family alone, `GGUF_FIELDS` maps its keys to fields of
-  config.json, and `gguf_metadata(config)` returns its values. `GGUF_TENSORS` maps fields of
-  config.json to the tensors of a block that are there if the field is true.
-  `gguf_architecture(config)` returns the architecture if it depends on more than the model_type.
-
-The helper functions in llama.py cover most of this. A new field of config.json is declared in
-model/config_fields.py: a family sees no other fields. tutorials/add_a_family.md has an example.
+Every file in this folder is imported, and its `FAMILY` registered; tutorials/add_a_family.md has an
+example.
 """
 
 import pkgutil
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
+from litft.families.family import Family
 from litft.model.config import Config, DeltaNetConfig, Mamba2Config
 from litft.model.config_fields import declared_fields, undeclared_fields
 from litft.model.rope_config import scaled_context
 
 
 @cache
-def families() -> dict[str, ModuleType]:
-    """Return the family module of each supported model_type."""
-    modules = [import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    return {model_type: module for module in modules for model_type in module.MODEL_TYPES}
+def families() -> dict[str, Family]:
+    """Return the family of each supported model_type."""
+    by_model_type = {}
+    for info in pkgutil.iter_modules(__path__):
+        # family.py itself has none
+        found = getattr(import_module(f"{__name__}.{info.name}"), "FAMILY", None)
+        if found is not None:
+            for model_type in found.model_types:
+                by_model_type[model_type] = found
+    return by_model_type
 
 
 _ENCODER_DECODER = "an encoder and a decoder, and litft trains decoders"
@@ -89,8 +75,8 @@ UNSUPPORTED = {
 }
 
 
-def family(model_type: str) -> ModuleType:
-    """Return the module of a model_type; raise ValueError listing the supported ones if it is not
+def family(model_type: str) -> Family:
+    """Return the family of a model_type; raise ValueError listing the supported ones if it is not
     among them."""
     if model_type not in families():
         reason = UNSUPPORTED.get(model_type)
@@ -109,15 +95,15 @@ def family(model_type: str) -> ModuleType:
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's config.json if `hf` is a multimodal model's, otherwise `hf`."""
     # as text: in a damaged file it may be a list, which cannot be looked up
-    module = families().get(str(hf.get("model_type")))
-    if not hasattr(module, "text_config"):
+    found = families().get(str(hf.get("model_type")))
+    if found is None or found.text_config is None:
         return hf
     if not isinstance(hf.get("text_config", {}), dict):
         raise ValueError(
             f"config.json: text_config must be an object, found {hf['text_config']!r:.200}"
         )
     try:
-        return module.text_config(hf)
+        return found.text_config(hf)
     except KeyError as missing:
         raise ValueError(f"config.json lacks the field {missing}; is the file complete?") from None
 
@@ -125,15 +111,12 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for modules that PEFT names differently from the checkpoint, such as stacked
     experts."""
-    module = family(config.model_type)
-    if hasattr(module, "peft_rules"):
-        return module.peft_rules(config)
-    return []
+    return family(config.model_type).peft_rules(config)
 
 
 def wrapper_names(config: Config) -> ModuleNames:
     """Return the names of the language model's modules in the multimodal class of a family."""
-    return getattr(family(config.model_type), "WRAPPER", ModuleNames("model.language_model."))
+    return family(config.model_type).wrapper
 
 
 def read_config(hf: dict[str, Any]) -> Config:
@@ -141,9 +124,9 @@ def read_config(hf: dict[str, Any]) -> Config:
     unsupported fields."""
     try:
         # first: fields of an unknown family may have other meanings
-        module = family(str(hf["model_type"]))
+        found = family(str(hf["model_type"]))
         hf = _with_one_rope(declared_fields(hf))
-        config = module.config(hf)
+        config = found.config(hf)
         _check_convolutions(hf, config)
     except KeyError as missing:
         raise ValueError(
@@ -228,96 +211,3 @@ def as_family(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
 def unread_fields(hf: dict[str, Any]) -> list[str]:
     """Return the fields of config.json that no family reads."""
     return [name for name in undeclared_fields(hf) if name not in _NOT_THE_NETWORK]
-
-
-def gguf_architectures() -> dict[str, str]:
-    """Return llama.cpp's architecture of each model_type with GGUF support."""
-    return {
-        model_type: names[0]
-        for module in families().values()
-        for model_type, names in getattr(module, "GGUF", {}).items()
-    }
-
-
-def gguf_architecture(config: Config) -> str:
-    """Return llama.cpp's architecture of a model; raise ValueError without GGUF support."""
-    if config.model_type not in (supported := gguf_architectures()):
-        reason = f"GGUF files of {config.model_type!r} are not supported"
-        remedy = "keep the Hugging Face folder; tutorials/export.md gives reasons"
-        raise ValueError(f"{reason}; supported: {', '.join(sorted(supported))}; {remedy}")
-    module = family(config.model_type)
-    if hasattr(module, "gguf_architecture"):
-        return module.gguf_architecture(config)
-    return supported[config.model_type]
-
-
-def gguf_rules(config: Config, extra_layers: int = 0) -> list[Rule]:
-    """Return the rules for llama.cpp's names of a family's weights; raise ValueError without GGUF
-    support.
-
-    extra_layers: the file's layers for multi-token prediction, which are ignored.
-    """
-    gguf_architecture(config)
-    extra = families()["llama"].drop_mtp(config, "blk.", extra_layers)
-    return [*extra, *family(config.model_type).gguf_rules(config)]
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the GGUF metadata that only this family has, by key."""
-    module = family(config.model_type)
-    if hasattr(module, "gguf_metadata"):
-        return module.gguf_metadata(config)
-    return {}
-
-
-def gguf_fields(architecture: str) -> dict[str, str]:
-    """Return the fields of config.json for GGUF metadata that only families of this architecture
-    have."""
-    return _of_architecture(architecture, "GGUF_FIELDS")
-
-
-def gguf_tensors(architecture: str) -> dict[str, str]:
-    """Return the fields of config.json that are true if a block has a tensor, and the tensor's name
-    in the block."""
-    return _of_architecture(architecture, "GGUF_TENSORS")
-
-
-def _of_architecture(architecture: str, table: str) -> dict[str, str]:
-    """Return the union of a table of all families with this GGUF architecture."""
-    modules = set()
-    for model_type, name in gguf_architectures().items():
-        if name == architecture:
-            modules.add(family(model_type))
-    return {key: value for module in modules for key, value in getattr(module, table, {}).items()}
-
-
-def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a GGUF file with this architecture; hf: the fields that its
-    metadata specifies."""
-    model_types = [
-        model_type for model_type, name in gguf_architectures().items() if name == architecture
-    ]
-    if not model_types:
-        supported = ", ".join(sorted(set(gguf_architectures().values())))
-        raise ValueError(
-            f"the GGUF architecture {architecture!r} is not supported; supported: {supported}"
-        )
-    # several model types may share an architecture: take the one of this name, else the first; the
-    # family tells them apart by the metadata
-    if architecture in model_types:
-        model_type = architecture
-    else:
-        model_type = model_types[0]
-    module = family(model_type)
-    hf = {"model_type": model_type, "architectures": [module.GGUF[model_type][1]], **hf}
-    try:
-        if hasattr(module, "gguf_config"):
-            return module.gguf_config(hf)
-        return hf
-    except KeyError as missing:
-        # the metadata has llama.cpp's name of the field
-        fields = {field: key for key, field in gguf_fields(architecture).items()}
-        key = fields.get(missing.args[0], missing.args[0])
-        raise ValueError(
-            f"{architecture}.{key}: missing from the metadata; download the file again"
-        ) from None

@@ -6,9 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config
-
-MODEL_TYPES = ("apertus",)
 
 # transformers' names first; some files have Llama's
 NORMS = {"attention_norm": "{attention_layernorm|input_layernorm}"}
@@ -36,3 +35,10 @@ def rules(config: Config) -> list[Rule]:
         for n in scalars
     ]
     return [*llama.rules(config, norms=NORMS), *activation]
+
+
+FAMILY = Family(
+    model_types=("apertus",),
+    config=config,
+    rules=rules,
+)

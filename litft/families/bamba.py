@@ -5,21 +5,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rename, Reshape, Rule, Split, Squeeze
+from litft.checkpoints.rules import Rename, Rule, Split, Squeeze
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config, Mamba2Config, NormConfig
-
-MODEL_TYPES = ("bamba", "falcon_h1", "mamba2")
-
-GGUF_MAMBA = {  # metadata of the mixers of hybrids
-    "ssm.conv_kernel": "mamba_d_conv",
-    "ssm.state_size": "mamba_d_state",
-    "ssm.group_count": "mamba_n_groups",
-    "ssm.time_step_rank": "mamba_n_heads",
-    "ssm.inner_size": "mamba_width",
-    "attention.head_count_kv": "num_key_value_heads",
-    "rope.scaling.finetuned": "has_rope",
-}
 
 # litft's module names -> the files'; the MLP has its own, unlike attention
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
@@ -169,7 +158,7 @@ def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
     if mamba is None:
         return []
     return [
-        *(_fused_projection(mamba, f"{hf_prefix}in_proj", leaf) for leaf in ("weight", "bias")),
+        *(fused_projection(mamba, f"{hf_prefix}in_proj", leaf) for leaf in ("weight", "bias")),
         *llama.rename_modules({"out_proj": "out_proj", "norm": "norm"}, hf_prefix, prefix),
         # a depthwise convolution has a single input channel
         Squeeze(f"{hf_prefix}conv1d.weight", f"{prefix}conv.weight", (1,)),
@@ -180,7 +169,7 @@ def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
     ]
 
 
-def _fused_projection(mamba: Mamba2Config, stored: str, leaf: str) -> Split:
+def fused_projection(mamba: Mamba2Config, stored: str, leaf: str) -> Split:
     """Return the rule for the projection to gate, convolution and step sizes, which files store as
     one."""
     # the convolution runs over the values, and the inputs and outputs of the state of each group
@@ -212,51 +201,14 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
-def gguf_mamba_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names of Mamba-2 mixers, none without mixers."""
-    mamba = mixer_of(config)
-    prefix = "blocks.{}.mixer."
-    if mamba is None:
-        return []
-    if mamba.bias or mamba.out_bias:
-        raise ValueError(
-            "llama.cpp reads Mamba-2 layers without biases of their projections; keep the Hugging "
-            "Face folder"
-        )
-    return [
-        _fused_projection(mamba, "blk.{}.ssm_in", "weight"),
-        *llama.rename_modules({"conv": "ssm_conv1d", "out_proj": "ssm_out"}, "blk.{}.", prefix),
-        Rename("blk.{}.ssm_dt.bias", f"{prefix}step_bias"),
-        # llama.cpp stores the decay itself, -exp(A_log), with one row for each head
-        Reshape("blk.{}.ssm_a", f"{prefix}log_rate", (-1, 1), (-1,), decay=True),
-        Reshape("blk.{}.ssm_d", f"{prefix}skip", (-1, 1), (-1,)),
-        Reshape("blk.{}.ssm_norm.weight", f"{prefix}norm.weight", (mamba.n_groups, -1), (-1,)),
-    ]
-
-
-def gguf_mamba(config: Config) -> dict[str, Any]:
-    """Return the sizes of Mamba-2 mixers, if there are any, and which layers have them.
-
-    Raise ValueError where llama.cpp has another width.
-    """
-    mamba = mixer_of(config)
-    if mamba is None:
-        return {}
-    width = mamba.n_heads * mamba.head_dim
-    if width != 2 * config.dim:
-        raise ValueError(
-            f"llama.cpp reads Mamba-2 layers only if they are {2 * config.dim} wide; keep the "
-            "Hugging Face folder"
-        )
-    # 0 key heads: the layer has no attention, but a mixer
-    heads = [config.n_kv_heads if layer.attention else 0 for layer in config.layers]
-    has_rope = any(layer.rope for layer in config.layers)
-    # in the order of GGUF_MAMBA
-    sizes = mamba.conv_width, mamba.state_dim, mamba.n_groups, mamba.n_heads, width
-    return dict(zip(GGUF_MAMBA, (*sizes, heads, has_rope), strict=True))
-
-
 def mixer_of(config: Config) -> Mamba2Config | None:
     """Return the Mamba-2 mixer that all such layers share, or None; Granite 4 Micro has attention
     only."""
     return next((layer.mixer for layer in config.layers if layer.mixer), None)
+
+
+FAMILY = Family(
+    model_types=("bamba", "falcon_h1", "mamba2"),
+    config=config,
+    rules=rules,
+)

@@ -5,11 +5,10 @@ from typing import Any
 
 from litft.checkpoints.rules import Rule, Split
 from litft.families import llama
+from litft.families.family import Family
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
 from litft.model.positions import alibi_slopes
-
-MODEL_TYPES = ("bloom", "mpt")
 
 # litft's module names -> the files', within a layer
 NAMES = {
@@ -116,3 +115,10 @@ def rules(config: Config) -> list[Rule]:
         *llama.rename_modules(NAMES[config.model_type], layers),
         *fused,
     ]
+
+
+FAMILY = Family(
+    model_types=("bloom", "mpt"),
+    config=config,
+    rules=rules,
+)

@@ -4,10 +4,9 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rule, Split
 from litft.families import gptj
+from litft.families.family import Family
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config
-
-MODEL_TYPES = ("codegen",)
 
 # the rows of q, v and k alternate in four parts, one
 # for each of the TPU cores that it was trained on
@@ -26,3 +25,10 @@ def rules(config: Config) -> list[Rule]:
         "transformer.h.{}.attn.qkv_proj.weight", (q, v, k), (config.dim // GROUPS,) * 3, GROUPS
     )
     return [fused, *gptj.rules(config), Drop("transformer.h.{}.attn.causal_mask")]
+
+
+FAMILY = Family(
+    model_types=("codegen",),
+    config=config,
+    rules=rules,
+)

@@ -5,12 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from litft.families import llama
+from litft.families.family import Family
 from litft.families.llama import rules
 from litft.model.config import Config
-
-__all__ = ["MODEL_TYPES", "config", "rules"]
-
-MODEL_TYPES = ("cwm",)
 
 # CWM's RoPE if the file does not specify it
 ROPE = dict(
@@ -32,3 +29,10 @@ def config(hf: dict[str, Any]) -> Config:
     windows = llama.layer_windows(hf, lambda index: index % 4 != 0)
     layers = tuple(replace(base.layers[0], window=window) for window in windows)
     return replace(base, layers=layers, qkv_bias=False, o_bias=False)
+
+
+FAMILY = Family(
+    model_types=("cwm",),
+    config=config,
+    rules=rules,
+)

@@ -4,14 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from litft.families import llama
-from litft.families.llama import gguf_names as gguf_rules
+from litft.families.family import Family
 from litft.families.llama import rules
 from litft.model.config import Config
-
-__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_rules", "rules"]
-
-MODEL_TYPES = ("ernie4_5",)
-GGUF = {"ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -22,3 +17,10 @@ def config(hf: dict[str, Any]) -> Config:
     bias = bool(hf.get("use_bias"))
     base = llama.config({**defaults, "max_position_embeddings": 131072, **hf}, rope_theta=500000.0)
     return replace(base, rope_interleaved=True, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+
+
+FAMILY = Family(
+    model_types=("ernie4_5",),
+    config=config,
+    rules=rules,
+)

@@ -4,16 +4,10 @@ sliding window."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule
 from litft.families import llama
-from litft.families.olmo import gguf_rules as olmo_gguf_rules
+from litft.families.family import Family
 from litft.families.olmo import rules
 from litft.model.config import Config, LayerConfig
-
-__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_config", "gguf_rules", "rules"]
-
-MODEL_TYPES = ("exaone4",)
-GGUF = {"exaone4": ("exaone4", "Exaone4ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -46,20 +40,8 @@ def layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     )
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return OLMo's rules; raise ValueError for windows, which llama.cpp knows from the number of
-    layers."""
-    if any(layer.window for layer in config.layers):
-        raise ValueError(
-            "GGUF files of exaone4 with sliding windows are not supported; keep the Hugging Face "
-            "folder"
-        )
-    return olmo_gguf_rules(config)
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Add that all layers have full attention, unless the file states a window."""
-    full = {"sliding_window": None, "layer_types": ["full_attention"] * hf["num_hidden_layers"]}
-    if hf.get("sliding_window"):
-        return hf
-    return hf | full
+FAMILY = Family(
+    model_types=("exaone4",),
+    config=config,
+    rules=rules,
+)

@@ -5,10 +5,9 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rule, Split
 from litft.families import llama
+from litft.families.family import Family
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("falcon",)
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -73,3 +72,10 @@ def rules(config: Config) -> list[Rule]:
     drop = Drop(f"{layers}self_attention.rotary_emb.inv_freq")
     outer = llama.embedding_and_head(config, "transformer.", "word_embeddings", "ln_f")
     return [*outer, *llama.rename_modules(names, layers), *fused, drop]
+
+
+FAMILY = Family(
+    model_types=("falcon",),
+    config=config,
+    rules=rules,
+)

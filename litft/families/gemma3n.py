@@ -7,9 +7,9 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule
 from litft.families import gemma, gemma4, llama
+from litft.families.family import Family
 from litft.model.config import AltUpConfig, Config
 
-MODEL_TYPES = ("gemma3n_text", "gemma3n")
 DEFAULTS = dict(
     vocab_size=262400,
     hidden_size=2048,
@@ -124,3 +124,11 @@ def rules(config: Config) -> list[Rule]:
         Rename(f"{layers}altup.correct_output_scale", "blocks.{}.altup.output_scale"),
         *gemma4.rules(config),
     ]
+
+
+FAMILY = Family(
+    model_types=("gemma3n_text", "gemma3n"),
+    config=config,
+    rules=rules,
+    text_config=text_config,
+)

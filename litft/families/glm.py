@@ -4,14 +4,11 @@ before and after."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule, Split
+from litft.checkpoints.rules import Rule
 from litft.families import llama
+from litft.families.family import Family
 from litft.families.phi3 import gate_up_rules
 from litft.model.config import Config
-
-MODEL_TYPES = ("glm", "glm4")
-GGUF = {"glm4": ("glm4", "Glm4ForCausalLM")}
-GGUF_TENSORS = {"attention_bias": "attn_q.bias"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -39,13 +36,8 @@ def rules(config: Config) -> list[Rule]:
     return [*llama.embedding_and_head(config), *llama.rename_modules(names), *gate_up_rules(config)]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names, with gate and up fused."""
-    names = {
-        "attention_post_norm": "post_attention_norm",
-        "mlp_post_norm": "post_ffw_norm",
-        "mlp.down_proj": "ffn_down",
-    }
-    gate_up = tuple(f"blocks.{{}}.mlp.{name}_proj.weight" for name in ("gate", "up"))
-    fused = Split("blk.{}.ffn_up.weight", gate_up, (config.hidden_dim,) * 2)
-    return [fused, *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_NORMS | names)]
+FAMILY = Family(
+    model_types=("glm", "glm4"),
+    config=config,
+    rules=rules,
+)

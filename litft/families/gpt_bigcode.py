@@ -6,10 +6,9 @@ from typing import Any
 
 from litft.checkpoints.rules import Rule, Split
 from litft.families import gpt2, llama
+from litft.families.family import Family
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config
-
-MODEL_TYPES = ("gpt_bigcode",)
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -35,3 +34,10 @@ def rules(config: Config) -> list[Rule]:
         *llama.rename_modules(gpt2.LINEARS | gpt2.NORMS, gpt2.LAYERS),
         *fused,
     ]
+
+
+FAMILY = Family(
+    model_types=("gpt_bigcode",),
+    config=config,
+    rules=rules,
+)

@@ -6,9 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rule
 from litft.families import gpt2, llama
+from litft.families.family import Family
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("gpt_neo",)
 
 LAYERS = "transformer.h.{}."
 NAMES = {f"attention.{n}_proj": f"attn.attention.{n}_proj" for n in "qkv"} | {
@@ -66,3 +65,10 @@ def rules(config: Config) -> list[Rule]:
     positions = llama.rename_modules({"embed_positions": "transformer.wpe"}, "", "")
     outer = llama.embedding_and_head(config, "transformer.", "wte", "ln_f")
     return [*outer, *positions, *llama.rename_modules(NAMES, LAYERS), *masks]
+
+
+FAMILY = Family(
+    model_types=("gpt_neo",),
+    config=config,
+    rules=rules,
+)

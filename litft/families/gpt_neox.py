@@ -5,10 +5,9 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rule, Split
 from litft.families import llama
+from litft.families.family import Family
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("gpt_neox",)
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -62,3 +61,11 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rule for PEFT's name of the output head."""
     return llama.rename_modules({"lm_head": "{lm_head|embed_out}"}, "", "")
+
+
+FAMILY = Family(
+    model_types=("gpt_neox",),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

@@ -6,9 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rule
 from litft.families import gpt2, llama
+from litft.families.family import Family
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("gptj",)
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -50,3 +49,10 @@ def rules(config: Config) -> list[Rule]:
         *llama.rename_modules(names, layers),
         *buffers,
     ]
+
+
+FAMILY = Family(
+    model_types=("gptj",),
+    config=config,
+    rules=rules,
+)

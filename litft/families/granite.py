@@ -6,23 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule, Split
 from litft.families import llama, mixtral
+from litft.families.family import Family
 from litft.model.config import Config, ExpertsConfig
-
-MODEL_TYPES = ("granite", "hyperclovax", "granitemoe", "granitemoeshared")
-GGUF = {
-    "granite": ("granite", "GraniteForCausalLM"),
-    "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
-    "granitemoeshared": ("granitemoe", "GraniteMoeSharedForCausalLM"),
-}
-GGUF_FIELDS = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_shared_feed_forward_length": "shared_intermediate_size",
-}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -77,37 +62,6 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return [*mixtral.gguf_expert_rules(), *llama.gguf_rules(config)]
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the scales, and the sizes of the experts."""
-    scales = (
-        config.layers[0].attention_scale,
-        config.embed_scale,
-        config.residual_scale,
-        1 / config.logit_scale,
-    )
-    if config.layers[0].experts:
-        sizes = mixtral.gguf_sizes(config, GGUF_FIELDS)
-    else:
-        sizes = {}
-    # the scales are the first entries of the table
-    return dict(zip(GGUF_FIELDS, scales, strict=False)) | sizes
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json; a mixture with a shared expert has a class of its own."""
-    if hf["model_type"] == "granitemoe" and "shared_intermediate_size" in hf:
-        return hf | {
-            "model_type": "granitemoeshared",
-            "architectures": [GGUF["granitemoeshared"][1]],
-        }
-    return hf
-
-
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
     if not config.layers[0].experts:
@@ -115,3 +69,11 @@ def peft_rules(config: Config) -> list[Rule]:
     moe_prefix = "model.layers.{}.block_sparse_moe."
     router = Rename(moe_prefix + "router.weight", "blocks.{}.mlp.router.weight")
     return [router, *mixtral.fused_experts(config, moe_prefix + "experts.")]
+
+
+FAMILY = Family(
+    model_types=("granite", "hyperclovax", "granitemoe", "granitemoeshared"),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

@@ -6,11 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule, Split
 from litft.families import bamba, granite, llama
+from litft.families.family import Family
 from litft.model.config import Config
-
-MODEL_TYPES = ("granitemoehybrid",)
-GGUF = {"granitemoehybrid": ("granitehybrid", "GraniteMoeHybridForCausalLM")}
-GGUF_FIELDS = granite.GGUF_FIELDS | bamba.GGUF_MAMBA
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -51,38 +48,9 @@ def peft_rules(config: Config) -> list[Rule]:
     return granite.peft_rules(config)
 
 
-def gguf_architecture(config: Config) -> str:
-    """Return llama.cpp's architecture, which is that of Granite 3 for models without Mamba-2
-    layers."""
-    if bamba.mixer_of(config):
-        return GGUF["granitemoehybrid"][0]
-    return granite.GGUF["granitemoeshared" if config.layers[0].experts else "granite"][0]
-
-
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return [*bamba.gguf_mamba_rules(config), *granite.gguf_rules(config)]
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the scales, and the sizes of the experts and of the Mamba-2 layers."""
-    return granite.gguf_metadata(config) | bamba.gguf_mamba(config)
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the kinds of layers; without experts, the MLP is the shared
-    expert."""
-    # llama.cpp says by the number of key heads which layers have attention
-    heads = hf["num_key_value_heads"]
-    width = hf["mamba_width"]
-    hf |= {
-        "layer_types": ["attention" if count else "mamba" for count in heads],
-        "num_key_value_heads": max(heads),
-        "position_embedding_type": "rope" if hf.get("has_rope", True) else "nope",
-        "mamba_d_head": width // hf["mamba_n_heads"],
-        "mamba_expand": width // hf["hidden_size"],
-        "num_local_experts": hf.get("num_local_experts", 0),
-    }
-    if not hf["num_local_experts"]:
-        hf["shared_intermediate_size"] = hf["intermediate_size"]
-    return {name: value for name, value in hf.items() if name not in ("mamba_width", "has_rope")}
+FAMILY = Family(
+    model_types=("granitemoehybrid",),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

@@ -6,19 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule
 from litft.families import llama, mixtral
+from litft.families.family import Family
 from litft.model.config import Config, ExpertsConfig
-
-MODEL_TYPES = ("hunyuan_v1_dense", "hunyuan_v1_moe")
-GGUF = {
-    "hunyuan_v1_dense": ("hunyuan-dense", "HunYuanDenseV1ForCausalLM"),
-    "hunyuan_v1_moe": ("hunyuan-moe", "HunYuanMoEV1ForCausalLM"),
-}
-GGUF_FIELDS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "moe_topk",
-    "expert_feed_forward_length": "intermediate_size",
-    "expert_shared_feed_forward_length": "intermediate_size",
-}
 
 NORMS = {
     "attention.q_norm": "self_attn.query_layernorm",
@@ -93,13 +82,9 @@ def peft_rules(config: Config) -> list[Rule]:
     return mixtral.fused_experts(config, "model.layers.{}.mlp.experts.")
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return [*mixtral.gguf_expert_rules(), *llama.gguf_names(config)]
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts of the mixture."""
-    if config.model_type == "hunyuan_v1_dense":
-        return {}
-    return mixtral.gguf_sizes(config, GGUF_FIELDS)
+FAMILY = Family(
+    model_types=("hunyuan_v1_dense", "hunyuan_v1_moe"),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

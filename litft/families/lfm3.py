@@ -6,10 +6,9 @@ from typing import Any
 
 from litft.checkpoints.rules import Rule
 from litft.families import lfm2, llama
+from litft.families.family import Family
 from litft.model.config import Config, ShortConvConfig
 from litft.model.rope_config import RopeConfig
-
-MODEL_TYPES = ("lfm3",)
 
 DEFAULTS = dict(
     num_key_value_heads=4, head_dim=128, max_position_embeddings=128000, tie_word_embeddings=True
@@ -73,3 +72,11 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for transformers' name of the gate in memory."""
     return llama.rename_modules({"attention.gate_proj": "self_attn.g_proj"})
+
+
+FAMILY = Family(
+    model_types=("lfm3",),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

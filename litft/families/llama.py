@@ -4,13 +4,10 @@ families build on this file."""
 from collections.abc import Callable
 from typing import Any
 
-from litft.checkpoints.rules import Drop, Interleave, Rename, Rule
+from litft.checkpoints.rules import Drop, Rename, Rule
+from litft.families.family import Family
 from litft.model.config import Config, LayerConfig, NormConfig
 from litft.model.rope_config import RopeConfig
-
-MODEL_TYPES = ("llama",)
-GGUF = {"llama": ("llama", "LlamaForCausalLM")}
-GGUF_TENSORS = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_up.bias"}
 
 
 def config(
@@ -184,98 +181,6 @@ def rules(
     ]
 
 
-# litft's module names -> llama.cpp's, within a layer
-GGUF_ATTENTION = {f"attention.{n}_proj": f"attn_{n}" for n in "qkv"} | {
-    "attention.o_proj": "attn_output"
-}
-GGUF_QK_NORMS = {f"attention.{n}_norm": f"attn_{n}_norm" for n in "qk"}
-GGUF_MLP = {f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}
-GGUF_NORMS = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
-
-
-def gguf_names(
-    config: Config, layer: dict[str, str] = GGUF_ATTENTION | GGUF_QK_NORMS | GGUF_MLP | GGUF_NORMS
-) -> list[Rule]:
-    """Return the rules for llama.cpp's names; its rope tensors are dropped, because the metadata is
-    read instead."""
-    return [
-        *embedding_and_head(config, "", "token_embd", "output_norm", "output"),
-        *rename_modules(layer, "blk.{}."),
-        Drop("rope_{*}.weight"),
-    ]
-
-
-# GGUF's metadata -> the field of config.json that it decides
-GGUF_WINDOWS = {"attention.sliding_window_pattern": "layer_types"}
-
-
-def gguf_windows(config: Config) -> dict[str, Any]:
-    """Return the metadata that lists the layers with a sliding window; raise ValueError if there
-    are none."""
-    pattern = [layer.window is not None for layer in config.layers]
-    if not any(pattern):
-        raise ValueError(
-            f"llama.cpp's architecture for {config.model_type} needs windows; keep the Hugging "
-            "Face folder"
-        )
-    return {"attention.sliding_window_pattern": pattern}
-
-
-def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the names of the kinds of layers, if the metadata lists which have a
-    window."""
-    # from the metadata that GGUF_WINDOWS names
-    pattern = hf.get("layer_types")
-    if pattern is None:
-        return hf
-    # every so many layers, one has full attention
-    if isinstance(pattern, int):
-        pattern = [
-            pattern == 0 or n % pattern < pattern - 1 for n in range(hf["num_hidden_layers"])
-        ]
-    return hf | {
-        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    }
-
-
-def gguf_ropes(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` of config.json for both kinds of layers; only that of full attention
-    is scaled."""
-    # llama.cpp has one base for both kinds of layers here
-    local = {"rope_type": "default", "rope_theta": hf["rope_theta"]}
-    return {
-        "rope_parameters": {
-            "full_attention": local | hf.pop("rope_scaling", {}),
-            "sliding_attention": local,
-        }
-    }
-
-
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names.
-
-    It rotates neighbouring entries, so rows of q and k are in another order.
-    """
-    heads = {"q": config.n_heads, "k": config.n_kv_heads}
-    # queries and keys only: values are not rotated
-    interleaved = []
-    for n, count in heads.items():
-        for leaf in ("weight", "bias"):
-            interleaved.append(
-                Interleave(
-                    f"blk.{{}}.attn_{n}.{leaf}", f"blocks.{{}}.attention.{n}_proj.{leaf}", count
-                )
-            )
-    return [*interleaved, *gguf_names(config)]
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json; llama.cpp's architecture is the same for Llama and Mixtral."""
-    if hf["model_type"] == "llama" and hf.get("num_local_experts"):
-        return hf | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    return hf
-
-
 def drop_mtp(config: Config, prefix: str = "model.layers.", count: int = 3) -> list[Rule]:
     """Return rules that ignore the layers for multi-token prediction, which follow the last layer
     in published files.
@@ -309,3 +214,10 @@ def multimodal_rules(config: Config, norms: dict[str, str] = NORMS) -> list[Rule
         *rules(config, model, head, norms),
         Drop("{model.|}{vision_tower|multi_modal_projector}.{*}"),
     ]
+
+
+FAMILY = Family(
+    model_types=("llama",),
+    config=config,
+    rules=rules,
+)

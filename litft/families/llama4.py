@@ -6,22 +6,13 @@ from typing import Any
 
 from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Drop, Rename, Rule, Split
-from litft.families import llama, mixtral, smollm3
+from litft.families import llama, smollm3
+from litft.families.family import Family
 from litft.model.config import Chunk, Config, ExpertsConfig, NormConfig
 from litft.model.rope_config import RopeConfig
 
-MODEL_TYPES = ("llama4_text", "llama4")
-GGUF = {"llama4_text": ("llama4", "Llama4ForCausalLM")}
-GGUF_FIELDS = {
-    "feed_forward_length": "intermediate_size_mlp",
-    "interleave_moe_layer_step": "interleave_moe_layer_step",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "intermediate_size",
-}
 # text files, and multimodal ones
 MODEL = "{model.|language_model.model.}"
-WRAPPER = ModuleNames("language_model.model.", "language_model.lm_head")
 DEFAULTS = dict(
     num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5
 )
@@ -129,22 +120,10 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return [*mixtral.gguf_expert_rules(), *llama.gguf_names(config)]
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts, and how many layers apart they are."""
-    sizes = mixtral.gguf_sizes(config, GGUF_FIELDS)
-    return sizes | {
-        "interleave_moe_layer_step": next(
-            n for n, layer in enumerate(config.layers, 1) if layer.experts
-        )
-    }
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json; llama.cpp has the chunks of the published models, and knows Maverick by
-    its 128 experts."""
-    return hf | {"use_qk_norm": hf.get("num_local_experts") != 128}
+FAMILY = Family(
+    model_types=("llama4_text", "llama4"),
+    config=config,
+    rules=rules,
+    text_config=text_config,
+    wrapper=ModuleNames("language_model.model.", "language_model.lm_head"),
+)

@@ -5,21 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.rules import Rule
-from litft.families import deepseek, llama, mixtral, qwen2_moe
-from litft.families.qwen2_moe import gguf_rules, peft_rules
+from litft.families import deepseek, llama, qwen2_moe
+from litft.families.family import Family
+from litft.families.qwen2_moe import peft_rules
 from litft.model.config import Config, ExpertsConfig
 from litft.model.rope_config import RopeConfig
-
-__all__ = ["MODEL_TYPES", "config", "gguf_rules", "peft_rules", "rules"]
-
-MODEL_TYPES = ("mellum",)
-GGUF = {"mellum": ("mellum", "MellumForCausalLM")}
-GGUF_EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
-GGUF_FIELDS = GGUF_EXPERTS | llama.GGUF_WINDOWS
 
 DEFAULTS = dict(
     num_key_value_heads=4, head_dim=128, sliding_window=1024, max_position_embeddings=131072
@@ -61,19 +51,9 @@ def rules(config: Config) -> list[Rule]:
     return [*llama.drop_mtp(config), *qwen2_moe.rules(config)]
 
 
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts, and which layers have windows; raise ValueError for dense
-    layers."""
-    if not all(layer.experts for layer in config.layers):
-        raise ValueError(
-            "llama.cpp's architecture mellum has experts in every layer; keep the Hugging Face "
-            "folder"
-        )
-    return mixtral.gguf_sizes(config, GGUF_EXPERTS) | llama.gguf_windows(config)
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the rotation of each kind of layer: of one theta, scaled in full
-    attention only."""
-    ropes = llama.gguf_ropes(hf)
-    return llama.gguf_layer_types(hf) | ropes | {"norm_topk_prob": True}
+FAMILY = Family(
+    model_types=("mellum",),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

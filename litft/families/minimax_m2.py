@@ -6,17 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule
 from litft.families import deepseek, llama, mixtral
+from litft.families.family import Family
 from litft.model.config import Config
-
-MODEL_TYPES = ("minimax_m2",)
-GGUF = {"minimax_m2": ("minimax-m2", "MiniMaxM2ForCausalLM")}
-GGUF_FIELDS = {
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "intermediate_size",
-    "expert_gating_func": "scoring_func",
-    "rope.dimension_count": "rotary_dim",
-}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -64,18 +55,9 @@ def peft_rules(config: Config) -> list[Rule]:
     return mixtral.peft_rules(config)
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return [*deepseek.gguf_mixture_rules(), *llama.gguf_names(config)]
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts."""
-    return deepseek.gguf_experts(config, GGUF_FIELDS)
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the function of its router."""
-    return {name: value for name, value in hf.items() if name != "partial_rotary_factor"} | {
-        "scoring_func": "sigmoid"
-    }
+FAMILY = Family(
+    model_types=("minimax_m2",),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

@@ -1,16 +1,12 @@
 """Mixtral 8x7B and 8x22B: Mistral's attention over a mixture of experts (arXiv 2401.04088)."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule, Split, Stack
 from litft.families import llama, mistral
+from litft.families.family import Family
 from litft.model.config import Config, ExpertsConfig
-
-MODEL_TYPES = ("mixtral",)
-GGUF = {"mixtral": ("llama", "MixtralForCausalLM")}
-GGUF_FIELDS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -80,64 +76,17 @@ def fused_experts(
     ]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return [*gguf_expert_rules(), *llama.gguf_rules(config)]
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the number of experts."""
-    return gguf_sizes(config, GGUF_FIELDS)
-
-
-# llama.cpp's metadata of experts -> fields of ExpertsConfig
-SIZES = {
-    "expert_count": "count",
-    "expert_used_count": "top_k",
-    "expert_feed_forward_length": "hidden_dim",
-    "expert_shared_feed_forward_length": "shared_dim",
-}
-
-
-def gguf_sizes(config: Config, keys: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of the experts among these keys of metadata; no shared expert has no
-    size."""
-    experts = mixture_of(config)
-    sizes = {}
-    for key in keys:
-        if key in SIZES:
-            sizes[key] = getattr(experts, SIZES[key])
-    return {key: size for key, size in sizes.items() if size}
-
-
-def mixture_of(config: Config) -> ExpertsConfig:
-    """Return the experts that all sparse layers share; raise ValueError without them, which
-    llama.cpp requires."""
-    experts = next((layer.experts for layer in config.layers if layer.experts), None)
-    if experts is None:
-        reason = (
-            f"llama.cpp's architecture for {config.model_type} needs experts, but this model has "
-            "none"
-        )
-        raise ValueError(f"{reason}; keep the Hugging Face folder")
-    return experts
-
-
-def gguf_expert_rules() -> list[Rule]:
-    """Return the rules for llama.cpp's names of the router, the stacked experts and the shared
-    expert."""
-    names = {"mlp.router": "ffn_gate_inp"}
-    for part in ("gate", "up", "down"):
-        names |= {
-            f"mlp.experts.{part}_proj": f"ffn_{part}_exps",
-            f"mlp.shared.{part}_proj": f"ffn_{part}_shexp",
-        }
-    return llama.rename_modules(names, "blk.{}.")
-
-
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router, which are transformers' names in
     memory."""
     # transformers 5 stacks experts in memory, whatever the files have
     router = Rename("model.layers.{}.mlp.gate.weight", "blocks.{}.mlp.router.weight")
     return [router, *fused_experts(config, "model.layers.{}.mlp.experts.")]
+
+
+FAMILY = Family(
+    model_types=("mixtral",),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

@@ -6,9 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rule
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("nanochat",)
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -36,3 +35,10 @@ def rules(config: Config) -> list[Rule]:
         *llama.rename_modules({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}),
         *llama.rules(config),
     ]
+
+
+FAMILY = Family(
+    model_types=("nanochat",),
+    config=config,
+    rules=rules,
+)

@@ -4,20 +4,10 @@ and squared ReLU."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule, Shift
 from litft.families import llama
+from litft.families.family import Family
 from litft.families.llama import rules
 from litft.model.config import Config, NormConfig
-
-__all__ = ["GGUF", "GGUF_FIELDS", "MODEL_TYPES", "config", "gguf_rules", "rules"]
-
-MODEL_TYPES = ("nemotron", "arcee", "jais2")
-GGUF = {
-    "nemotron": ("nemotron", "NemotronForCausalLM"),
-    "arcee": ("arcee", "ArceeForCausalLM"),
-    "jais2": ("jais2", "Jais2ForCausalLM"),
-}
-GGUF_FIELDS = {"attention.layer_norm_epsilon": "norm_eps"}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron": dict(max_position_embeddings=4096),
@@ -41,21 +31,8 @@ def config(hf: dict[str, Any]) -> Config:
     return replace(base, gated=False, norm=norms[model_type])
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp, which stores Nemotron's norm weights plus 1."""
-    if config.model_type == "arcee":
-        return llama.gguf_rules(config)
-    if config.model_type == "jais2":
-        return llama.gguf_names(config)
-    norms = [
-        Shift(f"blk.{{}}.{stored}.weight", f"blocks.{{}}.{name}.weight", 1.0)
-        for name, stored in llama.GGUF_NORMS.items()
-    ]
-    return [*norms, Shift("output_norm.weight", "norm.weight", 1.0), *llama.gguf_names(config)]
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json, in which Jais 2 has another name for a field."""
-    if hf["model_type"] == "jais2":
-        return hf | {"layer_norm_eps": hf.pop("norm_eps")}
-    return hf
+FAMILY = Family(
+    model_types=("nemotron", "arcee", "jais2"),
+    config=config,
+    rules=rules,
+)

@@ -7,9 +7,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rename, Rule
 from litft.families import bamba, deepseek, llama, mixtral
+from litft.families.family import Family
 from litft.model.config import Config, Mamba2Config
-
-MODEL_TYPES = ("nemotron_h",)
 
 # the kinds of blocks in older files, one character each
 KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -145,3 +144,11 @@ def peft_rules(config: Config) -> list[Rule]:
     ]
     has_experts = any(layer.experts for layer in config.layers)
     return [*(stacks if has_experts else []), *rules(config, "model.")]
+
+
+FAMILY = Family(
+    model_types=("nemotron_h",),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

@@ -6,9 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule, Squeeze
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config, DeltaNetConfig
-
-MODEL_TYPES = ("olmo_hybrid",)
 
 # litft's names of a delta net's modules -> the files'
 MIXER = {
@@ -76,3 +75,10 @@ def rules(config: Config) -> list[Rule]:
         *llama.rename_modules(norms, linear),
         *llama.rules(config, norms=post_norms),
     ]
+
+
+FAMILY = Family(
+    model_types=("olmo_hybrid",),
+    config=config,
+    rules=rules,
+)

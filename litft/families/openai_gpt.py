@@ -5,10 +5,9 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rename, Rule, Split
 from litft.families import gpt2, llama
+from litft.families.family import Family
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("openai-gpt",)
 
 LAYERS = "transformer.h.{}."
 NORMS = {"attention_post_norm": "ln_1", "mlp_post_norm": "ln_2"}
@@ -58,3 +57,10 @@ def rules(config: Config) -> list[Rule]:
         Split(f"{LAYERS}attn.c_attn.bias", qkv_names("bias"), sizes),
         *(Drop(name) for name in (f"{LAYERS}attn.bias", "transformer.position_ids")),
     ]
+
+
+FAMILY = Family(
+    model_types=("openai-gpt",),
+    config=config,
+    rules=rules,
+)

@@ -7,9 +7,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rule
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("opt", "biogpt", "xglm")
 
 # the same names mean norms before attention and MLP, or after the sums
 NORMS = {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
@@ -95,3 +94,10 @@ def rules(config: Config) -> list[Rule]:
         # XGLM's table of sines, which is computed
         Drop(f"{model}embed_positions.weights"),
     ]
+
+
+FAMILY = Family(
+    model_types=("opt", "biogpt", "xglm"),
+    config=config,
+    rules=rules,
+)

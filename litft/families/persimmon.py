@@ -6,10 +6,9 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rule, Split
 from litft.families import llama
+from litft.families.family import Family
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("persimmon",)
 
 # litft's module names -> the files', within a layer
 NAMES = {
@@ -57,3 +56,10 @@ def rules(config: Config) -> list[Rule]:
         # frequencies, which old files have
         Drop(f"{layers}self_attn.rotary_emb.inv_freq"),
     ]
+
+
+FAMILY = Family(
+    model_types=("persimmon",),
+    config=config,
+    rules=rules,
+)

@@ -6,11 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rule
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("phi",)
-GGUF = {"phi": ("phi2", "PhiForCausalLM")}
-GGUF_FIELDS = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -45,8 +42,8 @@ def rules(config: Config) -> list[Rule]:
     return [*llama.embedding_and_head(config, norm="final_layernorm"), *llama.rename_modules(names)]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return llama.gguf_names(
-        config, llama.GGUF_ATTENTION | llama.GGUF_MLP | {"attention_norm": "attn_norm"}
-    )
+FAMILY = Family(
+    model_types=("phi",),
+    config=config,
+    rules=rules,
+)

@@ -6,10 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rule, Split
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config
-
-MODEL_TYPES = ("phi3",)
-GGUF = {"phi3": ("phi3", "Phi3ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -44,18 +42,6 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp, which fuses q/k/v and gate/up too."""
-    q = config.n_heads * config.head_dim
-    kv = config.n_kv_heads * config.head_dim
-    names = {"attention.o_proj": "attn_output", "mlp.down_proj": "ffn_down"}
-    return [
-        *llama.gguf_names(config, names | llama.GGUF_NORMS),
-        Split("blk.{}.attn_qkv.weight", qkv_names("weight"), (q, kv, kv)),
-        *gate_up_rules(config, "blk.{}.ffn_up.weight"),
-    ]
-
-
 def qkv_names(leaf: str) -> tuple[str, str, str]:
     """Return the litft names of the tensors in a fused q/k/v Linear; leaf: weight or bias."""
     return tuple(f"blocks.{{}}.attention.{n}_proj.{leaf}" for n in "qkv")
@@ -67,3 +53,10 @@ def gate_up_rules(
     """Return the rule for an MLP Linear in which up follows gate."""
     names = tuple(f"blocks.{{}}.mlp.{n}_proj.weight" for n in ("gate", "up"))
     return [Split(hf_name, names, (config.hidden_dim,) * 2)]
+
+
+FAMILY = Family(
+    model_types=("phi3",),
+    config=config,
+    rules=rules,
+)

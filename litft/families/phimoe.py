@@ -5,9 +5,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule
 from litft.families import llama, mixtral
+from litft.families.family import Family
 from litft.model.config import Config, ExpertsConfig, NormConfig
-
-MODEL_TYPES = ("phimoe",)
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -56,3 +55,11 @@ def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
     router = Rename("model.layers.{}.mlp.router.weight", "blocks.{}.mlp.router.weight")
     return [router, *mixtral.fused_experts(config, "model.layers.{}.mlp.experts.")]
+
+
+FAMILY = Family(
+    model_types=("phimoe",),
+    config=config,
+    rules=rules,
+    peft_rules=peft_rules,
+)

@@ -5,14 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from litft.families import llama
-from litft.families.llama import gguf_names as gguf_rules
+from litft.families.family import Family
 from litft.families.llama import rules
 from litft.model.config import Config
-
-__all__ = ["MODEL_TYPES", "config", "gguf_rules", "rules"]
-
-MODEL_TYPES = ("qwen2", "qwen3")
-GGUF = {"qwen2": ("qwen2", "Qwen2ForCausalLM"), "qwen3": ("qwen3", "Qwen3ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -31,3 +26,10 @@ def config(hf: dict[str, Any]) -> Config:
     if hf["model_type"] == "qwen2":
         return replace(base, layers=layers, qkv_bias=True, o_bias=False)
     return replace(base, layers=layers, qk_norm=base.norm)
+
+
+FAMILY = Family(
+    model_types=("qwen2", "qwen3"),
+    config=config,
+    rules=rules,
+)

@@ -4,39 +4,12 @@ norms store weight - 1."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Drop, Rename, Rule, Shift, Split, Tile
+from litft.checkpoints.rules import Drop, Rename, Rule, Split
 from litft.families import llama, qwen2_moe
+from litft.families.family import Family
 from litft.families.qwen2_moe import peft_rules
 from litft.model.config import Config, DeltaNetConfig
 
-__all__ = [
-    "MODEL_TYPES",
-    "config",
-    "gguf_config",
-    "gguf_metadata",
-    "gguf_rules",
-    "peft_rules",
-    "rules",
-    "text_config",
-]
-
-MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
-
-GGUF = {
-    "qwen3_next": ("qwen3next", "Qwen3NextForCausalLM"),
-    "qwen3_5_text": ("qwen35", "Qwen3_5ForCausalLM"),
-    "qwen3_5_moe_text": ("qwen35moe", "Qwen3_5MoeForCausalLM"),
-}
-GGUF_MIXERS = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
-    "ssm.inner_size": "linear_value_width",
-    "attention.recurrent_layers": "layer_types",
-    "rope.dimension_sections": "mrope_section",
-}
-GGUF_FIELDS = GGUF_MIXERS | qwen2_moe.GGUF_FIELDS
 # multimodal model types -> the class of their language model
 TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -96,7 +69,7 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules; queries and gates alternate by head, Qwen3-Next fuses the projections by
     key head."""
-    delta = _delta(config)
+    delta = delta_of(config)
     prefix = "blocks.{}.mixer."
     # value heads that share a key head
     values = delta.n_heads // delta.n_key_heads
@@ -140,103 +113,7 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names; it stores norm weights plus 1, and Qwen3.5's value
-    heads in another order."""
-    delta = _delta(config)
-    prefix = "blocks.{}.mixer."
-    if config.model_type == "qwen3_next":
-        # one value head for each key head: tiling then
-        # changes nothing, and Qwen3-Next keeps its order
-        key_heads = delta.n_heads
-    else:
-        key_heads = delta.n_key_heads
-    key_width = delta.n_key_heads * delta.key_dim
-    heads = delta.n_heads
-    values = delta.n_heads * delta.value_dim
-    q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
-    fused = {
-        leaf: tuple(f"{prefix}{n}_{leaf}.weight" for n in ("query", "key", "value"))
-        for leaf in ("proj", "conv")
-    }
-
-    def tile(gguf_name: str, name: str | tuple[str, ...], *sizes: int, **settings: bool) -> Tile:
-        # the number of rows shows which tensors have one number for each head
-        head_dim = 1 if sizes == (heads,) else delta.value_dim
-        return Tile(f"blk.{{}}.{gguf_name}", name, sizes, key_heads, head_dim, **settings)
-
-    beta, decay = (f"{prefix}{name}_proj.weight" for name in ("beta", "decay"))
-    steps: list[Rule] = [
-        tile("ssm_beta.weight", beta, heads),
-        tile("ssm_alpha.weight", decay, heads),
-    ]
-    if config.model_type == "qwen3_next":
-        sizes = (heads // delta.n_key_heads,) * 2
-        # fused in llama.cpp's files of Qwen3-Next, too
-        steps = [Split("blk.{}.ssm_ba.weight", (beta, decay), sizes, delta.n_key_heads)]
-    # stored plus 1, and so is the norm before the head
-    norms = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"} | llama.GGUF_QK_NORMS
-    return [
-        Split("blk.{}.attn_q.weight", q_gate, (config.head_dim,) * 2, config.n_heads),
-        tile("attn_qkv.weight", fused["proj"], key_width, key_width, values),
-        tile("ssm_conv1d.weight", fused["conv"], key_width, key_width, values),
-        tile("attn_gate.weight", f"{prefix}gate_proj.weight", values),
-        *steps,
-        tile("ssm_dt.bias", f"{prefix}decay_bias", heads),
-        tile("ssm_a", f"{prefix}log_rate", heads, decay=True),
-        tile("ssm_out.weight", f"{prefix}out_proj.weight", values, columns=True),
-        Rename("blk.{}.ssm_norm.weight", f"{prefix}norm.weight"),
-        *(
-            Shift(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight", 1.0)
-            for name, gguf_name in norms.items()
-        ),
-        Shift("output_norm.weight", "norm.weight", 1.0),
-        *qwen2_moe.gguf_mixture_rules(),
-        *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP),
-    ]
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the delta nets and which layers have them; raise ValueError where
-    llama.cpp has one size."""
-    delta = _delta(config)
-    if delta.key_dim != delta.value_dim:
-        reason = (
-            f"llama.cpp's architecture for {config.model_type} needs keys and values of one size"
-        )
-        raise ValueError(f"{reason}; keep the Hugging Face folder")
-    pairs = next(layer.rope.dim // 2 for layer in config.layers if layer.rope)
-    # of time, height and width, which are one in a text
-    sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
-    recurrent = [bool(layer.mixer) for layer in config.layers]
-    sizes = (
-        delta.conv_width,
-        delta.key_dim,
-        delta.n_key_heads,
-        delta.n_heads,
-        delta.n_heads * delta.value_dim,
-    )
-    if config.model_type == "qwen3_5_text":
-        experts = {}
-    else:
-        experts = qwen2_moe.gguf_metadata(config)
-    return dict(zip(GGUF_MIXERS, (*sizes, recurrent, sections), strict=True)) | experts
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Add the kinds of layers; keys and values have one size."""
-    # the metadata lists the linear layers; without it, every fourth layer has full attention
-    recurrent = hf.get("layer_types") or [(n + 1) % 4 != 0 for n in range(hf["num_hidden_layers"])]
-    kinds = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent]
-    hf = {
-        name: value
-        for name, value in hf.items()
-        if name not in ("linear_value_width", "mrope_section")
-    }
-    return hf | {"layer_types": kinds, "linear_value_head_dim": hf["linear_key_head_dim"]}
-
-
-def _delta(config: Config) -> DeltaNetConfig:
+def delta_of(config: Config) -> DeltaNetConfig:
     """Return the config of the delta nets; raise ValueError if there are none."""
     delta = next((layer.mixer for layer in config.layers if layer.mixer), None)
     if delta:
@@ -244,3 +121,12 @@ def _delta(config: Config) -> DeltaNetConfig:
     raise ValueError(
         "config.json: layer_types has no linear_attention; for attention alone, use a Qwen3 model"
     )
+
+
+FAMILY = Family(
+    model_types=("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+    config=config,
+    rules=rules,
+    text_config=text_config,
+    peft_rules=peft_rules,
+)

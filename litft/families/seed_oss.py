@@ -4,16 +4,10 @@ layouts."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule
 from litft.families import llama
+from litft.families.family import Family
 from litft.families.llama import rules
 from litft.model.config import Config
-
-__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_rules", "rules"]
-
-MODEL_TYPES = ("seed_oss", "internlm3", "helium")
-GGUF = {"seed_oss": ("seed_oss", "SeedOssForCausalLM")}
-GGUF_TENSORS = {"attention_bias": "attn_q.bias"}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "seed_oss": dict(
@@ -44,8 +38,8 @@ def config(hf: dict[str, Any]) -> Config:
     return base
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names of Seed-OSS."""
-    # llama.cpp keeps the files' name of the norm before the MLP here
-    norms = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"}
-    return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP | norms)
+FAMILY = Family(
+    model_types=("seed_oss", "internlm3", "helium"),
+    config=config,
+    rules=rules,
+)

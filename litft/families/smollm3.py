@@ -5,14 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from litft.families import llama
-from litft.families.llama import gguf_rules, rules
+from litft.families.family import Family
+from litft.families.llama import rules
 from litft.model.config import Config
-
-__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_rules", "rules"]
-
-MODEL_TYPES = ("smollm3",)
-# llama.cpp skips RoPE in every fourth layer
-GGUF = {"smollm3": ("smollm3", "SmolLM3ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -50,3 +45,10 @@ def layers_with_rope(hf: dict[str, Any]) -> list[int]:
             f"{uses_rope!r:.300}"
         )
     return uses_rope
+
+
+FAMILY = Family(
+    model_types=("smollm3",),
+    config=config,
+    rules=rules,
+)

@@ -6,15 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rule, Stack
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("stablelm",)
-GGUF = {"stablelm": ("stablelm", "StableLmForCausalLM")}
-GGUF_FIELDS = {
-    "attention.layer_norm_epsilon": "layer_norm_eps",
-    "use_parallel_residual": "use_parallel_residual",
-}
-GGUF_TENSORS = {"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -57,11 +50,8 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return llama.gguf_names(config)
-
-
-def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return whether attention and MLP are parallel."""
-    return {"use_parallel_residual": config.parallel}
+FAMILY = Family(
+    model_types=("stablelm",),
+    config=config,
+    rules=rules,
+)

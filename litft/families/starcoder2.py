@@ -6,11 +6,8 @@ from typing import Any
 
 from litft.checkpoints.rules import Rule
 from litft.families import llama
+from litft.families.family import Family
 from litft.model.config import Config, NormConfig
-
-MODEL_TYPES = ("starcoder2",)
-GGUF = {"starcoder2": ("starcoder2", "Starcoder2ForCausalLM")}
-GGUF_FIELDS = {"attention.layer_norm_epsilon": "norm_epsilon"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -39,6 +36,8 @@ def rules(config: Config) -> list[Rule]:
     return [*llama.embedding_and_head(config), *llama.rename_modules(names)]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return llama.gguf_names(config)
+FAMILY = Family(
+    model_types=("starcoder2",),
+    config=config,
+    rules=rules,
+)

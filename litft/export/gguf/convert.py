@@ -13,12 +13,12 @@ from litft.args import GgufExportArgs
 from litft.checkpoints.peft_targets import peft_targets
 from litft.checkpoints.rules import KeysAndValues, Rule, Tile
 from litft.checkpoints.weight_files import LazyTensor
+from litft.export.gguf.families import gguf_architecture, gguf_rules
 from litft.export.gguf.files import GgufFile, gguf
 from litft.export.gguf.metadata import NEEDS_HEAD, to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import add_tokenizer, model_name
 from litft.export.trained_model import TrainedModel
-from litft.families import gguf_architecture, gguf_rules
 from litft.methods import Method
 from litft.methods.lora import LoRA
 from litft.pretrained.folder import PretrainedFolder

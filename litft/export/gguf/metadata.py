@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from litft.checkpoints.conversion import mappings_to_hf
-from litft.export.gguf.files import GgufFile
-from litft.families import (
+from litft.export.gguf.families import (
     gguf_architecture,
     gguf_config,
     gguf_fields,
     gguf_metadata,
     gguf_rules,
     gguf_tensors,
-    read_config,
 )
+from litft.export.gguf.files import GgufFile
+from litft.families import read_config
 from litft.model.config import Config, LayerConfig
 from litft.model.rope import inverse_frequencies
 from litft.model.rope_config import RopeConfig
