@@ -37,7 +37,7 @@ from litft.args import (
 from litft.data.dataset import load_data
 from litft.pretrained.folder import resolve
 from litft.training.memory.choose import choose
-from litft.training.run_setup import Setup
+from litft.training.run_setup import resolve_setup
 from litft.training.schedule import Schedule
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
@@ -199,12 +199,13 @@ def compare(
     args = replace(args, checkpoint_dir=str(folder), accelerator="cpu")
     source = resolve(folder)
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
-    setup, cpu = Setup(args, source), torch.device("cpu")
+    setup = resolve_setup(args, source)
     data = load_data(
         args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions
     )
-    schedule = Schedule(args, data, 1)
-    settings = choose(setup, schedule, cpu)
+    run = choose(setup, Schedule(args, data, 1), torch.device("cpu"))
+    schedule = run.schedule
+    settings = run.settings
     shape = schedule.shape()
     supervised = schedule.largest.max_targets
     expected = tracked_peak(

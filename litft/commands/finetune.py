@@ -18,20 +18,21 @@ from litft.checkpoints.hub import fetch, hub_id, pinned_data
 from litft.data.dataset import load_data
 from litft.data.sources import hub_dataset
 from litft.distributed.devices import check_devices, make_fabric, pick_accelerator
-from litft.distributed.process_group import launch
+from litft.distributed.process_group import Processes, launch
 from litft.evaluation.scoring import Metric
 from litft.folder_lock import locked_folder
 from litft.model.quantization import bitsandbytes
 from litft.pretrained.folder import DEMO, resolve
 from litft.training.dry_run import description, dry_run, run_title
 from litft.training.memory.advice import check_memory
-from litft.training.memory.choose import Settings, choose
+from litft.training.memory.choose import PlannedRun, choose
 from litft.training.memory.flops import check_chip, peak_flops
 from litft.training.objectives import OBJECTIVES
 from litft.training.output.loggers import check_logger
 from litft.training.output.metrics import COLUMNS, INTERNAL, Row
+from litft.training.output.recorder import Observers
 from litft.training.output.screen import open_screen
-from litft.training.run_setup import Setup
+from litft.training.run_setup import RunSetup, resolve_setup
 from litft.training.schedule import Schedule
 from litft.training.trainer import Trainer
 
@@ -54,12 +55,12 @@ def run_finetuning(
     _check_metrics(metrics or {})
     # what can be refused is refused before the processes meet and weights are read
     args, named = _resolve(args)
-    setup, schedule, settings = prepare(args)
+    run = prepare(args)
     if args.dry_run:
         check_chip(args.chip)
-        dry_run(setup, schedule, settings)
+        dry_run(run)
         return None
-    check_memory(setup, schedule, settings)
+    check_memory(run)
     # the lock ends with this function; the other processes of the run rely on the first one's
     with ExitStack() as lock:
         if named and is_first_process():
@@ -68,11 +69,11 @@ def run_finetuning(
             _check_folder(args, named)
 
         # the processes start, and agree on one folder
-        fabric = make_fabric(args, settings.strategy)
+        fabric = make_fabric(args, run.settings.strategy)
         hosts = launch(fabric, args.timeout)
         # the first process makes the folder; all have looked at what was there before any gets here
         if fabric.global_rank == 0:
-            name = str(named or run_dir.claim(setup.method.title))
+            name = str(named or run_dir.claim(run.setup.method.title))
         else:
             name = None
         folder = Path(fabric.broadcast(name))
@@ -81,19 +82,18 @@ def run_finetuning(
 
         # torchrun may have told a single node to resume: then all processes do
         if any(hosts.all_reduce_max(args.resume)):
-            setup.args = replace(setup.args, resume=True, overwrite=False)
-        hosts.check_equal(_shared_facts(setup, schedule, settings))
+            resumed = replace(run.setup.args, resume=True, overwrite=False)
+            run = replace(run, setup=replace(run.setup, args=resumed))
+        hosts.check_equal(_shared_facts(run))
         screen = open_screen(fabric.global_rank == 0)
         # before the weights are read, which takes long
         if fabric.global_rank == 0:
-            peak = peak_flops(fabric.device, settings.precision)
-            screen.header(
-                run_title(setup), str(folder), description(setup, schedule, settings, peak)
-            )
+            peak = peak_flops(fabric.device, run.settings.precision)
+            screen.header(run_title(run.setup), str(folder), description(run, peak))
 
         # the run itself
-        trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics, screen)
-        trainer.metrics.sinks += [callback] if callback else []
+        observers = Observers(screen, callback)
+        trainer = Trainer(Processes(fabric, hosts), run, folder, observers, metrics)
         trainer.fit()
     return Outcome(folder, trainer.metrics.newest)
 
@@ -175,14 +175,14 @@ def _pinned(path: str) -> str:
     return path
 
 
-def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
+def prepare(args: FinetuneArgs) -> PlannedRun:
     """Prepare the method, the data and the plan, before the processes meet and without reading a
     weight; ValueError."""
     # checks that need no data come first, so that they fail at once
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     source.check()
-    setup = Setup(args, source)
+    setup = resolve_setup(args, source)
     if setup.quantize != "none":
         # raises here rather than after the data has been read
         bitsandbytes()
@@ -205,14 +205,12 @@ def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
         if value and not len(data.val):
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
-    # a resumed run keeps the date of its first day
-    if setup.tokenizer.day:
-        setup.args = replace(setup.args, data=replace(args.data, date=setup.tokenizer.day))
+    setup = setup.with_data(data)
     schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
-    return setup, schedule, choose(setup, schedule, device)
+    return choose(setup, schedule, device)
 
 
-def _check_offload(setup: Setup, device: torch.device) -> None:
+def _check_offload(setup: RunSetup, device: torch.device) -> None:
     """Raise ValueError where --train.cpu_offload has nothing to move."""
     args, offload = setup.args, setup.args.train.cpu_offload
     if offload != "none" and device.type == "cpu":
@@ -230,12 +228,13 @@ def _check_offload(setup: Setup, device: torch.device) -> None:
         raise ValueError(f"--train.cpu_offload parameters: {reason}; leave it out")
 
 
-def _shared_facts(setup: Setup, schedule: Schedule, settings: Settings) -> dict[str, Any]:
+def _shared_facts(run: PlannedRun) -> dict[str, Any]:
     """What must be the same on all processes of a run."""
+    schedule = run.schedule
     # flags by their names on the command line
     groups = {
         name: value if isinstance(value, dict) else {"": value}
-        for name, value in asdict(setup.args).items()
+        for name, value in asdict(run.setup.args).items()
     }
     flags = {}
     for name, group in groups.items():
@@ -243,12 +242,12 @@ def _shared_facts(setup: Setup, schedule: Schedule, settings: Settings) -> dict[
             flags[f"--{name}.{key}".rstrip(".")] = value
     versions = {"torch": torch.__version__, "litft": litft.__version__}
     chosen = {
-        "strategy": settings.strategy,
-        "recomputation": settings.recomputed,
+        "strategy": run.settings.strategy,
+        "recomputation": run.settings.recomputed,
         "rows": schedule.layout.rows,
     }
     data = {
         "training data": schedule.data.train_digest,
         "validation data": schedule.data.val_digest,
     }
-    return {**versions, **chosen, **data, **setup.identity(), **flags}
+    return {**versions, **chosen, **data, **run.setup.identity(), **flags}

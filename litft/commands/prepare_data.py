@@ -4,7 +4,7 @@ from litft.args import LoRAFinetuneArgs, PrepareArgs
 from litft.data.dataset import load_data
 from litft.pretrained.folder import resolve
 from litft.training.dry_run import data_report, print_hints_last
-from litft.training.run_setup import Setup
+from litft.training.run_setup import resolve_setup
 from litft.training.schedule import Schedule
 
 
@@ -19,8 +19,8 @@ def prepare_data(args: PrepareArgs) -> None:
     finetuning.train.global_batch_size = args.global_batch_size
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
-    setup = Setup(finetuning, source)
+    setup = resolve_setup(finetuning, source)
     vocab_size = setup.method.vocab_size(source.config)
     kind = setup.objective.data
     data = load_data(args.data, setup.tokenizer, vocab_size, source.config.max_positions, kind=kind)
-    print_hints_last(data_report(Schedule(finetuning, data, 1), setup.tokenizer, args.show))
+    print_hints_last(data_report(Schedule(finetuning, data, 1), data.tokenizer, args.show))

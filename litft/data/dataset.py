@@ -48,6 +48,8 @@ class DataSplits:
     limit: int  # the most input tokens of a sample
     # where the chat template comes from, for messages
     template: str
+    # with the template, the day and the stop tokens of this data
+    tokenizer: Tokenizer
     context: int  # the model's maximum number of tokens
     kind: str = "supervised"  # or "pairs", "labels": see `Encoder`
     # of each validation store; empty: they are one set
@@ -127,23 +129,15 @@ def load_data(
     timeout: float = math.inf,
     kind: str = "supervised",
 ) -> DataSplits:
-    """Load both splits; set the chat template and add the stop tokens of `tokenizer`.
+    """Load both splits, with a tokenizer that has the chat template and stop tokens of the data.
 
     context: the model's maximum number of tokens. timeout: seconds to wait for another process that
     tokenizes the same file and makes no progress. kind: what the records are, see `Encoder`. Uses
     no collectives, so it can run before the process group exists. Raise ValueError naming file and
     record for unreadable data, and for tokens outside the model's vocabulary.
     """
-    # to be restored if nothing is rendered
-    own = tokenizer.chat_template, tokenizer.named_templates
-    template = choose_template(args.template, tokenizer)
-    _set_arguments(tokenizer, args.template_args)
-    templates = []
-    for item in (*args.paths, *args.val_paths):
-        if item.template:
-            templates.append(item.template)
-    has_date = tokenizer.uses_date or templates  # which may print the date too
-    tokenizer.day = args.date or (date.today().isoformat() if has_date else None)
+    of_folder = tokenizer
+    tokenizer, template = _with_template(tokenizer, args)
     limit = length_limit(args.max_seq_length, context)
     policy = args.mask_prompt, args.train_on == "last", args.reasoning
     encoder = Encoder(tokenizer, limit, args.format, _columns(args.columns, kind), *policy, kind)
@@ -179,6 +173,7 @@ def load_data(
         reports,
         limit,
         template,
+        tokenizer,
         context,
         kind,
         tuple(val_names) if len(set(val_names)) > 1 else (),
@@ -188,17 +183,42 @@ def load_data(
             f"--data.weights {weights} leave no example of {data.train.sizes}; raise them"
         )
     _check_samples(data)
-    if any(report.has_conversations for report in reports.values()):
+    has_conversations = any(report.has_conversations for report in reports.values())
+    if has_conversations:
         tokenizer.has_template = True
     else:
         # nothing was rendered: the folder's templates stay, and none is invented
-        tokenizer.chat_template, tokenizer.named_templates = own
+        tokenizer.chat_template = of_folder.chat_template
+        tokenizer.named_templates = of_folder.named_templates
         data = replace(data, template="not used: the data is text")
-    # generation must stop at the special tokens that end a turn in the data, even if no file of the
-    # model names them
-    ends = {token for report in reports.values() for token in report.ends}
-    tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
+    _add_stop_tokens(tokenizer, reports)
     return data
+
+
+def _with_template(tokenizer: Tokenizer, args: DataArgs) -> tuple[Tokenizer, str]:
+    """Return a tokenizer with the chat template and the day of the flags, and where the template
+    comes from, for messages."""
+    # a copy: the caller's tokenizer stays as its folder describes it
+    tokenizer = copy.copy(tokenizer)
+    template = choose_template(args.template, tokenizer)
+    _set_arguments(tokenizer, args.template_args)
+    # templates of single files may print the date, too
+    has_templates = any(item.template for item in (*args.paths, *args.val_paths))
+    if args.date:
+        tokenizer.day = args.date
+    elif tokenizer.uses_date or has_templates:
+        tokenizer.day = date.today().isoformat()
+    else:
+        tokenizer.day = None
+    return tokenizer, template
+
+
+def _add_stop_tokens(tokenizer: Tokenizer, reports: dict[str, EncodingReport]) -> None:
+    """Let generation stop at the special tokens that end a turn in the data, even if no file of the
+    model names them."""
+    ends = {token for report in reports.values() for token in report.ends}
+    missing = sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
+    tokenizer.stop_ids = [*tokenizer.stop_ids, *missing]
 
 
 def _check_samples(data: DataSplits) -> None:

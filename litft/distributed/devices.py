@@ -53,7 +53,7 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
     is_distributed = args.devices * args.num_nodes > 1
     timeout = timedelta(seconds=seconds(args.timeout))
     fabric_strategy: Any = "auto"
-    # Setup.build shards the network before it loads the weights
+    # build_trained_network shards the network before it loads the weights
     if strategy in ("fsdp", "hsdp"):
         world_size = args.devices * args.num_nodes
         fabric_strategy = ModelParallelStrategy(

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -91,6 +92,14 @@ def _agree_on_port(rank: int, processes: int, timeout: float) -> None:
 
     # torch then opens a store of its own at the new port
     os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run: Fabric for their devices, and a group for what they decide."""
+
+    fabric: "Fabric"
+    hosts: "HostGroup"
 
 
 class HostGroup:

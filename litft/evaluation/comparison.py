@@ -60,9 +60,12 @@ def score_examples(
     Return the texts of each: its prompt, and the answers that the data has.
     """
     model = session.model
-    tokenizer = session.tokenizer
     sizes = model.config.vocab_size, model.config.max_positions
-    candidates = scored_samples(load_data(args.data, tokenizer, *sizes, kind=kind), args.data)
+    data = load_data(args.data, session.tokenizer, *sizes, kind=kind)
+    # with the template and the stop tokens of the data
+    tokenizer = data.tokenizer
+    session = session._replace(tokenizer=tokenizer)
+    candidates = scored_samples(data, args.data)
 
     # windows of plain text have no record (0): all are scored
     selected = [

@@ -17,7 +17,7 @@ from litft.model.quantization import KINDS
 from litft.pretrained.folder import PretrainedFolder, resolve
 from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
 from litft.training.output import run_checkpoints
-from litft.training.run_setup import Setup
+from litft.training.run_setup import resolve_setup
 
 
 class TrainedModel(NamedTuple):
@@ -201,7 +201,7 @@ def _read_step(
         source = resolve(base_dir)
 
     # the checkpoint must fit the settings in the run's config
-    setup = Setup(args, source)
+    setup = resolve_setup(args, source)
     progress = run_checkpoints.read_progress(step)
     changed = run_checkpoints.identity_changes(progress, setup.identity())
     if changed:

@@ -1,14 +1,14 @@
-"""Log-probabilities of a run's answers in the reference model: the model as it stands before the
-first step.
+"""The samples of a run's steps and validations, with what their objective needs of the reference
+model: the model as it stands before the first step.
 
-They are computed once, one number for each answer, so that no second model is in memory, and kept
-in the run's folder. A resumed run builds the same model again before it reads its checkpoint, so
-what is missing can still be computed.
+The log-probabilities of answers in the reference model are computed once, one number for each
+answer, so that no second model is in memory, and kept in the run's folder. A resumed run builds the
+same model again before it reads its checkpoint, so what is missing can still be computed.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -58,28 +58,32 @@ class Referenced(Sequence):
     def __init__(
         self,
         samples: Sequence,
-        values: np.ndarray | None = None,
+        all_values: Mapping[str, np.ndarray],
+        name: str,
         mismatches: "Referenced | None" = None,
     ) -> None:
         self.samples = samples
-        self.values = values
+        # by name of the part; empty until they are computed
+        self.all_values = all_values
+        self.name = name
         self.mismatches = mismatches
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        if self.values is None:
+        values = self.all_values.get(self.name)
+        if values is None:
             reference = ()
         else:
-            reference = tuple(self.values[index].tolist())
+            reference = tuple(values[index].tolist())
         sample = replace(self.samples[index], reference=reference)
         if self.mismatches is None:
             return sample
         return replace(sample, mismatch=self.mismatches[index])
 
 
-class References:
+class Batches:
     """The samples of a run's steps and validations, with what their objective needs of the
     reference model."""
 
@@ -148,10 +152,10 @@ class References:
         self, name: str, samples: Sequence, mismatches: Referenced | None = None
     ) -> Sequence:
         if self.parts:
-            return Referenced(samples, self.values.get(name), mismatches)
+            return Referenced(samples, self.values, name, mismatches)
         return samples
 
-    def compute(
+    def compute_references(
         self,
         fabric: Fabric,
         model: GPT,

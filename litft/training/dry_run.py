@@ -23,11 +23,11 @@ from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_
 from litft.model.loss import IGNORED
 from litft.model.mixers import kernels
 from litft.training.intervals import FEWEST_VALIDATIONS, num_measured, validation_interval
-from litft.training.memory.choose import Settings
+from litft.training.memory.choose import PlannedRun, Settings
 from litft.training.memory.communication import UTILIZATION
 from litft.training.memory.flops import chip_peak_flops, peak_flops
 from litft.training.memory.plan import format_bytes, process_line
-from litft.training.run_setup import Setup
+from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
 
 STRATEGIES = {
@@ -46,11 +46,13 @@ FEW_EXAMPLES = 10  # fewer are warned about
 FEW_EXAMPLES_RATE = 1e-3  # of LoRA, for a small set of examples
 
 
-def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
+def dry_run(run: PlannedRun) -> None:
     """Print what a run would do, in the first process."""
     if global_rank() != "0":
         return
-    lines = [*data_report(schedule, setup.tokenizer, count=3), ""]
+    setup = run.setup
+    settings = run.settings
+    lines = [*data_report(run.schedule, setup.tokenizer, count=3), ""]
     chip = setup.args.chip
     if chip:
         where = f"{settings.precision} on this machine"
@@ -64,7 +66,7 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
         peak = chip_peak_flops(chip, settings.precision)
     else:
         peak = peak_flops(settings.device, settings.precision)
-    lines += plan_lines(setup, schedule, settings, peak, chip)
+    lines += plan_lines(run, peak, chip)
     print_hints_last(lines)
 
 
@@ -80,26 +82,26 @@ def print_hints_last(lines: Iterable[str]) -> None:
         print(line)
 
 
-def run_title(setup: Setup) -> str:
+def run_title(setup: RunSetup) -> str:
     """What is trained, and how."""
     source = setup.source
     repo = downloaded_from(source.folder)
     return f"{method_title(setup)} on {repo.name if repo else source.name}"
 
 
-def method_title(setup: Setup) -> str:
+def method_title(setup: RunSetup) -> str:
     """The method, and the objective if it is not the supervised one."""
     objective = setup.objective
     return setup.method.title + ("" if objective.data == "supervised" else f", {objective.title}")
 
 
-def description(
-    setup: Setup, schedule: Schedule, settings: Settings, peak: float | None
-) -> list[str]:
+def description(run: PlannedRun, peak: float | None) -> list[str]:
     """The data and the plan, with warnings: what a run prints before it reads the weights."""
+    setup = run.setup
+    schedule = run.schedule
     lines = []
-    lines += _device_lines(setup, settings)
-    lines += [*data_lines(schedule, setup.tokenizer), *plan_lines(setup, schedule, settings, peak)]
+    lines += _device_lines(setup, run.settings)
+    lines += [*data_lines(schedule, setup.tokenizer), *plan_lines(run, peak)]
     if setup.source.adapter:
         lines.append("training continues from this adapter, with its ranks, targets and tokens")
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
@@ -123,7 +125,7 @@ def description(
     return lines
 
 
-def _device_lines(setup: Setup, settings: Settings) -> list[str]:
+def _device_lines(setup: RunSetup, settings: Settings) -> list[str]:
     """What a user may not have noticed of the device."""
     if setup.args.accelerator == "auto" and settings.device.type == "cpu":
         return [no_gpu_line()]
@@ -278,9 +280,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def plan_lines(
-    setup: Setup,
-    schedule: Schedule,
-    settings: Settings,
+    run: PlannedRun,
     peak: float | None,
     chip: str | None = None,
 ) -> Iterator[str]:
@@ -289,6 +289,9 @@ def plan_lines(
 
     peak: FLOP/s of a device.
     """
+    setup = run.setup
+    schedule = run.schedule
+    settings = run.settings
     plan = settings.plan
     device = settings.device
     chip = chip or (torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")

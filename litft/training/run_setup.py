@@ -1,30 +1,24 @@
-"""What a fine-tuning command stands for once its folder is known: the tokenizer, the method and its
-first values."""
+"""What a run is, resolved once from its flags and its model folder."""
 
 import dataclasses
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from litft.args import FinetuneArgs
 from litft.checkpoints.adapter_reader import adapter_digest
-from litft.distributed.devices import DTYPES, pick_full_precision, pick_precision
-from litft.distributed.fsdp import shard
+from litft.data.dataset import DataSplits
+from litft.data.tokenizer import Tokenizer
+from litft.distributed.devices import pick_full_precision, pick_precision
 from litft.methods import Method, Values, method_of
 from litft.methods.base import pattern_matches
 from litft.methods.new_tokens import untrained_ids
 from litft.model.mlp import CONSTANTS
-from litft.model.placement import copy_into_local
-from litft.model.transformer import GPT
-from litft.pretrained.build import fill_model, unfilled_model
 from litft.pretrained.folder import PretrainedFolder, fingerprint
-from litft.training.memory_saving.activation_checkpointing import recompute
-from litft.training.memory_saving.compile import compile_blocks, compiles
-from litft.training.memory_saving.cpu_offload import offload_activations, offload_parameters
-from litft.training.objectives import objective_of
+from litft.training.objectives import Objective, objective_of
 
 # flags that a resumed run must share with its beginning, or it would silently become another run
 SHARED = (
@@ -34,166 +28,38 @@ SHARED += "weight_decay betas eps max_grad_norm freeze label_smoothing neftune_a
 SHARED += "optimizer decay_fraction compile".split()
 
 
-class Setup:
-    """A command's model folder, tokenizer and method; raises ValueError for combinations that
-    cannot be.
+@dataclass(frozen=True)
+class RunSetup:
+    """What a run is: its flags, model folder, tokenizer, method and objective.
 
-    The method is a new one, or that of the adapter folder that training continues from, with its
-    values.
+    Nothing changes it later; `resolve_setup` makes it.
     """
 
-    def __init__(self, args: FinetuneArgs, source: PretrainedFolder) -> None:
-        self.objective = objective_of(args)
-        self.args = self._with_defaults(args)
-        self.source = source
-        self.quantize = source.quantization(args.quantize) or "none"
-        self.tokenizer = source.tokenizer()
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it"
-            )
-        self.method, self.initial_values = self._method()
-        self._add_tokens()
-        self.method.frozen = self._frozen()
-        if self.method.saves_full_model and self.quantize != "none":
-            raise ValueError(
-                f"{source.base} is quantized, and full fine-tuning changes every weight; use "
-                "finetune/lora.py"
-            )
+    # with the defaults that depend on the objective and the method
+    args: FinetuneArgs
+    source: PretrainedFolder
+    objective: Objective
+    tokenizer: Tokenizer
+    # a new one, or that of the adapter that training continues from
+    method: Method
+    # the values of that adapter
+    initial_values: Values | None
+    quantize: str  # the kind, or "none"
 
-    def _with_defaults(self, args: FinetuneArgs) -> FinetuneArgs:
-        """Return the flags with the defaults that depend on the objective and the method."""
-        if args.train.learning_rate is None:
-            rate = self.objective.learning_rate(method_of(args).name, args.default_learning_rate)
+    def with_data(self, data: DataSplits) -> "RunSetup":
+        """Return the setup with the tokenizer and the date of the data."""
+        args = self.args
+        # a resumed run keeps the date of its first day
+        if data.tokenizer.day:
             args = dataclasses.replace(
-                args, train=dataclasses.replace(args.train, learning_rate=rate)
+                args, data=dataclasses.replace(args.data, date=data.tokenizer.day)
             )
-        return dataclasses.replace(
-            args, preference=dataclasses.replace(args.preference, beta=self.objective.beta)
-        )
-
-    def _method(self) -> tuple[Method, Values | None]:
-        """The method, and the values of the adapter that training continues from."""
-        method = method_of(self.args)
-
-        # a new method
-        adapter = self.source.read_adapter()
-        if adapter is None:
-            method.choose(self.source.outline, self.source.adapter_rules)
-            return method, None
-        saved_method, values = adapter
-
-        # the method of the adapter that training continues from
-        if type(saved_method) is not type(method):
-            reason = f"{self.source.adapter} is an adapter of another method ({saved_method.title})"
-            remedy = self._merge_remedy(saved_method, values)
-            raise ValueError(f"{reason}, which {method.title} cannot go on with; {remedy}")
-        # values that the adapter's tensors have fixed
-        default = type(method.args)()
-        fixed = []
-        for item in dataclasses.fields(method.args):
-            if item.name not in method.changeable and getattr(method.args, item.name) != getattr(
-                default, item.name
-            ):
-                fixed.append(f"--{method.name}.{item.name}")
-        if fixed:
-            raise ValueError(
-                f"{', '.join(fixed)}: an adapter goes on with its own; leave them out, or merge it "
-                "first"
-            )
-        saved_method.update_args(method.args)
-        return adapter
-
-    def _merge_remedy(self, method: Method, values: Values) -> str:
-        """How else to build on an adapter."""
-        try:
-            method.check_merge([name for name, _ in self.source.outline.named_parameters()], values)
-        except ValueError:
-            return f"it cannot be merged, so begin with its base, {self.source.base}"
-        return (
-            f"merge it first: python scripts/merge_lora.py --checkpoint_dir {self.source.adapter}"
-        )
-
-    def _add_tokens(self) -> None:
-        """Add the tokens of --data.new_tokens; an adapter that has new tokens keeps them, and takes
-        no others."""
-        texts = self.args.data.new_tokens
-        if self.initial_values is None:
-            self.method.tokens = self.tokenizer.add_tokens(texts)
-            self.method.check_tokens()
-        elif missing := [
-            text for text in texts if self.tokenizer.token_id(text) not in self.method.tokens
-        ]:
-            reason = "an adapter goes on with the tokens that it has"
-            raise ValueError(
-                f"--data.new_tokens {missing[0]!r}: {reason}; merge it first to add others"
-            )
-
-    def _frozen(self) -> set[str]:
-        """The parameters that --train.freeze names, and constants; ValueError for a pattern that
-        matches none."""
-        parameters = self._meta_parameters()
-        names = []
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                names.append(name)
-        constants = set()
-        for name in parameters:
-            if name.endswith(CONSTANTS):
-                constants.add(name)
-        if not self.args.train.freeze:
-            return constants
-
-        # patterns of the user, on top of the constants
-        frozen: set[str] = set()
-        for pattern in self.args.train.freeze:
-            matches = set()
-            for name in names:
-                if self._is_named(name, pattern):
-                    matches.add(name)
-            if not matches:
-                raise ValueError(
-                    f"--train.freeze {pattern}: nothing that is trained has that name, such as "
-                    f"{names[0]}"
-                )
-            frozen |= matches
-        if frozen == set(names):
-            raise ValueError(
-                f"--train.freeze {','.join(self.args.train.freeze)}: nothing is left to train"
-            )
-        return frozen | constants
-
-    def _is_named(self, name: str, pattern: str) -> bool:
-        """Whether a pattern matches a parameter's name, in litft or in the checkpoint."""
-        module, _, leaf = name.rpartition(".")
-        if pattern_matches(pattern, name, module):
-            return True
-        weight = f"{module}.weight"
-        if weight not in self._stored_names:
-            return False
-        for stored in self._stored_names[weight]:
-            stored_module = stored.rpartition(".")[0]
-            if pattern_matches(pattern, f"{stored_module}.{leaf}", stored_module):
-                return True
-        return False
-
-    @cached_property
-    def _stored_names(self) -> dict[str, list[str]]:
-        """The names in the checkpoint of each parameter of the base."""
-        names: dict[str, list[str]] = {}
-        for mapping in self.source.checked_mappings:
-            for target in mapping.targets:
-                names.setdefault(target, []).extend(mapping.sources)
-        return names
+        return dataclasses.replace(self, args=args, tokenizer=data.tokenizer)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the method's parameters, by name."""
-        return {name: tuple(parameter.shape) for name, parameter in self._meta_parameters().items()}
-
-    def _meta_parameters(self) -> dict[str, nn.Parameter]:
-        model = self.source.meta_model()
-        self.method.attach(model)
-        return self.method.parameters(model)
+        parameters = _meta_parameters(self.method, self.source)
+        return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
     def precision(self, device: torch.device, shards: int = 1) -> str:
         """What the network computes in: as asked for, or what fits where the weights are cut into
@@ -202,66 +68,6 @@ class Setup:
             return pick_precision(self.args.precision, device)
         size = sum(p.numel() for p in self.source.outline.parameters())
         return pick_full_precision(self.args.precision, device, size // shards)
-
-    def build(
-        self, precision: str, device: torch.device, mesh: DeviceMesh | None = None
-    ) -> tuple[GPT, dict[str, nn.Parameter]]:
-        """Build the network with the method attached; returns it and the method's parameters.
-
-        It is built on the meta device, changed by the method, sharded over `mesh`, filled from the
-        files and initialised last, so that no process ever holds more than its shard.
-        """
-        # on the meta device: the network, the method, and what is frozen
-        storage = self.method.storage(precision)
-        on_host = self.args.train.cpu_offload == "parameters"
-        model = unfilled_model(
-            self.source, storage, self.args.quantize, self.method.unquantized_modules()
-        )
-        self.method.attach(model, keep=False)
-        self.method.compute_in(model, precision)
-        for name in self.method.frozen:
-            model.get_parameter(name).requires_grad_(False)
-
-        # shards, before there is memory behind them
-        if mesh is not None:
-            # full fine-tuning keeps fp32 weights, and gathers them in bf16
-            if self.method.saves_full_model and precision == "bf16":
-                gather_in = DTYPES["bf16"]
-            else:
-                gather_in = None
-            shard(model, mesh, gather_in, on_host)
-
-        # values: the base's from its files, then the method's
-        fill_model(self.source, model, storage, "cpu" if on_host else device)
-        # the initial values depend on the seed alone, whatever was drawn before
-        torch.manual_seed(self.args.seed)
-        self.method.reset_parameters(model)
-        parameters = self.method.parameters(model)
-        for name, value in (self.initial_values or {}).items():
-            copy_into_local(parameters[name], value.__getitem__)
-        model.compute_device = device if on_host else None
-        model.label_smoothing = self.args.train.label_smoothing
-        model.neftune_alpha = self.args.train.neftune_alpha
-        return model, parameters
-
-    def blocks_on_host(self, sharded: bool) -> bool:
-        """Whether the blocks' frozen weights wait in host memory; FSDP offloads those of a sharded
-        network itself."""
-        return self.args.train.cpu_offload == "parameters" and not sharded
-
-    def prepare_blocks(
-        self, model: GPT, recomputed: str, device: torch.device, sharded: bool
-    ) -> None:
-        """Offload, recompute and compile the blocks as the flags and the plan say."""
-        train = self.args.train
-        on_host = self.blocks_on_host(sharded)
-        if on_host:
-            offload_parameters(model, device)
-        recompute(model, recomputed)
-        if compiles(train.compile, device.type, on_host):
-            compile_blocks(model)
-        if train.cpu_offload == "activations":
-            offload_activations(model, device)
 
     def untrained_tokens(self, special: set[int]) -> list[str]:
         """Those of the data's `special` tokens whose embeddings look untrained and stay so with
@@ -299,3 +105,161 @@ class Setup:
             "base model": fingerprint(self.source.checkpoint),
             "adapter": adapter_digest(self.source.adapter) if self.source.adapter else None,
         }
+
+
+def resolve_setup(args: FinetuneArgs, source: PretrainedFolder) -> RunSetup:
+    """Return what the flags and the model's folder stand for; raise ValueError for combinations
+    that cannot be."""
+    objective = objective_of(args)
+    args = _with_defaults(args, objective)
+    quantize = source.quantization(args.quantize) or "none"
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise ValueError(
+            f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it"
+        )
+
+    # the method, with its tokens, and what of it is not trained
+    method, initial_values = _method(args, source)
+    if initial_values is None:
+        method.tokens = tokenizer.add_tokens(args.data.new_tokens)
+        method.check_tokens()
+    else:
+        _check_tokens_of_adapter(args, tokenizer, method)
+    method.frozen = _frozen(args, source, method)
+    if method.saves_full_model and quantize != "none":
+        raise ValueError(
+            f"{source.base} is quantized, and full fine-tuning changes every weight; use "
+            "finetune/lora.py"
+        )
+    return RunSetup(
+        args=args,
+        source=source,
+        objective=objective,
+        tokenizer=tokenizer,
+        method=method,
+        initial_values=initial_values,
+        quantize=quantize,
+    )
+
+
+def _with_defaults(args: FinetuneArgs, objective: Objective) -> FinetuneArgs:
+    """Return the flags with the defaults that depend on the objective and the method."""
+    if args.train.learning_rate is None:
+        rate = objective.learning_rate(method_of(args).name, args.default_learning_rate)
+        args = dataclasses.replace(args, train=dataclasses.replace(args.train, learning_rate=rate))
+    return dataclasses.replace(
+        args, preference=dataclasses.replace(args.preference, beta=objective.beta)
+    )
+
+
+def _method(args: FinetuneArgs, source: PretrainedFolder) -> tuple[Method, Values | None]:
+    """Return the method, and the values of the adapter that training continues from."""
+    method = method_of(args)
+
+    # a new method
+    adapter = source.read_adapter()
+    if adapter is None:
+        method.choose(source.outline, source.adapter_rules)
+        return method, None
+    saved_method, values = adapter
+
+    # the method of the adapter that training continues from
+    if type(saved_method) is not type(method):
+        reason = f"{source.adapter} is an adapter of another method ({saved_method.title})"
+        remedy = _merge_remedy(source, saved_method, values)
+        raise ValueError(f"{reason}, which {method.title} cannot go on with; {remedy}")
+    # values that the adapter's tensors have fixed
+    default = type(method.args)()
+    fixed = []
+    for item in dataclasses.fields(method.args):
+        is_changed = getattr(method.args, item.name) != getattr(default, item.name)
+        if is_changed and item.name not in method.changeable:
+            fixed.append(f"--{method.name}.{item.name}")
+    if fixed:
+        raise ValueError(
+            f"{', '.join(fixed)}: an adapter goes on with its own; leave them out, or merge it "
+            "first"
+        )
+    saved_method.update_args(method.args)
+    return adapter
+
+
+def _merge_remedy(source: PretrainedFolder, method: Method, values: Values) -> str:
+    """Return how else to build on an adapter."""
+    try:
+        method.check_merge([name for name, _ in source.outline.named_parameters()], values)
+    except ValueError:
+        return f"it cannot be merged, so begin with its base, {source.base}"
+    return f"merge it first: python scripts/merge_lora.py --checkpoint_dir {source.adapter}"
+
+
+def _check_tokens_of_adapter(args: FinetuneArgs, tokenizer: Tokenizer, method: Method) -> None:
+    """Raise ValueError for new tokens that an adapter does not have: it keeps its own, and takes no
+    others."""
+    for text in args.data.new_tokens:
+        if tokenizer.token_id(text) not in method.tokens:
+            reason = "an adapter goes on with the tokens that it has"
+            raise ValueError(f"--data.new_tokens {text!r}: {reason}; merge it first to add others")
+
+
+def _frozen(args: FinetuneArgs, source: PretrainedFolder, method: Method) -> set[str]:
+    """Return the parameters that --train.freeze names, and constants; raise ValueError for a
+    pattern that matches none."""
+    parameters = _meta_parameters(method, source)
+    names = []
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            names.append(name)
+    constants = set()
+    for name in parameters:
+        if name.endswith(CONSTANTS):
+            constants.add(name)
+    if not args.train.freeze:
+        return constants
+
+    # patterns of the user, on top of the constants
+    stored_names = _stored_names(source)
+    frozen: set[str] = set()
+    for pattern in args.train.freeze:
+        matches = set()
+        for name in names:
+            if _is_named(name, pattern, stored_names):
+                matches.add(name)
+        if not matches:
+            raise ValueError(
+                f"--train.freeze {pattern}: nothing that is trained has that name, such as "
+                f"{names[0]}"
+            )
+        frozen |= matches
+    if frozen == set(names):
+        raise ValueError(f"--train.freeze {','.join(args.train.freeze)}: nothing is left to train")
+    return frozen | constants
+
+
+def _is_named(name: str, pattern: str, stored_names: Mapping[str, list[str]]) -> bool:
+    """Return whether a pattern matches a parameter's name, in litft or in the checkpoint."""
+    module, _, leaf = name.rpartition(".")
+    if pattern_matches(pattern, name, module):
+        return True
+    for stored in stored_names.get(f"{module}.weight", []):
+        stored_module = stored.rpartition(".")[0]
+        if pattern_matches(pattern, f"{stored_module}.{leaf}", stored_module):
+            return True
+    return False
+
+
+def _stored_names(source: PretrainedFolder) -> dict[str, list[str]]:
+    """Return the names in the checkpoint of each parameter of the base."""
+    names: dict[str, list[str]] = {}
+    for mapping in source.checked_mappings:
+        for target in mapping.targets:
+            names.setdefault(target, []).extend(mapping.sources)
+    return names
+
+
+def _meta_parameters(method: Method, source: PretrainedFolder) -> dict[str, nn.Parameter]:
+    """Return the method's parameters by name, on the meta device."""
+    model = source.meta_model()
+    method.attach(model)
+    return method.parameters(model)

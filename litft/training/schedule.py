@@ -1,5 +1,6 @@
-"""Which samples a step has, how they are laid out, and its learning rate: pure functions of the
-position in the data."""
+"""Which samples a step has, and how they are laid out: functions of the position in the data."""
+
+import copy
 
 import numpy as np
 
@@ -53,6 +54,12 @@ class Schedule:
         # a finished run has no step to lay out
         if samples < self.samples:
             self.lay_out(self.layout)
+
+    def laid_out(self, layout: Layout) -> "Schedule":
+        """Return the schedule with its steps laid out as `layout` says."""
+        other = copy.copy(self)
+        other.lay_out(layout)
+        return other
 
     def lay_out(self, layout: Layout) -> None:
         """Lay the steps out as `layout` says, and find the largest micro-batch."""

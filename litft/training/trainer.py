@@ -1,9 +1,11 @@
 """The training loop, shared by all methods, strategies and numbers of processes."""
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -18,27 +20,26 @@ from litft.args.parser import method_name
 from litft.data.packing import MicroBatch
 from litft.data.sample import Sample
 from litft.distributed.devices import is_out_of_memory, mesh_of
-from litft.distributed.process_group import HostGroup, end_children, peer_failure, sync_gradients
+from litft.distributed.process_group import Processes, end_children, peer_failure, sync_gradients
 from litft.errors import Interrupted, RankError
 from litft.evaluation.scoring import Metric
 from litft.model.placement import full_tensor
 from litft.signals import Signals
-from litft.training.batches import References
+from litft.training.batches import Batches
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import duration
 from litft.training.intervals import checkpoint_is_due, num_measured, validation_interval
 from litft.training.lr_schedule import learning_rate
-from litft.training.memory.choose import Settings
+from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import Flops
 from litft.training.memory.probe import MemoryProbe
 from litft.training.memory_saving.compile import is_compiled, uncompiled
+from litft.training.network import blocks_on_host, build_trained_network, prepare_blocks
 from litft.training.objectives import Objective, Totals
 from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
-from litft.training.output.recorder import Recorder, TrainedNetwork
-from litft.training.output.screen import Screen, beginning, end, open_screen
-from litft.training.run_setup import Setup
-from litft.training.schedule import Schedule
-from litft.training.validation import Validation
+from litft.training.output.recorder import Observers, Recorder
+from litft.training.output.screen import beginning, end, open_screen
+from litft.training.validation import Measured, Validation, measured_indices
 
 
 def accumulate(
@@ -75,72 +76,77 @@ class SignalCaught(Exception):
 class Trainer:
     """Trains on one process; every process of a run does the same. `fit` reads top to bottom.
 
-    The pieces it is made of: `Setup` builds the network, `Schedule` says which samples a step has,
-    `Settings` what memory decided, `MemoryProbe` tries the largest micro-batch, `Validation`
-    measures, `DivergenceGuard` looks at losses, `Recorder` writes the run's folder, `HostGroup` is
-    how the processes agree. `self.model` is the network; the `model` and `optimizer` that methods
-    take are Fabric's wrappers of the network and of the optimizer.
+    The pieces it is made of: `PlannedRun` says what the run is, which samples a step has and what
+    memory decided; `build_trained_network` builds the network, `Batches` reads the samples,
+    `MemoryProbe` tries the largest micro-batch, `Validation` measures, `DivergenceGuard` looks at
+    losses, `Recorder` writes the run's folder, `HostGroup` is how the processes agree. `self.model`
+    is the network; the `model` and `optimizer` that methods take are Fabric's wrappers of the
+    network and of the optimizer.
     """
 
     def __init__(
         self,
-        fabric: Fabric,
-        hosts: HostGroup,
-        setup: Setup,
-        schedule: Schedule,
-        settings: Settings,
+        processes: Processes,
+        run: PlannedRun,
         folder: Path,
+        observers: Observers | None = None,
         metrics: Mapping[str, Metric] | None = None,
-        screen: Screen | None = None,
     ) -> None:
+        fabric = processes.fabric
+        setup = run.setup
+        # resuming moves it, and a retry after an out-of-memory error lays it out again
+        run = replace(run, schedule=copy.copy(run.schedule))
         self.args = setup.args
         self.fabric = fabric
-        self.hosts = hosts
+        self.hosts = processes.hosts
         self.setup = setup
-        self.schedule = schedule
-        self.settings = settings
-        self.data = schedule.data
+        self.schedule = run.schedule
+        self.settings = run.settings
+        self.data = run.schedule.data
+        self.signals = Signals()
 
         # the network, built and filled before Fabric wraps it
-        self.mesh = mesh_of(self.args, settings.strategy, fabric.device)
-        sharded = self.mesh is not None
-        self.screen = screen or open_screen(fabric.global_rank == 0)
+        self.mesh = mesh_of(self.args, run.settings.strategy, fabric.device)
+        if observers is None:
+            observers = Observers(open_screen(fabric.global_rank == 0))
+        self.screen = observers.screen
+        self.say = self.screen.say
         with self.screen.doing(f"reading the weights of {setup.source.folder}"):
-            self.model, parameters = setup.build(settings.precision, fabric.device, self.mesh)
-        setup.prepare_blocks(self.model, settings.recomputed, fabric.device, sharded)
-        network = TrainedNetwork(self.model, parameters, sharded)
+            network = build_trained_network(setup, run.settings.precision, fabric.device, self.mesh)
+        prepare_blocks(setup, network, run.settings.recomputed, fabric.device)
+        self.model = network.model
         self.trained = network.trained
+        self.flops = Flops(self.model)
         self.objective = setup.objective
 
+        # the samples; an objective may need reference values of all that are measured, of all sets
+        global_batch = self.args.train.global_batch_size
+        measured: set[int] = set()
+        for of_set in measured_indices(self.data, self.args.eval, global_batch).values():
+            measured.update(of_set)
+        self.batches = Batches(self.objective, self.schedule, sorted(measured))
+
         # the measurements, and the folder that records them
-        evaluation = (
-            setup.tokenizer,
-            self.data,
-            self.args.eval,
-            folder / "samples.jsonl",
-            self.objective,
-            metrics,
-        )
         self.num_measured = num_measured(self.args, self.data)  # examples in a validation
-        self.validation = Validation(fabric, hosts, self.model, *evaluation)
-        self.recorder = Recorder(
-            fabric, hosts, setup, schedule, settings, folder, network, self.validation, self.screen
+        self.validation = Validation(
+            processes,
+            self.model,
+            Measured(setup.tokenizer, self.data, self.args.eval, self.objective, metrics or {}),
+            folder / "samples.jsonl",
+            samples=self.batches.validation(),
+            # a signal is noticed between the batches of a validation too
+            before_batch=self._check_signals,
         )
-        # a preference objective needs reference values
-        # of all examples that are measured, of all sets
-        measured = self.validation.indices(self.args.train.global_batch_size).values()
-        self.references = References(
-            self.objective, schedule, sorted({index for indices in measured for index in indices})
-        )
+        self.recorder = Recorder(processes, run, folder, network, self.validation, observers)
         self.metrics = self.recorder.metrics
-        self.say = self.screen.say
-        self.probe = MemoryProbe(fabric, hosts, setup, schedule, settings, network, self.say)
+        self.probe = MemoryProbe(processes, run, network, self.say)
         self.divergence = DivergenceGuard(
-            self.args.train, schedule, setup.source.config.vocab_size, folder, self.say
+            self.args.train, self.schedule, setup.source.config.vocab_size, folder, self.say
         )
-        self.time_limit = seconds(self.args.train.max_time or "") or math.inf
+
         # steps done, and those done before this process began
         self.step = self.start_step = 0
+        self.time_limit = seconds(self.args.train.max_time or "") or math.inf
         # seconds of the run, the same on all processes
         self.elapsed = 0.0
         self.start_time = time.monotonic()
@@ -148,8 +154,6 @@ class Trainer:
         self.saved_at = 0.0
         # what `elapsed` was before this process's first step
         self.elapsed_before = 0.0
-        self.flops = Flops(self.model)
-        self.signals = Signals()
 
     def fit(self) -> None:
         """Train until a limit is reached, and write the result.
@@ -188,14 +192,13 @@ class Trainer:
     def _compute_references(self) -> None:
         """Compute what the objective needs of the model as it stands before the first step, also in
         a resumed run."""
-        if self.references.parts:
+        if self.batches.parts:
             self.recorder.claim()
             while (reason := self._try_references()) is not None:
                 self.probe.halve(reason)  # what was computed is not computed again
             self.start_time = time.monotonic()
             # --train.max_time does not count the reference
             self.elapsed = 0.0
-        self.validation.samples = self.references.validation()
 
     def _try_references(self) -> str | None:
         """Compute the references; return the message of an out-of-memory error that a smaller
@@ -204,7 +207,7 @@ class Trainer:
             with uncompiled():
                 identity = self.recorder.identity()
                 folder = self.recorder.folder
-                self.references.compute(
+                self.batches.compute_references(
                     self.fabric, self.model, folder, identity, self.say, self._check_signals
                 )
             return None
@@ -228,7 +231,7 @@ class Trainer:
         self.screen.record(self.metrics.resumed_rows)
 
         # Fabric must not move offloaded blocks to the device
-        on_host = self.setup.blocks_on_host(self.mesh is not None)
+        on_host = blocks_on_host(self.setup, self.mesh is not None)
         model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not on_host)
         for line in [*warnings, *self.recorder.start_lines(self.start_step)]:
             self.say(line)
@@ -238,10 +241,7 @@ class Trainer:
         with self.screen.doing(
             f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"
         ):
-            self.probe.run(model, optimizer, resumed=self.start_step > 0)
-
-        # from here on a signal is noticed between the batches of a validation too
-        self.validation.before_batch = self._check_signals
+            self.probe.try_largest(model, optimizer, resumed=self.start_step > 0)
         return model, optimizer
 
     def _resume(self, optimizer: Optimizer) -> list[str]:
@@ -267,7 +267,7 @@ class Trainer:
         step = self.step
         metrics = self.metrics
         metrics.start()
-        samples = self.references.step(step)
+        samples = self.batches.step(step)
         rate = learning_rate(self.args.train, step, self._projected_steps(step))
         values, norm = self._update(model, optimizer, samples, step, rate)
         metrics.stop()

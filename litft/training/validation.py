@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from litft.data.dataset import DataSplits
 from litft.data.packing import Layout
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import HostGroup
+from litft.distributed.process_group import Processes
 from litft.evaluation.scoring import (
     BLOCK,
     HardExample,
@@ -45,37 +46,48 @@ PROMPT_CANDIDATES = 16
 NUM_TRAINED = 3
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What the validations of a run measure."""
+
+    tokenizer: Tokenizer
+    data: DataSplits
+    args: EvalArgs
+    objective: Objective = field(default_factory=lambda: Supervised(PreferenceArgs()))
+    # of the answers to the validation questions, by column of metrics.csv
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+
 class Validation:
     """The validations of a run: scores by step, and the model's answers to the same prompts each
     time."""
 
     def __init__(
         self,
-        fabric: Fabric,
-        hosts: HostGroup,
+        processes: Processes,
         model: GPT,
-        tokenizer: Tokenizer,
-        data: DataSplits,
-        args: EvalArgs,
+        measured: Measured,
         path: Path,
-        objective: Objective | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        samples: Sequence[Sample] | None = None,
+        before_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        # metrics: of the answers to the validation questions, by column of metrics.csv
-        self.fabric = fabric
-        self.hosts = hosts
+        # path: of samples.jsonl. samples: those of the data, with what the objective needs of the
+        # reference. before_batch: called before each batch; it may raise.
+        self.fabric = processes.fabric
+        self.hosts = processes.hosts
         self.model = model
-        self.objective = objective or Supervised(PreferenceArgs())
-        self.tokenizer = tokenizer
-        self.args = args
+        self.objective = measured.objective
+        self.tokenizer = measured.tokenizer
+        self.data = measured.data
+        self.args = measured.args
         self.path = path
-        self.samples: Sequence[Sample] = data.val
-        self.sets = data.val_sets
-        self.metrics = ({"exact_match": exact_match} if args.exact_match else {}) | dict(
-            metrics or {}
-        )
-        # called before each batch; it may raise
-        self.before_batch: Callable[[], None] = lambda: None
+        self.samples: Sequence[Sample] = measured.data.val if samples is None else samples
+        self.sets = measured.data.val_sets
+        self.metrics: dict[str, Metric] = {}
+        if measured.args.exact_match:
+            self.metrics["exact_match"] = exact_match
+        self.metrics |= measured.metrics
+        self.before_batch = before_batch
         self.losses: dict[int, float] = {}  # by step
         # the objective's other scores and the losses of named sets, by step
         self.scores: dict[int, Row] = {}
@@ -85,8 +97,8 @@ class Validation:
         self.num_answers = 0  # examples with an answer to match
         self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
         self.hardest: list[HardExample] = []  # of the last validation
-        if args.max_new_tokens:
-            self.prompts = list(_prompts(args, tokenizer, data))
+        if self.args.max_new_tokens:
+            self.prompts = list(_prompts(self.args, self.tokenizer, self.data))
         else:
             self.prompts = []
 
@@ -133,22 +145,10 @@ class Validation:
         metrics = {name: name.replace("_", " ") for name in self.metrics if name != "exact_match"}
         return {f"val_loss_{name}": f"loss on {name}" for name in self.sets} | metrics
 
-    def indices(self, batch_size: int) -> dict[str, Sequence[int]]:
-        """Return the indices of the samples that a validation measures, by set; "" if there is one
-        only.
-
-        Of each set these are at most --eval.max_batches batches of `batch_size`, evenly spaced.
-        """
-        sets = self.sets or {"": range(len(self.samples))}
-        limit = (self.args.max_batches or len(self.samples)) * batch_size
-        return {name: evenly_spaced(indices, limit) for name, indices in sets.items()}
-
     def measure(self, step: int, layout: Layout, batch_size: int) -> Row:
         """Return the scores after `step` steps, and the metrics of the model's answers."""
-        sets = {
-            name: Selection(self.samples, indices)
-            for name, indices in self.indices(batch_size).items()
-        }
+        measured = measured_indices(self.data, self.args, batch_size)
+        sets = {name: Selection(self.samples, indices) for name, indices in measured.items()}
         # a resumed run may have measured this step before it was interrupted
         if step not in self.losses:
             self._measure_sets(step, layout, sets)
@@ -185,7 +185,9 @@ class Validation:
 
         The model's own answers to them have at most --eval.max_new_tokens tokens.
         """
-        indices = [index for indices in self.indices(batch_size).values() for index in indices]
+        indices = []
+        for of_set in measured_indices(self.data, self.args, batch_size).values():
+            indices.extend(of_set)
         if self.objective.data != "supervised" or not indices:
             return
 
@@ -337,6 +339,17 @@ class Validation:
         """Return the number of validations since the best one."""
         best = self.best or 0
         return sum(step > best for step in self.losses)
+
+
+def measured_indices(data: DataSplits, args: EvalArgs, batch_size: int) -> dict[str, Sequence[int]]:
+    """Return the indices of the samples that a validation measures, by set; "" if there is one
+    only.
+
+    Of each set these are at most --eval.max_batches batches of `batch_size`, evenly spaced.
+    """
+    sets = data.val_sets or {"": range(len(data.val))}
+    limit = (args.max_batches or len(data.val)) * batch_size
+    return {name: evenly_spaced(indices, limit) for name, indices in sets.items()}
 
 
 def metric_format(metric: str) -> str:

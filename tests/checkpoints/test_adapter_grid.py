@@ -18,7 +18,8 @@ from litft.args.parser import parse
 from litft.commands.merge_lora import merge
 from litft.pretrained.build import fill_model, unfilled_model
 from litft.pretrained.folder import DEMO, resolve
-from litft.training.run_setup import Setup
+from litft.training.network import build_trained_network
+from litft.training.run_setup import resolve_setup
 
 V = 1024
 SIZES = dict(
@@ -231,10 +232,11 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
         ["--checkpoint_dir", str(folder), "--data.path", "x.jsonl", "--precision", "fp32"],
     )
     source = resolve(folder, base)
-    setup = Setup(args, source)
+    setup = resolve_setup(args, source)
     if item.resized <= 0 and "trainable_token_indices" not in item.settings:
         assert not setup.method.tokens
-    model, parameters = setup.build("fp32", torch.device("cpu"))
+    network = build_trained_network(setup, "fp32", torch.device("cpu"))
+    model, parameters = network.model, network.parameters
     logits = model(tokens)
     assert error(logits.detach()) <= 1e-5
     logits.square().mean().backward()
@@ -372,7 +374,7 @@ def test_dora_of_a_table_with_new_tokens_is_refused_before_training(bases):
         LoRAFinetuneArgs, ["--checkpoint_dir", "x", *flags, "--lora.targets", "q_proj,embed_tokens"]
     )
     with pytest.raises(ValueError, match=r"leave embed_tokens and lm_head out of --lora\.targets"):
-        Setup(args, resolve(bases["untied"]))
+        resolve_setup(args, resolve(bases["untied"]))
 
 
 def test_a_parameter_without_a_value_from_the_files_is_an_error(bases):

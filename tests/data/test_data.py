@@ -704,12 +704,14 @@ def test_the_end_token_of_a_turn_becomes_a_stop_token(tmp_path, tokenizer_folder
         turn_end = tokenizer.token_id("<|eot_id|>")
         for mask_prompt in (True, False):
             tokenizer.stop_ids = [tokenizer.eos_id]
-            try:
-                load(path, tokenizer, 1000, 4096, max_seq_length=limit, mask_prompt=mask_prompt)
-            except ValueError as error:
-                assert "all 1 were skipped" in str(error)
+            settings = {"max_seq_length": limit, "mask_prompt": mask_prompt}
+            if limit and mask_prompt:
+                with pytest.raises(ValueError, match="all 1 were skipped"):
+                    load(path, tokenizer, 1000, 4096, **settings)
+                continue
+            data = load(path, tokenizer, 1000, 4096, **settings)
             expected = [tokenizer.eos_id] if limit else [tokenizer.eos_id, turn_end]
-            assert tokenizer.stop_ids == expected, (limit, mask_prompt)
+            assert data.tokenizer.stop_ids == expected, settings
 
 
 def test_an_end_token_outside_the_vocabulary_is_reported(tmp_path, tokenizer_folder):
@@ -1097,8 +1099,9 @@ def test_a_cut_record_of_token_ids_adds_no_stop_token(tokenizer_folder, tmp_path
         {"input_ids": [5, 6, 7, end], "labels": [IGNORED, IGNORED, 7, end]} for _ in range(20)
     ]
     records[3] = {"input_ids": [5, 6, 7, cut], "labels": [IGNORED, IGNORED, 7, cut]}
-    load(write_records(tmp_path / "a.jsonl", records), tokenizer, vocab_size=1000, format="tokens")
-    assert tokenizer.stop_ids == [*stops, end]
+    path = write_records(tmp_path / "a.jsonl", records)
+    data = load(path, tokenizer, vocab_size=1000, format="tokens")
+    assert data.tokenizer.stop_ids == [*stops, end] and tokenizer.stop_ids == stops
 
 
 def test_token_ids_are_cut_and_masked(tiny, tmp_path):

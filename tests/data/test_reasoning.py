@@ -92,7 +92,7 @@ def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_fold
             tokenizer.vocab_size,
             500,
         )
-    load_data(args, tokenizer, tokenizer.vocab_size, 500)
+    tokenizer = load_data(args, tokenizer, tokenizer.vocab_size, 500).tokenizer
     rendered = tokenizer.apply_chat_template(FIELD[:1], add_generation_prompt=True)
     assert rendered.endswith("<think>\n\n</think>\n\n")
     theirs = AutoTokenizer.from_pretrained(folder)

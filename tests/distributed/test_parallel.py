@@ -39,7 +39,7 @@ from litft.training.memory.communication import Cluster, communication_volume
 from litft.training.memory.plan import predict
 from litft.training.memory.trace import Shape
 from litft.training.output import run_checkpoints
-from litft.training.run_setup import Setup
+from litft.training.run_setup import resolve_setup
 from litft.training.schedule import Schedule
 
 FAST = {"ddp": ["lora nf4"], "fsdp": ["full none", "lora nf4"]}
@@ -194,15 +194,17 @@ sys.path[:0] = [{tests!r}]
 from litft.args.parser import parse
 from litft.cli import COMMANDS
 from litft.pretrained.folder import resolve
-from litft.training.run_setup import Setup
+from litft.training.network import build_trained_network
+from litft.training.run_setup import resolve_setup
 from litft.distributed.devices import make_fabric, mesh_of
 from litft.model.placement import full_tensor, local
 from litft.distributed.process_group import launch
 args = parse(COMMANDS["finetune lora"].args, {words!r})
 fabric = make_fabric(args, "fsdp")
 launch(fabric, "60s")
-setup = Setup(args, resolve(args.checkpoint_dir))
-model, parameters = setup.build("fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
+setup = resolve_setup(args, resolve(args.checkpoint_dir))
+network = build_trained_network(setup, "fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
+model, parameters = network.model, network.parameters
 found = {{name: (local(p).nbytes, p.numel() * p.itemsize) for name, p in model.named_parameters()}}
 q = model.blocks[0].attention.q_proj
 found["scales"] = (q.state.absmax.numel(), q.in_features * q.out_features // 64)
@@ -282,7 +284,8 @@ import torch
 from litft.args.parser import parse
 from litft.cli import COMMANDS
 from litft.pretrained.folder import resolve
-from litft.training.run_setup import Setup
+from litft.training.network import build_trained_network
+from litft.training.run_setup import resolve_setup
 from litft.training.optimizers.make import make_optimizer
 from litft.distributed.devices import make_fabric, mesh_of
 from litft.model.placement import full_tensor
@@ -291,8 +294,9 @@ args = parse(COMMANDS["finetune full"].args, {words!r})
 fabric = make_fabric(args, "fsdp")
 launch(fabric, "60s")
 for args.train.cpu_offload in ("none", "parameters"):
-    setup = Setup(args, resolve(args.checkpoint_dir))
-    model, parameters = setup.build("fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
+    setup = resolve_setup(args, resolve(args.checkpoint_dir))
+    network = build_trained_network(setup, "fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
+    model, parameters = network.model, network.parameters
     wrapped, optimizer = fabric.setup(model, make_optimizer(setup.args.train, setup.method, parameters))
     tokens = torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
@@ -334,7 +338,8 @@ import sys
 from litft.args.parser import parse
 from litft.cli import COMMANDS
 from litft.pretrained.folder import resolve
-from litft.training.run_setup import Setup
+from litft.training.network import build_trained_network
+from litft.training.run_setup import resolve_setup
 from litft.distributed.devices import make_fabric, mesh_of, peak_memory
 from litft.distributed.process_group import launch
 from litft.checkpoints.weight_files import Checkpoint
@@ -347,8 +352,9 @@ def noted(*args):
     read.append(tensor.nbytes)
     return tensor
 Checkpoint._read_stored = noted
-setup = Setup(args, resolve(args.checkpoint_dir))
-model, _ = setup.build("bf16", fabric.device, mesh_of(args, "fsdp", fabric.device))
+setup = resolve_setup(args, resolve(args.checkpoint_dir))
+network = build_trained_network(setup, "bf16", fabric.device, mesh_of(args, "fsdp", fabric.device))
+model = network.model
 print(f"\\nread {{sum(read)}} held {{(peak_memory(fabric.device) - before) * 2**30:.0f}}", flush=True)
 fabric.barrier()
 """
@@ -482,11 +488,10 @@ def plan_with_memory(tiny, examples, monkeypatch):
         monkeypatch.setattr(
             litft.training.memory.choose, "device_memory", lambda device, processes: memory
         )
-        setup = Setup(args, resolve(tiny))
+        setup = resolve_setup(args, resolve(tiny))
         data = load_data(args.data, setup.tokenizer, 512, 256)
-        schedule = Schedule(args, data, 2)
-        settings = choose(setup, schedule, torch.device("cpu"))
-        return settings, list(plan_lines(setup, schedule, settings, 1e12)), schedule
+        run = choose(setup, Schedule(args, data, 2), torch.device("cpu"))
+        return run.settings, list(plan_lines(run, 1e12)), run.schedule
 
     return plan
 

@@ -21,7 +21,7 @@ from litft.model.linear import Linear
 from litft.model.quantization import KINDS, QuantizedLinear, QuantizedTensor, quantize_dequantize
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
-from litft.training.run_setup import Setup
+from litft.training.run_setup import resolve_setup
 
 TOKENS = draw(2, 23, seed=8)
 WIDE = dict(hidden_size=64, intermediate_size=128)  # blocks of 64 do not cross rows
@@ -133,7 +133,7 @@ def test_a_quantized_checkpoint_is_loaded_and_converted(make_model, tmp_path, fa
     assert relative(plain(TOKENS), reference(TOKENS).logits) <= 1e-5
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     with pytest.raises(ValueError, match=f"is already quantized as {kind}"):
-        Setup(
+        resolve_setup(
             LoRAFinetuneArgs(quantize="nf4" if kind == "int8" else "int8"),
             resolve(tmp_path / "quantized"),
         )

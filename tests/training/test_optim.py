@@ -596,7 +596,7 @@ def test_optimizer_in_backward_needs_one_micro_batch_in_every_step(tiny, tmp_pat
 def step_of_longest_example(args):
     """Return the step that contains the longest example."""
     without_flag = replace(args, train=replace(args.train, optimizer_in_backward=False))
-    schedule = prepare(without_flag)[1]
+    schedule = prepare(without_flag).schedule
     longest = int(schedule.data.train.lengths.argmax())
     return next(step for step in range(schedule.steps) if longest in schedule.step_indices(step))
 

@@ -36,7 +36,7 @@ from litft.training.memory.flops import Flops, chip_peak_flops, peak_flops
 from litft.training.memory.plan import predict
 from litft.training.memory.trace import Shape
 from litft.training.optimizers.make import OPTIMIZERS, ROUNDING_BYTES
-from litft.training.run_setup import Setup
+from litft.training.run_setup import resolve_setup
 from litft.training.schedule import Schedule
 
 
@@ -404,7 +404,7 @@ def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeyp
         checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)], packing=False), train=train
     )
     source = resolve(tiny)
-    setup, cpu = Setup(args, source), torch.device("cpu")
+    setup = resolve_setup(args, source)
     data = load_data(
         args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions
     )
@@ -415,10 +415,9 @@ def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeyp
             "device_memory",
             lambda device, processes, available=available: available,
         )
-        schedule = Schedule(args, data, 1)
-        settings = choose(setup, schedule, cpu)
-        choices.append((schedule.layout.rows, settings.recomputed))
-        assert available == 1 or settings.plan.memory.peak <= 0.9 * available
+        run = choose(setup, Schedule(args, data, 1), torch.device("cpu"))
+        choices.append((run.schedule.layout.rows, run.settings.recomputed))
+        assert available == 1 or run.settings.plan.memory.peak <= 0.9 * available
     assert choices[0] == (32, "none") and choices[-1] == (1, "full")
     assert choices[0][0] > choices[1][0] > choices[2][0]
 

@@ -43,7 +43,7 @@ from litft.data.sample import Sample
 from litft.evaluation.log_probs import wins
 from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
-from litft.training.batches import FOLDER, LogProbFile, References
+from litft.training.batches import FOLDER, Batches, LogProbFile
 from litft.training.objectives import OBJECTIVES, Totals
 
 
@@ -241,7 +241,7 @@ METHODS = [
 def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path, kind, values):
     args = flags(tiny, pairs, tmp_path / "run", kind, **values)
     run_finetuning(args)
-    data, model = prepare(args)[1].data, litft.load(tiny, precision="fp32")[0]
+    data, model = prepare(args).schedule.data, litft.load(tiny, precision="fp32")[0]
     for part, samples in (("train", data.train), ("val", data.val)):
         stored = reference_of(tmp_path / "run", part)
         assert len(stored) == min(32, len(samples))
@@ -259,7 +259,7 @@ def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(tiny, pairs, t
     copy_tokenizer(tiny, adapter)
     args = flags(adapter, pairs, tmp_path / "run")
     run_finetuning(args)
-    data, model = prepare(args)[1].data, litft.load(adapter, precision="fp32")[0]
+    data, model = prepare(args).schedule.data, litft.load(adapter, precision="fp32")[0]
     base = litft.load(tiny, precision="fp32")[0]
     stored = reference_of(tmp_path / "run")
     for index, actual in stored.items():
@@ -272,7 +272,10 @@ def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tm
     args = flags(tiny, pairs, tmp_path / "run", quantize=quantize)
     run_finetuning(args)
     assert rows_of(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
-    data, model = prepare(args)[1].data, litft.load(tiny, precision="fp32", quantize=quantize)[0]
+    data, model = (
+        prepare(args).schedule.data,
+        litft.load(tiny, precision="fp32", quantize=quantize)[0],
+    )
     for index, actual in reference_of(tmp_path / "run").items():
         assert actual == pytest.approx(plain_log_probs(model, data.train[index]), rel=1e-6)
 
@@ -493,9 +496,10 @@ def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
     )
     partners = {}
     for seed in (42, 42, 43):
-        setup, schedule, _ = prepare(replace(args, seed=seed))
-        references = References(setup.objective, schedule, 0)
-        drawn = [references._train_partners(position) for position in range(schedule.samples)]
+        run = prepare(replace(args, seed=seed))
+        schedule = run.schedule
+        batches = Batches(run.setup.objective, schedule, [])
+        drawn = [batches._train_partners(position) for position in range(schedule.samples)]
         assert partners.setdefault(seed, drawn) == drawn and all(i != j for i, j in drawn)
         assert [i for i, _ in drawn] == schedule.order.indices(0, schedule.samples)
     size = len(partners[42]) // 2
@@ -567,11 +571,11 @@ def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_
     }
     for (kind, objective), rate in expected.items():
         args = flags(tiny, pairs, tmp_path / "run", kind, objective, train={"learning_rate": None})
-        assert prepare(args)[0].args.train.learning_rate == pytest.approx(rate)
+        assert prepare(args).setup.args.train.learning_rate == pytest.approx(rate)
     supervised = LoRAFinetuneArgs(
         checkpoint_dir=str(tiny), data=DataArgs(path=[str(ROOT / "litft" / "demo")])
     )
-    assert prepare(supervised)[0].args.train.learning_rate == 2e-4
+    assert prepare(supervised).setup.args.train.learning_rate == 2e-4
 
 
 def test_rounding_errors_are_ties():
@@ -595,7 +599,7 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
     )
     assert scores["tuned"]["accuracy over the base"] == last["val_accuracy"]
     data, model = (
-        prepare(flags(tiny, pairs, tmp_path / "x"))[1].data,
+        prepare(flags(tiny, pairs, tmp_path / "x")).schedule.data,
         litft.load(tiny, precision="fp32")[0],
     )
     expected = np.array([plain_log_probs(model, data.val[n]) for n in range(len(data.val))])
@@ -633,7 +637,7 @@ def test_answers_with_labels_are_scored_by_label(tiny, tmp_path):
         "scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path
     )
     written = json.loads((tmp_path / "scores.json").read_text())
-    data = prepare(args)[1].data.val
+    data = prepare(args).schedule.data.val
     folders = {"base": tiny, "tuned": tmp_path / "run" / "final"}
     models = {name: litft.load(folder, precision="fp32")[0] for name, folder in folders.items()}
     sums = {

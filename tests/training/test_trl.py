@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
 from litft.commands.finetune import prepare, run_finetuning
 from litft.distributed.devices import make_fabric
-from litft.distributed.process_group import launch
+from litft.distributed.process_group import Processes, launch
 from litft.methods.lora import LoRA
 from litft.pretrained.folder import resolve
-from litft.training import batches as references
+from litft.training import batches
 from litft.training.trainer import Trainer, accumulate
 
 pytestmark = pytest.mark.slow
@@ -105,14 +105,14 @@ def flags(adapter: Path, data: Path, objective: str) -> LoRAFinetuneArgs:
 
 def first_gradients(args: LoRAFinetuneArgs, folder: Path) -> dict[str, torch.Tensor]:
     """The gradients of litft's first step, by the names that PEFT gives the factors."""
-    setup, schedule, settings = prepare(args)
-    fabric = make_fabric(args, settings.strategy)
-    trainer = Trainer(
-        fabric, launch(fabric, args.timeout), setup, schedule, settings, folder / "first"
-    )
+    run = prepare(args)
+    setup = run.setup
+    schedule = run.schedule
+    fabric = make_fabric(args, run.settings.strategy)
+    trainer = Trainer(Processes(fabric, launch(fabric, args.timeout)), run, folder / "first")
     trainer._compute_references()
     trainer.model.train()
-    samples = trainer.references.step(0)
+    samples = trainer.batches.step(0)
     setup.objective.before_step(fabric, trainer.model, samples, schedule.layout)
     totals = setup.objective.totals(samples)
     accumulate(
@@ -220,7 +220,7 @@ def test_gradients_and_ten_losses_equal_trls(objective, adapter, tmp_path, monke
 
     data = write_data(tmp_path, objective)
     args = flags(adapter, data, objective)
-    _, schedule, _ = prepare(args)
+    schedule = prepare(args).schedule
     order = schedule.order.indices(0, BATCH)
 
     def of_trl(self, position: int) -> tuple[int, int]:
@@ -228,7 +228,7 @@ def test_gradients_and_ten_losses_equal_trls(objective, adapter, tmp_path, monke
         (index,) = self.schedule.order.indices(position, position + 1)
         return index, order[order.index(index) - 1]
 
-    monkeypatch.setattr(references.References, "_train_partners", of_trl)
+    monkeypatch.setattr(batches.Batches, "_train_partners", of_trl)
     expected = trl_trainer(objective, adapter, data, order)
     if objective == "orpo":
         mean_answer_loss(expected)

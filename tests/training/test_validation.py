@@ -12,7 +12,7 @@ from litft.data.chat_template import STYLES
 from litft.data.dataset import load_data
 from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import HostGroup
+from litft.distributed.process_group import HostGroup, Processes
 from litft.evaluation.scoring import (
     evenly_spaced,
     exact_match,
@@ -22,7 +22,7 @@ from litft.evaluation.scoring import (
     validation_answers,
 )
 from litft.training.objectives import Supervised
-from litft.training.validation import Validation, validation_scores
+from litft.training.validation import Measured, Validation, validation_scores
 
 SUPERVISED = Supervised(PreferenceArgs())
 
@@ -97,14 +97,8 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     model, tokenizer, samples, data = model_and_samples
     expected = matches_one_by_one(model, tokenizer, samples)[::3]  # four of twelve, evenly spaced
     args = EvalArgs(max_batches=2, exact_match=True, max_new_tokens=0)
-    validation = Validation(
-        *single_process,
-        model,
-        tokenizer,
-        replace(data, val=samples),
-        args,
-        tmp_path / "samples.jsonl",
-    )
+    measured = Measured(tokenizer, replace(data, val=samples), args)
+    validation = Validation(Processes(*single_process), model, measured, tmp_path / "samples.jsonl")
     row = validation.measure(0, Layout(rows=3), 2)
     assert (
         row["exact_match"]
@@ -192,9 +186,8 @@ def test_the_models_own_answers_are_short(model_and_samples, single_process, tmp
     for max_new_tokens in (0, 2):
         args = EvalArgs(max_batches=2, max_new_tokens=max_new_tokens)
         path = tmp_path / "samples.jsonl"
-        validation = Validation(
-            *single_process, model, tokenizer, replace(data, val=samples), args, path
-        )
+        measured = Measured(tokenizer, replace(data, val=samples), args)
+        validation = Validation(Processes(*single_process), model, measured, path)
         validation.before_batch = lambda: batches.append(1)
         validation.find_hardest(Layout(rows=1, row_tokens=2048), 4)
         owns = [example.own for example in validation.hardest]

@@ -6,25 +6,23 @@ from typing import Any
 
 from litft.args import LoRAFinetuneArgs
 from litft.methods import Method, method_of
-from litft.training.memory.choose import Settings, planned_shape
+from litft.training.memory.choose import PlannedRun, planned_shape
 from litft.training.memory.plan import format_bytes, predict
-from litft.training.run_setup import Setup
-from litft.training.schedule import Schedule
+from litft.training.run_setup import RunSetup
 
 # of the run's peak memory; flags that save less are not suggested
 MIN_SAVING = 0.05
 MAX_FLAGS = 4
 
 
-def remedies(setup: Setup, schedule: Schedule, settings: Settings) -> list[str]:
+def remedies(run: PlannedRun) -> list[str]:
     """Return flags that reduce the run's memory, each with what it saves, the largest saving
     first."""
     try:
-        peak = _peak(setup, schedule, settings)
-        saved = {
-            flag: peak - _peak(setup, schedule, settings, **changed)
-            for flag, changed in _options(setup, schedule, settings)
-        }
+        peak = _peak(run)
+        saved = {}
+        for flag, changed in _options(run):
+            saved[flag] = peak - _peak(run, **changed)
     except (RuntimeError, MemoryError):  # too little memory is left to make plans
         return ["lower --data.max_seq_length", "lower --train.micro_batch_size"]
     flags = sorted(
@@ -33,20 +31,21 @@ def remedies(setup: Setup, schedule: Schedule, settings: Settings) -> list[str]:
 
     # more flags would hide those that help most
     lines = [f"{flag} saves about {format_bytes(saved[flag])}" for flag in flags[:MAX_FLAGS]]
-    train = setup.args.train
+    train = run.setup.args.train
     retry = (
-        settings.strategy == "single"
-        and schedule.layout.rows > 1
+        run.settings.strategy == "single"
+        and run.schedule.layout.rows > 1
         and not (train.oom_retry or train.optimizer_in_backward)
     )
     return lines + (["--train.oom_retry halves micro-batches automatically"] if retry else [])
 
 
-def check_memory(setup: Setup, schedule: Schedule, settings: Settings) -> None:
+def check_memory(run: PlannedRun) -> None:
     """Raise ValueError if the run needs more memory than there is: the system would end it without
     a word."""
+    settings = run.settings
     memory = settings.plan.memory
-    if memory.peak <= settings.device_bytes or setup.args.train.ignore_memory_plan:
+    if memory.peak <= settings.device_bytes or run.setup.args.train.ignore_memory_plan:
         return
     needed = format_bytes(memory.peak)
     # names the part to save on first
@@ -59,20 +58,22 @@ def check_memory(setup: Setup, schedule: Schedule, settings: Settings) -> None:
         where = "the GPU" if settings.strategy == "single" else "each GPU"
     reason = f"the run needs {needed}, and {where} has {format_bytes(settings.device_bytes)}"
     lines = [f"{reason}; most of it is for {largest} ({format_bytes(memory.parts[largest])})"]
-    lines += [f"  {remedy}" for remedy in remedies(setup, schedule, settings)]
+    lines += [f"  {remedy}" for remedy in remedies(run)]
     lines.append("  a smaller model; litft plan --checkpoint_dir DIR --budget 24GB shows what fits")
     lines.append("  --train.ignore_memory_plan true starts it nevertheless")
     raise ValueError("\n".join(lines))
 
 
-def _peak(setup: Setup, schedule: Schedule, settings: Settings, **changed: Any) -> int:
+def _peak(run: PlannedRun, **changed: Any) -> int:
     """Return the peak bytes of the run's plan with some arguments of `predict` changed."""
+    setup = run.setup
+    settings = run.settings
     train = setup.args.train
     current = {
         "method": setup.method,
         "precision": settings.precision,
         "quantize": setup.quantize,
-        "shape": planned_shape(schedule, settings.strategy),
+        "shape": planned_shape(run.schedule, settings.strategy),
         "optimizer": train.optimizer,
         "recomputed": settings.recomputed,
         "device": settings.device.type,
@@ -84,11 +85,11 @@ def _peak(setup: Setup, schedule: Schedule, settings: Settings, **changed: Any) 
     return predict(setup.source, **current | changed).memory.peak
 
 
-def _options(
-    setup: Setup, schedule: Schedule, settings: Settings
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _options(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield alternative settings, each as a flag and as changed arguments of `predict`."""
-    shape = planned_shape(schedule, settings.strategy)
+    setup = run.setup
+    settings = run.settings
+    shape = planned_shape(run.schedule, settings.strategy)
     args = setup.args
     is_full = setup.method.saves_full_model
     # excludes quantization
@@ -126,10 +127,10 @@ def _options(
             {"method": _lora(setup), "precision": settings.precision.removesuffix("-true")},
         )
     if settings.strategy == "ddp" and not args.clashes("fsdp"):
-        yield "--strategy fsdp", {"shards": schedule.layout.ranks}
+        yield "--strategy fsdp", {"shards": run.schedule.layout.ranks}
 
 
-def _lora(setup: Setup) -> Method:
+def _lora(setup: RunSetup) -> Method:
     """Return LoRA with default settings for the same model."""
     method = copy.copy(method_of(LoRAFinetuneArgs()))
     method.choose(setup.source.outline, setup.source.adapter_rules)

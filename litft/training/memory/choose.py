@@ -10,7 +10,7 @@ from litft.distributed.devices import device_memory, num_shards
 from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
-from litft.training.run_setup import Setup
+from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
 
 
@@ -30,6 +30,15 @@ class Settings:
     device_bytes: int  # a device's memory
 
 
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run before its processes start: what it is, its steps, and how it uses the devices."""
+
+    setup: RunSetup
+    schedule: Schedule
+    settings: Settings
+
+
 def planned_shape(schedule: Schedule, strategy: str) -> Shape:
     """The largest micro-batch as the plan counts it: DDP's buckets hold all gradients from the
     first step on."""
@@ -37,9 +46,9 @@ def planned_shape(schedule: Schedule, strategy: str) -> Shape:
     return shape._replace(accumulated=shape.accumulated or strategy == "ddp")
 
 
-def choose(setup: Setup, schedule: Schedule, device: torch.device) -> Settings:
-    """Choose what the flags leave open, by the device's memory; lays `schedule` out with the rows
-    that were chosen.
+def choose(setup: RunSetup, schedule: Schedule, device: torch.device) -> PlannedRun:
+    """Choose what the flags leave open, by the device's memory: also the rows of a micro-batch, by
+    which the run's schedule is laid out.
 
     Raises ValueError for flags that the chosen strategy cannot do.
     """
@@ -63,21 +72,21 @@ def choose(setup: Setup, schedule: Schedule, device: torch.device) -> Settings:
 
     # where nothing fits, `check_memory` refuses the plan with the smallest peak
     chosen = fit or smallest
-    # trying plans has laid the steps out with other rows
     if chosen.rows != schedule.layout.rows:
-        schedule.lay_out(replace(schedule.layout, rows=chosen.rows))
+        schedule = schedule.laid_out(replace(schedule.layout, rows=chosen.rows))
     _check(args, schedule, strategy, reason)
-    return Settings(
-        device,
-        strategy,
-        reason,
-        shard_count,
-        precision,
-        chosen.recomputed,
-        chosen.plan,
-        chosen.slowdown,
-        memory,
+    settings = Settings(
+        device=device,
+        strategy=strategy,
+        reason=reason,
+        shards=shard_count,
+        precision=precision,
+        recomputed=chosen.recomputed,
+        plan=chosen.plan,
+        slowdown=chosen.slowdown,
+        device_bytes=memory,
     )
+    return PlannedRun(setup, schedule, settings)
 
 
 def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -> None:
@@ -115,7 +124,7 @@ def _strategies(args: FinetuneArgs, ranks: int) -> list[str]:
 
 
 def _fastest(
-    setup: Setup,
+    setup: RunSetup,
     schedule: Schedule,
     device: torch.device,
     strategy: str,
@@ -139,10 +148,13 @@ def _fastest(
     if train.activation_checkpointing == "auto":
         kinds = list(RECOMPUTED)
 
+    # by the rows of a micro-batch
+    schedules = {first.rows: schedule}
+
     def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
-        if count != schedule.layout.rows:
-            schedule.lay_out(replace(first, rows=count))
-        shape = planned_shape(schedule, strategy)
+        if count not in schedules:
+            schedules[count] = schedule.laid_out(replace(first, rows=count))
+        shape = planned_shape(schedules[count], strategy)
         in_backward = train.optimizer_in_backward
         fixed = (
             train.optimizer,

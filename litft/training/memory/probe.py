@@ -5,23 +5,20 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from lightning_fabric import Fabric
 from torch import nn
 from torch.optim import Optimizer
 
 from litft.distributed.devices import is_out_of_memory
-from litft.distributed.process_group import HostGroup, sync_gradients
+from litft.distributed.process_group import Processes, sync_gradients
 from litft.errors import RankError, summary
 from litft.model.placement import local
 from litft.training.memory.advice import remedies
-from litft.training.memory.choose import Settings
+from litft.training.memory.choose import PlannedRun
 from litft.training.memory.residence import residence
 from litft.training.memory_saving.compile import is_compiled, run_uncompiled
+from litft.training.network import TrainedNetwork
 from litft.training.objectives import Totals
 from litft.training.optimizers.make import state_bytes
-from litft.training.output.recorder import TrainedNetwork
-from litft.training.run_setup import Setup
-from litft.training.schedule import Schedule
 
 
 class MemoryProbe:
@@ -30,24 +27,20 @@ class MemoryProbe:
 
     def __init__(
         self,
-        fabric: Fabric,
-        hosts: HostGroup,
-        setup: Setup,
-        schedule: Schedule,
-        settings: Settings,
+        processes: Processes,
+        run: PlannedRun,
         network: TrainedNetwork,
         say: Callable[[str], None],
     ) -> None:
-        self.args = setup.args
-        self.fabric = fabric
-        self.hosts = hosts
-        self.setup = setup
-        self.schedule = schedule
-        self.settings = settings
+        self.args = run.setup.args
+        self.fabric = processes.fabric
+        self.hosts = processes.hosts
+        self.run = run
+        self.schedule = run.schedule
         self.network = network
         self.say = say
 
-    def run(self, model: nn.Module, optimizer: Optimizer, resumed: bool) -> None:
+    def try_largest(self, model: nn.Module, optimizer: Optimizer, resumed: bool) -> None:
         """Try the largest micro-batch until it fits; compiled blocks that fail run uncompiled from
         then on.
 
@@ -101,7 +94,7 @@ class MemoryProbe:
                 state_size = state_bytes(train.optimizer, parameters)
             # a second pass, in which the gradients of the first one are in memory
             passes += self.schedule.shape().accumulated
-        objective = self.setup.objective
+        objective = self.run.setup.objective
         totals = Totals(samples=1, tokens=1)
         objective.begin_probe(device)
         state = torch.empty(state_size, dtype=torch.uint8, device=device)
@@ -140,8 +133,5 @@ class MemoryProbe:
             f"{self.fabric.device}'s memory"
         )
         longest = f"the longest row has training example {number} with its {tokens:,} tokens"
-        remedy = (
-            ", or ".join(remedies(self.setup, self.schedule, self.settings))
-            or "choose a smaller model"
-        )
+        remedy = ", or ".join(remedies(self.run)) or "choose a smaller model"
         return f"{size} ({reason.split('. ')[0][:200]}); {longest}; {remedy}"

@@ -26,11 +26,15 @@ class Metrics:
 
     `seconds` is time spent in training steps, without validation and saving.
 
-    Every row that is written is also passed to each of the `sinks`.
+    Every row that is written is also passed to `send`.
     """
 
     def __init__(
-        self, path: Path | None, peak_flops: float | None, scores: Sequence[str] = ()
+        self,
+        path: Path | None,
+        peak_flops: float | None,
+        scores: Sequence[str] = (),
+        send: Callable[[Row], None] = lambda row: None,
     ) -> None:
         # scores: further columns, next to those of the loss
         self.path = path
@@ -38,7 +42,7 @@ class Metrics:
         position = COLUMNS.index("exact_match") + 1
         self.scores = list(scores)
         self.columns = [*COLUMNS[:position], *self.scores, *COLUMNS[position:]]
-        self.sinks: list[Callable[[Row], None]] = []
+        self.send = send
         self.rows: list[dict[str, Any]] = []
         # rows already in the file when a run resumes
         self.resumed_rows: list[Row] = []
@@ -115,8 +119,7 @@ class Metrics:
             self._rewrite(
                 [{name: _text(value) for name, value in row.items()} for row in self.resumed_rows]
             )
-            for sink in self.sinks:
-                sink(self.resumed_rows[-1])
+            self.send(self.resumed_rows[-1])
         else:
             row = {
                 "step": step,
@@ -208,9 +211,8 @@ class Metrics:
             if is_new:
                 writer.writeheader()
             writer.writerows({name: _text(value) for name, value in row.items()} for row in rows)
-        for sink in self.sinks:
-            for row in rows:
-                sink(row)
+        for row in rows:
+            self.send(row)
 
 
 def _number(value: Any) -> float:

@@ -7,15 +7,13 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
-from lightning_fabric import Fabric
-from torch import nn
 from torch.optim import Optimizer
 
 from litft import run_dir
@@ -30,47 +28,36 @@ from litft.checkpoints.adapter_reader import (
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
 from litft.distributed.devices import machine_lines
-from litft.distributed.process_group import HostGroup
+from litft.distributed.process_group import Processes
 from litft.errors import Interrupted
 from litft.model.config_file import read_object
 from litft.model.placement import full_tensor
-from litft.model.transformer import GPT
 from litft.pretrained.folder import base_record
 from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
 from litft.training.dry_run import description, duration, method_title, run_title
 from litft.training.intervals import num_measured
-from litft.training.memory.choose import Settings
+from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import peak_flops
+from litft.training.network import TrainedNetwork
 from litft.training.output import run_checkpoints
 from litft.training.output.base_files import BaseFiles
 from litft.training.output.loggers import finish, make_logger, row_sink
-from litft.training.output.metrics import Metrics
+from litft.training.output.metrics import Metrics, Row
 from litft.training.output.report import Report, SummaryTile, write_report
 from litft.training.output.screen import Screen
-from litft.training.run_setup import Setup
-from litft.training.schedule import Schedule
 from litft.training.validation import Validation, metric_format
 
 # characters of a system prompt that a suggested command has
 SHOWN_SYSTEM = 200
 
 
-class TrainedNetwork(NamedTuple):
-    """The network of a run, and the parameters that belong to its method."""
+@dataclasses.dataclass(frozen=True)
+class Observers:
+    """Who watches a run."""
 
-    model: GPT
-    # those that are saved; some may be frozen
-    parameters: dict[str, nn.Parameter]
-    sharded: bool  # this process holds a part of each
-
-    @property
-    def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer updates."""
-        return {
-            name: parameter
-            for name, parameter in self.parameters.items()
-            if parameter.requires_grad
-        }
+    screen: Screen
+    # called in the first process with every row of metrics.csv, when it is written
+    callback: Callable[[Row], None] | None = None
 
 
 class Recorder:
@@ -81,29 +68,30 @@ class Recorder:
 
     def __init__(
         self,
-        fabric: Fabric,
-        hosts: HostGroup,
-        setup: Setup,
-        schedule: Schedule,
-        settings: Settings,
+        processes: Processes,
+        run: PlannedRun,
         folder: Path,
         network: TrainedNetwork,
         validation: Validation,
-        screen: Screen,
+        observers: Observers,
     ) -> None:
+        fabric = processes.fabric
+        setup = run.setup
         self.args = setup.args
         self.fabric = fabric
-        self.hosts = hosts
+        self.hosts = processes.hosts
+        self.run = run
         self.setup = setup
-        self.schedule = schedule
-        self.settings = settings
+        self.schedule = run.schedule
+        self.settings = run.settings
         self.folder = folder
         self.network = network
         self.validation = validation
-        self.screen = screen
-        self.say = screen.say
+        self.screen = observers.screen
+        self.callback = observers.callback
+        self.say = self.screen.say
         self.is_writer = fabric.global_rank == 0
-        self.peak = peak_flops(fabric.device, settings.precision)
+        self.peak = peak_flops(fabric.device, run.settings.precision)
         # a CPU's peak is measured, which other programs disturb
         is_known = self.peak and fabric.device.type != "cpu"
         path = folder / "metrics.csv"
@@ -113,14 +101,17 @@ class Recorder:
             *validation.columns,
             *(validation.metrics.keys() - {"exact_match"}),
         ]
-        self.metrics = Metrics(path if self.is_writer else None, peak, columns)
-        self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
+        self.metrics = Metrics(path if self.is_writer else None, peak, columns, self._send_row)
+        group = processes.hosts.checkpoint_group
+        self.saver = run_checkpoints.Saver(folder, self.is_writer, group)
         self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
         self.is_claimed = False  # config.yaml is written
         self.is_open = False  # the folder is this run's
         # time.monotonic() from which on report.html may be written again
         self.next_report = 0.0
         self.logger: Any = None
+        # sends a row to the logger
+        self.log_row: Callable[[Row], None] | None = None
         # the logger and the run's name there, of a run that is resumed
         self.logged_as: list[str] | None = None
 
@@ -195,7 +186,14 @@ class Recorder:
             self.args.logger, self.folder, config, start_step, self.logged_as, project
         )
         if self.logger:
-            self.metrics.sinks.append(row_sink(self.logger, self.say))
+            self.log_row = row_sink(self.logger, self.say)
+
+    def _send_row(self, row: Row) -> None:
+        """Pass a row of metrics.csv on, when it is written."""
+        if self.callback:
+            self.callback(row)
+        if self.log_row:
+            self.log_row(row)
 
     def _write_config(self) -> dict[str, Any]:
         """Make the folder, once without what was in it if it is to be overwritten; returns the
@@ -242,7 +240,7 @@ class Recorder:
     @cached_property
     def _description(self) -> list[str]:
         """The data and the plan: the same in every report of the run."""
-        return description(self.setup, self.schedule, self.settings, self.peak)
+        return description(self.run, self.peak)
 
     # ---- checkpoints
 

@@ -49,14 +49,14 @@ from litft.data.packing import Layout, MicroBatch  # noqa: E402
 from litft.data.sample import Sample  # noqa: E402
 from litft.data.tokenizer import Tokenizer  # noqa: E402
 from litft.distributed.devices import lacks_bf16, make_fabric, pick_accelerator  # noqa: E402
-from litft.distributed.process_group import launch  # noqa: E402
+from litft.distributed.process_group import Processes, launch  # noqa: E402
 from litft.families import families, read_config  # noqa: E402
 from litft.model.mixers import kernels  # noqa: E402
 from litft.model.placement import UNSHARDED  # noqa: E402
 from litft.pretrained.folder import DEMO, PretrainedFolder  # noqa: E402
-from litft.training.memory.choose import Settings  # noqa: E402
+from litft.training.memory.choose import PlannedRun, Settings  # noqa: E402
 from litft.training.optimizers.make import make_optimizer  # noqa: E402
-from litft.training.run_setup import Setup  # noqa: E402
+from litft.training.run_setup import resolve_setup  # noqa: E402
 from litft.training.schedule import Schedule  # noqa: E402
 from litft.training.trainer import Trainer  # noqa: E402
 
@@ -181,7 +181,7 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
     if flags.activation_checkpointing == "auto":
         flags = replace(flags, activation_checkpointing="none")
     args = replace(args, train=flags, eval=EvalArgs(max_new_tokens=0))
-    setup = Setup(args, source)
+    setup = resolve_setup(args, source)
     schedule = Schedule(args, data, 1)
     with (
         fake_cuda.fake_cuda(capability, waits="allow") as mode,
@@ -198,9 +198,8 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
             assert settings.precision == ("fp32" if note else "bf16")
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         fabric = make_fabric(args, "single")
-        trainer = Trainer(
-            fabric, launch(fabric, args.timeout), setup, schedule, settings, Path(folder)
-        )
+        run = PlannedRun(setup, schedule, settings)
+        trainer = Trainer(Processes(fabric, launch(fabric, args.timeout)), run, Path(folder))
         optimizer = make_optimizer(setup.args.train, setup.method, trainer.trained)
         # all of it is there already
         model, optimizer = fabric.setup(trainer.model, optimizer, move_to_device=False)
