@@ -36,6 +36,8 @@ SWITCHES = (
 )
 EMPTY_THOUGHT = re.compile(r"\s*(<[^<>]*think[^<>]*>)?\s*</[^<>]*think[^<>]*>")
 OPEN_THOUGHT = re.compile(r"<[\w:]*think[\w:]*>\s*\Z")
+# JSON that is a text within JSON
+ARGUMENTS_AS_TEXT = re.compile(r'"\{\\"')
 # what looks like a special token; the token that ends a turn is one of them
 SPECIAL = re.compile(
     r"<[|｜][^<>|｜\s]+[|｜]>|<(?:start|end)_of_turn>|<turn\|>|<\|tool_response>|</s>|\[e~\[|</assistant>"
@@ -91,6 +93,8 @@ ANSWERS: dict[str, Message] = {
     "inline, empty": answer(f"<think>\n\n</think>\n\n{ANSWER}"),
     "reasoning and call": answer("", reasoning_content=REASONING, tool_calls=calls("weather")),
     "thinking and call": answer("", thinking=REASONING, tool_calls=calls("weather")),
+    "inline and call": answer(f"<think>\n{REASONING}\n</think>\n\n", tool_calls=calls("weather")),
+    "call, no content": answer(None, tool_calls=calls("weather")),
 }
 
 
@@ -156,10 +160,23 @@ def outcome(source: str, messages: list[Message], stops: tuple[str, ...] = ()) -
     found = []
     for turn, text in zip(turns, learned, strict=True):
         found += _missing(messages[turn.message], text)
+        if ARGUMENTS_AS_TEXT.search(text) and not _has_arguments_as_text(
+            renderer, messages[: turn.message + 1], tools
+        ):
+            found.append("has arguments as text within JSON")
         found += _wrong(turn, text, ends)
         if not _is_rendered(renderer, messages[: turn.message + 1], tools, turn):
             found.append("is not rendered by the template")
     return Outcome(learned, findings=tuple(dict.fromkeys(found)))
+
+
+def _has_arguments_as_text(renderer: Any, messages: list[Message], tools: list | None) -> bool:
+    """Return whether the template writes arguments as text within JSON, from the conversation as it
+    is."""
+    try:
+        return bool(ARGUMENTS_AS_TEXT.search(renderer(messages, tools=tools)))
+    except ValueError:
+        return True
 
 
 def _missing(message: Message, text: str) -> Iterator[str]:

@@ -259,7 +259,8 @@ class SaveArgs:
     """Also write the weights with the lowest validation loss to best/, in the format of final/."""
     text_names: bool = False
     """Write adapters of a multimodal base for transformers' text class (AutoModelForCausalLM of
-    Llama 4 and Qwen3.5), not for the multimodal class. litft reads both."""
+    Llama 4 and Qwen3.5; the other families have none), not for the multimodal class. litft reads
+    both."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""

@@ -196,7 +196,8 @@ def _check_rows(rows: dict[int, Tensor], ids: list[int], reading: AdapterReading
                 f"{found}"
             )
             raise ValueError(
-                f"{reading.path}: {reason}; save it again with save_embedding_layers=True"
+                f"{reading.path}: {reason}; merge the adapter in PEFT, or save it with both tables "
+                "(save_embedding_layers=True)"
             )
         if not rows[token].isfinite().all():
             raise ValueError(

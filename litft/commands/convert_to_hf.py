@@ -24,6 +24,8 @@ def export(args: ExportArgs) -> Path:
 
     # the adapter alone
     method, values = trained.adapter()
+    if args.text_names:
+        source.check_text_names("--text_names")
     source = replace(source, text_names=args.text_names)
 
     def fill(partial: Path) -> None:

@@ -182,6 +182,8 @@ def prepare(args: FinetuneArgs) -> PlannedRun:
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     source.check()
+    if args.save.text_names:
+        source.check_text_names("--save.text_names")
     setup = resolve_setup(args, source)
     if setup.quantize != "none":
         # raises here rather than after the data has been read

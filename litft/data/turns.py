@@ -10,10 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 
 from litft.data.chat_template import Message, Render
-from litft.data.messages import with_arguments_as_text
 from litft.data.reasoning import (
     CLOSES_THOUGHT,
     EMPTY_THOUGHT,
@@ -23,7 +21,6 @@ from litft.data.reasoning import (
     OPENS_THOUGHT,
     ReasonedAnswer,
     has_reasoning,
-    spellings,
 )
 from litft.data.turn_rendering import (
     CONTENT_MARK,
@@ -33,6 +30,7 @@ from litft.data.turn_rendering import (
     common_length,
     places_of,
 )
+from litft.data.variants import variants
 
 # variables with which templates switch thinking on and off
 THINKING_ON = ({"enable_thinking": True}, {"thinking": True})
@@ -50,6 +48,10 @@ class EndTokens:
 
     special: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
+
+
+# the mark at the end of a turn's calls
+CLOSING_MARK = re.compile(r"</\w+>\Z")
 
 
 @dataclass(frozen=True)
@@ -95,22 +97,29 @@ def assistant_turns(
     inline = any(ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages))
     spells_inline = reasons and _writes_think_tags(render, tools)
     first_error = None
-    # the turns of the conversation as it is, if its reasoning is inline
+    # some templates write reasoning only where thinking is switched on
+    switches = ({}, BOTH_ON) if reasons else ({},)
+    # the turns of the conversation with its inline reasoning as it is, and the form of its calls
     plain = None
-    for spelled in _variants(messages, spells_inline):
-        # some templates write reasoning only where thinking is switched on
-        for variables in ({}, BOTH_ON) if reasons else ({},):
+    plain_calls = None
+    for variant in variants(messages, spells_inline):
+        # another form of the calls is not another spelling of the reasoning
+        if plain is not None and variant.calls != plain_calls:
+            continue
+        for variables in switches:
             try:
-                texts = _texts(partial(render, **variables), spelled, tools, ends)
+                texts = _texts(partial(render, **variables), variant.messages, tools, ends)
             except ValueError as error:
                 first_error = first_error or error
                 continue
             if not inline:
                 return texts
             # inline reasoning may be plain text to this template: compare with another spelling
-            if spelled == messages:
-                plain = plain or texts
-            elif not any(_closes_unopened(turn) for rendered in texts for turn in rendered.turns):
+            if variant.is_as_written:
+                plain = texts
+                plain_calls = variant.calls
+                break
+            if not any(_closes_unopened(turn) for rendered in texts for turn in rendered.turns):
                 return _better(plain, texts, reasons)
     if plain is not None:
         return plain
@@ -166,33 +175,6 @@ def _writes_think_tags(render: Render, tools: list | None) -> bool:
     )
     prompts = [rendering.prompt(**switch) for switch in ({}, *THINKING_ON, *THINKING_OFF)]
     return any(prompt is not None and "<think>" in prompt for prompt in prompts)
-
-
-def _variants(messages: list[Message], spells_inline: bool) -> Iterator[list[Message]]:
-    """Yield the conversation in the spellings of reasoning and of tool calls that templates
-    read."""
-    has_calls = any(message.get("tool_calls") for message in messages)
-    # no content beside calls; arguments as text
-    if has_calls:
-        call_forms = list(product((False, True), (False, True)))
-    else:
-        call_forms = [(False, False)]
-    for spelled in spellings(messages, spells_inline):
-        for no_content, as_text in call_forms:
-            yield [_with_call_form(message, no_content, as_text) for message in spelled]
-
-
-def _with_call_form(message: Message, no_content: bool, as_text: bool) -> Message:
-    """Return a message with null in place of empty content beside tool calls, and with the
-    arguments as JSON text."""
-    if not message.get("tool_calls"):
-        return message
-    changed = dict(message)
-    if no_content and not message.get("content"):
-        changed["content"] = None
-    if as_text:
-        return with_arguments_as_text(changed)
-    return changed
 
 
 def _texts(
@@ -282,6 +264,7 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     if has_thought:
         _check_single_thought(text, start, has_empty=bool(empty))
         answer = _answer_start(rendering, text, max(start, places.first), ends)
+        _check_calls_after_thought(rendering, text[answer:end])
         empty = None
     else:
         if empty:
@@ -319,6 +302,16 @@ def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
         )
     if ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and OPENS_THOUGHT.match(text, start):
         raise ValueError(f"the chat template opens a thought twice; {OTHER_TEMPLATE}")
+
+
+def _check_calls_after_thought(rendering: TurnRendering, after: str) -> None:
+    """Raise ValueError if a template writes a call before the reasoning, with which it would be
+    masked; `after`: what follows the reasoning."""
+    for call in rendering.calls:
+        if call["function"]["name"] not in after:
+            raise ValueError(
+                f"the chat template writes a tool call before the reasoning; {OTHER_TEMPLATE}"
+            )
 
 
 def _after_empty_thought(rendering: TurnRendering, text: str, start: int, end: int) -> int:
@@ -505,9 +498,15 @@ def _written_next(rendering: TurnRendering, tail: str, ends: EndTokens) -> str |
     follows."""
     later = _later_tail(rendering)
     written = tail.rstrip()
-    if not later.startswith(written):
-        return None
-    rest = later[len(written) :]
+    if later.startswith(written):
+        rest = later[len(written) :]
+    else:
+        # the turn itself is written differently, such as with the ids of its calls: what follows
+        # its last mark
+        mark = CLOSING_MARK.search(written)
+        if mark is None or mark[0] not in later:
+            return None
+        rest = later.rpartition(mark[0])[2]
     space = rest[: len(rest) - len(rest.lstrip())]
     tokens = []
     for token in ends.special:

@@ -325,6 +325,11 @@ def _loading(info: CardInfo) -> Iterator[str]:
             f'model = {auto_class}.from_pretrained("{repo_id}")',
         )
         yield _vllm(f"vllm serve {repo_id}", info)
+    elif info.adapter_config.get("use_dora") and info.adapter_config.get("target_parameters"):
+        yield (
+            "PEFT has no DoRA for stacked experts; merge the adapter first: `litft merge_lora "
+            f"--checkpoint_dir {repo_id} --out_dir merged`\n"
+        )
     elif kind in ("LORA", "ADAPTION_PROMPT"):
         yield _python(
             "PEFT",

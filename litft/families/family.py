@@ -37,3 +37,6 @@ class Family:
     peft_rules: Callable[[Config], list[Rule]] = no_rules
     # the names of the language model's modules in the family's multimodal class in transformers
     wrapper: ModuleNames = LANGUAGE_MODEL
+    # whether transformers' AutoModelForCausalLM opens the text model of a multimodal folder; for
+    # other families it opens the whole model
+    has_text_class: bool = False

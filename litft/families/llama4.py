@@ -126,4 +126,5 @@ FAMILY = Family(
     rules=rules,
     text_config=text_config,
     wrapper=ModuleNames("language_model.model.", "language_model.lm_head"),
+    has_text_class=True,
 )

@@ -129,4 +129,5 @@ FAMILY = Family(
     rules=rules,
     text_config=text_config,
     peft_rules=peft_rules,
+    has_text_class=True,
 )

@@ -228,6 +228,17 @@ class PretrainedFolder:
             )
         return stored
 
+    def check_text_names(self, flag: str) -> None:
+        """Raise ValueError if transformers has no class that adapters with the names of the text
+        model alone apply to."""
+        model_type = self.config.model_type
+        if self.multimodal and not family(model_type).has_text_class:
+            reason = (
+                f"transformers opens {self.multimodal['model_type']} with the multimodal class "
+                "alone, where such an adapter does nothing"
+            )
+            raise ValueError(f"{flag}: {reason}; leave it out")
+
     def check_base_dir(self, base_dir: str | Path | None) -> None:
         """Raise ValueError if a base model is named, but this folder is no adapter, which would
         have one."""

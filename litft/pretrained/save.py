@@ -254,6 +254,10 @@ def copy_files(source: Path, folder: Path, names: Iterable[str] = TOKENIZER_FILE
     for name in names:
         if (path := source / name).is_file():
             shutil.copyfile(path, folder / name)
+    if (source / NAMED_TEMPLATES).is_dir() and TEMPLATE_FILE in names:
+        (folder / NAMED_TEMPLATES).mkdir(exist_ok=True)
+        for path in (source / NAMED_TEMPLATES).glob("*.jinja"):
+            shutil.copyfile(path, folder / NAMED_TEMPLATES / path.name)
     _drop_code(folder / "tokenizer_config.json")
 
 

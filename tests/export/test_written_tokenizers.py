@@ -109,6 +109,9 @@ def test_the_template_for_tools_is_used_and_kept(tiny, tmp_path, as_files):
     assert "weather" in tokenizer.decode(ids)
     again = AutoTokenizer.from_pretrained(written(tokenizer, tmp_path / "written"))
     assert again.chat_template.keys() == NAMED.keys()
+    flags = ["--checkpoint_dir", folder, "--out_dir", tmp_path / "converted"]
+    script("scripts/convert_hf_checkpoint.py", *flags, cwd=tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path / "converted").chat_template == NAMED
     for tools in (None, [TOOL]):
         assert again.apply_chat_template(
             CHAT, tools=tools, tokenize=False
