@@ -18,6 +18,7 @@ import litft
 from litft.args import FINETUNE, EvalArgs, LoRAFinetuneArgs
 from litft.args.keywords import from_keywords, keyword_names
 from litft.args.parser import types_of_flags
+from litft.data.in_memory import stored_examples
 
 RECORDS = [{"prompt": f"What is {n} plus {n}?", "completion": f"It is {2 * n}."} for n in range(40)]
 OTHERS = [
@@ -366,3 +367,14 @@ def test_training_threads_do_not_spin():
             ).stdout
             == f"{expected}\n"
         )
+
+
+def test_null_values_of_records_in_memory_are_kept(tmp_path, monkeypatch):
+    """They may be arguments of calls; only Arrow adds them by itself."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    arguments = {"town": "Oslo", "unit": None}
+    calls = [{"type": "function", "function": {"name": "w", "arguments": arguments}}]
+    record = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}
+    assert json.loads(stored_examples([record]).read_text()) == record
+    dataset = datasets.Dataset.from_list([{"a": "x"}, {"a": "y", "b": "z"}])
+    assert json.loads(stored_examples(dataset).read_text().splitlines()[0]) == {"a": "x"}

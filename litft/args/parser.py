@@ -37,8 +37,7 @@ TEXT_LISTS = ("stop",)
 def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     """Return an instance of the dataclass `cls` from flags.
 
-    Later flags win; --config FILE.yaml expands to its contents, and --config NAME to those of a
-    recipe.
+    Later flags win, and all win over --config FILE.yaml, and over the recipe of --config NAME.
 
     Raise ValueError with all mistakes in one message.
     """
@@ -169,6 +168,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
     """Return the (name, value) pairs, the problems with the names, and the words to pass on to
     jsonargparse."""
     flag_types = types_of_flags(cls)
+    from_files = []
     values = []
     problems = []
     passthrough = []
@@ -209,7 +209,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             if value and is_recipe(value) and not os.path.isfile(value):
                 recipe = value
             file_values, file_problems = _read_config(value, cls)
-            values = values + file_values
+            from_files += file_values
             problems = problems + file_problems
         elif name not in flag_types:
             unknown[name] = value
@@ -217,8 +217,11 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             problems.append(f"--{name} needs a value")
         else:
             if get_origin(flag_types[name]) is list:
+                if name in dict(values):
+                    problems.append(f"--{name} is given twice; give all values at once: A,B")
                 value = _as_list(value, flag_types[name], keeps_spaces=name in TEXT_LISTS)
             values.append((name, value))
+    values = from_files + values
     # the message about one flag may depend on the value of another
     given = dict(values) | unknown
     problems += [_unknown_flag(name, flag_types, value, given) for name, value in unknown.items()]

@@ -19,7 +19,6 @@ from litft.data.chat_template import STYLES, mentions_variable
 from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, WITHOUT, Encoder
 from litft.data.formats import FORMATS
 from litft.data.preferences import EQUAL, FIELDS
-from litft.data.sampler import Sampler
 from litft.data.sources import File, HubSplit, locate
 from litft.data.token_cache import prepare_store
 from litft.data.token_store import EncodingReport, Samples, TokenStore
@@ -178,10 +177,7 @@ def load_data(
         kind,
         tuple(val_names) if len(set(val_names)) > 1 else (),
     )
-    if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
-        raise ValueError(
-            f"--data.weights {weights} leave no example of {data.train.sizes}; raise them"
-        )
+    _check_weights(data, [file.label for file in train])
     _check_samples(data)
     has_conversations = any(report.has_conversations for report in reports.values())
     if has_conversations:
@@ -193,6 +189,18 @@ def load_data(
         data = replace(data, template="not used: the data is text")
     _add_stop_tokens(tokenizer, reports)
     return data
+
+
+def _check_weights(data: DataSplits, labels: list[str]) -> None:
+    """Raise ValueError if a file with a weight above 0 has no example in an epoch."""
+    for label, size, weight in zip(labels, data.train.sizes, data.weights, strict=True):
+        if size and weight and not round(size * weight):
+            raise ValueError(
+                f"--data.weights {weight:g}: an epoch would have none of the {size} examples of "
+                f"{label}; raise it, or give 0"
+            )
+    if len(data.train) and not any(data.weights):
+        raise ValueError("--data.weights: all are 0, so nothing is left to learn; raise them")
 
 
 def _with_template(tokenizer: Tokenizer, args: DataArgs) -> tuple[Tokenizer, str]:

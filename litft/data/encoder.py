@@ -392,15 +392,11 @@ class Encoder:
         ):
             encoded.notes.append(EMPTY_PROMPT)
         messages = []
-        template = self.tokenizer.chat_template
         for message in example.messages[: turns[-1] + 1]:
             clean = {}
             for name, value in message.items():
                 if name not in LEARNED_ENTRIES:
                     clean[name] = value
-            if message["role"] == "developer" and "developer" not in template:
-                # "developer" is OpenAI's newer name for it
-                clean["role"] = "system"
             if (
                 message["role"] == "assistant"
                 and (content := strip_end_token(message["content"])) != message["content"]

@@ -46,8 +46,10 @@ def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = No
     try:
         sha256 = hashlib.sha256()
         with os.fdopen(handle, "wb") as file:
+            # Arrow adds the fields of other records, as null; in a list, nulls are the user's own
+            adds_nulls = hasattr(records, "features")
             for index, record in enumerate(islice(records, limit)):
-                line = _line(record, index)
+                line = _line(record, index, adds_nulls)
                 sha256.update(line)
                 file.write(line)
         path = folder / f"{sha256.hexdigest()[:32]}.jsonl"
@@ -63,7 +65,7 @@ def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = No
     return path
 
 
-def _line(record: Any, index: int) -> bytes:
+def _line(record: Any, index: int, adds_nulls: bool) -> bytes:
     if not isinstance(record, Mapping):
         if isinstance(record, str):
             found = f"text ({record[:40]!r})"
@@ -73,7 +75,8 @@ def _line(record: Any, index: int) -> bytes:
             f"data: record {index} must be a mapping with fields, such as messages, found {found}"
         )
     try:
-        return json.dumps(drop_nulls(record)).encode() + b"\n"
+        content = drop_nulls(record) if adds_nulls else dict(record)
+        return json.dumps(content).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"data: record {index} cannot be written as JSON ({error}); convert its fields first"

@@ -288,12 +288,20 @@ class Tokenizer:
             [int(i) for i in ids if not (skip_special and int(i) in self.special_ids)], skip_special
         )
 
+    @property
+    def answer_ids(self) -> frozenset[int]:
+        """Special tokens that may be a part of an answer: marks of reasoning and calls, and others
+        that stand for a label; not those that begin, end or pad a text."""
+        others = {self.bos_id, self.eos_id, *self.stop_ids}
+        others |= {self._id("pad_token"), self._id("unk_token")}
+        return frozenset(self.special_ids - others) | self.structure_ids
+
     def decode_answer(self, ids: list[int]) -> str:
-        """Return the text of an answer's tokens, with the special tokens that mark its reasoning
-        and tool calls."""
+        """Return the text of an answer's tokens, with the special tokens that are a part of it."""
         shown = []
+        answer_ids = self.answer_ids
         for i in map(int, ids):
-            if i not in self.special_ids or i in self.structure_ids:
+            if i not in self.special_ids or i in answer_ids:
                 shown.append(i)
         # a call may end at a mark
         if shown and ids[-1] in self.stop_ids and shown[-1] == int(ids[-1]):
@@ -310,6 +318,9 @@ class Tokenizer:
         """Render a conversation to the text the model reads; encode it with `bos=False`. variables:
         of the template."""
         variables = self.special | variables
+        if "developer" not in self.template_for(tools):
+            # OpenAI's newer name of the system prompt
+            messages = [_with_known_role(message) for message in messages]
         # templates that print arguments as they are would print a dict in Python's form
         if (
             any(message.get("tool_calls") for message in messages)
@@ -399,6 +410,12 @@ class Tokenizer:
         if text.startswith(self.special["bos_token"]):
             return source
         return "{{ bos_token }}" + source
+
+
+def _with_known_role(message: Message) -> Message:
+    if message["role"] == "developer":
+        return {**message, "role": "system"}
+    return message
 
 
 def check_text(text: str) -> str:

@@ -251,5 +251,5 @@ def greedy_request(
         max_new_tokens,
         Sampling(temperature=0),
         tokenizer.stop_ids,
-        shown_special_ids=tokenizer.structure_ids,
+        shown_special_ids=tokenizer.answer_ids,
     )

@@ -196,7 +196,11 @@ class Conversation:
         )
         text, ids = self.history
         if text and self.prompt_text.startswith(text):
-            return [*ids, *self.tokenizer.encode(self.prompt_text[len(text) :], bos=False)]
+            # tokenized as a part of the whole: some tokenizers begin each text with a space
+            all_ids, boundaries = self.tokenizer.encode_with_boundaries(
+                self.prompt_text, [len(text)]
+            )
+            return [*ids, *all_ids[boundaries[0] :]]
         return self.tokenizer.encode(self.prompt_text, bos=False)
 
     def base_answer(self, question: str) -> Iterator[AnswerStep]:

@@ -161,7 +161,7 @@ def test_no_heavy_package_is_imported_before_the_flags_are_parsed():
     )
 
 
-def test_later_flags_override_earlier_ones_also_from_config_files(tmp_path):
+def test_flags_win_over_config_files_wherever_they_stand(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "train: {learning_rate: 0.5, epochs: 2}\nlora:\n  targets: [q_proj, v_proj]\ndevices: 2\n"
     )
@@ -175,12 +175,19 @@ def test_later_flags_override_earlier_ones_also_from_config_files(tmp_path):
     ]
     args = parse(flags.LoRAFinetuneArgs, words)
     assert (args.devices, args.train.learning_rate, args.train.epochs, args.overwrite) == (
-        2,
+        4,
         1e-3,
         2.0,
         True,
     )
     assert args.lora.targets == ["q_proj", "v_proj"]
+
+
+def test_a_list_that_is_given_twice_is_refused():
+    """The first values would be lost."""
+    words = ["--data.path", "a.jsonl", "--data.path", "b.jsonl"]
+    with pytest.raises(ValueError, match=r"--data.path is given twice; give all values at once"):
+        parse(flags.LoRAFinetuneArgs, words)
 
 
 def test_lists_booleans_and_null(tmp_path):
@@ -732,7 +739,7 @@ def test_configs_of_other_commands_and_resume_in_a_file(tmp_path):
 )
 def test_hints_for_words_of_other_programs(words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        parser.parse(LoRAFinetuneArgs, words)
+        parser.parse(flags.LoRAFinetuneArgs, words)
 
 
 def test_a_flag_of_fine_tuning_is_named_elsewhere():

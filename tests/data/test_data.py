@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -1153,3 +1154,14 @@ def test_no_bar_of_a_histogram_ends_beyond_the_longest_sample():
     assert bars[0][0] == 3 and bars[-1][1] == 64 and sum(count for _, _, count in bars) == 5
     for shortest, longest, count in bars:
         assert count == int(((lengths >= shortest) & (lengths <= longest)).sum())
+
+
+def test_a_weight_that_leaves_no_example_of_a_file_is_refused(tmp_path, tiny):
+    paths = []
+    for name in "ab":
+        records = [{"instruction": name, "output": str(n)} for n in range(4)]
+        paths.append(str(write_records(tmp_path / f"{name}.jsonl", records)))
+    args = DataArgs(path=paths, weights=[1, 0.1], val_fraction=0.0)
+    with pytest.raises(ValueError, match=r"--data.weights 0.1: an epoch would have none of the 4 "):
+        load_data(args, Tokenizer(tiny), 512, 256)
+    assert len(load_data(replace(args, weights=[1, 0]), Tokenizer(tiny), 512, 256).train) == 8

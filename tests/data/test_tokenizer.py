@@ -300,3 +300,21 @@ def test_who_decides_whether_bos_is_added(tokenizer_folder, tmp_path, name, adds
     path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": adds}))
     ids = AutoTokenizer.from_pretrained(folder)("Hello there")["input_ids"]
     assert Tokenizer(folder).encode("Hello there") == ids
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(tiny):
+    """In training, in the server and in chats: all render conversations by the same function."""
+    tokenizer = Tokenizer(tiny)
+    for source, role in (
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "system"),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{# developer #}",
+            "developer",
+        ),
+    ):
+        tokenizer.use_template(source)
+        messages = [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+        ]
+        assert tokenizer.apply_chat_template(messages).endswith(f"{role}: Be brief.\nuser: Hi\n")

@@ -320,3 +320,14 @@ def test_a_template_may_need_a_question_after_the_first_answer():
         spans = [rendered.text[turn.start : turn.end] for turn in rendered.turns]
         assert spans == ["Good day!<|end|>", f"{ANSWER}<|end|>"]
         assert rendered.text == render(NEEDS_A_QUESTION, messages)
+
+
+def test_a_call_whose_words_are_in_the_content_must_be_rendered():
+    """The template of this name leaves calls out."""
+    call = [{"type": "function", "function": {"name": "clock", "arguments": {}}}]
+    messages = [
+        {"role": "user", "content": "When?"},
+        answer("I look at the clock.", tool_calls=call),
+    ]
+    with pytest.raises(ValueError, match="leaves out a tool call"):
+        turns_of(QUIRKS["content alone"], messages)

@@ -1602,3 +1602,14 @@ def test_files_quantized_by_llama_cpp_are_decoded_as_by_llama_cpp(kind, tmp_path
     name = "blk.1.ffn_up.weight"
     assert 1e-3 < relative(quantized.read(name), original.read(name)) < 0.5
     litft.load(from_gguf(paths[1], tmp_path / "back"))
+
+
+@pytest.mark.parametrize(
+    "addition", ["{%- if tools %}{{ tools }}{%- endif %}", "{{ strftime_now('%d') }}"]
+)
+def test_the_modelfile_has_no_template_of_a_day_or_without_tools(addition, tiny, tmp_path):
+    """Ollama's Go template would always print the day of the export, and loses tools."""
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(STYLES["chatml"] + addition, "utf-8")
+    content = modelfile("model-F16.gguf", Tokenizer(tmp_path / "model"))
+    assert "TEMPLATE" not in content and "the chat template in the GGUF file is used" in content

@@ -14,6 +14,8 @@ from quirks import QUIRKS
 
 import litft
 from litft.args import AdapterArgs, Sampling
+from litft.data.chat_template import STYLES
+from litft.data.tokenizer import Tokenizer
 from litft.inference.chat import Chat, Conversation
 from litft.inference.session import Session
 from litft.inference.speculative import PromptLookup
@@ -374,3 +376,19 @@ def test_in_a_terminal(checkpoints, tmp_path):
     history = (tmp_path / "litft" / "chat_history").read_text()
     assert "+What is the capital of France?" in history
     assert "+Name a colour.\n\n#" in history, "two lines typed ahead are two messages"
+
+
+@pytest.mark.parametrize("template", ["plain", "alpaca"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "fallback"])
+def test_a_later_turn_is_tokenized_as_a_part_of_the_conversation(template, kind, tokenizer_folder):
+    """Some tokenizers begin every text with a space: a turn alone would have other tokens."""
+    tokenizer = Tokenizer(tokenizer_folder(kind))
+    tokenizer.use_template(STYLES[template])
+    messages = [{"role": "user", "content": "More"}, {"role": "assistant", "content": "Less"}]
+    text = tokenizer.apply_chat_template(messages)
+    conversation = Conversation.__new__(Conversation)
+    conversation.tokenizer = tokenizer
+    conversation.history = (text, tokenizer.encode(text, bos=False))
+    conversation.messages = [*messages, {"role": "user", "content": "Again"}]
+    whole = tokenizer.apply_chat_template(conversation.messages, add_generation_prompt=True)
+    assert conversation._encode() == tokenizer.encode(whole, bos=False)

@@ -9,13 +9,18 @@ from conftest import copy_unpacked, script
 from own_tokenizers import WRITERS
 from parity import draw
 
+from litft.args import LoRAArgs
 from litft.data.chat_template import STYLES
 from litft.data.encoder import Encoder
 from litft.data.sample import ID_MASK, SUPERVISED, to_sample
 from litft.data.tokenizer import Tokenizer
-from litft.methods.new_tokens import extend_table, initial_rows, untrained_ids
+from litft.methods.lora import LoRA
+from litft.methods.new_tokens import ROWS, extend_table, initial_rows, untrained_ids
 from litft.model.transformer import add_neftune_noise
 from litft.pretrained.build import base_model
+from litft.pretrained.folder import resolve
+from litft.training.memory.plan import predict
+from litft.training.memory.trace import Shape
 
 
 @pytest.mark.parametrize(
@@ -154,3 +159,17 @@ def test_a_templates_new_end_token_ends_an_answer(tiny, tokenizer_folder, tmp_pa
     tokenizer.save_added(folder)
     reread = Tokenizer(folder)
     assert end in reread.special_ids and reread.encode("<|im_end|>", bos=False) == [end]
+
+
+def test_the_plan_counts_the_rows_of_new_tokens_that_are_trained(tiny):
+    """Also if --train.freeze names them: the network of the plan has no such rows."""
+    source = resolve(tiny)
+    counts = []
+    for tokens, frozen in (({}, set()), ({512: [1], 513: [2]}, set()), ({512: [1]}, set(ROWS))):
+        method = LoRA(LoRAArgs(r=4))
+        method.choose(source.outline, source.adapter_rules)
+        method.tokens = tokens
+        method.frozen = frozen
+        counts.append(predict(source, method, "fp32", "none", Shape(1, 8, False)).trained)
+    tables = 1 if source.config.tied else 2
+    assert [count - counts[0] for count in counts] == [0, 2 * tables * source.config.dim, 0]

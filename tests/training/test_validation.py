@@ -1,5 +1,6 @@
 """Validation: the loss and exact matches on held-out examples."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -227,3 +228,16 @@ def test_a_prompt_without_a_known_beginning_is_shown_whole(tokenizer_folder):
     assert question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
     tokenizer.use_template("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
+
+
+@torch.no_grad()
+def test_answers_of_special_tokens_are_compared(model_and_samples, single_process):
+    """Texts without them would all be equal."""
+    model, tokenizer, samples, _ = model_and_samples
+    tokenizer = copy.copy(tokenizer)
+    label = tokenizer.encode("x", bos=False)[-1]
+    tokenizer.special_ids = {*tokenizer.special_ids, label}
+    prompt, _ = samples[0].answer
+    labelled = replace(samples[0], answer=(prompt, torch.tensor([label, tokenizer.end_id])))
+    (result,) = validation_answers(*single_process, model, tokenizer, [labelled])
+    assert result.expected == tokenizer.decode([label], skip_special=False).strip() != ""

@@ -24,7 +24,11 @@ def modelfile(name: str, tokenizer: Tokenizer) -> str:
     # Ollama then continues the prompt as it is
     if not tokenizer.has_template:
         return "\n".join([*lines, *stops]) + "\n"
-    parts = _template_parts(tokenizer)
+    parts = None
+    # a Go template could print neither the day of a question nor tools
+    has_tools = "tools" in tokenizer.template_for([{}])
+    if not has_tools and not tokenizer.uses_date:
+        parts = _template_parts(tokenizer)
     # these marks would end a string of the Modelfile, or begin an action in Go
     if parts and not any(text in "".join(filter(None, parts)) for text in ('"""', "{{")):
         lines.append(f'TEMPLATE """{_go_template(parts)}"""')

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from litft.distributed.devices import DTYPES
 from litft.methods import Method
+from litft.methods.new_tokens import ROWS
+from litft.model.config import Config
 from litft.model.device_type import planned_for
 from litft.model.mixers import kernels
 from litft.model.quantization import is_quantizable
@@ -191,6 +193,7 @@ def predict(
     compiled = compiles(
         compiled, device, offloads_blocks=cpu_offload == "parameters" and shards == 1
     )
+    num_row_values = _num_row_values(method, source.config)
     method = _without_new_tokens(method)
     compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
     with FakeTensorMode(), planned_for(device), kernels.without_launches():
@@ -242,7 +245,7 @@ def predict(
             host=host,
             workspace=CUBLAS_WORKSPACE if device == "cuda" else 0,
         )
-    num_trained = sum(parameter.numel() for parameter in trained.values())
+    num_trained = num_row_values + sum(parameter.numel() for parameter in trained.values())
     return Plan(parameters, num_trained, Flops(model), memory, all_gathered, len(model.blocks))
 
 
@@ -270,7 +273,15 @@ def _without_new_tokens(method: Method) -> Method:
     """Return a copy without new tokens: they need real ids, and their few rows do not matter."""
     method = copy.copy(method)
     method.tokens = {}
+    method.frozen = method.frozen - set(ROWS)
     return method
+
+
+def _num_row_values(method: Method, config: Config) -> int:
+    """Return the number of trained values in the rows of new tokens."""
+    tables = [ROWS[0]] if config.tied and not method.untied else list(ROWS)
+    trained = [name for name in tables if name not in method.frozen]
+    return len(method.tokens) * config.dim * len(trained)
 
 
 def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[GPT, int]:
