@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from litft.data.chat_template import Message, render
-from litft.data.turns import EndTokens, Turn, assistant_turns
+from litft.data.turn_ends import EndTokens
+from litft.data.turns import Turn, assistant_turns
 
 QUESTION = {"role": "user", "content": "How warm is it?"}
 AGAIN = {"role": "user", "content": "And there?"}

@@ -9,7 +9,8 @@ from litft.data.answer_parser import AnswerFormat, make_parser
 from litft.data.chat_template import Message, Render, render
 from litft.data.reasoning import ENDS_IN_OPEN_THOUGHT, is_thought_mark, thought_marks
 from litft.data.tool_calls import CALL_MARKS, ToolCall, call_texts
-from litft.data.turns import EndTokens, assistant_turns
+from litft.data.turn_ends import EndTokens
+from litft.data.turns import assistant_turns
 
 CHANNEL_MARKS = (
     "<|start|>",

@@ -45,6 +45,10 @@ EMPTY_TURN = "with an empty answer, which is excluded from the loss"
 EMPTY_PROMPT = "with an empty prompt"
 UNANSWERED = "ending in a turn without an answer, which is dropped"
 CONTROL = "containing the text of a control token, which is encoded as that token"
+OTHER_PROMPT = (
+    "with an answer whose prompt opens a thought when it is generated, but not in training (give "
+    "reasoning, or another --data.template)"
+)
 TOOLS_LOST = "with tools, which the chat template leaves out"
 WITHOUT = "without the field"
 END_TEXT = "with an end token written after an answer, which is removed"
@@ -92,6 +96,7 @@ class TurnTokens:
     end: int
     empty_thought: bool
     masked: tuple[tuple[int, int], ...] = ()  # ranges that are not learned
+    other_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,6 +251,8 @@ class Encoder:
         for start, end in turn.masked:
             sample[start:end] &= ~SUPERVISED
         encoded.answers += 1
+        if turn.other_prompt and OTHER_PROMPT not in encoded.notes:
+            encoded.notes.append(OTHER_PROMPT)
         encoded.empty_thoughts += turn.empty_thought and self.reasoning != "learn_empty"
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
@@ -278,7 +285,9 @@ class Encoder:
                 # a sample has one token more than inputs: its last token is only a target
                 if turn.end <= self.limit + 1:
                     last_complete = turn.message
-                    sample[self._answer_start(turn) : turn.end] |= IN_ANSWER
+                    # exact match asks for the last answer that is learned
+                    if turn.message in supervised:
+                        sample[self._answer_start(turn) : turn.end] |= IN_ANSWER
                 elif turn.start <= self.limit:
                     is_partial = turn.message in supervised
             # each of several texts continues the previous one, which is supervised already
@@ -495,6 +504,7 @@ class Encoder:
                             (positions[start], positions[end])
                             for start, end in masked[turn.message]
                         ),
+                        turn.other_prompt,
                     )
                 )
             last = turns[-1]

@@ -14,7 +14,7 @@ from litft.data.answer_parser import AnswerFormat
 from litft.data.chat_template import ALPACA, Message, render
 from litft.data.messages import with_arguments_as_text
 from litft.data.tokenizer_backends import FastBackend, SentencePieceBackend, read_json
-from litft.data.turns import EndTokens
+from litft.data.turn_ends import EndTokens
 
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder, as in transformers

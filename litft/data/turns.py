@@ -6,7 +6,6 @@ content and every tool call, and ends with the token that ends the turn. A conve
 this cannot be found is refused with the reason.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from litft.data.reasoning import (
     ReasonedAnswer,
     has_reasoning,
 )
+from litft.data.turn_ends import NO_ENDS, EndTokens, turn_end
 from litft.data.turn_rendering import (
     CONTENT_MARK,
     OTHER_TEMPLATE,
@@ -35,7 +35,6 @@ from litft.data.variants import variants
 # variables with which templates switch thinking on and off
 THINKING_ON = ({"enable_thinking": True}, {"thinking": True})
 THINKING_OFF = ({"enable_thinking": False}, {"thinking": False})
-OPENS_TURN = re.compile("start|begin|open", re.IGNORECASE)  # in the name of a token
 BOTH_ON = {"enable_thinking": True, "thinking": True}
 
 # characters, more than any mark of a thought has
@@ -43,22 +42,11 @@ MARK_LENGTH = 40
 
 
 @dataclass(frozen=True)
-class EndTokens:
-    """Special tokens as text. `stops` are those at which generation ends."""
-
-    special: tuple[str, ...] = ()
-    stops: tuple[str, ...] = ()
-
-
-# the mark at the end of a turn's calls
-CLOSING_MARK = re.compile(r"</\w+>\Z")
-
-
-@dataclass(frozen=True)
 class Turn:
     """One assistant turn as the model generates it: text[start:end], with the end token.
 
-    text[start:answer] is reasoning, or an empty thought that the template writes.
+    text[start:answer] is reasoning, or an empty thought that the template writes. other_prompt: the
+    prompt is that of the conversation's history, as the prompt of generation opens a thought.
     """
 
     message: int  # its index in the conversation
@@ -67,6 +55,7 @@ class Turn:
     answer: int
     end: int
     empty_thought: bool = False
+    other_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ def assistant_turns(
     render: Render,
     messages: list[Message],
     tools: list | None = None,
-    ends: EndTokens = EndTokens(),
+    ends: EndTokens = NO_ENDS,
 ) -> list[RenderedTurns]:
     """Return the rendered conversation as texts, each with the assistant turns to train on.
 
@@ -252,7 +241,7 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
             "the chat template renders the answer inside a thought that is never closed; "
             f"{OTHER_TEMPLATE}"
         )
-    text, end = _turn_end(rendering, text, places.tail, ends)
+    text, end = turn_end(rendering, text, places.tail, ends)
     check_complete(rendering, text[start:end], places.has_reasoning)
 
     # an empty thought that reaches into the content was written by the record, not the template
@@ -284,7 +273,16 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         answer=min(answer, end),
         end=end,
         empty_thought=bool(empty),
+        other_prompt=not has_thought and _lacks_open_thought(rendering, text[:start]),
     )
+
+
+def _lacks_open_thought(rendering: TurnRendering, prompt: str) -> bool:
+    """Return whether generation has a prompt that opens a thought, and never this one."""
+    usual = rendering.prompt()
+    if usual is None or not ENDS_IN_OPEN_THOUGHT.search(usual):
+        return False
+    return all(rendering.prompt(**switch) != prompt for switch in THINKING_OFF)
 
 
 def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
@@ -419,111 +417,6 @@ def _outside_tag(text: str, position: int) -> int:
     if opened > closed:
         return opened
     return position
-
-
-def _turn_end(
-    rendering: TurnRendering, text: str, tail: str | None, ends: EndTokens
-) -> tuple[str, int]:
-    """Return the text up to the end of the turn or longer, and the position of the end; `tail`
-    follows the turn's values.
-
-    The turn ends with the first token in the tail that ends generation. The end token may also be
-    what the template writes before the next message.
-    """
-    beginning = len(text) - len(tail or "")
-    found = _ends_in(tail or "", ends.special)
-    # a tail with several tokens: what is also written before a further message belongs to the turn
-    if tail and len(found) > 1:
-        common = tail[: _common_end(rendering, tail)]
-        is_whole = common == tail
-        found = _closing_tokens(common, is_whole or bool(rendering.calls), ends) or found
-        if rendering.calls and not is_whole and not any(token in ends.stops for token, _ in found):
-            # no token is known to end the turn; what follows is the beginning of the next one
-            token, position = next((item for item in found if OPENS_TURN.search(item[0])), found[0])
-            position = beginning + len(tail[: position - len(token)].rstrip())
-            return text[:position], position
-    stops = [end for token, end in found if token in ends.stops]
-    if stops:
-        position = beginning + stops[0]
-    elif found:
-        position = beginning + found[-1][1]
-    else:
-        if tail is None or rendering.following:
-            written = None
-        else:
-            written = _written_next(rendering, tail, ends)
-        if written is not None:
-            return text[:beginning] + written, beginning + len(written)
-        position = len(text.rstrip()) or len(text)
-    if rendering.following and not found:
-        raise ValueError(f"the chat template does not show where a turn ends; {OTHER_TEMPLATE}")
-    # what follows was only added to find the turn
-    if rendering.following:
-        text = text[:position]
-    return text, position
-
-
-def _ends_in(text: str, tokens: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Return the tokens in a text, each with the position after it, in order."""
-    found = []
-    for token in tokens:
-        position = text.find(token)
-        while token and position >= 0:
-            found.append((token, position + len(token)))
-            position = text.find(token, position + 1)
-    return sorted(found, key=lambda item: item[1])
-
-
-def _closing_tokens(common: str, is_closing: bool, ends: EndTokens) -> list[tuple[str, int]]:
-    """Return the tokens that may end a turn in `common`, the part of a tail that is written if
-    another message follows.
-
-    Phi 3.5 ends the last turn with <|end|> and EOS, others with <|end|> alone. is_closing: all of
-    the part belongs to the turn; otherwise the first token does, and the rest is the beginning of
-    the next turn.
-    """
-    found = _ends_in(common, ends.special)
-    if is_closing:
-        return found
-    return found[:1] + [item for item in found if item[0] in ends.stops]
-
-
-def _common_end(rendering: TurnRendering, tail: str) -> int:
-    """Return the length of the part of a tail that is also written if another message follows."""
-    return common_length(tail, _later_tail(rendering))
-
-
-def _written_next(rendering: TurnRendering, tail: str, ends: EndTokens) -> str | None:
-    """Return a tail with the special token that the template writes next, if another message
-    follows."""
-    later = _later_tail(rendering)
-    written = tail.rstrip()
-    if later.startswith(written):
-        rest = later[len(written) :]
-    else:
-        # the turn itself is written differently, such as with the ids of its calls: what follows
-        # its last mark
-        mark = CLOSING_MARK.search(written)
-        if mark is None or mark[0] not in later:
-            return None
-        rest = later.rpartition(mark[0])[2]
-    space = rest[: len(rest) - len(rest.lstrip())]
-    tokens = []
-    for token in ends.special:
-        if token and rest.startswith(token, len(space)):
-            tokens.append(token)
-    if tokens:
-        return written + space + max(tokens, key=len)
-    return None
-
-
-def _later_tail(rendering: TurnRendering) -> str:
-    """Return what follows the turn's values if another message follows."""
-    later = rendering.followed()
-    try:
-        return places_of(later, later.text()).tail or ""
-    except ValueError:
-        return ""
 
 
 def _answer_start(rendering: TurnRendering, text: str, first: int, ends: EndTokens) -> int:

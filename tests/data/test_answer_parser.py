@@ -15,7 +15,8 @@ from litft.data.chat_template import STYLES, render
 from litft.data.messages import check_messages
 from litft.data.tokenizer import Tokenizer
 from litft.data.tool_calls import CallMarks, ToolCall, read_calls
-from litft.data.turns import EndTokens, assistant_turns
+from litft.data.turn_ends import EndTokens
+from litft.data.turns import assistant_turns
 from litft.inference.chat_answers import call_entry
 
 CALL = ToolCall("weather", {"town": 'Köln "x"', "days": 3})

@@ -1165,3 +1165,15 @@ def test_a_weight_that_leaves_no_example_of_a_file_is_refused(tmp_path, tiny):
     with pytest.raises(ValueError, match=r"--data.weights 0.1: an epoch would have none of the 4 "):
         load_data(args, Tokenizer(tiny), 512, 256)
     assert len(load_data(replace(args, weights=[1, 0]), Tokenizer(tiny), 512, 256).train) == 8
+
+
+def test_the_answer_to_compare_is_one_that_is_learned(tmp_path, tiny):
+    messages = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2"},
+        {"role": "assistant", "content": "two", "train": False},
+    ]
+    data = load(write_records(tmp_path / "a.jsonl", [{"messages": messages}]), Tokenizer(tiny))
+    _, answer = data.train[0].answer
+    assert data.tokenizer.decode_answer(answer.tolist()).strip() == "one"

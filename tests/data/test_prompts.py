@@ -8,7 +8,8 @@ from conftest import NEEDS_SHARED, SHARED
 from quirks import QUIRKS
 
 from litft.data.chat_template import ALPACA, STYLES, render, user_content
-from litft.data.turns import EndTokens, assistant_turns
+from litft.data.turn_ends import EndTokens
+from litft.data.turns import assistant_turns
 
 CHAT = [
     {"role": "user", "content": "What is <b>2</b> & 3?"},

@@ -24,7 +24,8 @@ from quirks import QUIRKS
 
 from litft.data.chat_template import render
 from litft.data.dataset import with_arguments
-from litft.data.turns import EndTokens, assistant_turns
+from litft.data.turn_ends import EndTokens
+from litft.data.turns import assistant_turns
 
 CONVERSATIONS = dict(conversations())
 STOPS = ("<|end|>", "<|return|>", "<|call|>", "<|result|>", "<|user|>", "<|tool|>")
@@ -331,3 +332,11 @@ def test_a_call_whose_words_are_in_the_content_must_be_rendered():
     ]
     with pytest.raises(ValueError, match="leaves out a tool call"):
         turns_of(QUIRKS["content alone"], messages)
+
+
+def test_an_answer_whose_prompt_opens_a_thought_at_generation_is_marked():
+    """It is learned as it stands in the history; the dry run says so."""
+    messages = [{"role": "user", "content": "Hi"}, answer("Hello.")]
+    for name, marked in (("reasoning is cut away", True), ("plain", False)):
+        (turn,) = turns_of(QUIRKS[name], messages)
+        assert turn.other_prompt == marked, name
