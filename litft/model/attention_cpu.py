@@ -361,9 +361,8 @@ def _group_gradients(
     for start in range(0, length, step):
         stop = min(length, start + step)
         # concatenate the query heads that share a key head: (N K, H / K * n, W)
-        shape = (len(key), -1, key.size(-1))
-        block_q = query[:, :, start:stop].reshape(shape)
-        block_d_out = d_out[:, :, start:stop].reshape(shape)
+        block_q = query[:, :, start:stop].reshape(len(key), -1, key.size(-1))
+        block_d_out = d_out[:, :, start:stop].reshape(block_q.shape)
         # only the keys up to the last query of the block are computed
         # lse is subtracted in the product, so that exp gives probabilities without a division
         probs = torch.bmm(block_q, key[:, :stop].mT)  # (N K, H / K * n, S)

@@ -129,7 +129,8 @@ class _RMSNorm(torch.autograd.Function):
         # vector_norm reads x once and stores no squares
         compute_dtype = torch.promote_types(x.dtype, torch.float32)
         row_norm = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=compute_dtype)
-        inverse_rms = torch.rsqrt(row_norm.square_().div_(ctx.count).add_(eps))
+        mean_square = row_norm.square_().div_(ctx.count)
+        inverse_rms = torch.rsqrt(mean_square.add_(eps))
         ctx.save_for_backward(x, weight, inverse_rms)
         y = x.to(compute_dtype, copy=True).mul_(inverse_rms)
         if weight is not None:

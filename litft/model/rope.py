@@ -248,5 +248,5 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # the plane of entries 2 i and 2 i + 1 is turned by the angle
     turned_even = even * cos - odd * sin
     turned_odd = odd * cos + even * sin
-    rotated = torch.stack((turned_even, turned_odd), dim=-1).flatten(-2)
-    return torch.cat((rotated, rest), dim=-1)
+    rotated = torch.stack((turned_even, turned_odd), dim=-1)
+    return torch.cat((rotated.flatten(-2), rest), dim=-1)

@@ -75,14 +75,14 @@ class Mamba2(Mixer):
         convolved = F.silu(causal_conv(conv, weight, bias, documents, cache))
         v, k, q = convolved.split(self.widths, dim=-1)
         v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
-        k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
+        k = k.unflatten(-1, (mamba.n_groups, -1))
+        q = q.unflatten(-1, (mamba.n_groups, -1))
 
         # dt of the paper: it scales what a token writes, and the rate -exp(A_log) of the decay
         step = F.softplus(step + step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
         state = None if cache is None else cache.states[1]
-        written = v * step[..., None]
         decay = -log_rate.float().exp() * step
-        y, state = recurrence(q, k, written, decay, None, documents, state)
+        y, state = recurrence(q, k, v * step[..., None], decay, None, documents, state)
         if cache is not None:
             cache.store(1, state)
         y = y + skip.float()[:, None] * v

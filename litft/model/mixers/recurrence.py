@@ -131,38 +131,25 @@ def _chunked(
     length = v.size(1)
     groups = k.size(2)
     by_row = g.dim() == 4
-    q, k, v = (_in_chunks(x, groups) for x in (q, k, v))  # (B, G, 1 or R, N, L, .)
     if not by_row:
         g = g[..., None]
-    g = _in_chunks(g, groups)
+    q, k, v, g = (_in_chunks(x, groups) for x in (q, k, v, g))  # (B, G, 1 or R, N, L, .)
     if b is not None:
         b = _in_chunks(b[..., None], groups)
     decays = _decays(g, ids)
 
     # products of all pairs of tokens within a chunk, (B, G, R, N, L, L)
-    pairs = _row_decay_pairs if by_row else _pairs
-    scores, system = pairs(q, k, b, decays.total, decays.visible)
-
-    # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
+    if by_row:
+        scores, system = _row_decay_pairs(q, k, b, decays.total, decays.visible)
+    else:
+        scores, system = _pairs(q, k, b, decays.total, decays.visible)
     k_start = None
     if b is not None:
-        # two right-hand sides: the values, and the keys with which each value subtracts what the
-        # state at the start of the chunk holds
-        right = torch.cat((v * b, k * b * decays.from_start), -1)
-        solved = torch.linalg.solve_triangular(
-            system.tril(-1), right, upper=False, unitriangular=True
-        )
-        v, k_start = solved.split((v.size(-1), k.size(-1)), dim=-1)
+        v, k_start = _delta_values(k, v, b, system, decays.from_start)
 
-    heads = v.shape[:3]  # (B, G, R)
-    if state is None:
-        state = v.new_zeros(*heads, k.size(-1), v.size(-1))
-    else:
-        state = state.view(*heads, *state.shape[2:])
-
-    outputs, state = _over_chunks(q, k, v, k_start, scores, decays, by_row, state)
+    y, state = _over_chunks(q, k, v, k_start, scores, decays, by_row, state)
     # (B, G, R, N, L, V) -> (B, T, H, V), without the padding of the last chunk
-    y = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, :length].flatten(1, 2).transpose(1, 2)
+    y = y.flatten(3, 4)[:, :, :, :length].flatten(1, 2).transpose(1, 2)
     if ids is not None:
         return y, None
     return y, state.flatten(1, 2)
@@ -203,6 +190,18 @@ def _decays(g: Tensor, ids: Tensor | None) -> _Decays:
     return _Decays(visible, total, from_start, to_end, carry)
 
 
+def _delta_values(
+    k: Tensor, v: Tensor, b: Tensor, system: Tensor, from_start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the delta rule writes of each value, and the keys with which the value subtracts
+    what the state at the start of its chunk holds."""
+    # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
+    # with two right-hand sides
+    right = torch.cat((v * b, k * b * from_start), -1)
+    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    return solved.split((v.size(-1), k.size(-1)), dim=-1)
+
+
 def _over_chunks(
     q: Tensor,
     k: Tensor,
@@ -211,13 +210,15 @@ def _over_chunks(
     scores: Tensor,
     decays: _Decays,
     by_row: bool,
-    state: Tensor,
-) -> tuple[list[Tensor], Tensor]:
-    """Return the outputs (B, G, R, L, V) of each chunk, and the last state.
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (B, G, R, N, L, V), and the last state; k_start: from `_delta_values`."""
+    heads = v.shape[:3]  # (B, G, R)
+    if state is None:
+        state = v.new_zeros(*heads, k.size(-1), v.size(-1))
+    else:
+        state = state.view(*heads, *state.shape[2:])
 
-    k_start: the keys with which each value subtracts what the state at the start of its chunk
-    holds, for the delta rule.
-    """
     # a decay of each row scales queries and keys; one decay a head scales the products instead
     if by_row:
         q = q * decays.from_start
@@ -239,7 +240,7 @@ def _over_chunks(
             values = values * decays.to_end[:, :, :, n]
         added = k[:, :, :, n].mT @ values
         state = state * decays.carry[:, :, :, n, :, None] + added
-    return outputs, state
+    return torch.stack(outputs, 3), state
 
 
 def _pairs(
