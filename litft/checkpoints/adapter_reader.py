@@ -82,11 +82,7 @@ def _check_record(path: Path, record: Any) -> None:
                 f"{path}: {name} must be text, found {value!r:.100}; save the adapter again"
             )
     tokens = record.get("new_tokens", [])
-    # no vocabulary has so many tokens
-    are_ids = isinstance(tokens, list) and all(
-        type(token) is int and 0 <= token < 10**7 for token in tokens
-    )
-    if not are_ids:
+    if not isinstance(tokens, list) or not all(map(_is_token_id, tokens)):
         raise ValueError(
             f"{path}: new_tokens must be a list of token ids, found {tokens!r:.100}; save the "
             "adapter again"
@@ -106,9 +102,11 @@ def adapter_config_files(config: dict[str, Any]) -> dict[str, bytes]:
     files = {ADAPTER_CONFIG: fields}
     if record:
         files[ADAPTER_RECORD] = record
-    return {
-        name: (json.dumps(content, indent=2) + "\n").encode() for name, content in files.items()
-    }
+    contents = {}
+    for name, content in files.items():
+        text = json.dumps(content, indent=2) + "\n"
+        contents[name] = text.encode()
+    return contents
 
 
 def vllm_obstacles(config: dict[str, Any]) -> list[str]:
@@ -169,6 +167,15 @@ _OTHER_VARIANTS = {
 }
 
 
+def _is_token_id(token: Any) -> bool:
+    # no vocabulary has so many tokens
+    return type(token) is int and 0 <= token < 10**7
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def check_lora_config(config: dict[str, Any], folder: Path) -> None:
     """Raise ValueError if an adapter's config is not one of LoRA or DoRA, or a field is invalid."""
     invalid = []
@@ -198,38 +205,27 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
                 "again"
             )
     values = {"lora_alpha": config["lora_alpha"], **alpha_pattern}
-    invalid = [
-        f"{name} {value!r}"
-        for name, value in values.items()
+    for name, value in values.items():
         # an alpha of 0 is valid: it switches an adapter off
-        if not is_positive(value) and value != 0
-    ]
+        if not is_positive(value) and value != 0:
+            invalid.append(f"{name} {value!r}")
     ranks = {"r": config["r"], **rank_pattern}
-    invalid += [
-        f"{name} {value!r}" for name, value in ranks.items() if type(value) is not int or value < 0
-    ]
+    for name, value in ranks.items():
+        if type(value) is not int or value < 0:
+            invalid.append(f"{name} {value!r}")
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(name) or []
-        if not isinstance(value, str) and not (
-            isinstance(value, list) and all(isinstance(item, str) for item in value)
-        ):
+        if not isinstance(value, str) and not _are_texts(value):
             invalid.append(f"{name} {value!r}")
     if config.get("bias", "none") not in ("none", "lora_only", "all"):
         invalid.append(f"bias {config['bias']!r}")
-    invalid += [
-        f"{name} {config[name]!r}"
-        for name in ("use_rslora", "use_dora")
-        if not isinstance(config.get(name, False), bool)
-    ]
-    if not (
-        isinstance(target_parameters, list)
-        and all(isinstance(name, str) for name in target_parameters)
-    ):
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(config.get(name, False), bool):
+            invalid.append(f"{name} {config[name]!r}")
+    if not _are_texts(target_parameters):
         invalid.append(f"target_parameters {target_parameters!r}")
     saved = config.get("modules_to_save")
-    if saved is not None and not (
-        isinstance(saved, list) and all(isinstance(name, str) for name in saved)
-    ):
+    if saved is not None and not _are_texts(saved):
         invalid.append(f"modules_to_save {saved!r}")
     # the expressions are matched later, and must compile
     for name, pattern in (("alpha_pattern", alpha_pattern), ("rank_pattern", rank_pattern)):

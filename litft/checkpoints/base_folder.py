@@ -41,7 +41,7 @@ def find_base(adapter: Path, base_dir: str | Path | None) -> Path:
     reason = f"{adapter}: its base model {base_name!r} is not a local folder; pass --base_dir"
     revision = config.get("revision")
     # the hub comes last, since it means a download
-    repo = hub_id(f"{base_name}@{revision}" if revision else base_name)
+    repo = hub_id(f"{base_name}@{revision}") if revision else hub_id(base_name)
     if not repo:
         raise ValueError(reason)
     try:
@@ -66,9 +66,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 def gguf_remedy(files: Iterable[Path]) -> str | None:
     """Suggest the conversion of the first GGUF file; return None if there is none."""
-    gguf_file = next((path for path in files if path.suffix == ".gguf"), None)
-    return (
-        gguf_file
-        and "convert it with python scripts/convert_gguf_checkpoint.py --checkpoint_dir "
-        f"{gguf_file}"
-    )
+    for path in files:
+        if path.suffix == ".gguf":
+            command = "python scripts/convert_gguf_checkpoint.py"
+            return f"convert it with {command} --checkpoint_dir {path}"
+    return None

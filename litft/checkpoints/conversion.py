@@ -37,10 +37,12 @@ class TensorMapping:
 def untransposed(rules: Iterable[Rule]) -> list[Rule]:
     """Return the rules for a folder with all matrices (out, in): bitsandbytes transposes GPT-2's
     when it quantizes them."""
-    return [
-        replace(rule, transposed=False) if isinstance(rule, (Rename, Split)) else rule
-        for rule in rules
-    ]
+    changed = []
+    for rule in rules:
+        if isinstance(rule, (Rename, Split)):
+            rule = replace(rule, transposed=False)
+        changed.append(rule)
+    return changed
 
 
 def mappings_from_hf(
@@ -54,7 +56,7 @@ def mappings_from_hf(
     mappings: dict[tuple, TensorMapping] = {}
     unknown = []
     for name in names:
-        rule, match = _first_match((rule, match_name(rule.hf_name, name)) for rule in rules)
+        rule, match = _rule_that_reads(rules, name)
         if rule is None:
             unknown.append(name)
         elif not isinstance(rule, Drop):
@@ -93,14 +95,14 @@ def mappings_to_hf(rules: Iterable[Rule], names: Iterable[str]) -> list[TensorMa
 
 def rule_of(rules: Iterable[Rule], name: str) -> tuple[Writable, tuple[str, ...]]:
     """Return the rule that writes the litft tensor `name`, and the numbers in that name."""
-    rule, match = _first_match(
-        (rule, match_name(pattern, name))
-        for rule in rules
-        if isinstance(rule, Writable)
-        for pattern in _names(rule)
-    )
-    assert rule is not None, f"no rule exports {name}"
-    return rule, match.groups()
+    for rule in rules:
+        if not isinstance(rule, Writable):
+            continue
+        for pattern in _names(rule):
+            match = match_name(pattern, name)
+            if match:
+                return rule, match.groups()
+    raise AssertionError(f"no rule exports {name}")
 
 
 def hf_tensor_name(rule: Rule, numbers: tuple[str, ...]) -> str:
@@ -129,7 +131,9 @@ def _names(rule: Writable | Dequantize) -> tuple[str, ...]:
     return (rule.name,)
 
 
-def _first_match(
-    candidates: Iterable[tuple[Rule, re.Match | None]],
-) -> tuple[Rule | None, re.Match | None]:
-    return next((pair for pair in candidates if pair[1]), (None, None))
+def _rule_that_reads(rules: Iterable[Rule], hf_name: str) -> tuple[Rule | None, re.Match | None]:
+    for rule in rules:
+        match = match_name(rule.hf_name, hf_name)
+        if match:
+            return rule, match
+    return None, None

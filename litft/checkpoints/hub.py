@@ -84,7 +84,7 @@ def files_to_transfer(names: list[str]) -> list[str]:
     for stem in WEIGHTS[:2]:
         base, extension = stem.split(".")
         shard = re.compile(rf"{base}(-\d+-of-\d+)?\.{extension}(\.index\.json)?")
-        weights = [name for name in names if shard.fullmatch(name)]
+        weights = list(filter(shard.fullmatch, names))
         if weights:
             return small_files + weights
     return small_files + [name for name in names if name == WEIGHTS[2]]
@@ -289,19 +289,24 @@ def has_all_weights(folder: Path) -> bool:
 
 
 def _weights_last(names: list[str]) -> list[list[str]]:
-    weights = [name for name in names if name.endswith((".safetensors", ".bin"))]
-    return [group for group in ([name for name in names if name not in weights], weights) if group]
+    weights = []
+    others = []
+    for name in names:
+        if name.endswith((".safetensors", ".bin")):
+            weights.append(name)
+        else:
+            others.append(name)
+    return [group for group in (others, weights) if group]
 
 
 def _check_disk_space(folder: Path, names: list[str], sizes: dict[str, int], repo: HubId) -> None:
     """Raise ValueError if the remaining files do not fit on the disk."""
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     # a snapshot has links to blobs, which must not count twice
-    downloaded = sum(
-        path.stat().st_size
-        for path in folder.rglob("*")
-        if path.is_file() and not path.is_symlink()
-    )
+    downloaded = 0
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            downloaded += path.stat().st_size
     missing = sum(sizes[name] for name in names) - downloaded
     free = shutil.disk_usage(parent).free
     if missing > free:

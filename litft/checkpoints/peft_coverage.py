@@ -55,10 +55,9 @@ def matching_pattern(config: dict[str, Any], field: str, name: str, default: flo
     end of a module's name."""
     for expression, value in (config.get(field) or {}).items():
         # as in PEFT, where the name may be that of a multimodal model's language model
-        if any(
-            _matches(rf"(.*\.)?({expression})", full_name, field) for full_name in all_names(name)
-        ):
-            return value
+        for full_name in all_names(name):
+            if _matches(rf"(.*\.)?({expression})", full_name, field):
+                return value
     return default
 
 
@@ -66,15 +65,19 @@ def _module_ranks(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict
     """Return the rank of each module that has LoRA weights; stacked experts are adapted as
     parameters instead."""
     # an entry names a parameter, the tensors of its factors are under the module
-    stacks = [f".{name.rpartition('.')[0]}" for name in config.get("target_parameters") or []]
+    stacks = []
+    for name in config.get("target_parameters") or []:
+        module = name.rpartition(".")[0]
+        stacks.append(f".{module}")
+
     ranks = {}
     for key, tensor in tensors.items():
         module, _, leaf = key.removeprefix(PREFIX).partition(".lora_")
         if f"lora_{leaf}" not in _FIRST_FACTORS or tensor.ndim != 2:
             continue
         # PEFT nests one wrapper for each adapted parameter of a module
-        is_stack = any(f".{module.replace('.base_layer', '')}".endswith(stack) for stack in stacks)
-        if not is_stack:
+        unwrapped = module.replace(".base_layer", "")
+        if not f".{unwrapped}".endswith(tuple(stacks)):
             ranks[module] = tensor.size(0)
     return ranks
 

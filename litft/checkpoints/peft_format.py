@@ -71,22 +71,16 @@ def write_adapter(
         token_rows=vocabulary.token_rows,
     )
 
-    # LoRA factors
-    adapted = list(dict.fromkeys(targets[name] for name in adapter.factors))
-    fused = {target: target.fuse(adapter.factors) for target in adapted}
-    tensors = dict(vocabulary.tables)
-    for key, target in peft_keys(adapted):
-        a, b = (
-            ("lora_embedding_A", "lora_embedding_B")
-            if target.embedding
-            else ("lora_A.weight", "lora_B.weight")
-        )
-        tensors |= {f"{key}.{a}": fused[target].a, f"{key}.{b}": fused[target].b}
-        if fused[target].m is not None:
-            tensors[f"{key}.lora_magnitude_vector"] = fused[target].m
+    fused = {}
+    for name in adapter.factors:
+        target = targets[name]
+        if target not in fused:
+            fused[target] = target.fuse(adapter.factors)
+    tensors = vocabulary.tables | _factor_tensors(fused)
 
     # parameters trained in full, and rows of new tokens
-    trained = _peft_tensors(adapter.trained, rules, {target.name for target in adapted})
+    adapted = {target.name for target in fused}
+    trained = _peft_tensors(adapter.trained, rules, adapted)
     # PEFT expects a copy for the tied head too
     if _trains_tied_embedding(adapter, model):
         trained[f"{targets['lm_head'].name}.weight"] = adapter.trained["embed.weight"].clone()
@@ -104,11 +98,26 @@ def write_adapter(
     if config.get("target_parameters"):
         # PEFT does not support dropout for target_parameters
         config["lora_dropout"] = 0.0
-    write_tensors(
-        folder,
-        {PREFIX + names.of(key): value for key, value in (tensors | trained).items()},
-        config,
-    )
+    named = {}
+    for key, value in (tensors | trained).items():
+        named[PREFIX + names.of(key)] = value
+    write_tensors(folder, named, config)
+
+
+def _factor_tensors(fused: dict[PeftTarget, LoraWeights]) -> dict[str, Tensor]:
+    """Return the LoRA factors and magnitudes by PEFT's keys."""
+    tensors = {}
+    for key, target in peft_keys(fused):
+        lora = fused[target]
+        if target.embedding:
+            tensors[f"{key}.lora_embedding_A"] = lora.a
+            tensors[f"{key}.lora_embedding_B"] = lora.b
+        else:
+            tensors[f"{key}.lora_A.weight"] = lora.a
+            tensors[f"{key}.lora_B.weight"] = lora.b
+        if lora.m is not None:
+            tensors[f"{key}.lora_magnitude_vector"] = lora.m
+    return tensors
 
 
 @dataclass
@@ -132,9 +141,10 @@ def _vocabulary(
     does.
     """
     plain = _WrittenVocabulary(adapter.factors, adapter.trained, adapter.token_rows)
-    others = [
-        name for name in TABLES if name in adapter.factors or f"{name}.weight" in adapter.trained
-    ]
+    others = []
+    for name in TABLES:
+        if name in adapter.factors or f"{name}.weight" in adapter.trained:
+            others.append(name)
     # without anything else in the tables, PEFT's trainable tokens do
     if not (adapter.tokens and others):
         return plain
@@ -207,19 +217,27 @@ def _lora_config(
     # the most common values are the defaults, and the patterns have the others
     r = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
-    modules = [names.of(target.config_name) for target in fused if not target.is_parameter]
-    parameters = [names.of(target.config_name) for target in fused if target.is_parameter]
-    adaptable = [
-        names.of(target.config_name) for target in targets.values() if not target.is_parameter
-    ]
+    modules = []
+    parameters = []
+    # PEFT transposes the updates of such modules
+    is_transposed = False
+    for target in fused:
+        if target.is_parameter:
+            parameters.append(names.of(target.config_name))
+        else:
+            modules.append(names.of(target.config_name))
+            is_transposed |= target.rule.transposed
     # short names would also match the modules of a vision tower
     if names.is_wrapper and modules:
-        target_modules: list[str] | str = target_regex(modules, dict.fromkeys(adaptable))
+        adaptable = {}
+        for target in targets.values():
+            if not target.is_parameter:
+                adaptable[names.of(target.config_name)] = None
+        target_modules: list[str] | str = target_regex(modules, adaptable)
     else:
-        target_modules = _target_modules(
-            modules, [target.config_name for target in targets.values()]
-        )
-    return {
+        config_names = [target.config_name for target in targets.values()]
+        target_modules = _target_modules(modules, config_names)
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": r,
@@ -227,13 +245,13 @@ def _lora_config(
         "rank_pattern": {name: value for name, value in ranks.items() if value != r},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
         "target_modules": target_modules,
-        "fan_in_fan_out": any(
-            target.rule.transposed and not target.is_parameter for target in fused
-        ),
+        "fan_in_fan_out": is_transposed,
         "bias": "none",
         "inference_mode": True,
-        **({"target_parameters": parameters} if parameters else {}),
     }
+    if parameters:
+        config["target_parameters"] = parameters
+    return config
 
 
 def _extra_config(
@@ -241,25 +259,28 @@ def _extra_config(
 ) -> dict[str, Any]:
     """Return the fields of PEFT's config for modules trained in full and for new tokens."""
     config: dict[str, Any] = {}
-    full_modules = dict.fromkeys(
-        name.rpartition(".")[0] for name in adapter.trained if not name.endswith(".bias")
-    )
+    full_modules = set()
+    for name in adapter.trained:
+        if not name.endswith(".bias"):
+            full_modules.add(name.rpartition(".")[0])
     # modules trained in full, by their names in the checkpoint
     if full_modules:
-        mappings = mappings_to_hf(
-            rules, [name for name in adapter.trained if name.rpartition(".")[0] in full_modules]
-        )
-        config["modules_to_save"] = list(
-            dict.fromkeys(
-                hf_name.rpartition(".")[0] for mapping in mappings for hf_name in mapping.targets
-            )
-        )
+        parameters = []
+        for name in adapter.trained:
+            if name.rpartition(".")[0] in full_modules:
+                parameters.append(name)
+        # a dict keeps the order and removes duplicates
+        hf_modules = {}
+        for mapping in mappings_to_hf(rules, parameters):
+            for hf_name in mapping.targets:
+                hf_modules[hf_name.rpartition(".")[0]] = None
+        config["modules_to_save"] = list(hf_modules)
         config["ensure_weight_tying"] = _trains_tied_embedding(adapter, model)
     if adapter.token_rows:
-        modules = [targets[name.partition(".")[0]].name for name in adapter.token_rows]
-        config["trainable_token_indices"] = {
-            module.rpartition(".")[2]: adapter.tokens for module in modules
-        }
+        config["trainable_token_indices"] = {}
+        for name in adapter.token_rows:
+            module = targets[name.partition(".")[0]].name.rpartition(".")[2]
+            config["trainable_token_indices"][module] = adapter.tokens
     return config
 
 

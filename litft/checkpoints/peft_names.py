@@ -87,7 +87,10 @@ def _numbers_by_form(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         number = _NUMBER.search(name)
         form = _NUMBER.sub("{}", name, count=1)
-        forms[form].append(number[0] if number else "")
+        if number:
+            forms[form].append(number[0])
+        else:
+            forms[form].append("")
     return forms
 
 
@@ -106,8 +109,12 @@ def missing_modules(
     blocks = set()
     for name in base_names:
         block = _block(text_name(name))
-        if block is not None:
-            blocks.add(names.of(block) if is_wrapper else _without_model_name(block))
+        if block is None:
+            continue
+        if is_wrapper:
+            blocks.add(names.of(block))
+        else:
+            blocks.add(_without_model_name(block))
     missing = []
     for key in keys:
         block = _block(key.removeprefix(PREFIX))

@@ -57,14 +57,8 @@ def read_adapter(
         read_base=read_base,
     )
 
-    # the file's tensors by their names in the text model
-    stored = read_tensors(folder)
-    check_coverage(config, stored, folder)
-    tensors = {}
-    for key, tensor in stored.items():
-        tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
-
     # the vocabulary comes first: what is left then has the shapes of the base
+    tensors = _stored_tensors(reading)
     vocabulary = take_vocabulary(tensors, reading)
     parts = _sort_tensors(tensors, reading)
 
@@ -106,12 +100,22 @@ def _differs(adapter: LoraAdapter) -> bool:
     return head_rows is not None and not torch.equal(embed_rows, head_rows)
 
 
+def _stored_tensors(reading: AdapterReading) -> dict[str, Tensor]:
+    """Return the file's tensors in fp32, by their names in the text model."""
+    stored = read_tensors(reading.folder)
+    check_coverage(reading.config, stored, reading.folder)
+    tensors = {}
+    for key, tensor in stored.items():
+        tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
+    return tensors
+
+
 def _without_head(adapter: LoraAdapter) -> LoraAdapter:
     """Return an adapter of a tied base without the head's values, which are the embedding's."""
-    trained = {name: value for name, value in adapter.trained.items() if name != "lm_head.weight"}
-    token_rows = {
-        name: value for name, value in adapter.token_rows.items() if name != "lm_head.token_rows"
-    }
+    trained = dict(adapter.trained)
+    trained.pop("lm_head.weight", None)
+    token_rows = dict(adapter.token_rows)
+    token_rows.pop("lm_head.token_rows", None)
     return replace(adapter, trained=trained, token_rows=token_rows)
 
 
@@ -270,17 +274,18 @@ def _stack_experts(
     linear: ExpertLinear = reading.model.get_submodule(name)
 
     # ranks may differ between experts: smaller ones are padded with zeros
-    ranks = [parts["a"].size(0) for parts in expert_parts.values() if "a" in parts]
+    ranks = []
+    for parts in expert_parts.values():
+        if "a" in parts:
+            ranks.append(parts["a"].size(0))
     max_rank = max(ranks, default=1)
     a = torch.zeros(linear.count, max_rank, linear.in_features)
     b = torch.zeros(linear.count, linear.out_features, max_rank)
     for (expert, module), parts in expert_parts.items():
         shapes = {leaf: tuple(tensor.shape) for leaf, tensor in parts.items()}
         rank = shapes.get("a", (0,))[0]
-        if rank == 0 or shapes != {
-            "a": (rank, linear.in_features),
-            "b": (linear.out_features, rank),
-        }:
+        expected = {"a": (rank, linear.in_features), "b": (linear.out_features, rank)}
+        if rank == 0 or shapes != expected:
             wanted = f"(R, {linear.in_features}) and ({linear.out_features}, R)"
             reason = f"{module} should be {wanted}, found {shapes}"
             raise ValueError(f"{reading.path}: the adapter does not fit its base model: {reason}")
@@ -295,20 +300,20 @@ def _stack_experts(
 def _expert_keys(names: list[str], targets: Iterable[PeftTarget]) -> dict[str, PeftTarget]:
     """Return the targets of PEFT's target_parameters by key; each name is a full name or the suffix
     of several."""
-    stacks = dict.fromkeys(target for target in targets if target.experts)
-    return dict(
-        peft_keys(
-            target
-            for target in stacks
-            if any(f".{target.name}".endswith(f".{name}") for name in names)
-        )
-    )
+    suffixes = tuple(f".{name}" for name in names)
+    # a dict keeps the order and removes duplicates
+    stacks = {}
+    for target in targets:
+        if target.experts and f".{target.name}".endswith(suffixes):
+            stacks[target] = None
+    return dict(peft_keys(stacks))
 
 
 def _problem(target: PeftTarget, parts: dict[str, Tensor], model: nn.Module) -> str | None:
     """Describe what is wrong with the tensors of a target, or return None."""
     if not {"a", "b"} <= parts.keys():
-        return f"lacks {'lora_A' if 'a' not in parts else 'lora_B'}"
+        lacking = "lora_B" if "a" in parts else "lora_A"
+        return f"lacks {lacking}"
     linears = [model.get_submodule(name) for name in target.linears]
     num_experts = max(target.experts, 1)
 
@@ -324,9 +329,8 @@ def _problem(target: PeftTarget, parts: dict[str, Tensor], model: nn.Module) -> 
     else:
         magnitudes = (out_features,)
     # such a stack has A and B exchanged
-    in_features, out_features = (
-        (out_features, in_features) if target.swapped else (in_features, out_features)
-    )
+    if target.swapped:
+        in_features, out_features = out_features, in_features
 
     # the sizes that they have
     a = parts["a"]

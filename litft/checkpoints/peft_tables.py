@@ -171,9 +171,8 @@ def _add_other_rows(
 ) -> None:
     """Add the rows (1, C) of those tokens that a table does not train alone: as it has them with
     the rest of the adapter."""
-    missing = [
-        token for token in ids if token not in rows and token < reading.model.config.vocab_size
-    ]
+    size = reading.model.config.vocab_size
+    missing = [token for token in ids if token not in rows and token < size]
     if not missing:
         return
     target = reading.targets[name]
@@ -249,16 +248,7 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: AdapterReading) -
         # the table is what is left of the base's after the initial update
         return {}
 
-    # rows that differ from the base's
-    base = reading.read_base(base_table(name, reading.model)).float()
-    # without the base's padding, a table gets it back
-    whole = torch.cat((table[:size], base[width:]))
-    changed = (whole != base).any(1).nonzero().flatten().tolist()
-    is_saved = any(target.name.endswith(pattern) for pattern in reading.saved)
-    # the table was trained as a whole
-    if is_saved or (len(changed) > MOST_ROWS * size and not has_lora):
-        tensors[f"{target.name}.weight"] = whole
-        changed = []
+    changed = _changed_rows(name, table, width, has_lora, tensors, reading)
     # litft's own new tokens, which are rows of a whole table beside LoRA or a trained table
     recorded = reading.config.get("litft", {}).get("new_tokens", [])
     tokens = {*changed, *recorded, *range(size, width)}
@@ -268,6 +258,31 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: AdapterReading) -
         rows = _with_update(table, target, tensors, reading)
         tensors[factors[leaf]] = _resized(tensors[factors[leaf]], size, dim)
     return {token: rows[token : token + 1] for token in sorted(tokens)}
+
+
+def _changed_rows(
+    name: str,
+    table: Tensor,
+    width: int,
+    has_lora: bool,
+    tensors: dict[str, Tensor],
+    reading: AdapterReading,
+) -> list[int]:
+    """Return the rows of a table (W, C) that differ from the base's.
+
+    A table that was trained as a whole is put back into `tensors` instead.
+    """
+    size = reading.model.config.vocab_size
+    target = reading.targets[name]
+    base = reading.read_base(base_table(name, reading.model)).float()
+    # without the base's padding, a table gets it back
+    whole = torch.cat((table[:size], base[width:]))
+    changed = (whole != base).any(1).nonzero().flatten().tolist()
+    is_saved = any(target.name.endswith(pattern) for pattern in reading.saved)
+    if is_saved or (len(changed) > MOST_ROWS * size and not has_lora):
+        tensors[f"{target.name}.weight"] = whole
+        return []
+    return changed
 
 
 def _with_update(

@@ -60,32 +60,46 @@ class PeftTarget:
     def fuse(self, factors: dict[str, LoraWeights]) -> LoraWeights:
         """Combine the factors of the Linears (some may have none) into one pair in PEFT's
         layout."""
-        # the A's are stacked; B is block-diagonal, and a Linear's columns begin at `start`
+        # the A's are stacked; B is block-diagonal
         loras = [factors[name] for name in self.linears if name in factors]
-        a = torch.cat([lora.a for lora in loras], dim=-2)
+        first_factors = [lora.a for lora in loras]
+        a = torch.cat(first_factors, dim=-2)
         # PEFT has one scale for the pair, so B takes up the differences
-        scale = next((lora.scale for lora in loras if lora.scale), 1.0)
-        start = 0
-        blocks = []
-        for name, row_count in zip(self.linears, self.row_counts(loras), strict=True):
-            block = loras[0].b.new_zeros((*a.shape[:-2], row_count, a.size(-2)))
-            if name in factors:
-                b, r = factors[name].b, factors[name].b.size(-1)
-                block[..., start : start + r] = b * (factors[name].scale / scale)
-                start += r
-            blocks.append(block)
-        b = self.rule.join_rows(blocks)
+        scales = [lora.scale for lora in loras if lora.scale]
+        scale = scales[0] if scales else 1.0
+        b = self._block_diagonal(factors, a, scale)
         if loras[0].m is None:
             m = None
         else:
-            m = self.rule.join_rows([lora.m[..., None] for lora in loras]).squeeze(-1)
+            columns = [lora.m[..., None] for lora in loras]
+            m = self.rule.join_rows(columns).squeeze(-1)
 
         # stacked experts, in the layout of PEFT's ParamWrapper
         if self.experts:
-            a, b = (b.mT, a.mT) if self.swapped else (a, b)
+            if self.swapped:
+                transposed = a.mT
+                a = b.mT
+                b = transposed
             a = a.flatten(0, 1)
             b = b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
         return LoraWeights(a.contiguous(), b.contiguous(), scale, m)
+
+    def _block_diagonal(self, factors: dict[str, LoraWeights], a: Tensor, scale: float) -> Tensor:
+        """Return the B of all Linears for their stacked A's, (..., out, sum of ranks); `scale` is
+        that of the pair."""
+        loras = [factors[name] for name in self.linears if name in factors]
+        blocks = []
+        start = 0
+        for name, row_count in zip(self.linears, self.row_counts(loras), strict=True):
+            block = loras[0].b.new_zeros((*a.shape[:-2], row_count, a.size(-2)))
+            lora = factors.get(name)
+            if lora is not None:
+                # the columns of this Linear's A
+                end = start + lora.b.size(-1)
+                block[..., start:end] = lora.b * (lora.scale / scale)
+                start = end
+            blocks.append(block)
+        return self.rule.join_rows(blocks)
 
     def row_counts(self, loras: list[LoraWeights]) -> list[int]:
         """Return the number of rows of each Linear; `loras`: the LoRA weights of the adapted
@@ -129,7 +143,11 @@ def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return all modules that can be adapted, by litft name: Linears, stacked Linears and
     embeddings."""
     kinds = (nn.Linear, ExpertLinear, nn.Embedding)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    modules = {}
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            modules[name] = module
+    return modules
 
 
 def peft_targets(model: nn.Module, rules: list[Rule]) -> dict[str, PeftTarget]:
@@ -140,9 +158,8 @@ def peft_targets(model: nn.Module, rules: list[Rule]) -> dict[str, PeftTarget]:
     for name, module in adaptable_modules(model).items():
         # PEFT's names come first in the rules, so they win
         rule, numbers = rule_of(rules, f"{name}.weight")
-        linears = tuple(
-            weight_name.removesuffix(".weight") for weight_name in tensor_names(rule, numbers)
-        )
+        weight_names = tensor_names(rule, numbers)
+        linears = tuple(weight.removesuffix(".weight") for weight in weight_names)
         experts = module.count if isinstance(module, ExpertLinear) else 0
         embedding = isinstance(module, nn.Embedding)
         hf_name = hf_tensor_name(rule, numbers).removesuffix(".weight")

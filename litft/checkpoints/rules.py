@@ -85,23 +85,22 @@ class Split(_SingleTensorRule):
     def split_rows(self, rows: Tensor) -> list[Tensor]:
         """Split (..., groups * sum(sizes), I) into one (..., groups * size, I) per Linear."""
         grouped = rows.unflatten(self.axis, (self.groups, sum(self.sizes)))
-        return [
-            part.flatten(self.axis - 1, self.axis)
-            for part in grouped.split(self.sizes, dim=self.axis)
-        ]
+        parts = grouped.split(self.sizes, dim=self.axis)
+        return [part.flatten(self.axis - 1, self.axis) for part in parts]
 
     def join_rows(self, parts: list[Tensor]) -> Tensor:
         """Invert `split_rows`."""
-        grouped = [
-            part.unflatten(self.axis, (self.groups, size))
-            for part, size in zip(parts, self.sizes, strict=True)
-        ]
+        grouped = []
+        for part, size in zip(parts, self.sizes, strict=True):
+            grouped.append(part.unflatten(self.axis, (self.groups, size)))
         return torch.cat(grouped, dim=self.axis).flatten(self.axis - 1, self.axis)
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """Convert [fused Hugging Face tensor] to one litft tensor per Linear."""
         fused = _transposed_if(tensors[0], self.transposed)
-        return self.split_rows(fused if self.squeezed is None else fused.squeeze(self.squeezed))
+        if self.squeezed is not None:
+            fused = fused.squeeze(self.squeezed)
+        return self.split_rows(fused)
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """Convert one litft tensor per Linear to [fused Hugging Face tensor]."""
@@ -185,7 +184,9 @@ class Tile(_SingleTensorRule):
         *others, last = tensors
         last = last.unflatten(self.dim, (self.key_heads, -1, self.head_dim))
         last = last.transpose(self.dim, self.dim + 1).flatten(self.dim, self.dim + 2)
-        return [torch.cat((*others, -last.exp() if self.decay else last), dim=self.dim)]
+        if self.decay:
+            last = -last.exp()
+        return [torch.cat((*others, last), dim=self.dim)]
 
     @property
     def dim(self) -> int:

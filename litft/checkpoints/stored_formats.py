@@ -35,10 +35,9 @@ def check_method(settings: dict[str, Any]) -> None:
     remedy = "download the unquantized model"
     if method == "compressed-tensors":
         # each group of modules may have a format of its own
-        formats = {
-            group.get("format") or settings.get("format")
-            for group in settings.get("config_groups", {}).values()
-        }
+        formats = set()
+        for group in settings.get("config_groups", {}).values():
+            formats.add(group.get("format") or settings.get("format"))
         unsupported = formats - {"float-quantized", "naive-quantized", None}
         if unsupported:
             raise ValueError(
@@ -83,17 +82,18 @@ def _fp8_weights(
         if isinstance(meta, Tensor) and meta.dtype in FP8 and name.endswith(".weight"):
             stem = name.removesuffix("weight")
             # the names in DeepSeek's format, and in that of compressed-tensors
-            suffix = next(
-                (s for s in ("weight_scale_inv", "weight_scale") if f"{stem}{s}" in metas), None
-            )
-            if suffix is None:
+            if f"{stem}weight_scale_inv" in metas:
+                scale = f"{stem}weight_scale_inv"
+            elif f"{stem}weight_scale" in metas:
+                scale = f"{stem}weight_scale"
+            else:
                 raise ValueError(f"{name} is stored in FP8, but its scale is missing; {_AGAIN}")
             # scales of activations, which the dequantized weight does not need
             unused = {}
             for s in ("input_scale", "activation_scale"):
                 if f"{stem}{s}" in metas:
                     unused[s] = f"{stem}{s}"
-            parts = {"weight": name, "scale": f"{stem}{suffix}", **unused}
+            parts = {"weight": name, "scale": scale, **unused}
             _check_fp8_scale(parts["scale"], metas[parts["scale"]], meta, block)
             dequantize = partial(_call, dequantize_fp8, block=tuple(block))
             yield name, StoredWeight(parts, tuple(meta.shape), torch.bfloat16, dequantize)
@@ -138,7 +138,9 @@ def _check_part(name: str, meta: Any, dtype: torch.dtype | None, shape: tuple[in
 
 
 def _dtype_of(meta: Any) -> str:
-    return str(meta.dtype if isinstance(meta, Tensor) else meta)
+    if isinstance(meta, Tensor):
+        return str(meta.dtype)
+    return str(meta)
 
 
 def _call(function: Callable[..., Tensor], tensors: dict[str, Tensor], **settings: Any) -> Tensor:
@@ -160,6 +162,19 @@ def dequantize_fp8(
     return (weight.float() * scale).bfloat16()
 
 
+def _integer_parts(stem: str, metas: dict[str, Tensor | str]) -> dict[str, str]:
+    """Return the names of the tensors that a weight is stored as; raise ValueError if one is
+    missing."""
+    suffixes = ["qweight", "qzeros", "scales"]
+    if f"{stem}g_idx" in metas:
+        suffixes.append("g_idx")
+    parts = {suffix: f"{stem}{suffix}" for suffix in suffixes}
+    for part in parts.values():
+        if part not in metas:
+            raise ValueError(f"{part} is missing; {_AGAIN}")
+    return parts
+
+
 def _integer_weights(
     metas: dict[str, Tensor | str], method: str, settings: dict[str, Any]
 ) -> Iterable[tuple[str, StoredWeight]]:
@@ -169,18 +184,8 @@ def _integer_weights(
         if not name.endswith(".qweight"):
             continue
 
-        # the parts of the weight
         stem = name.removesuffix("qweight")
-        suffixes = ["qweight", "qzeros", "scales"]
-        if f"{stem}g_idx" in metas:
-            suffixes.append("g_idx")
-        parts = {suffix: f"{stem}{suffix}" for suffix in suffixes}
-        missing = []
-        for part in parts.values():
-            if part not in metas:
-                missing.append(part)
-        if missing:
-            raise ValueError(f"{missing[0]} is missing; {_AGAIN}")
+        parts = _integer_parts(stem, metas)
         if not isinstance(meta, Tensor) or meta.dtype != torch.int32 or meta.dim() != 2:
             raise ValueError(
                 f"{name}: expected a matrix of torch.int32, found {_dtype_of(meta)}; {_AGAIN}"
@@ -257,9 +262,8 @@ def dequantize_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, **unused: Te
     / 8); scales: (G, O)."""
     # from the order of the bits to the order of the columns
     order = torch.tensor(AWQ_ORDER).argsort()
-    values, zeros = (
-        _unpack(x, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for x in (qweight, qzeros)
-    )
+    values = _unpack(qweight, 4).unflatten(1, (-1, 8))[..., order].flatten(1)
+    zeros = _unpack(qzeros, 4).unflatten(1, (-1, 8))[..., order].flatten(1)
     size = values.size(0) // scales.size(0)
     scales = scales.repeat_interleave(size, 0)
     zeros = zeros.repeat_interleave(size, 0)

@@ -62,13 +62,13 @@ class Checkpoint:
     def names(self) -> list[str]:
         """The sorted names of all tensors, without what quantized weights are stored as."""
         # scales and the like belong to a quantized weight, and are no tensors of their own
-        statistics = {
-            name for parts in self._packed.values() for name in parts.values()
-        } - self._packed.keys()
+        statistics = set()
+        for parts in self._packed.values():
+            statistics.update(parts.values())
+        statistics -= self._packed.keys()
         stored_parts = set()
         for weight in self._stored.values():
-            for name in weight.parts.values():
-                stored_parts.add(name)
+            stored_parts.update(weight.parts.values())
         return sorted((self._file_of.keys() - statistics - stored_parts) | self._stored.keys())
 
     config_name = "config.json"  # what says which tensors there must be
@@ -102,14 +102,13 @@ class Checkpoint:
         if name not in self._packed:
             return meta
         # a 4-bit weight is stored flat, and its state has the shape
-        state = next(
-            (stored_name for suffix, stored_name in self._packed[name].items() if suffix in STATES),
-            None,
-        )
+        shape = meta.shape
         with self._translate_errors(name):
-            return torch.empty(
-                stored_shape(self._read_stored(state)) if state else meta.shape, device="meta"
-            )
+            for suffix, stored_name in self._packed[name].items():
+                if suffix in STATES:
+                    shape = stored_shape(self._read_stored(stored_name))
+                    break
+            return torch.empty(shape, device="meta")
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Return the tensor on the CPU in the file's dtype; packed weights are dequantized to fp32.
@@ -134,12 +133,10 @@ class Checkpoint:
         if not self.is_packed(name):
             return None
         with self._translate_errors(name):
-            return QuantizedTensor.from_state(
-                {
-                    suffix: self._read_stored(stored_name)
-                    for suffix, stored_name in self._packed[name].items()
-                }
-            )
+            parts = {}
+            for suffix, stored_name in self._packed[name].items():
+                parts[suffix] = self._read_stored(stored_name)
+            return QuantizedTensor.from_state(parts)
 
     @contextmanager
     def _translate_errors(self, name: str) -> Iterator[None]:
@@ -178,12 +175,11 @@ class Checkpoint:
             tensor = handle.get_tensor(name)
         else:
             # safetensors accepts no slices beyond the end
-            clipped = tuple(
-                slice(part.start, min(part.stop, size))
-                for part, size in zip(slices, meta.shape, strict=True)
-            )
+            clipped = []
+            for part, size in zip(slices, meta.shape, strict=True):
+                clipped.append(slice(part.start, min(part.stop, size)))
             if meta[slices].numel():
-                tensor = handle.get_slice(name)[clipped]
+                tensor = handle.get_slice(name)[tuple(clipped)]
             else:
                 tensor = torch.empty_like(meta[slices], device="cpu")
         self._bytes_read += tensor.nbytes
@@ -238,14 +234,16 @@ def _read_metas(handle) -> dict[str, Tensor | str]:
     dtype's name."""
     if isinstance(handle, dict):
         return {name: tensor.to("meta") for name, tensor in handle.items()}
-    lazy_slices = ((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118 (not a dict)
-    headers = (
-        (name, lazy_slice.get_shape(), lazy_slice.get_dtype()) for name, lazy_slice in lazy_slices
-    )
-    return {
-        name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") if dtype in _DTYPES else dtype
-        for name, shape, dtype in headers
-    }
+    metas: dict[str, Tensor | str] = {}
+    for name in handle.keys():  # noqa: SIM118 (not a dict)
+        lazy_slice = handle.get_slice(name)
+        shape = lazy_slice.get_shape()
+        dtype = lazy_slice.get_dtype()
+        if dtype in _DTYPES:
+            metas[name] = torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
+        else:
+            metas[name] = dtype
+    return metas
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -338,17 +336,20 @@ def _open_pickle(path: Path) -> dict[str, Tensor]:
             f"{path} is truncated or contains more than tensors, and litft does not execute "
             f"pickles ({reason}); get the model as safetensors"
         ) from None
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str)
-        and isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and not value.is_quantized
-        for name, value in content.items()
-    ):
-        raise ValueError(
-            f"{path} is not a dictionary of plain tensors; get the model as safetensors"
-        )
-    return {name: value.detach() for name, value in content.items()}
+    reason = f"{path} is not a dictionary of plain tensors; get the model as safetensors"
+    if not isinstance(content, dict):
+        raise ValueError(reason)
+    tensors = {}
+    for name, value in content.items():
+        if not isinstance(name, str) or not _is_plain(value):
+            raise ValueError(reason)
+        tensors[name] = value.detach()
+    return tensors
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a dense tensor of numbers."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
 def check_weights(
@@ -359,10 +360,9 @@ def check_weights(
     # what the network expects
     names = set(checkpoint.names)
     mappings, unexpected = mappings_from_hf(rules, checkpoint.names)
-    expected = {
-        name: torch.empty_like(parameter, device="meta")
-        for name, parameter in model.named_parameters()
-    }
+    expected = {}
+    for name, parameter in model.named_parameters():
+        expected[name] = torch.empty_like(parameter, device="meta")
 
     # compare each stored tensor with the network's, converted back
     problems = []
@@ -375,17 +375,15 @@ def check_weights(
         filled |= set(mapping.targets)
         expected_sources = mapping.revert([expected[target] for target in mapping.targets])
         for name, expected_meta in zip(mapping.sources, expected_sources, strict=True):
-            problems += (
-                _tensor_problems(checkpoint, name, expected_meta)
-                if name in names
-                else [f"missing {name}"]
-            )
+            if name in names:
+                problems += _tensor_problems(checkpoint, name, expected_meta)
+            else:
+                problems.append(f"missing {name}")
 
     # the network's parameters without a stored tensor
     unfilled = [name for name in expected if name not in filled]
-    problems += [
-        f"missing {name}" for mapping in mappings_to_hf(rules, unfilled) for name in mapping.targets
-    ]
+    for mapping in mappings_to_hf(rules, unfilled):
+        problems += [f"missing {name}" for name in mapping.targets]
     problems += [f"unexpected {name}" for name in unexpected]
     if problems:
         if len(problems) > MAX_LISTED:
@@ -425,10 +423,10 @@ def packed_modules(
     for mapping in mappings:
         if checkpoint.is_quantized and not any(map(checkpoint.is_packed, mapping.sources)):
             continue
-        names = (
-            name.removesuffix(".weight") for name in mapping.targets if is_quantizable(name, model)
-        )
-        yield from (name for name in names if name not in unquantized)
+        for name in mapping.targets:
+            module = name.removesuffix(".weight")
+            if is_quantizable(name, model) and module not in unquantized:
+                yield module
 
 
 def load_weights(
@@ -446,10 +444,9 @@ def load_weights(
     """
     for mapping in mappings:
         modules = [model.get_submodule(name.rpartition(".")[0]) for name in mapping.targets]
-        quantized = [
-            isinstance(module, QuantizedModule) and name.endswith(".weight")
-            for module, name in zip(modules, mapping.targets, strict=True)
-        ]
+        quantized = []
+        for module, name in zip(modules, mapping.targets, strict=True):
+            quantized.append(isinstance(module, QuantizedModule) and name.endswith(".weight"))
         device = model.get_parameter(mapping.targets[0]).device
         # stored in bitsandbytes' format: taken over as it is
         if mapping.is_copy and quantized[0] and (packed := checkpoint.packed(mapping.sources[0])):
@@ -541,9 +538,10 @@ def write_weights(
         tensors = {entry.name: entry.make().detach().cpu().contiguous() for entry in shard}
         write_file(tensors, folder / file)
     if count > 1:
-        weight_map = {
-            entry.name: file for file, shard in zip(names, shards, strict=True) for entry in shard
-        }
+        weight_map = {}
+        for file, shard in zip(names, shards, strict=True):
+            for entry in shard:
+                weight_map[entry.name] = file
         index = {
             "metadata": {"total_size": sum(entry.like.nbytes for entry in entries)},
             "weight_map": weight_map,

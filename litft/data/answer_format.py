@@ -109,9 +109,10 @@ def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
 def _reads(answer_format: AnswerFormat, written: str) -> bool:
     """Return whether the call is read back from what the template has written."""
     # the prompt may have opened the thought that the answer closes
-    in_thought = any(
-        closing in written and opening not in written for opening, closing in answer_format.thoughts
-    )
+    in_thought = False
+    for opening, closing in answer_format.thoughts:
+        if closing in written and opening not in written:
+            in_thought = True
     parsed = make_parser(answer_format, in_thought, [_TOOL]).parse(written)
     return parsed.calls == [_CALL] and _CALL.name not in parsed.content
 

@@ -192,23 +192,24 @@ class Encoder:
                 continue
             if lost:
                 encoded.notes.append(PROMPT_CUT)
-            if any(
-                len(after) < len(before) - lost for before, after in zip(sides, cut, strict=True)
-            ):
+            stored = []
+            was_cut = False
+            for before, after in zip(sides, cut, strict=True):
+                # an answer that was cut is not complete, and is not generated to compare
+                if len(after) < len(before) - lost:
+                    was_cut = True
+                    after = after & ~IN_ANSWER
+                stored.append(after)
+            if was_cut:
                 encoded.notes.append(CUT)
-            # an answer that was cut is not complete, and is not generated to compare
-            sides = [
-                after if len(after) == len(before) - lost else after & ~IN_ANSWER
-                for before, after in zip(sides, cut, strict=True)
-            ]
-            if not all((side[1:] & SUPERVISED).any() for side in sides):
+            if not all((side[1:] & SUPERVISED).any() for side in stored):
                 encoded.notes.append(CUT_AWAY)
                 continue
-            encoded.samples.append(np.concatenate(sides))
+            encoded.samples.append(np.concatenate(stored))
             encoded.units.append(unit)
             encoded.turns.append(2 * len(encoded.turns))
             if desirable is None:
-                encoded.first_sizes.append(len(sides[0]))
+                encoded.first_sizes.append(len(stored[0]))
             else:
                 encoded.labels.append(desirable)
 
@@ -218,7 +219,8 @@ class Encoder:
         messages, supervised = self._select_turns(example, encoded)
         self._note_controls([message["content"] for message in messages], encoded)
         if not supervised:
-            encoded.notes += [] if EMPTY in encoded.notes else [MASKED]
+            if EMPTY not in encoded.notes:
+                encoded.notes.append(MASKED)
             return None
         self._note_unused(messages, example, encoded)
         # where the template needs several texts, the last one ends with the answer to compare
@@ -313,14 +315,15 @@ class Encoder:
         """Add a sample of tokens as they are, cut to the length limit."""
         if max(ids, default=0) > ID_MASK:
             raise ValueError(f"the token id {max(ids)} is larger than any vocabulary")
-        sample = np.array(ids, np.uint32) | np.where(
-            supervised if self.mask_prompt else True, SUPERVISED, np.uint32(0)
-        )
+        sample = np.array(ids, np.uint32)
+        targets = supervised if self.mask_prompt else True
+        sample |= np.where(targets, SUPERVISED, np.uint32(0))
         cut = sample[: self.limit + 1]
         if (cut[1:] & SUPERVISED).any():
             encoded.samples.append(cut)
             encoded.turns.append(0)
-            encoded.notes += [CUT] if len(cut) < len(sample) else []
+            if len(cut) < len(sample):
+                encoded.notes.append(CUT)
             # the end of a block of text is no end of an answer
             if supervised[-1] and not all(supervised):
                 encoded.last_token = ids[-1]
@@ -367,11 +370,10 @@ class Encoder:
         opening = self.tokenizer.encode("") if example.begins else []
         num_added = 0 if ids[: len(opening)] == opening else len(opening)
         if example.ends and ids[-1:] and ids[-1] not in self.tokenizer.stop_ids:
-            ids.append(
-                self.tokenizer.eos_id
-                if self.tokenizer.eos_id is not None
-                else self.tokenizer.stop_ids[-1]
-            )
+            end = self.tokenizer.eos_id
+            if end is None:
+                end = self.tokenizer.stop_ids[-1]
+            ids.append(end)
         # with BOS and an end token, unless the text already has them
         ids = opening[:num_added] + ids
         if len(ids) < 2:
@@ -395,17 +397,13 @@ class Encoder:
             )
         if turns[-1] + 1 < len(example.messages):
             encoded.notes.append(UNANSWERED)
-        if any(
-            message["role"] == "user" and not message["content"].strip()
-            for message in example.messages
-        ):
-            encoded.notes.append(EMPTY_PROMPT)
+        for message in example.messages:
+            if message["role"] == "user" and not message["content"].strip():
+                encoded.notes.append(EMPTY_PROMPT)
+                break
         messages = []
         for message in example.messages[: turns[-1] + 1]:
-            clean = {}
-            for name, value in message.items():
-                if name not in LEARNED_ENTRIES:
-                    clean[name] = value
+            clean = _without_learned(message)
             if (
                 message["role"] == "assistant"
                 and (content := strip_end_token(message["content"])) != message["content"]
@@ -522,11 +520,10 @@ def _has_other_system(record: Record, example: Example) -> bool:
     text = record.get("system")
     if not isinstance(text, str) or not text.strip() or not example.messages:
         return False
-    return all(
-        message["content"] != text
-        for message in example.messages
-        if message["role"] in ("system", "developer")
-    )
+    for message in example.messages:
+        if message["role"] in ("system", "developer") and message["content"] == text:
+            return False
+    return True
 
 
 def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
@@ -557,21 +554,26 @@ def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
         starts.append(found if number else turn.start)
         position = found + len(text)
     ends = [*starts[1:], turn.end]
-    return [
-        (start, end)
-        for part, start, end in zip(parts, starts, ends, strict=True)
-        if not part["train"]
-    ]
+    ranges = []
+    for part, start, end in zip(parts, starts, ends, strict=True):
+        if not part["train"]:
+            ranges.append((start, end))
+    return ranges
 
 
 def _prompt_of(example: Example) -> Example:
     """Return the part of an answer's conversation before the answer."""
-    messages = example.messages
-    first = next(
-        (number for number, message in enumerate(messages) if message.get("train", True)),
-        len(messages),
-    )
-    return replace(example, messages=messages[:first])
+    before = []
+    for message in example.messages:
+        if message.get("train", True):
+            break
+        before.append(message)
+    return replace(example, messages=before)
+
+
+def _without_learned(message: Message) -> Message:
+    """Return a message without the entries that say what is learned of it."""
+    return {name: value for name, value in message.items() if name not in LEARNED_ENTRIES}
 
 
 def unit_hash(example: Example) -> int:
@@ -579,11 +581,7 @@ def unit_hash(example: Example) -> int:
     if example.token_ids is not None:
         return hash64(json.dumps(example.token_ids))
     # a record stays on its side of the split if only its mask changes
-    messages = []
-    for message in example.messages:
-        messages.append(
-            {name: value for name, value in message.items() if name not in LEARNED_ENTRIES}
-        )
+    messages = [_without_learned(message) for message in example.messages]
     return hash64(json.dumps([messages, example.tools], sort_keys=True))
 
 

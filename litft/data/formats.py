@@ -188,10 +188,9 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
     # prefer formats whose fields are not empty: a table may have columns of several formats
     for filled in (True, False):
         for name, form in FORMATS.items():
-            if all(
-                field in record and (record[field] not in (None, "") or not filled)
-                for field in form.fields
-            ):
+            if not all(field in record for field in form.fields):
+                continue
+            if not filled or not any(record[field] in (None, "") for field in form.fields):
                 return name
 
     # the message: the remedies are tried from the most general to the most specific, and the last
@@ -269,11 +268,12 @@ def rename_columns(record: Record, columns: dict[str, str]) -> Record:
     A field that differs from a format's field only in capitals and spaces, such as "Question ",
     gets the format's name.
     """
-    file_names = set(columns.values())
-    others = {name: value for name, value in record.items() if name not in file_names}
-    renamed = {
-        name: record[file_name] for name, file_name in columns.items() if file_name in record
-    }
+    others = dict(record)
+    renamed = {}
+    for name, file_name in columns.items():
+        others.pop(file_name, None)
+        if file_name in record:
+            renamed[name] = record[file_name]
     for name in [name for name in others if name not in KNOWN_FIELDS]:
         plain = name.strip().lower()
         if plain in KNOWN_FIELDS and plain not in others and plain not in renamed:
@@ -284,11 +284,11 @@ def rename_columns(record: Record, columns: dict[str, str]) -> Record:
 def strip_end_token(text: str) -> str:
     """Remove an end token that the file has written after an answer."""
     stripped = text.rstrip()
-    end = next((end for end in END_TOKENS if stripped.endswith(end)), None)
-    if end == "</s>" and "<s>" in stripped:  # HTML's strikethrough
-        end = None
-    if end:
-        return stripped.removesuffix(end)
+    for end in END_TOKENS:
+        if stripped.endswith(end):
+            if end == "</s>" and "<s>" in stripped:  # HTML's strikethrough
+                return text
+            return stripped.removesuffix(end)
     return text
 
 
@@ -347,15 +347,18 @@ def _single_turn(
     return convert
 
 
+def _is_pair_of_texts(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    return isinstance(pair[0], str) and isinstance(pair[1], str)
+
+
 def _history(record: Record, where: str) -> list[Message]:
     """Return the earlier turns of an Alpaca record: a list of pairs of instruction and answer."""
     history = record.get("history")
     if history in (None, "", []):
         return []
-    is_list_of_pairs = isinstance(history, list) and all(
-        isinstance(pair, list) and len(pair) == 2 for pair in history
-    )
-    if not (is_list_of_pairs and all(isinstance(text, str) for pair in history for text in pair)):
+    if not isinstance(history, list) or not all(map(_is_pair_of_texts, history)):
         raise ValueError(
             f"{where}: history must be a list of pairs of texts, an instruction and its answer"
         )
@@ -379,13 +382,12 @@ def _conversations(record: Record, where: str, template: str) -> Example:
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: 'conversations' must be a list with at least one turn")
     if all(isinstance(turn, str) for turn in turns):
-        texts = [
-            {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)
-        ]
-        return Example(
-            system_message(record, where) + texts, read_tools(record.get("tools"), where)
-        )
-    messages: list[Message] = []
+        messages = system_message(record, where)
+        for number, text in enumerate(turns):
+            role = "assistant" if number % 2 else "user"
+            messages.append({"role": role, "content": text})
+        return Example(messages, read_tools(record.get("tools"), where))
+    messages = []
     for number, turn in enumerate(turns):
         message = sharegpt_turn(turn, f"{where}: turn {number}")
         last = messages[-1] if messages else {}

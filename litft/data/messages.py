@@ -62,9 +62,10 @@ def check_messages(messages: Any, where: str) -> list[Message]:
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: 'messages' must be a list with at least one message")
-    return [
-        _message(message, f"{where}: message {number}") for number, message in enumerate(messages)
-    ]
+    checked = []
+    for number, message in enumerate(messages):
+        checked.append(_message(message, f"{where}: message {number}"))
+    return checked
 
 
 def _message(message: Any, where: str) -> Message:
@@ -89,11 +90,14 @@ def _message(message: Any, where: str) -> Message:
     if content is None and (calls or any(message.get(name) for name in REASONING_FIELDS)):
         content = ""
     if isinstance(content, list):
-        thoughts = []
+        texts = []
         for part in content:
-            if _thought(part) is not None:
-                thoughts.append(_thought(part))
-        content = "".join(_part(part, where) for part in content if _thought(part) is None)
+            thought = _thought(part)
+            if thought is None:
+                texts.append(_part(part, where))
+            else:
+                thoughts.append(thought)
+        content = "".join(texts)
     if not isinstance(content, str):
         raise ValueError(f"{where} must have text as its 'content'")
     checked = {"role": message["role"], "content": content} | text_fields(message, where)
@@ -141,9 +145,9 @@ def _thought(part: Any) -> str | None:
     if isinstance(text, list):  # Mistral's parts have a list of texts
         texts = []
         for inner in text:
-            if isinstance(inner, dict):
-                texts.append(inner.get("text"))
-        text = "".join(inner for inner in texts if isinstance(inner, str))
+            if isinstance(inner, dict) and isinstance(inner.get("text"), str):
+                texts.append(inner["text"])
+        text = "".join(texts)
     if isinstance(text, str):
         return text
     return None
@@ -239,9 +243,12 @@ def read_tools(tools: Any, where: str) -> list | None:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"{where}: tools must be a list of objects, found {json_type(tools)}")
-    return [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
-    ]
+    wrapped = []
+    for tool in tools:
+        if "function" not in tool:
+            tool = {"type": "function", "function": tool}
+        wrapped.append(tool)
+    return wrapped
 
 
 def joined_messages(first: Message, second: Message) -> Message:
@@ -288,7 +295,9 @@ def sharegpt_turn(turn: Any, where: str) -> Message:
             function_call = parse_json(value, where)
         else:
             function_call = value
-        calls = _calls(function_call if isinstance(function_call, list) else [function_call], where)
+        if not isinstance(function_call, list):
+            function_call = [function_call]
+        calls = _calls(function_call, where)
         message = {"role": "assistant", "content": "", "tool_calls": calls}
     elif isinstance(value, str):
         message = {"role": SHAREGPT_ROLES[speaker], "content": value}

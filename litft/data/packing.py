@@ -52,7 +52,9 @@ class MicroBatch:
         is_cuda = device.type == "cuda"
 
         def move(value: Tensor) -> Tensor:
-            return (value.pin_memory() if is_cuda else value).to(device, non_blocking=True)
+            if is_cuda:
+                value = value.pin_memory()
+            return value.to(device, non_blocking=True)
 
         moved = {}
         for item in fields(self):
@@ -74,11 +76,11 @@ class MicroBatch:
 
     def inputs(self) -> dict[str, Tensor | PackedSequences | None]:
         """Return the model's keyword arguments."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name not in ("tokens", "sequences")
-        }
+        arguments = {}
+        for item in fields(self):
+            if item.name not in ("tokens", "sequences"):
+                arguments[item.name] = getattr(self, item.name)
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,13 @@ class Layout:
     def batches(self, samples: Sequence[Sample], rank: int = 0) -> list[MicroBatch]:
         """Return the micro-batches of a rank."""
         planned = self.plan([sample.tokens.numel() for sample in samples])[rank :: self.ranks]
-        return [self.collate_rows([[samples[i] for i in row] for row in rows]) for rows in planned]
+        batches = []
+        for index_rows in planned:
+            rows = []
+            for indices in index_rows:
+                rows.append([samples[index] for index in indices])
+            batches.append(self.collate_rows(rows))
+        return batches
 
     def collate_rows(self, rows: list[list[Sample]]) -> MicroBatch:
         """Collate rows the same way for all micro-batches of a run, so that torch.compile makes one
@@ -138,9 +146,9 @@ class Layout:
         """Yield a rank's micro-batches for validation; at most `block_size` samples are in memory
         at once."""
         for start in range(0, len(samples), block_size):
-            yield from self.batches(
-                [samples[i] for i in range(start, min(start + block_size, len(samples)))], rank
-            )
+            stop = min(start + block_size, len(samples))
+            block = [samples[index] for index in range(start, stop)]
+            yield from self.batches(block, rank)
 
 
 def num_slots(lengths: np.ndarray, rows: list[list[int]]) -> int:
@@ -159,31 +167,51 @@ def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[i
     row exceeds `row_tokens` that way: rows of equal length need no padding. The number of rows is a
     multiple of `ranks` if there are enough samples.
     """
-    # best fit decreasing: each sample goes into the fullest row that still has room for it
-    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    for i in by_length:
-        at = bisect_left(free, (lengths[i], -1))
-        left, row = free.pop(at) if at < len(free) else (row_tokens, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(i)
-        insort(free, (left - lengths[i], row))
+    # the longest first, and those of one length in their order
+    by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    rows = _best_fit(lengths, by_length, row_tokens)
 
     # as many rows again, rounded up to a multiple of the ranks; a row needs at least one sample
     count = min(-(-len(rows) // ranks) * ranks, len(lengths))
-    # a heap, with the emptiest row at its head
-    filled = [(0, row) for row in range(count)]
-    even_rows: list[list[int]] = [[] for _ in range(count)]
-    for i in by_length:
-        used, row = filled[0]
-        heapq.heapreplace(filled, (used + lengths[i], row))
-        even_rows[row].append(i)
+    even_rows = _emptiest_first(lengths, by_length, count)
 
     # one pair may be longer than `row_tokens`; its length is then the limit
-    if max(filled, default=(0, 0))[0] <= max(row_tokens, max(lengths, default=0)):
-        return even_rows
+    limit = max(row_tokens, max(lengths, default=0))
+    for row in even_rows:
+        if sum(lengths[index] for index in row) > limit:
+            return rows
+    return even_rows
+
+
+def _best_fit(lengths: Sequence[int], by_length: list[int], row_tokens: int) -> list[list[int]]:
+    """Return rows of at most `row_tokens` tokens, unless a sample is longer: each sample goes into
+    the fullest row that still has room for it."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for index in by_length:
+        length = lengths[index]
+        # the first row with at least so many free tokens
+        at = bisect_left(free, (length, -1))
+        if at < len(free):
+            left, row = free.pop(at)
+        else:
+            left = row_tokens
+            row = len(rows)
+            rows.append([])
+        rows[row].append(index)
+        insort(free, (left - length, row))
+    return rows
+
+
+def _emptiest_first(lengths: Sequence[int], by_length: list[int], count: int) -> list[list[int]]:
+    """Return `count` rows of any length: each sample goes into the emptiest row."""
+    # a heap, with the emptiest row at its head
+    filled = [(0, row) for row in range(count)]
+    rows: list[list[int]] = [[] for _ in range(count)]
+    for index in by_length:
+        used, row = filled[0]
+        heapq.heapreplace(filled, (used + lengths[index], row))
+        rows[row].append(index)
     return rows
 
 
@@ -196,17 +224,21 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
     but joins the collectives.
     """
     # padding keeps token 0, no target, and document -1
-    longest = max((sum(sample.tokens.numel() for sample in row) for row in rows), default=1)
-    shape = (max(1, len(rows)), longest)
+    row_lengths = []
+    for row_samples in rows:
+        row_lengths.append(sum(sample.tokens.numel() for sample in row_samples))
+    shape = (max(1, len(rows)), max(row_lengths, default=1))
     tokens = torch.zeros(shape, dtype=torch.int64)
     positions = torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, IGNORED)
     documents = torch.full(shape, -1)
     numbers = torch.zeros(shape, dtype=torch.int64)
     count = 0
-    for row, samples in enumerate(rows):
+    samples = []
+    for row, row_samples in enumerate(rows):
+        samples += row_samples
         start = 0
-        for sample in samples:
+        for sample in row_samples:
             end = start + sample.tokens.numel()
             tokens[row, start:end] = sample.tokens
             targets[row, start:end] = sample.targets
@@ -218,7 +250,6 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
                 start = start + length
                 count = count + 1
     target_indices = target_indices_of(targets)
-    samples = [sample for row in rows for sample in row]
     if any(sample.is_preference for sample in samples):
         sequences = _sequences(numbers, samples)
     else:
@@ -236,13 +267,13 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
 
 
 def _sequences(numbers: Tensor, samples: list[Sample]) -> Sequences:
-    references = []
+    references: list[float] = []
+    desirable: list[bool] = []
     for sample in samples:
+        count = len(sample.document_lengths)
         # without a reference model, each document counts as 0
-        references.extend(sample.reference or (0.0,) * len(sample.document_lengths))
-    desirable = [
-        sample.desirable is not False for sample in samples for _ in sample.document_lengths
-    ]
+        references += sample.reference or (0.0,) * count
+        desirable += [sample.desirable is not False] * count
     return Sequences(
         numbers, torch.tensor(references, dtype=torch.float64), torch.tensor(desirable)
     )

@@ -57,23 +57,16 @@ def to_preferences(record: Record, where: str, template: str, kind: str) -> list
     if preference_kind(record) == "pairs":
         dialogues = [_dialogue(record, name, where, template) for name in ("chosen", "rejected")]
         shared = _common_messages(*dialogues)
-        answers = tuple(
-            Example(_masked(messages, shared), tools, variables) for messages in dialogues
-        )
+        chosen, rejected = (_masked(messages, shared) for messages in dialogues)
+        better = Example(chosen, tools, variables)
+        worse = Example(rejected, tools, variables)
         if kind == "pairs":
-            return [Preference(answers)]
-        return [
-            Preference((answer,), desirable)
-            for answer, desirable in zip(answers, (True, False), strict=True)
-        ]
+            return [Preference((better, worse))]
+        return [Preference((better,), True), Preference((worse,), False)]
     if kind == "labels" and record.get("label") is not None:
         messages, shared = _labelled(record, where, template)
-        return [
-            Preference(
-                (Example(_masked(messages, shared), tools, variables),),
-                _label(record["label"], where),
-            )
-        ]
+        answer = Example(_masked(messages, shared), tools, variables)
+        return [Preference((answer,), _label(record["label"], where))]
     if preference_kind(record) == "labels":
         raise ValueError(
             f"{where}: an answer with a label is no pair of chosen and rejected answers; use "
@@ -173,15 +166,10 @@ def _labelled(record: Record, where: str, template: str) -> tuple[list[Message],
     dialogue = _dialogue(record, "completion", where, template)
 
     # calls and their results within the answer belong to it
-    first = next(
-        (
-            n
-            for n in reversed(range(len(dialogue)))
-            if dialogue[n]["role"] not in ("assistant", "tool")
-        ),
-        -1,
-    )
-    return dialogue, first + 1
+    num_before = len(dialogue)
+    while num_before and dialogue[num_before - 1]["role"] in ("assistant", "tool"):
+        num_before -= 1
+    return dialogue, num_before
 
 
 def _question(record: Record, where: str, template: str) -> list[Message]:
@@ -222,16 +210,18 @@ def _with_system(messages: list[Message], record: Record, where: str) -> list[Me
 
 def _answer(value: Any, where: str, is_dialogue: bool) -> list[Message]:
     """Return an answer, or a dialogue that ends with it, as messages."""
-    if isinstance(value, str) and is_dialogue and (dialogue := _split_dialogue(value)):
-        return dialogue
     if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
+        dialogue = _split_dialogue(value) if is_dialogue else None
+        return dialogue or [{"role": "assistant", "content": value}]
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where} must be text or a list of messages, found {json_type(value)}")
-    if all(isinstance(turn, dict) and "from" in turn for turn in turns):
-        return [sharegpt_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(turns)]
-    return check_messages(turns, where)
+    if not all(isinstance(turn, dict) and "from" in turn for turn in turns):
+        return check_messages(turns, where)
+    messages = []
+    for number, turn in enumerate(turns):
+        messages.append(sharegpt_turn(turn, f"{where}: turn {number}"))
+    return messages
 
 
 def _split_dialogue(text: str) -> list[Message]:
@@ -250,7 +240,10 @@ def _common_messages(first: list[Message], second: list[Message]) -> int:
     shorter one."""
     # the last message is the answer, also where both are equal
     count = min(len(first), len(second)) - 1
-    return next((number for number in range(count) if first[number] != second[number]), count)
+    for number in range(count):
+        if first[number] != second[number]:
+            return number
+    return count
 
 
 def _masked(messages: list[Message], count: int) -> list[Message]:
@@ -275,11 +268,12 @@ def cut_together(
     prompt = min(int(np.flatnonzero(answer & flag)[0]) for answer in answers)
     # the common prompt of both answers, before their first targets
     if len(answers) > 1:
-        prompt = min(
-            prompt, common_prefix_length(*((answer & mask).tolist() for answer in answers))
-        )
+        first, second = ((answer & mask).tolist() for answer in answers)
+        prompt = min(prompt, common_prefix_length(first, second))
     # BOS and the last token of the prompt stay
     lost = max(0, min(excess, prompt - 2))
-    return [
-        np.concatenate((answer[:1], answer[1 + lost :]))[: limit + 1] for answer in answers
-    ], lost
+    cut = []
+    for answer in answers:
+        shortened = np.concatenate((answer[:1], answer[1 + lost :]))
+        cut.append(shortened[: limit + 1])
+    return cut, lost

@@ -177,7 +177,8 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[str]:
             if block.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
                 raise ValueError(f"{path} is UTF-32 text; save it as UTF-8")
             is_utf16 = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-            decoder = codecs.getincrementaldecoder("utf-16" if is_utf16 else "utf-8-sig")()
+            encoding = "utf-16" if is_utf16 else "utf-8-sig"
+            decoder = codecs.getincrementaldecoder(encoding)()
         # the decoder counts the position of an error from the bytes that it kept of the last block
         num_pending = len(decoder.getstate()[0])
         yield _decode(decoder, block, path, offset - num_pending)
@@ -378,9 +379,9 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
     last_line = 1 + skipped  # of the last complete row
     try:
-        rows = csv.reader(
-            chain([header] if header else [], lines), delimiter=separator, strict=True
-        )
+        if header:
+            lines = chain([header], lines)
+        rows = csv.reader(lines, delimiter=separator, strict=True)
         names = _without_empty_end(next(rows, []))
         _check_names(names, f"{path}, line {1 + skipped}", "the first line is the header")
         for row in rows:
@@ -428,7 +429,9 @@ def _parquet(path: Path, file: BinaryIO) -> Records:
     parquet = _library("pyarrow.parquet", path)
     with _parquet_errors(path):
         # Parquet is read from its end, and a stream of zstd cannot seek
-        source = parquet.ParquetFile(file if file.seekable() else io.BytesIO(file.read()))
+        if not file.seekable():
+            file = io.BytesIO(file.read())
+        source = parquet.ParquetFile(file)
     _check_names(source.schema_arrow.names, str(path), "rename one of them")
     index = 0
     with _parquet_errors(path):
@@ -466,7 +469,9 @@ def _rows(batch: Any) -> list[Record]:
         columns = []
         for column in batch.columns:
             is_time = types.is_timestamp(column.type) or types.is_date(column.type)
-            columns.append(column.cast("string").to_pylist() if is_time else column.to_pylist())
+            if is_time:
+                column = column.cast("string")
+            columns.append(column.to_pylist())
         names = batch.schema.names
         return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 

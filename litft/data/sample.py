@@ -55,10 +55,9 @@ class Sample:
 
     def split(self) -> "list[Sample]":
         """Return each document as a sample of its own."""
-        parts = (
-            values.split(list(self.document_lengths)) for values in (self.tokens, self.targets)
-        )
-        return [Sample(*document) for document in zip(*parts, strict=True)]
+        lengths = list(self.document_lengths)
+        parts = zip(self.tokens.split(lengths), self.targets.split(lengths), strict=True)
+        return [Sample(tokens, targets) for tokens, targets in parts]
 
 
 def to_sample(stored: np.ndarray, first_size: int = 0, desirable: bool | None = None) -> Sample:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from litft.data.packing import Layout
+from litft.data.packing import Layout, num_slots
 from litft.data.token_store import Samples
 
 # samples of a run that `largest_micro_batch` ranks by an estimate, and that it lays out
@@ -35,9 +35,9 @@ class Sampler:
         self.sizes = list(sizes)
         self.seed = seed
         self.weights = list(weights or [1.0] * len(sizes))
-        self.size = sum(
-            round(n * weight) for n, weight in zip(self.sizes, self.weights, strict=True)
-        )
+        self.size = 0
+        for count, weight in zip(self.sizes, self.weights, strict=True):
+            self.size += round(count * weight)
         # two epochs: a step may reach from one into the next
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
@@ -91,18 +91,7 @@ def largest_micro_batch(
     supervised = samples.supervised
     indices = np.array(order.indices(first, min(num_samples, first + MAX_RANKED)))
     starts = np.arange(0, len(indices), batch_size)
-
-    # an estimate for each step, from the sum and the maximum of its lengths
-    sums, longest = (ufunc.reduceat(lengths[indices], starts) for ufunc in (np.add, np.maximum))
-    # packing fills rows of about `row_tokens`; a row that has a longer sample is as wide as that
-    if layout.row_tokens:
-        num_rows = np.ceil(sums / layout.row_tokens)
-        width = np.maximum(longest, sums / num_rows)
-    else:
-        num_rows = np.minimum(batch_size, len(indices) - starts)
-        width = longest
-    # the largest micro-batch of a rank has at most `layout.rows` rows
-    estimates = width * np.minimum(np.ceil(num_rows / layout.ranks), layout.rows)
+    estimates = _estimated_slots(lengths[indices], starts, layout, batch_size)
     candidates = np.argsort(-estimates, kind="stable")[: max(16, MAX_LAID_OUT // batch_size)]
 
     # the exact numbers, of the steps with the largest estimates
@@ -112,16 +101,33 @@ def largest_micro_batch(
     accumulates = False
     for step in candidates:
         step_indices = indices[starts[step] : starts[step] + batch_size]
-        step_lengths = lengths[step_indices].tolist()
-        targets = supervised[step_indices].tolist()
-        batches = layout.plan(step_lengths)
+        step_lengths = lengths[step_indices]
+        step_targets = supervised[step_indices]
+        batches = layout.plan(step_lengths.tolist())
         accumulates |= len(batches) > layout.ranks
         for batch in batches:
-            max_targets = max(max_targets, sum(targets[i] for row in batch for i in row))
-            slots = len(batch) * max(
-                (sum(step_lengths[i] for i in row) for row in batch), default=0
-            )
+            num_targets = sum(int(step_targets[row].sum()) for row in batch)
+            max_targets = max(max_targets, num_targets)
+            slots = num_slots(step_lengths, batch)
             if slots > max_slots:
                 max_slots = slots
                 rows = [step_indices[row].tolist() for row in batch]
     return Largest(rows, max_targets, accumulates)
+
+
+def _estimated_slots(
+    lengths: np.ndarray, starts: np.ndarray, layout: Layout, batch_size: int
+) -> np.ndarray:
+    """Estimate the slots of the largest micro-batch of each step, from the sum and the maximum of
+    its lengths; starts: of each step among the lengths."""
+    sums = np.add.reduceat(lengths, starts)
+    longest = np.maximum.reduceat(lengths, starts)
+    # packing fills rows of about `row_tokens`; a row that has a longer sample is as wide as that
+    if layout.row_tokens:
+        num_rows = np.ceil(sums / layout.row_tokens)
+        width = np.maximum(longest, sums / num_rows)
+    else:
+        num_rows = np.minimum(batch_size, len(lengths) - starts)
+        width = longest
+    # the largest micro-batch of a rank has at most `layout.rows` rows
+    return width * np.minimum(np.ceil(num_rows / layout.ranks), layout.rows)

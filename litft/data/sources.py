@@ -234,12 +234,14 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
     split = own_split or split
     if split and split not in dataset:
         raise ValueError(f"{name} has no split {split}; it has {', '.join(dataset)}")
-    hub_splits = {
-        kind: next((name for name in names if name in dataset), None)
-        for kind, names in SPLITS.items()
-    }
-    hub_splits |= {"train": split} if split else {}
-    return {kind: HubSplit(name, subset, split) for kind, split in hub_splits.items() if split}
+    hub_splits = {}
+    for kind, names in SPLITS.items():
+        present = [split_name for split_name in names if split_name in dataset]
+        if kind == "train" and split:
+            hub_splits[kind] = HubSplit(name, subset, split)
+        elif present:
+            hub_splits[kind] = HubSplit(name, subset, present[0])
+    return hub_splits
 
 
 def _named_files(path: str, files: list[Path]) -> dict[str, File]:
@@ -314,9 +316,10 @@ def _parts_of_splits(path: str, files: list[Path]) -> dict[str, File]:
         split = _split_of(file)
         if split in SPLITS:
             by_split.setdefault(split, []).append(str(file))
-    return {
-        split: File(f"{path} ({split})", parts=tuple(paths)) for split, paths in by_split.items()
-    }
+    joined = {}
+    for split, paths in by_split.items():
+        joined[split] = File(f"{path} ({split})", parts=tuple(paths))
+    return joined
 
 
 def _readable(files: list[Path]) -> list[Path]:
@@ -352,7 +355,10 @@ def hub_dataset(path: str) -> HubId | None:
 
 
 def _endings() -> list[str]:
-    return [suffix + compression for compression in OPENERS for suffix in READERS]
+    endings = []
+    for compression in OPENERS:
+        endings += [suffix + compression for suffix in READERS]
+    return endings
 
 
 @cache

@@ -181,11 +181,9 @@ def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded
     if len(first_chunks) == 9 and workers > 1:
         pool = _make_pool(encoder, workers, lock)
     if pool is None:
-        yield from (
-            encoder(where, record)
-            for chunk in chain(first_chunks, chunks)
-            for where, record in chunk
-        )
+        for chunk in chain(first_chunks, chunks):
+            for where, record in chunk:
+                yield encoder(where, record)
     else:
         yield from _in_parallel(chain(first_chunks, chunks), pool, workers)
 

@@ -98,10 +98,13 @@ class EncodingReport:
         # a message begins with the place of its record, up to the first colon
         for message in self.bad[1]:
             by_reason.setdefault(message.partition(": ")[2], []).append(message)
-        return [
-            same[0] + (f" (and {len(same) - 1} more like it)" if len(same) > 1 else "")
-            for same in by_reason.values()
-        ]
+        lines = []
+        for same in by_reason.values():
+            if len(same) > 1:
+                lines.append(f"{same[0]} (and {len(same) - 1} more like it)")
+            else:
+                lines.append(same[0])
+        return lines
 
 
 def _count(counter: list, name: str) -> None:
@@ -181,10 +184,12 @@ class TokenStoreWriter:
         """Write the index and the report."""
         # the index
         self._file.close()
-        offsets = np.concatenate(([0], np.cumsum(np.array(self._lengths, np.int64))))
+        lengths = np.array(self._lengths, np.int64)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
         np.save(self.folder / "offsets.npy", offsets.astype(np.int64))
         for name, dtype in ARRAYS.items():
-            np.save(self.folder / f"{name}.npy", np.array(getattr(self, f"_{name}"), dtype))
+            values = np.array(getattr(self, f"_{name}"), dtype)
+            np.save(self.folder / f"{name}.npy", values)
         # the last token of each document is a target only, never an input
         num_documents = sum(kind != CONTINUATION for kind in self._kinds)
         num_second_documents = sum(size > 0 for size in self._first_sizes)
@@ -341,11 +346,12 @@ class Samples(Sequence):
         """Return the samples of these entries of each store; windows of texts have at most `limit`
         input tokens."""
         indexes = [store.index_samples(entries, limit) for store, entries in parts]
-        store_numbers = [
-            np.full(len(index.starts), number, np.int64) for number, index in enumerate(indexes)
-        ]
-        joined = SampleIndex(*(np.concatenate(arrays) for arrays in zip(*indexes, strict=True)))
-        return cls([store for store, _ in parts], np.concatenate(store_numbers), joined)
+        store_numbers = []
+        for number, index in enumerate(indexes):
+            store_numbers.append(np.full(len(index.starts), number, np.int64))
+        joined = SampleIndex(*map(np.concatenate, zip(*indexes, strict=True)))
+        stores = [store for store, _ in parts]
+        return cls(stores, np.concatenate(store_numbers), joined)
 
     def __len__(self) -> int:
         return len(self.store_numbers)
@@ -358,14 +364,12 @@ class Samples(Sequence):
 
     def __getitem__(self, key: Any) -> "Sample | Samples":
         if isinstance(key, slice):
-            return Samples(
-                self.stores,
-                self.store_numbers[key],
-                SampleIndex(*(array[key] for array in self.sample_index)),
-            )
+            index = SampleIndex(*(array[key] for array in self.sample_index))
+            return Samples(self.stores, self.store_numbers[key], index)
         label = int(self.sample_index.labels[key])
+        desirable = None if label == NO_LABEL else bool(label)
         first_size = int(self.sample_index.first_sizes[key])
-        return to_sample(self._read(key), first_size, None if label == NO_LABEL else bool(label))
+        return to_sample(self._read(key), first_size, desirable)
 
     def mismatched(self, i: int, j: int, limit: int) -> Sample:
         """Return the prompt of sample i with the answer of sample j, cut to `limit` input
@@ -432,7 +436,5 @@ class Samples(Sequence):
     @property
     def identity(self) -> bytes:
         """The samples of the stores and their order, as bytes to be hashed."""
-        return b"".join(
-            array.tobytes()
-            for array in (self.store_numbers, self.sample_index.starts, self.sample_index.sizes)
-        )
+        arrays = (self.store_numbers, self.sample_index.starts, self.sample_index.sizes)
+        return b"".join(array.tobytes() for array in arrays)

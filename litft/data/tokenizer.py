@@ -61,10 +61,10 @@ class Tokenizer:
         if (path := folder / "tokenizer.json").is_file():
             self._backend = FastBackend(path, added)
         elif (path := folder / "tokenizer.model").is_file():
-            special = [text for text, entry in added.items() if entry["special"]]
-            self._backend = SentencePieceBackend(
-                path, [*self.special.values(), *special], {t: e["id"] for t, e in added.items()}
-            )
+            special = list(self.special.values())
+            special += [text for text, entry in added.items() if entry["special"]]
+            ids = {text: entry["id"] for text, entry in added.items()}
+            self._backend = SentencePieceBackend(path, special, ids)
         else:
             raise ValueError(
                 f"{folder} contains no tokenizer.json or tokenizer.model; copy the model's "
@@ -128,15 +128,14 @@ class Tokenizer:
     @property
     def uses_date(self) -> bool:
         """Whether the template prints today's date."""
-        return any(
-            "strftime_now" in source
-            for source in (self.chat_template, *self.named_templates.values())
-        )
+        sources = (self.chat_template, *self.named_templates.values())
+        return any("strftime_now" in source for source in sources)
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens as text."""
-        return tuple(filter(None, (self.special_text(i) for i in sorted(self.special_ids))))
+        texts = map(self.special_text, sorted(self.special_ids))
+        return tuple(filter(None, texts))
 
     def special_text(self, token_id: int) -> str:
         """Return the text of a special token."""
@@ -151,11 +150,11 @@ class Tokenizer:
         """The special tokens that mark the reasoning and tool calls of an answer: parts of its
         text."""
         ends = {self.bos_id, self.eos_id}
-        return frozenset(
-            i
-            for i, text in self._special_text_by_id.items()
-            if is_structure(text) and i not in ends
-        )
+        ids = set()
+        for token_id, text in self._special_text_by_id.items():
+            if is_structure(text) and token_id not in ends:
+                ids.add(token_id)
+        return frozenset(ids)
 
     @property
     def answer_format(self) -> AnswerFormat:
@@ -284,9 +283,10 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Return the text of token ids; incomplete UTF-8 sequences become U+FFFD."""
-        return self._backend.decode(
-            [int(i) for i in ids if not (skip_special and int(i) in self.special_ids)], skip_special
-        )
+        shown = [int(token_id) for token_id in ids]
+        if skip_special:
+            shown = [token_id for token_id in shown if token_id not in self.special_ids]
+        return self._backend.decode(shown, skip_special)
 
     @property
     def answer_ids(self) -> frozenset[int]:
@@ -506,9 +506,10 @@ def _stop_ids(folders: list[Path], eos_id: int | None) -> list[int]:
     eos_ids = []
 
     # the first file that names any, of the adapter's folder before the model's
-    for path in (
-        folder / name for folder in folders for name in ("generation_config.json", "config.json")
-    ):
+    paths = []
+    for folder in folders:
+        paths += [folder / "generation_config.json", folder / "config.json"]
+    for path in paths:
         found = read_json(path).get("eos_token_id")
         if found is not None:
             eos_ids = found if isinstance(found, list) else [found]
@@ -517,4 +518,6 @@ def _stop_ids(folders: list[Path], eos_id: int | None) -> list[int]:
     for value in eos_ids:
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"{path}: eos_token_id {value!r} is not a token id")
-    return list(dict.fromkeys([*eos_ids, *([eos_id] if eos_id is not None else [])]))
+    if eos_id is not None:
+        eos_ids = [*eos_ids, eos_id]
+    return list(dict.fromkeys(eos_ids))

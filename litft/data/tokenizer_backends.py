@@ -113,9 +113,10 @@ class FastBackend:
         self.backend.save(str(folder / "tokenizer.json"))
         names = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
         added = self.backend.get_added_tokens_decoder().items()
-        _write_added(
-            folder, {i: {name: getattr(token, name) for name in names} for i, token in added}
-        )
+        entries = {}
+        for token_id, token in added:
+            entries[token_id] = {name: getattr(token, name) for name in names}
+        _write_added(folder, entries)
 
     def adds_bos(self, bos_id: int | None, configured: bool | None) -> bool:
         """Return whether the file's post-processor adds BOS to every text.
@@ -145,9 +146,12 @@ class SentencePieceBackend:
         self.added = {text: i for text, i in added.items() if i >= size}
         # `token_id` reads both tables, so the second one has to exist before it is filled
         self.special: dict[str, int] = {}
-        self.special = {
-            text: token_id for text in special if (token_id := self.token_id(text)) is not None
-        }
+        known = {}
+        for text in special:
+            token_id = self.token_id(text)
+            if token_id is not None:
+                known[text] = token_id
+        self.special = known
         self.special_ids = set(self.special.values())
         self._update_vocabulary()
 
@@ -177,9 +181,11 @@ class SentencePieceBackend:
         # a few boundaries: tokenize each beginning of the text, which is exact
         if len(boundaries) < MANY_BOUNDARIES:
             ids = self.encode(text)
-            return ids, [
-                common_prefix_length(ids, self.encode(text[:boundary])) for boundary in boundaries
-            ]
+            positions = []
+            for boundary in boundaries:
+                beginning = self.encode(text[:boundary])
+                positions.append(common_prefix_length(ids, beginning))
+            return ids, positions
 
         # many: one pass, with the ends of tokens computed from the text
         ids = []
@@ -187,12 +193,13 @@ class SentencePieceBackend:
         at = 0
         added = {**self.special, **self.added}
         for part in self._split.split(text) if self._split else [text]:
-            part_ids = [added[part]] if part in added else self.backend.encode(part)
-            ids += part_ids
-            ends += [
-                at + end
-                for end in ([len(part)] if part in added else self._token_ends(part, part_ids))
-            ]
+            if part in added:
+                ids.append(added[part])
+                ends.append(at + len(part))
+            else:
+                part_ids = self.backend.encode(part)
+                ids += part_ids
+                ends += [at + end for end in self._token_ends(part, part_ids)]
             at += len(part)
         return ids, [bisect_right(ends, boundary) for boundary in boundaries]
 
@@ -202,10 +209,13 @@ class SentencePieceBackend:
         pieces = [self.backend.id_to_piece(token) for token in ids]
         # of a character's byte tokens, the first counts; the space that the model adds before a
         # text has no width
-        widths = [
-            len(p) if not (byte := _BYTE.fullmatch(p)) else int(byte[1], 16) & 0xC0 != 0x80
-            for p in pieces
-        ]
+        widths = []
+        for piece in pieces:
+            byte = _BYTE.fullmatch(piece)
+            if byte:
+                widths.append(int(byte[1], 16) & 0xC0 != 0x80)
+            else:
+                widths.append(len(piece))
         added_space = bool(pieces) and pieces[0].startswith("▁") and not text.startswith((" ", "▁"))
         if pieces:
             return accumulate(widths[1:], initial=widths[0] - added_space)
@@ -280,13 +290,12 @@ class SentencePieceBackend:
 
     def save(self, folder: Path) -> None:
         options = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
-        special = {
-            i: {"content": text, **options, "special": True} for text, i in self.special.items()
-        }
-        added = {
-            i: {"content": text, **options, "special": False} for text, i in self.added.items()
-        }
-        _write_added(folder, special | added)
+        entries = {}
+        for text, token_id in self.special.items():
+            entries[token_id] = {"content": text, **options, "special": True}
+        for text, token_id in self.added.items():
+            entries[token_id] = {"content": text, **options, "special": False}
+        _write_added(folder, entries)
 
     def adds_bos(self, bos_id: int | None, configured: bool | None) -> bool:
         """Return whether BOS is added to every text. configured: add_bos_token of the folder."""
@@ -298,10 +307,12 @@ class SentencePieceBackend:
 
 def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two token sequences."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b),
-        min(len(ids), len(other)),
-    )
+    length = 0
+    for token_id, other_id in zip(ids, other, strict=False):
+        if token_id != other_id:
+            break
+        length += 1
+    return length
 
 
 def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:
@@ -311,9 +322,10 @@ def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:
     config = read_json(path)
     existing = config.get("added_tokens_decoder") or {}
     # what the file says of a token already has priority
-    config["added_tokens_decoder"] = {
-        str(i): existing.get(str(i), e) for i, e in sorted(entries.items())
-    } | existing
+    merged = {}
+    for token_id, entry in sorted(entries.items()):
+        merged[str(token_id)] = existing.get(str(token_id), entry)
+    config["added_tokens_decoder"] = merged | existing
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -41,15 +41,16 @@ class DeviceMap(WeightPlacement):
         devices = self.devices
         counts = self.counts
         if counts is None:
-            free_bytes = [
-                torch.cuda.mem_get_info(gpu)[0] if gpu.type == "cuda" else None for gpu in devices
-            ]
+            free_bytes: list[int | None] = []
+            for gpu in devices:
+                if gpu.type == "cuda":
+                    free_bytes.append(torch.cuda.mem_get_info(gpu)[0])
+                else:
+                    free_bytes.append(None)
             block_bytes = [_weight_bytes(block) for block in model.blocks]
-            counts = fit_layers(
-                free_bytes,
-                [size + _cache_bytes(model) for size in block_bytes],
-                _weight_bytes(model) - sum(block_bytes),
-            )
+            layer_bytes = [size + _cache_bytes(model) for size in block_bytes]
+            other_bytes = _weight_bytes(model) - sum(block_bytes)
+            counts = fit_layers(free_bytes, layer_bytes, other_bytes)
             devices = [*devices, torch.device("cpu")]
         elif sum(counts) != len(model.blocks):
             value = ",".join(map(str, counts))
@@ -94,15 +95,17 @@ class PlacedBlock(nn.Module):
         *extra: BlockExtra,
     ) -> Tensor:
         x = x.to(self.input_device)
-        extra = tuple(
-            e._replace(token_input=e.token_input.to(x.device)) if e.token_input is not None else e
-            for e in extra
-        )
+        moved = []
+        for item in extra:
+            if item.token_input is not None:
+                item = item._replace(token_input=item.token_input.to(x.device))
+            moved.append(item)
         if cos_sin is not None:
-            cos_sin = CosSin(*(table if table is None else table.to(x.device) for table in cos_sin))
+            tables = [table if table is None else table.to(x.device) for table in cos_sin]
+            cos_sin = CosSin(*tables)
         if documents is not None:
             documents = documents.to(lambda tensor: tensor.to(x.device))
-        x = super().forward(x, cos_sin, documents, cache, *extra)
+        x = super().forward(x, cos_sin, documents, cache, *moved)
         if self.output_device is None:
             return x
         return x.to(self.output_device)
@@ -135,9 +138,10 @@ def fit_layers(
 def _weight_bytes(module: nn.Module) -> int:
     """Return the bytes of all parameters, and of the scales of quantized weights."""
     # blocks of 64 values of 4 bits have an fp32 scale: 4 bytes for every 32
-    scales = sum(
-        layer.weight.nbytes // 8 for layer in module.modules() if isinstance(layer, QuantizedModule)
-    )
+    scales = 0
+    for layer in module.modules():
+        if isinstance(layer, QuantizedModule):
+            scales += layer.weight.nbytes // 8
     return scales + sum(parameter.nbytes for parameter in module.parameters())
 
 

@@ -180,8 +180,10 @@ def _gpu_remedy() -> str:
 def no_gpu_line() -> str:
     """Return what a run on a CPU says first; with a remedy if there is a GPU that torch does not
     find."""
-    has_nvidia = Path("/proc/driver/nvidia/version").is_file()
-    return f"no GPU was found: running on the CPU{f' ({_gpu_remedy()})' if has_nvidia else ''}"
+    line = "no GPU was found: running on the CPU"
+    if Path("/proc/driver/nvidia/version").is_file():
+        return f"{line} ({_gpu_remedy()})"
+    return line
 
 
 def pick_precision(precision: str, device: torch.device) -> str:
@@ -290,23 +292,26 @@ def cgroup_limit(
     memory.limit_in_bytes.
     """
     limits = [1 << 62]
-    for line in membership.read_text().splitlines() if membership.is_file() else ():
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         # version 1 has a line for each controller, version 2 one line without any
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, name = (
-            (mount_point / "memory", "memory.limit_in_bytes")
-            if controllers
-            else (mount_point, "memory.max")
-        )
+        if controllers:
+            root = mount_point / "memory"
+            name = "memory.limit_in_bytes"
+        else:
+            root = mount_point
+            name = "memory.max"
 
         # the limits of the groups above this one hold, too
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(root) and (folder / name).is_file():
                 text = (folder / name).read_text().strip()
-                limits += [int(text)] if text.isdecimal() else []
+                if text.isdecimal():
+                    limits.append(int(text))
     return min(limits)
 
 

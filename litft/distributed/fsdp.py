@@ -34,26 +34,33 @@ def shard(
     offload_to_cpu: keep shards, and run the optimizer step, on the CPU.
     """
     width = mesh.size(mesh.ndim - 1)
+    if offload_to_cpu:
+        offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    else:
+        offload_policy = OffloadPolicy()
     settings = {
         "mesh": mesh,
         # for the root too: else gathered weights may survive an update of their shards
         "reshard_after_forward": True,
         "shard_placement_fn": lambda parameter: placement(tuple(parameter.shape), width),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        if offload_to_cpu
-        else OffloadPolicy(),
+        "offload_policy": offload_policy,
     }
     stored_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
+    # norms compute in fp32
     norms = []
     for module in model.modules():
-        if isinstance(module, Norm) and [*module.parameters()]:
+        if gather_dtype is not None and isinstance(module, Norm) and [*module.parameters()]:
             norms.append(module)
+    units = list(model.blocks)
+    if not model.config.tied:
+        units.append(model.embed)
+    units.append(model)
     # inner units first, the root last: a unit takes the parameters that no inner one has
     with _frozen_integers():
-        for norm in norms if gather_dtype is not None else ():  # norms compute in fp32
+        for norm in norms:
             fully_shard(norm, mp_policy=stored_dtype, **settings)
-        for unit in [*model.blocks, *([] if model.config.tied else [model.embed]), model]:
+        for unit in units:
             fully_shard(unit, mp_policy=cast, **settings)
 
 

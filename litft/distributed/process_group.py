@@ -84,7 +84,8 @@ def _agree_on_port(rank: int, processes: int, timeout: float) -> None:
                 peer_token = store.get(f"litft/here/{peer}").decode()
                 store.set(f"litft/answer/{peer_token}", f"{port} {token}")
                 # an answer to the token of a dead process is never confirmed
-                missing -= {peer} if store.check([f"litft/seen/{token}/{peer}"]) else set()
+                if store.check([f"litft/seen/{token}/{peer}"]):
+                    missing.remove(peer)
             time.sleep(0.02)
     else:
         port, master_token = store.get(f"litft/answer/{token}").decode().split()
@@ -109,10 +110,11 @@ class HostGroup:
         self.processes = processes
         limit = timedelta(seconds=seconds(timeout))
         # checkpoints are written concurrently with training steps and need their own group
-        self.group, self.checkpoint_group = (
-            distributed.new_group(backend="gloo", timeout=limit) if processes > 1 else None
-            for _ in range(2)
-        )
+        self.group = None
+        self.checkpoint_group = None
+        if processes > 1:
+            self.group = distributed.new_group(backend="gloo", timeout=limit)
+            self.checkpoint_group = distributed.new_group(backend="gloo", timeout=limit)
 
     def all_reduce_max(self, *values: float) -> list[float]:
         """Return the maximum of each value over all processes."""

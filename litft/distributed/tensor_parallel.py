@@ -43,28 +43,25 @@ MAX_SUGGESTED_PROCESSES = 64
 def check_divides(config: Config, processes: int) -> None:
     """Raise ValueError naming the sizes of the model that cannot be split evenly over so many
     processes."""
-    if any(
-        layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity
-        for layer in config.layers
-    ):
-        reason = (
-            "tensor parallelism does not support recurrent mixers, sparse MLPs, or heads that "
-            "differ between layers"
-        )
-        raise ValueError(
-            f"--devices {processes}: {reason}; use one device, or several that hold a part of the "
-            "layers each"
-        )
+    for layer in config.layers:
+        if layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity:
+            reason = (
+                "tensor parallelism does not support recurrent mixers, sparse MLPs, or heads that "
+                "differ between layers"
+            )
+            raise ValueError(
+                f"--devices {processes}: {reason}; use one device, or several that hold a part of "
+                "the layers each"
+            )
 
     # sizes that must be multiples of the number of processes
     counts = {"num_attention_heads": config.n_heads}
     if not all(layer.experts for layer in config.layers):
         counts["the MLP's hidden size"] = config.hidden_dim
-    for experts in (layer.experts for layer in config.layers if layer.experts):
-        counts |= {
-            "an expert's hidden size": experts.hidden_dim,
-            "the shared expert's hidden size": experts.shared_dim,
-        }
+    for layer in config.layers:
+        if layer.experts:
+            counts["an expert's hidden size"] = layer.experts.hidden_dim
+            counts["the shared expert's hidden size"] = layer.experts.shared_dim
 
     def uneven(processes: int) -> list[str]:
         kv_heads = config.n_kv_heads  # several processes may share one
@@ -72,23 +69,19 @@ def check_divides(config: Config, processes: int) -> None:
         for name, count in counts.items():
             if count % processes:
                 sizes.append(f"{name} {count}")
-        return [
-            *sizes,
-            *(
-                [f"num_key_value_heads {kv_heads}"]
-                if kv_heads % processes and processes % kv_heads
-                else []
-            ),
-        ]
+        if kv_heads % processes and processes % kv_heads:
+            sizes.append(f"num_key_value_heads {kv_heads}")
+        return sizes
 
     sizes = uneven(processes)
     if sizes:
-        supported = ", ".join(
-            str(count) for count in range(1, MAX_SUGGESTED_PROCESSES + 1) if not uneven(count)
-        )
+        supported = []
+        for count in range(1, MAX_SUGGESTED_PROCESSES + 1):
+            if not uneven(count):
+                supported.append(str(count))
         raise ValueError(
             f"--devices {processes} cannot evenly split {', '.join(sizes)}; this model supports "
-            f"{supported}"
+            f"{', '.join(supported)}"
         )
 
 
@@ -112,14 +105,13 @@ class TensorParallelPlacement(WeightPlacement):
                 shared_dim=experts.shared_dim // self.size,
             )
 
-        layers = (
-            replace(
-                layer,
-                experts=layer.experts and narrow(layer.experts),
-                hidden_dim=layer.hidden_dim and layer.hidden_dim // self.size,
-            )
-            for layer in config.layers
-        )
+        layers = []
+        for layer in config.layers:
+            if layer.experts:
+                layer = replace(layer, experts=narrow(layer.experts))
+            if layer.hidden_dim:
+                layer = replace(layer, hidden_dim=layer.hidden_dim // self.size)
+            layers.append(layer)
         local_heads = config.n_heads // self.size
         return replace(
             config,

@@ -37,11 +37,7 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(hf)
     every = hf.get("global_attn_every_n_layers", 4)
     windows = llama.layer_windows(hf, lambda index: (index + 1) % every != 0)
-    layers = [
-        # only layers with a window have RoPE
-        replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None)
-        for window in windows
-    ]
+    layers = list(llama.local_rope_layers(base, windows))
     # the same mixture under other names
     experts = deepseek.routed_experts(
         {
@@ -53,6 +49,7 @@ def config(hf: dict[str, Any]) -> Config:
         }
     )
     num_dense = hf.get("num_dense_layers", 1)
+    embed_scale = math.sqrt(base.dim) if hf.get("mup_enabled") else 1.0
     return replace(
         base,
         layers=deepseek.sparse_layers({"first_k_dense_replace": num_dense}, layers, experts),
@@ -60,7 +57,7 @@ def config(hf: dict[str, Any]) -> Config:
         qk_norm=base.norm,
         attention_gate=True,
         mlp_bias=False,
-        embed_scale=math.sqrt(base.dim) if hf.get("mup_enabled") else 1.0,
+        embed_scale=embed_scale,
     )
 
 

@@ -30,10 +30,9 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with other norms and the activation's scalars."""
     # xIELU trains the first two, the others are constants of its own
     scalars = ("alpha_p", "alpha_n", "beta", "eps")
-    activation = [
-        Rename(f"model.layers.{{}}.mlp.act_fn.{n}", f"blocks.{{}}.mlp.activation.{n}")
-        for n in scalars
-    ]
+    hf_prefix = "model.layers.{}.mlp.act_fn."
+    prefix = "blocks.{}.mlp.activation."
+    activation = [Rename(hf_prefix + name, prefix + name) for name in scalars]
     return [*llama.rules(config, norms=NORMS), *activation]
 
 

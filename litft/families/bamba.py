@@ -12,7 +12,7 @@ from litft.model.config import Config, Mamba2Config, NormConfig
 
 # litft's module names -> the files'; the MLP has its own, unlike attention
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
-MLP = {f"mlp.{n}_proj": f"feed_forward.{n}_proj" for n in ("gate", "up", "down")}
+MLP = llama.mlp_names("mlp", "feed_forward")
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -29,20 +29,21 @@ def config(hf: dict[str, Any]) -> Config:
         **hf,
     }
     # Bamba rotates half of each head, whatever the file says, as in transformers
-    base = llama.config(
-        hf if is_falcon else {**hf, "partial_rotary_factor": 0.5},
-        rope_fraction=None if is_falcon else 0.5,
-    )
+    if is_falcon:
+        base = llama.config(hf)
+    else:
+        base = llama.config({**hf, "partial_rotary_factor": 0.5}, rope_fraction=0.5)
     mamba = mamba_config(hf, base.norm.eps)
     if is_falcon:
         return _falcon_config(hf, base, mamba)
     # all other layers are Mamba-2
     attention = hf.get("attn_layer_indices") or ()
-    layers = tuple(
-        layer if index in attention else layer.with_mixer(mamba)
-        for index, layer in enumerate(base.layers)
-    )
-    return replace(base, layers=layers)
+    layers = []
+    for index, layer in enumerate(base.layers):
+        if index not in attention:
+            layer = layer.with_mixer(mamba)
+        layers.append(layer)
+    return replace(base, layers=tuple(layers))
 
 
 def mamba_config(hf: dict[str, Any], eps: float) -> Mamba2Config:
@@ -51,9 +52,11 @@ def mamba_config(hf: dict[str, Any], eps: float) -> Mamba2Config:
     head_dim = hf.get("mamba_d_head", "auto")
     width = hf.get("mamba_d_ssm") or hf.get("mamba_expand", 2) * hf["hidden_size"]
     bias = hf.get("mamba_proj_bias", False)
+    if head_dim == "auto":
+        head_dim = width // heads
     return Mamba2Config(
         heads,
-        width // heads if head_dim == "auto" else head_dim,
+        head_dim,
         hf.get("mamba_n_groups", 1),
         hf.get("mamba_d_state", 256),
         hf.get("mamba_d_conv", 4),
@@ -68,19 +71,21 @@ def mamba_config(hf: dict[str, Any], eps: float) -> Mamba2Config:
 def step_limits(hf: dict[str, Any]) -> tuple[float, float]:
     """Return the limits of step sizes; JSON has no infinity, for which transformers writes an
     object."""
-    low, high = (
-        x.get("__float__") if isinstance(x, dict) else x
-        for x in hf.get("time_step_limit") or (0.0, math.inf)
-    )
+    limits = []
+    for limit in hf.get("time_step_limit") or (0.0, math.inf):
+        if isinstance(limit, dict):
+            limit = limit.get("__float__")
+        limits.append(limit)
+    low, high = limits
     return float(low), float(high)
 
 
 def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Config:
     """Return Falcon-H1's config: attention and Mamba-2 side by side in each layer, with muP
     scales."""
-    key, into, out = (
-        hf.get(f"{n}_multiplier", 1.0) for n in ("key", "attention_in", "attention_out")
-    )
+    key = hf.get("key_multiplier", 1.0)
+    into = hf.get("attention_in_multiplier", 1.0)
+    out = hf.get("attention_out_multiplier", 1.0)
     # the scale of the input is applied to whole queries,
     # keys and values below, and so to their biases, too
     if into != 1 and base.qkv_bias:
@@ -102,7 +107,7 @@ def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Con
     gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
     return replace(
         base,
-        layers=tuple(replace(layer, mixer=mamba, attention_scale=scale) for layer in base.layers),
+        layers=llama.changed_layers(base, mixer=mamba, attention_scale=scale),
         # values are linear in the attention's input, too
         attention_out_scale=into * out,
         mlp_gate_scale=gate,
@@ -158,7 +163,8 @@ def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
     if mamba is None:
         return []
     return [
-        *(fused_projection(mamba, f"{hf_prefix}in_proj", leaf) for leaf in ("weight", "bias")),
+        fused_projection(mamba, f"{hf_prefix}in_proj", "weight"),
+        fused_projection(mamba, f"{hf_prefix}in_proj", "bias"),
         *llama.rename_modules({"out_proj": "out_proj", "norm": "norm"}, hf_prefix, prefix),
         # a depthwise convolution has a single input channel
         Squeeze(f"{hf_prefix}conv1d.weight", f"{prefix}conv.weight", (1,)),
@@ -175,11 +181,9 @@ def fused_projection(mamba: Mamba2Config, stored: str, leaf: str) -> Split:
     # the convolution runs over the values, and the inputs and outputs of the state of each group
     width = mamba.n_heads * mamba.head_dim
     sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
-    return Split(
-        f"{stored}.{leaf}",
-        tuple(f"blocks.{{}}.mixer.{n}_proj.{leaf}" for n in ("gate", "conv", "step")),
-        sizes,
-    )
+    prefix = "blocks.{}.mixer."
+    names = (f"{prefix}gate_proj.{leaf}", f"{prefix}conv_proj.{leaf}", f"{prefix}step_proj.{leaf}")
+    return Split(f"{stored}.{leaf}", names, sizes)
 
 
 def rules(config: Config) -> list[Rule]:
@@ -204,7 +208,10 @@ def rules(config: Config) -> list[Rule]:
 def mixer_of(config: Config) -> Mamba2Config | None:
     """Return the Mamba-2 mixer that all such layers share, or None; Granite 4 Micro has attention
     only."""
-    return next((layer.mixer for layer in config.layers if layer.mixer), None)
+    for layer in config.layers:
+        if layer.mixer:
+            return layer.mixer
+    return None
 
 
 FAMILY = Family(

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule, Split
+from litft.checkpoints.rules import Rule
 from litft.families import llama
 from litft.families.family import Family
-from litft.families.phi3 import qkv_names
+from litft.families.phi3 import fused_qkv
 from litft.model.config import Config, NormConfig
 from litft.model.positions import alibi_slopes
 
@@ -48,7 +48,8 @@ def config(hf: dict[str, Any]) -> Config:
         "n_layers": "num_hidden_layers",
         "n_heads": "num_attention_heads",
     }
-    hf = {**hf, **{names[name]: hf[name] for name in names if name in hf}}
+    renamed = {names[name]: hf[name] for name in names if name in hf}
+    hf = {**hf, **renamed}
 
     # other values of MPT's settings are other networks
     attention = hf.get("attn_config") or {}
@@ -78,12 +79,13 @@ def config(hf: dict[str, Any]) -> Config:
         }
     )
     norm = NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=is_bloom)
+    embed_norm = norm if is_bloom else None
     scale = attention.get("softmax_scale")
     return replace(
         base,
-        layers=tuple(replace(layer, rope=None, attention_scale=scale) for layer in base.layers),
+        layers=llama.changed_layers(base, rope=None, attention_scale=scale),
         norm=norm,
-        embed_norm=norm if is_bloom else None,
+        embed_norm=embed_norm,
         gated=False,
         alibi=alibi_slopes(base.n_heads, attention.get("alibi_bias_max", 8)),
         qkv_clip=attention.get("clip_qkv"),
@@ -97,20 +99,18 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules; q, k and v are fused, in BLOOM by head."""
     is_bloom = config.model_type == "bloom"
-    layers = "transformer.h.{}." if is_bloom else "transformer.blocks.{}."
     # BLOOM's fused rows alternate by head, MPT's are three blocks
-    size, groups = (config.head_dim, config.n_heads) if is_bloom else (config.dim, 1)
     if is_bloom:
-        fused_name = f"{layers}self_attention.query_key_value"
+        layers = "transformer.h.{}."
+        sizes = (config.head_dim,) * 3
+        fused = fused_qkv(f"{layers}self_attention.query_key_value", sizes, config.n_heads)
+        outer = llama.embedding_and_head(config, "transformer.", "word_embeddings", "ln_f")
     else:
-        fused_name = f"{layers}attn.Wqkv"
-    fused = [
-        Split(f"{fused_name}.{leaf}", qkv_names(leaf), (size,) * 3, groups)
-        for leaf in ("weight", "bias")
-    ]
-    embed, norm = ("word_embeddings", "ln_f") if is_bloom else ("wte", "norm_f")
+        layers = "transformer.blocks.{}."
+        fused = fused_qkv(f"{layers}attn.Wqkv", (config.dim,) * 3)
+        outer = llama.embedding_and_head(config, "transformer.", "wte", "norm_f")
     return [
-        *llama.embedding_and_head(config, "transformer.", embed, norm),
+        *outer,
         *llama.rename_modules({"embed_norm": "transformer.word_embeddings_layernorm"}, "", ""),
         *llama.rename_modules(NAMES[config.model_type], layers),
         *fused,

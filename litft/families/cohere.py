@@ -26,7 +26,8 @@ def config(hf: dict[str, Any]) -> Config:
     is_mixture = hf["model_type"] == "cohere2_moe"
     # in other models, the heads divide the hidden size
     head_dim = hf.get("head_dim", 128) if is_mixture else None
-    base = llama.config({**hf, "head_dim": head_dim}, rope_theta=1e4 if is_cohere2 else 5e5)
+    theta = 1e4 if is_cohere2 else 5e5
+    base = llama.config({**hf, "head_dim": head_dim}, rope_theta=theta)
     norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5))
     # a mixture has RMS norms if the file has their epsilon
     if is_mixture and hf.get("rms_norm_eps") is not None:
@@ -44,19 +45,19 @@ def config(hf: dict[str, Any]) -> Config:
             return (index - start + 1) % pattern != 0
 
         windows = llama.layer_windows(hf, slides)
-        layers = tuple(
-            replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None)
-            for window in windows
-        )
+        layers = llama.local_rope_layers(base, windows)
+    if is_mixture:
+        layers = _with_experts(hf, base, list(layers))
+    qk_norm = norm if hf.get("use_qk_norm") else None
     return replace(
         base,
-        layers=_with_experts(hf, base, list(layers)) if is_mixture else layers,
+        layers=layers,
         norm=norm,
         mlp_bias=False,
         parallel=True,
         shared_norm=True,
         rope_interleaved=True,
-        qk_norm=norm if hf.get("use_qk_norm") else None,
+        qk_norm=qk_norm,
         qk_norm_over="heads",
         logit_scale=hf.get("logit_scale") or 0.0625,
     )
@@ -71,6 +72,7 @@ def _with_experts(
     scoring = hf.get("expert_selection_fn", "softmax")
     # the average of both outputs is half of their sum
     is_average = num_shared and hf.get("shared_expert_combination_strategy", "average") == "average"
+    output_scale = 0.5 if is_average else 1.0
     experts = ExpertsConfig(
         hf.get("num_experts", 8),
         hf.get("num_experts_per_tok", 2),
@@ -78,7 +80,7 @@ def _with_experts(
         renormalize=scoring == "softmax" or hf.get("norm_topk_prob", True),
         shared_dim=base.hidden_dim * num_shared,
         scoring=scoring,
-        output_scale=0.5 if is_average else 1.0,
+        output_scale=output_scale,
     )
     layers = list(deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts))
     for number, layer in enumerate(layers):

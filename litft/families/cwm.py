@@ -27,7 +27,7 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(hf, rope_theta=1e6)
     # the first of every four layers has full attention
     windows = llama.layer_windows(hf, lambda index: index % 4 != 0)
-    layers = tuple(replace(base.layers[0], window=window) for window in windows)
+    layers = llama.windowed_layers(base, windows)
     return replace(base, layers=layers, qkv_bias=False, o_bias=False)
 
 

@@ -75,13 +75,18 @@ def config(hf: dict[str, Any]) -> Config:
     # V2 scores by softmax, without a correction, and ranks a group by its best expert; V3 by the
     # sum of its two best ones
     if model_type == "deepseek_v2":
-        default = {"scoring": "softmax", "correction_bias": False, "renormalize": False}
+        default = {
+            "scoring": "softmax",
+            "correction_bias": False,
+            "renormalize": False,
+            "group_score": "max",
+        }
     else:
-        default = {}
+        default = {"group_score": "top2"}
     # greedy: the best experts of all, although the file may name groups
     if model_type == "deepseek_v2" and hf.get("topk_method", "greedy") == "greedy":
         hf["n_group"] = None
-    experts = replace(routed_experts(hf), **default, group_score="max" if default else "top2")
+    experts = replace(routed_experts(hf), **default)
     return replace(
         base, mlp_bias=False, layers=sparse_layers(hf, [layer] * len(base.layers), experts)
     )
@@ -125,7 +130,8 @@ def _with_mup_scales(base: Config, hf: dict[str, Any]) -> Config:
         embed_scale=float(hf.get("scale_emb", 12)), residual_scale=depth / math.sqrt(num_layers)
     )
     # transformers divides by dim / base_dim, which is the same
-    return replace(base, **scales, logit_scale=1.0 if base_dim is None else base_dim / base.dim)
+    logit_scale = 1.0 if base_dim is None else base_dim / base.dim
+    return replace(base, **scales, logit_scale=logit_scale)
 
 
 def routed_experts(hf: dict[str, Any]) -> ExpertsConfig:
@@ -133,6 +139,10 @@ def routed_experts(hf: dict[str, Any]) -> ExpertsConfig:
     hidden_dim = llama.one_size(hf, "moe_intermediate_size")
     # several shared experts are one MLP of their joint width
     shared = hf.get("n_shared_experts", hf.get("num_shared_experts", 1)) or 0
+    if hf.get("n_group"):
+        top_groups = hf.get("topk_group") or 1
+    else:
+        top_groups = 1
     return ExpertsConfig(
         hf.get("n_routed_experts") or hf.get("num_local_experts") or hf["num_experts"],
         hf["num_experts_per_tok"],
@@ -142,7 +152,7 @@ def routed_experts(hf: dict[str, Any]) -> ExpertsConfig:
         scoring="sigmoid",
         correction_bias=True,
         groups=hf.get("n_group") or 1,
-        top_groups=hf.get("topk_group") or 1 if hf.get("n_group") else 1,
+        top_groups=top_groups,
         weight_scale=float(hf.get("routed_scaling_factor") or 1.0),
     )
 
@@ -153,28 +163,31 @@ def sparse_layers(
     """Return the layers, those after the first `first_k_dense_replace` (or by `mlp_layer_types`)
     with experts."""
     num_dense = hf.get("first_k_dense_replace", 1)
-    kinds = hf.get("mlp_layer_types") or [
-        "dense" if n < num_dense else "sparse" for n in range(len(layers))
-    ]
+    kinds = hf.get("mlp_layer_types")
+    if not kinds:
+        kinds = ["dense" if n < num_dense else "sparse" for n in range(len(layers))]
     if len(kinds) != len(layers) or not {"dense", "sparse"}.issuperset(kinds):
         raise ValueError(
             f"config.json: mlp_layer_types must list {len(layers)} of dense and sparse, found "
             f"{kinds!r:.200}"
         )
-    return tuple(
-        replace(layer, experts=experts if kind == "sparse" else None)
-        for layer, kind in zip(layers, kinds, strict=True)
-    )
+    with_experts = []
+    for layer, kind in zip(layers, kinds, strict=True):
+        layer_experts = experts if kind == "sparse" else None
+        with_experts.append(replace(layer, experts=layer_experts))
+    return tuple(with_experts)
 
 
 # litft's module names -> the files', within a layer
-LATENT = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in ("q_a", "q_b", "kv_b")} | {
+LATENT = {
+    "attention.q_a_proj": "self_attn.q_a_proj",
+    "attention.q_b_proj": "self_attn.q_b_proj",
+    "attention.kv_b_proj": "self_attn.kv_b_proj",
     "attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa",
     "attention.q_a_norm": "self_attn.q_a_layernorm",
     "attention.kv_a_norm": "self_attn.kv_a_layernorm",
 }
-SHARED = {f"mlp.shared.{n}_proj": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}
-PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+SHARED = llama.mlp_names("mlp.shared", "mlp.shared_experts")
 BIAS = Rename("model.layers.{}.mlp.gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias")
 
 
@@ -191,7 +204,7 @@ def rules(config: Config) -> list[Rule]:
 
 def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = BIAS) -> list[Rule]:
     """Return the rules of a mixture; shared: the names of the shared expert."""
-    stacks = mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", PROJECTIONS)
+    stacks = mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", llama.PROJECTIONS)
     return [*llama.rename_modules({"mlp.router": "mlp.gate"} | shared), bias, *stacks]
 
 

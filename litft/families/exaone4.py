@@ -34,10 +34,7 @@ def layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
         return not pattern or (index + 1) % pattern != 0
 
     windows = llama.layer_windows(hf, is_sliding)
-    return tuple(
-        replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None)
-        for window in windows
-    )
+    return llama.local_rope_layers(base, windows)
 
 
 FAMILY = Family(

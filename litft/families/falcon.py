@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Drop, Rule, Split
+from litft.checkpoints.rules import Drop, Rule
 from litft.families import llama
 from litft.families.family import Family
-from litft.families.phi3 import qkv_names
+from litft.families.phi3 import fused_qkv
 from litft.model.config import Config, NormConfig
 
 
@@ -52,22 +52,14 @@ def rules(config: Config) -> list[Rule]:
         "attention.o_proj": "self_attention.dense",
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",
-        # with two norms side by side, each has a name of its own
-        "attention_norm": "ln_attn"
-        if config.parallel and not config.shared_norm
-        else "input_layernorm",
+        "attention_norm": "input_layernorm",
         "mlp_norm": "ln_mlp" if config.parallel else "post_attention_layernorm",
     }
+    # with two norms side by side, each has a name of its own
+    if config.parallel and not config.shared_norm:
+        names["attention_norm"] = "ln_attn"
     sizes = (per_group * config.head_dim, config.head_dim, config.head_dim)
-    fused = [
-        Split(
-            f"{layers}self_attention.query_key_value.{leaf}",
-            qkv_names(leaf),
-            sizes,
-            config.n_kv_heads,
-        )
-        for leaf in ("weight", "bias")
-    ]
+    fused = fused_qkv(f"{layers}self_attention.query_key_value", sizes, config.n_kv_heads)
     # frequencies, which old files have
     drop = Drop(f"{layers}self_attention.rotary_emb.inv_freq")
     outer = llama.embedding_and_head(config, "transformer.", "word_embeddings", "ln_f")

@@ -51,7 +51,12 @@ def config(hf: dict[str, Any]) -> Config:
     and Gemma3TextConfig."""
     is_gemma1 = hf["model_type"] == "gemma"
     is_gemma3 = hf["model_type"] == "gemma3_text"
-    hf = {**DEFAULTS, **({} if is_gemma1 else DEFAULTS2), **(DEFAULTS3 if is_gemma3 else {}), **hf}
+    defaults = dict(DEFAULTS)
+    if not is_gemma1:
+        defaults |= DEFAULTS2
+    if is_gemma3:
+        defaults |= DEFAULTS3
+    hf = {**defaults, **hf}
     if hf.get("use_bidirectional_attention"):
         raise ValueError(
             "config.json: use_bidirectional_attention true is not supported; use a causal model"
@@ -64,7 +69,10 @@ def config(hf: dict[str, Any]) -> Config:
         # Gemma 1 files say gelu but mean its tanh approximation
         hf["hidden_act"] = "gelu_pytorch_tanh"
     # Gemma 3 has a RoPE for each kind of layer, see `ropes_of_types`
-    base = llama.config({**hf, "rope_parameters": None, "rope_scaling": None} if is_gemma3 else hf)
+    if is_gemma3:
+        base = llama.config({**hf, "rope_parameters": None, "rope_scaling": None})
+    else:
+        base = llama.config(hf)
     # norms multiply by 1 + weight
     norm = NormConfig("rms", base.norm.eps, offset=1.0)
     base = replace(base, norm=norm, embed_scale=math.sqrt(base.dim), mlp_bias=False)
@@ -78,25 +86,20 @@ def config(hf: dict[str, Any]) -> Config:
     # (full attention, window), to be indexed by whether the layer slides
     if is_gemma3:
         ropes = ropes_of_types(hf, base.head_dim)
+        own = dict(qk_norm=norm, attention_softcap=None, logit_softcap=None)
     else:
         ropes = (base.layers[0].rope,) * 2
-    layers = tuple(
-        replace(
-            base.layers[0],
-            window=window if slides else None,
-            rope=ropes[slides],
-            attention_scale=scale,
-        )
-        for slides in sliding
-    )
-    return replace(
-        base,
-        layers=layers,
-        norm_position="before" if hf["model_type"] == "vaultgemma" else "both",
-        qk_norm=norm if is_gemma3 else None,
-        attention_softcap=hf.get("attn_logit_softcapping", None if is_gemma3 else 50.0),
-        logit_softcap=hf.get("final_logit_softcapping", None if is_gemma3 else 30.0),
-    )
+        own = dict(qk_norm=None, attention_softcap=50.0, logit_softcap=30.0)
+    if "attn_logit_softcapping" in hf:
+        own["attention_softcap"] = hf["attn_logit_softcapping"]
+    if "final_logit_softcapping" in hf:
+        own["logit_softcap"] = hf["final_logit_softcapping"]
+    layer = replace(base.layers[0], attention_scale=scale)
+    # (full attention, window)
+    kinds = (replace(layer, rope=ropes[0]), replace(layer, rope=ropes[1], window=window))
+    layers = tuple(kinds[slides] for slides in sliding)
+    norm_position = "before" if hf["model_type"] == "vaultgemma" else "both"
+    return replace(base, layers=layers, norm_position=norm_position, **own)
 
 
 def ropes_of_types(hf: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
@@ -109,10 +112,9 @@ def ropes_of_types(hf: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeC
         "rope_theta": hf.get("rope_local_base_freq", 1e4),
         **(nested.get("sliding_attention") or {}),
     }
-    return tuple(
-        RopeConfig.from_hf({**hf, "rope_parameters": parameters}, head_dim)
-        for parameters in (full, local)
-    )
+    full_rope = RopeConfig.from_hf({**hf, "rope_parameters": full}, head_dim)
+    local_rope = RopeConfig.from_hf({**hf, "rope_parameters": local}, head_dim)
+    return full_rope, local_rope
 
 
 def rules(config: Config) -> list[Rule]:

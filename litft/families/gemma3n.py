@@ -8,7 +8,7 @@ from typing import Any
 from litft.checkpoints.rules import Rename, Rule
 from litft.families import gemma, gemma4, llama
 from litft.families.family import Family
-from litft.model.config import AltUpConfig, Config
+from litft.model.config import AltUpConfig, Config, LayerConfig
 
 DEFAULTS = dict(
     vocab_size=262400,
@@ -46,39 +46,19 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Gemma3nTextConfig."""
     hf = {**DEFAULTS, **hf}
-    count = hf["num_hidden_layers"]
     widths = hf["intermediate_size"]
-    sparsity = hf.get("activation_sparsity_pattern")
-    widths = widths if isinstance(widths, list) else [widths] * count
-    # as in transformers: of the first ten layers, 95 % of the gate values are set to zero
-    sparse = 10 if count > 10 else 0
-    if sparsity is None:
-        sparsity = [0.95] * sparse + [0.0] * (count - sparse)
-    if len(widths) != count or len(sparsity) != count:
+    if not isinstance(widths, list):
+        widths = [widths] * hf["num_hidden_layers"]
+    sparsity = _sparsity(hf)
+    if {len(widths), len(sparsity)} != {hf["num_hidden_layers"]}:
         raise ValueError(
-            f"config.json: intermediate_size and activation_sparsity_pattern must list {count} "
-            "values each"
+            "config.json: intermediate_size and activation_sparsity_pattern must list "
+            f"{hf['num_hidden_layers']} values each"
         )
     plain = {"rope_parameters": None, "rope_scaling": None, "hidden_act": hf["hidden_activation"]}
     # widths differ between layers; this one is only a default
     base = llama.config({**hf, **plain, "intermediate_size": widths[0]})
-    sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 5 != 0)
-    ropes = gemma.ropes_of_types(hf, base.head_dim)
-    first_shared = count - hf["num_kv_shared_layers"]
-    sharing = gemma4.kv_sharing(sliding, first_shared)
-    window = gemma4.window_size(hf)
-    layers = tuple(
-        replace(
-            layer,
-            rope=ropes[sliding[n]],
-            window=window if sliding[n] else None,
-            attention_scale=1.0,
-            hidden_dim=widths[n],
-            sparsity=sparsity[n],
-            kv_sharing=sharing[n],
-        )
-        for n, layer in enumerate(base.layers)
-    )
+    layers = _layers(hf, base, widths, sparsity)
     if not hf.get("altup_correct_scale", True):
         raise ValueError(
             "config.json: altup_correct_scale false is not supported; no published model has it"
@@ -109,17 +89,54 @@ def config(hf: dict[str, Any]) -> Config:
     )
 
 
+def _sparsity(hf: dict[str, Any]) -> list[float]:
+    """Return the share of zeros among the gate values of each layer."""
+    sparsity = hf.get("activation_sparsity_pattern")
+    if sparsity is not None:
+        return sparsity
+    # as in transformers: of the first ten layers, 95 % of the gate values are set to zero
+    count = hf["num_hidden_layers"]
+    sparse = 10 if count > 10 else 0
+    return [0.95] * sparse + [0.0] * (count - sparse)
+
+
+def _layers(
+    hf: dict[str, Any], base: Config, widths: list[int], sparsity: list[float]
+) -> tuple[LayerConfig, ...]:
+    """Return the layers, the last of which share the others' keys and values."""
+    sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 5 != 0)
+    # of (full attention, window), to be indexed by whether the layer slides
+    ropes = gemma.ropes_of_types(hf, base.head_dim)
+    first_shared = hf["num_hidden_layers"] - hf["num_kv_shared_layers"]
+    sharing = gemma4.kv_sharing(sliding, first_shared)
+    windows = (None, gemma4.window_size(hf))
+    layers = []
+    for number, slides in enumerate(sliding):
+        layer = replace(
+            base.layers[0],
+            rope=ropes[slides],
+            window=windows[slides],
+            attention_scale=1.0,
+            hidden_dim=widths[number],
+            sparsity=sparsity[number],
+            kv_sharing=sharing[number],
+        )
+        layers.append(layer)
+    return tuple(layers)
+
+
 def rules(config: Config) -> list[Rule]:
     """Return Gemma 4's rules, with those of the residual streams."""
     model = gemma4.MODEL
     layers = gemma4.LAYERS
     # linear maps from the first residual stream to the others, and at the end back
-    streams = {"expansions": "altup_projections", "reductions": "altup_unembed_projections"}
+    names = {"expansions": "altup_projections", "reductions": "altup_unembed_projections"}
+    stream_rules = []
+    for name, hf_name in names.items():
+        stored = f"{model}{hf_name}.{{}}.weight"
+        stream_rules.append(Rename(stored, f"streams.{name}.{{}}.weight"))
     return [
-        *(
-            Rename(f"{model}{hf_name}.{{}}.weight", f"streams.{name}.{{}}.weight")
-            for name, hf_name in streams.items()
-        ),
+        *stream_rules,
         *llama.rename_modules(NAMES, layers),
         Rename(f"{layers}altup.correct_output_scale", "blocks.{}.altup.output_scale"),
         *gemma4.rules(config),

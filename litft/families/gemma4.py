@@ -38,7 +38,7 @@ NAMES = {
     "token_input.projection": "per_layer_projection",
     "token_input.norm": "post_per_layer_input_norm",
 }
-MIXTURE = {f"mlp.dense.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")} | {
+MIXTURE = llama.mlp_names("mlp.dense", "mlp") | {
     "mlp.dense_norm": "pre_feedforward_layernorm",
     "mlp.dense_post_norm": "post_feedforward_layernorm_1",
     "mlp.moe.norm": "pre_feedforward_layernorm_2",
@@ -66,6 +66,7 @@ def config(hf: dict[str, Any]) -> Config:
         {**hf, "hidden_act": hf["hidden_activation"], "rope_parameters": None, "rope_scaling": None}
     )
     per_layer_dim = hf["hidden_size_per_layer_input"] or 0
+    per_layer_vocab_size = hf["vocab_size_per_layer_input"] if per_layer_dim else 0
     return replace(
         base,
         layers=_layers(hf, base),
@@ -76,7 +77,7 @@ def config(hf: dict[str, Any]) -> Config:
         value_norm=replace(base.norm, weight=False),
         logit_softcap=hf.get("final_logit_softcapping"),
         per_layer_dim=per_layer_dim,
-        per_layer_vocab_size=hf["vocab_size_per_layer_input"] if per_layer_dim else 0,
+        per_layer_vocab_size=per_layer_vocab_size,
         layer_scale=True,
     )
 
@@ -116,26 +117,21 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     layers = []
     for index, slides in enumerate(sliding):
         head_dim = base.head_dim if slides else wide
-        rope = RopeConfig.from_hf(
-            {**hf, "rope_parameters": nested["sliding_attention" if slides else "full_attention"]},
-            head_dim,
+        kind = "sliding_attention" if slides else "full_attention"
+        rope = RopeConfig.from_hf({**hf, "rope_parameters": nested[kind]}, head_dim)
+        # queries and keys have norms, and their product is not scaled
+        layer = LayerConfig(
+            rope=rope, experts=experts, attention_scale=1.0, kv_sharing=sharing[index]
         )
-        layers.append(
-            LayerConfig(
-                rope=rope,
-                window=window if slides else None,
-                experts=experts,
-                # queries and keys have norms, and their product is not scaled
-                attention_scale=1.0,
-                hidden_dim=2 * base.hidden_dim
-                if sharing[index] == "reuse" and hf.get("use_double_wide_mlp")
-                else None,
-                head_dim=None if slides else head_dim,
-                n_kv_heads=None if slides else global_kv_heads,
-                key_is_value=key_is_value and not slides,
-                kv_sharing=sharing[index],
+        if slides:
+            layer = replace(layer, window=window)
+        else:
+            layer = replace(
+                layer, head_dim=head_dim, n_kv_heads=global_kv_heads, key_is_value=key_is_value
             )
-        )
+        if sharing[index] == "reuse" and hf.get("use_double_wide_mlp"):
+            layer = replace(layer, hidden_dim=2 * base.hidden_dim)
+        layers.append(layer)
     return tuple(layers)
 
 
@@ -164,13 +160,11 @@ def kv_sharing(sliding: list[bool], first_shared: int) -> list[str]:
     if first_shared == len(sliding):
         return ["none"] * len(sliding)
     # before the layers that reuse, the last one of each kind stores
-    is_source = (
-        slides not in sliding[index + 1 : first_shared]
-        for index, slides in enumerate(sliding[:first_shared])
-    )
-    return ["store" if stores else "none" for stores in is_source] + ["reuse"] * (
-        len(sliding) - first_shared
-    )
+    sharing = []
+    for index, slides in enumerate(sliding[:first_shared]):
+        is_last = slides not in sliding[index + 1 : first_shared]
+        sharing.append("store" if is_last else "none")
+    return sharing + ["reuse"] * (len(sliding) - first_shared)
 
 
 def rules(config: Config) -> list[Rule]:
@@ -179,20 +173,22 @@ def rules(config: Config) -> list[Rule]:
     moe = "blocks.{}.mlp.moe."
     experts = mixtral.fused_experts(config, f"{LAYERS}experts.", prefix=f"{moe}experts.")
     per_layer = {
-        "per_layer.embed": "embed_tokens_per_layer",
-        "per_layer.projection": "per_layer_model_projection",
+        "per_layer.embed": f"{MODEL}embed_tokens_per_layer",
+        "per_layer.projection": f"{MODEL}per_layer_model_projection",
+        "per_layer.norm": f"{MODEL}per_layer_projection_norm",
     }
-    per_layer |= {"per_layer.norm": "per_layer_projection_norm"}
+    mixture = llama.rename_modules(MIXTURE, LAYERS) if experts else []
     # files may have projections in layers that reuse keys and values, but nothing reads them
     shared = llama.layers_with(config, lambda layer: layer.kv_sharing == "reuse", f"{MODEL}layers.")
-    drops = [Drop(f"{shared}self_attn.{name}.weight") for name in ("k_proj", "v_proj", "k_norm")]
+    drops: list[Rule] = []
+    if any(layer.kv_sharing == "reuse" for layer in config.layers):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            drops.append(Drop(f"{shared}self_attn.{name}.weight"))
     return [
-        *(drops if any(layer.kv_sharing == "reuse" for layer in config.layers) else []),
-        *(llama.rename_modules(MIXTURE, LAYERS) if experts else []),
+        *drops,
+        *mixture,
         *llama.rename_modules(NAMES, LAYERS),
-        *llama.rename_modules(
-            {name: f"{MODEL}{hf_name}" for name, hf_name in per_layer.items()}, "", ""
-        ),
+        *llama.rename_modules(per_layer, "", ""),
         Rename(f"{LAYERS}layer_scalar", "blocks.{}.layer_scale"),
         Rename(f"{LAYERS}router.scale", f"{moe}router_scale"),
         Rename(f"{LAYERS}router.per_expert_scale", f"{moe}expert_scale"),

@@ -52,18 +52,20 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(hf, theta, {"glm4_moe": 0.5, "solar_open": 1.0}.get(model_type))
     # only files of GLM and Solar say whether queries and keys have norms
     has_qk_norm = hf.get("use_qk_norm", False) if is_glm else True
-    base = replace(base, mlp_bias=False, qk_norm=base.norm if has_qk_norm else None)
-    base = replace(base, o_bias=False) if is_glm else base
+    base = replace(base, mlp_bias=False)
+    if has_qk_norm:
+        base = replace(base, qk_norm=base.norm)
+    if is_glm:
+        base = replace(base, o_bias=False)
     layers = list(base.layers)
     # K-EXAONE has EXAONE 4's attention: windows, and full attention without RoPE
     if model_type == "exaone_moe":
-        base, layers = replace(base, qkv_bias=False, o_bias=False), list(exaone4.layers(hf, base))
+        base = replace(base, qkv_bias=False, o_bias=False)
+        layers = list(exaone4.layers(hf, base))
     elif model_type == "dots1":
         first_window = hf.get("max_window_layers", 62)
         windows = llama.layer_windows(hf, lambda index: index >= first_window)
-        layers = [
-            replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)
-        ]
+        layers = list(llama.windowed_layers(base, windows))
     return replace(base, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf)))
 
 

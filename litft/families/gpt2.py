@@ -24,13 +24,13 @@ def config(hf: dict[str, Any]) -> Config:
     else:
         scale = 1.0
     by_depth = hf.get("scale_attn_by_inverse_layer_idx", False)
-    layers = tuple(
-        replace(layer, rope=None, attention_scale=scale / (depth + 1) if by_depth else scale)
-        for depth, layer in enumerate(base.layers)
-    )
+    layers = []
+    for depth, layer in enumerate(base.layers):
+        layer_scale = scale / (depth + 1) if by_depth else scale
+        layers.append(replace(layer, rope=None, attention_scale=layer_scale))
     return replace(
         base,
-        layers=layers,
+        layers=tuple(layers),
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
         learned_positions=True,
@@ -75,22 +75,23 @@ def embedding_and_head(config: Config) -> list[Rule]:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules; GPT-2's Linears are Conv1D with weights (in, out)."""
-    weights = [
-        Rename(f"{LAYERS}{hf_name}.weight", f"blocks.{{}}.{name}.weight", transposed=True)
-        for name, hf_name in LINEARS.items()
-    ]
+    return [*embedding_and_head(config), *conv1d_rules(config, LAYERS, NORMS)]
+
+
+def conv1d_rules(config: Config, hf_prefix: str, norms: dict[str, str]) -> list[Rule]:
+    """Return the rules of layers whose Linears have weights (in, out), and fused q, k and v."""
+    transposed: list[Rule] = []
+    for name, hf_name in LINEARS.items():
+        stored = f"{hf_prefix}{hf_name}.weight"
+        transposed.append(Rename(stored, f"blocks.{{}}.{name}.weight", transposed=True))
     # q, k and v are fused, one after the other
     sizes = (config.dim,) * 3
-    fused = [
-        Split(f"{LAYERS}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True),
-        Split(f"{LAYERS}attn.c_attn.bias", qkv_names("bias"), sizes),
-    ]
     return [
-        *embedding_and_head(config),
         # before the plain rules, which are then for biases and norms only
-        *weights,
-        *llama.rename_modules(LINEARS | NORMS, LAYERS),
-        *fused,
+        *transposed,
+        *llama.rename_modules(LINEARS | norms, hf_prefix),
+        Split(f"{hf_prefix}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True),
+        Split(f"{hf_prefix}attn.c_attn.bias", qkv_names("bias"), sizes),
     ]
 
 

@@ -4,17 +4,19 @@ Linears."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule, Split
+from litft.checkpoints.rules import Rule
 from litft.families import gpt2, llama
 from litft.families.family import Family
-from litft.families.phi3 import qkv_names
+from litft.families.phi3 import fused_qkv
 from litft.model.config import Config
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GPTBigCodeConfig."""
     base = gpt2.config({"activation_function": "gelu_pytorch_tanh", **hf})
-    return replace(base, n_kv_heads=1 if hf.get("multi_query", True) else base.n_heads)
+    if hf.get("multi_query", True):
+        return replace(base, n_kv_heads=1)
+    return replace(base, n_kv_heads=base.n_heads)
 
 
 def rules(config: Config) -> list[Rule]:
@@ -25,10 +27,7 @@ def rules(config: Config) -> list[Rule]:
         config.head_dim,
         config.head_dim,
     )
-    fused = [
-        Split(f"{gpt2.LAYERS}attn.c_attn.{n}", qkv_names(n), sizes, config.n_kv_heads)
-        for n in ("weight", "bias")
-    ]
+    fused = fused_qkv(f"{gpt2.LAYERS}attn.c_attn", sizes, config.n_kv_heads)
     return [
         *gpt2.embedding_and_head(config),
         *llama.rename_modules(gpt2.LINEARS | gpt2.NORMS, gpt2.LAYERS),

@@ -42,14 +42,13 @@ def config(hf: dict[str, Any]) -> Config:
             f"config.json: attention_types must describe {len(base.layers)} layers, found "
             f"{kinds!r:.200}"
         )
-    windows = [hf.get("window_size", 256) if kind == "local" else None for kind in kinds]
+    window = hf.get("window_size", 256)
+    windows = [window if kind == "local" else None for kind in kinds]
+    # scores are not scaled, and positions are a table
+    base = replace(base, layers=llama.changed_layers(base, rope=None, attention_scale=1.0))
     return replace(
         base,
-        # scores are not scaled, and positions are a table
-        layers=tuple(
-            replace(base.layers[0], rope=None, window=window, attention_scale=1.0)
-            for window in windows
-        ),
+        layers=llama.windowed_layers(base, windows),
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
         learned_positions=True,

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Drop, Rule, Split
+from litft.checkpoints.rules import Drop, Rule
 from litft.families import llama
 from litft.families.family import Family
-from litft.families.phi3 import qkv_names
+from litft.families.phi3 import fused_qkv
 from litft.model.config import Config, NormConfig
 
 
@@ -39,18 +39,13 @@ def rules(config: Config) -> list[Rule]:
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",
     }
-    fused = [
-        Split(
-            f"{layers}attention.query_key_value.{leaf}",
-            qkv_names(leaf),
-            (config.head_dim,) * 3,
-            config.n_heads,
-        )
-        for leaf in ("weight", "bias")
-    ]
+    sizes = (config.head_dim,) * 3
+    fused = fused_qkv(f"{layers}attention.query_key_value", sizes, config.n_heads)
     # causal masks and frequencies, which old files have
     buffers = [
-        Drop(f"{layers}attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+        Drop(f"{layers}attention.bias"),
+        Drop(f"{layers}attention.masked_bias"),
+        Drop(f"{layers}attention.rotary_emb.inv_freq"),
     ]
     outer = llama.embedding_and_head(
         config, "gpt_neox.", "embed_in", "final_layer_norm", "{embed_out|lm_head}"

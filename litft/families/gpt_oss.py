@@ -48,13 +48,10 @@ def config(hf: dict[str, Any]) -> Config:
         bias=True,
     )
     windows = llama.layer_windows(hf, lambda index: index % 2 == 0)
-    layers = tuple(
-        replace(layer, window=window, experts=experts)
-        for layer, window in zip(base.layers, windows, strict=True)
-    )
+    base = replace(base, layers=llama.changed_layers(base, experts=experts))
     return replace(
         base,
-        layers=layers,
+        layers=llama.windowed_layers(base, windows),
         sinks=True,
         mlp_bias=False,
         activation_limit=hf.get("swiglu_limit", 7.0),
@@ -67,12 +64,16 @@ def rules(config: Config) -> list[Rule]:
     Rows of gate and up alternate.
     """
     expert_rules = peft_rules(config)
+    quantized = []
+    for rule in expert_rules:
+        if rule.transposed:
+            quantized.append(Dequantize(replace(rule, transposed=False)))
     return [
         *llama.rules(config),
         *llama.rename_modules({"mlp.router": "mlp.router"}),
         Rename("model.layers.{}.self_attn.sinks", "blocks.{}.attention.sinks"),
         *expert_rules,
-        *(Dequantize(replace(rule, transposed=False)) for rule in expert_rules if rule.transposed),
+        *quantized,
     ]
 
 

@@ -26,18 +26,21 @@ def config(hf: dict[str, Any]) -> Config:
             shared_dim=hf.get("shared_intermediate_size", 0),
         )
     # null: HyperCLOVA X has the usual scale, Granite none
-    scale = float(hf.get("attention_multiplier") or (base.head_dim**-0.5 if is_hyperclova else 1.0))
+    default_scale = base.head_dim**-0.5 if is_hyperclova else 1.0
+    scale = float(hf.get("attention_multiplier") or default_scale)
     # HyperCLOVA X multiplies logits by it, Granite divides them by it
     logit_scale = hf.get("logits_scaling", 1.0)
+    if not is_hyperclova:
+        logit_scale = 1.0 / logit_scale
+    has_post_norm = is_hyperclova and hf.get("use_post_norm", True)
+    norm_position = "both" if has_post_norm else "before"
     return replace(
         base,
-        layers=tuple(
-            replace(layer, experts=experts, attention_scale=scale) for layer in base.layers
-        ),
+        layers=llama.changed_layers(base, experts=experts, attention_scale=scale),
         embed_scale=float(hf.get("embedding_multiplier", 1.0)),
         residual_scale=float(hf.get("residual_multiplier", 1.0)),
-        logit_scale=logit_scale if is_hyperclova else 1.0 / logit_scale,
-        norm_position="both" if is_hyperclova and hf.get("use_post_norm", True) else "before",
+        logit_scale=logit_scale,
+        norm_position=norm_position,
     )
 
 
@@ -52,7 +55,7 @@ def rules(config: Config) -> list[Rule]:
     shared_prefix = "model.layers.{}.shared_mlp."
     shared_dim = config.layers[0].experts.shared_dim
     # gate and up of the shared expert are one tensor
-    shared = tuple(f"blocks.{{}}.mlp.shared.{name}_proj.weight" for name in ("gate", "up"))
+    shared = ("blocks.{}.mlp.shared.gate_proj.weight", "blocks.{}.mlp.shared.up_proj.weight")
     return [
         *llama.rules(config),
         router,

@@ -4,9 +4,10 @@ without experts."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rename, Rule, Split
+from litft.checkpoints.rules import Rename, Rule
 from litft.families import bamba, granite, llama
 from litft.families.family import Family
+from litft.families.phi3 import gate_up_rules
 from litft.model.config import Config
 
 
@@ -37,10 +38,9 @@ def rules(config: Config) -> list[Rule]:
     if config.layers[0].experts:
         return [*mamba, *granite.rules(config)]
     shared = "model.layers.{}.shared_mlp."
-    parts = tuple(f"blocks.{{}}.mlp.{name}_proj.weight" for name in ("gate", "up"))
-    fused = Split(f"{shared}input_linear.weight", parts, (config.hidden_dim,) * 2)
+    fused = gate_up_rules(config, f"{shared}input_linear.weight")
     down = Rename(f"{shared}output_linear.weight", "blocks.{}.mlp.down_proj.weight")
-    return [*mamba, fused, down, *granite.rules(config)]
+    return [*mamba, *fused, down, *granite.rules(config)]
 
 
 def peft_rules(config: Config) -> list[Rule]:

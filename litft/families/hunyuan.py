@@ -43,7 +43,7 @@ def config(hf: dict[str, Any]) -> Config:
         # the shared expert is as wide as one of the others
         shared_dim=base.hidden_dim,
     )
-    return replace(base, layers=tuple(replace(layer, experts=experts) for layer in base.layers))
+    return replace(base, layers=llama.changed_layers(base, experts=experts))
 
 
 def _without_alpha(hf: dict[str, Any]) -> dict[str, Any]:
@@ -64,16 +64,12 @@ def _without_alpha(hf: dict[str, Any]) -> dict[str, Any]:
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with other names of the norms and of the shared
     expert."""
-    names = NORMS | {
-        f"mlp.shared.{n}_proj": f"mlp.shared_mlp.{n}_proj" for n in ("gate", "up", "down")
-    }
-    common = [*llama.rename_modules(names), *llama.rules(config)]
-    projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
-    router = Rename("model.layers.{}.mlp.gate.wg.weight", "blocks.{}.mlp.router.weight")
+    names = NORMS | llama.mlp_names("mlp.shared", "mlp.shared_mlp")
     return [
-        router,
-        *common,
-        *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections),
+        Rename("model.layers.{}.mlp.gate.wg.weight", "blocks.{}.mlp.router.weight"),
+        *llama.rename_modules(names),
+        *llama.rules(config),
+        *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", llama.PROJECTIONS),
     ]
 
 

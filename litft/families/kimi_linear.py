@@ -57,45 +57,44 @@ def config(hf: dict[str, Any]) -> Config:
     num_layers = hf["num_hidden_layers"]
     latent = deepseek.latent_config(hf)
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
-    # keys and values have the same heads, of the same size
-    delta = DeltaNetConfig(
-        n_heads := linear.get("num_heads", hf.get("linear_num_heads", 32)),
-        n_heads,
-        head_dim := linear.get("head_dim", hf.get("linear_head_dim", 128)),
-        head_dim,
-        linear.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4)),
-        base.norm.eps,
-        row_decay=True,
-    )
+    delta = _delta(hf, base.norm.eps)
     # the file counts layers from 1, the default rule of transformers from 0
     full = [index - 1 for index in linear.get("full_attn_layers", ())] or range(4, num_layers, 4)
     is_linear = llama.linear_layers(hf, lambda n: n not in full)
     # no RoPE: the delta nets show the order of the tokens
     attention = replace(base.layers[0], latent=latent, rope=None)
     layers = [attention.with_mixer(delta) if kind else attention for kind in is_linear]
-    return replace(
-        base, mlp_bias=False, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf))
-    )
+    layers = deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf))
+    return replace(base, mlp_bias=False, layers=layers)
+
+
+def _delta(hf: dict[str, Any], eps: float) -> DeltaNetConfig:
+    """Return Kimi Delta Attention's sizes, from either form of the file."""
+    linear = hf.get("linear_attn_config") or {}
+    heads = linear.get("num_heads", hf.get("linear_num_heads", 32))
+    head_dim = linear.get("head_dim", hf.get("linear_head_dim", 128))
+    conv_width = linear.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4))
+    # keys and values have the same heads, of the same size
+    return DeltaNetConfig(heads, heads, head_dim, head_dim, conv_width, eps, row_decay=True)
 
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules; the files call every MLP block_sparse_moe."""
-    mlp = {f"mlp.{n}_proj": f"block_sparse_moe.{n}_proj" for n in ("gate", "up", "down")}
-    mlp |= {
-        f"mlp.shared.{n}_proj": f"block_sparse_moe.shared_experts.{n}_proj"
-        for n in ("gate", "up", "down")
-    }
+    mlp = llama.mlp_names("mlp", "block_sparse_moe")
+    mlp |= llama.mlp_names("mlp.shared", "block_sparse_moe.shared_experts")
+    mlp["mlp.router"] = "block_sparse_moe.gate"
     linear = llama.layers_with(config, lambda layer: layer.mixer)
     mixer = "blocks.{}.mixer."
     layers = f"{linear}self_attn."
     projections = {"gate": "w1", "up": "w3", "down": "w2"}
+    convs = []
+    for name, hf_name in CONVS.items():
+        stored = f"{layers}{hf_name}_conv1d.weight"
+        convs.append(Squeeze(stored, f"{mixer}{name}_conv.weight", (1,)))
     return [
         *llama.rename_modules(NAMES, linear),
-        *llama.rename_modules(mlp | {"mlp.router": "block_sparse_moe.gate"} | deepseek.LATENT),
-        *(
-            Squeeze(f"{layers}{n}_conv1d.weight", f"{mixer}{name}_conv.weight", (1,))
-            for name, n in CONVS.items()
-        ),
+        *llama.rename_modules(mlp | deepseek.LATENT),
+        *convs,
         # (1, 1, heads, 1) in the files
         Squeeze(f"{layers}A_log", f"{mixer}log_rate", (0, 1, 3)),
         Rename(f"{layers}dt_bias", f"{mixer}decay_bias"),
@@ -109,12 +108,14 @@ def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names: transformers has names of its own in memory."""
     linear = llama.layers_with(config, lambda layer: layer.mixer)
     # what differs from the files' names: the gates of the decay, and the MLPs
-    forget = {
-        f"mixer.{n}": f"self_attn.forget_gate.{hf_name}" for n, hf_name in FORGET_GATE.items()
-    }
-    mlp = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-    names = [*llama.rename_modules(forget, linear), *llama.rename_modules(mlp | deepseek.SHARED)]
-    return [*deepseek.peft_rules(config), *names]
+    forget = {}
+    for name, hf_name in FORGET_GATE.items():
+        forget[f"mixer.{name}"] = f"self_attn.forget_gate.{hf_name}"
+    return [
+        *deepseek.peft_rules(config),
+        *llama.rename_modules(forget, linear),
+        *llama.rename_modules(llama.MLP | deepseek.SHARED),
+    ]
 
 
 FAMILY = Family(

@@ -58,7 +58,9 @@ def config(hf: dict[str, Any]) -> Config:
         {"full_attention": False, "conv": True},
         lambda index: attention is not None and index not in attention,
     )
-    layers = [base.layers[0].with_mixer(conv) if c else base.layers[0] for c in is_conv]
+    # (attention, convolution)
+    kinds = (base.layers[0], base.layers[0].with_mixer(conv))
+    layers = [kinds[convolves] for convolves in is_conv]
     if is_mixture:
         experts = deepseek.routed_experts({**hf, "n_shared_experts": 0})
         experts = replace(experts, correction_bias=hf.get("use_expert_bias", True))
@@ -78,9 +80,9 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which rename."""
-    names = NAMES | {
-        f"mlp.{n}_proj": f"feed_forward.{hf_name}" for n, hf_name in PROJECTIONS.items()
-    }
+    names = dict(NAMES)
+    for name, hf_name in PROJECTIONS.items():
+        names[f"mlp.{name}_proj"] = f"feed_forward.{hf_name}"
     layers = "model.layers.{}."
     stacks = mixtral.stacked_experts(config, f"{layers}feed_forward.experts.{{}}.", PROJECTIONS)
     return [

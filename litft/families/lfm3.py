@@ -38,9 +38,13 @@ def config(hf: dict[str, Any]) -> Config:
     # groups of four layers: conv, conv, full attention,
     # conv; except in the first, a window begins them
     default = ("conv", "conv", "full_attention", "conv")
-    kinds = llama.layer_kinds(
-        hf, KINDS, lambda n: default[n % 4] if n % 4 or not n else "sliding_attention"
-    )
+
+    def default_kind(index: int) -> str:
+        if index and index % 4 == 0:
+            return "sliding_attention"
+        return default[index % 4]
+
+    kinds = llama.layer_kinds(hf, KINDS, default_kind)
     ropes = {**ROPES, **llama.ropes_by_type(hf)}
     layers = []
     for kind in kinds:
@@ -54,13 +58,15 @@ def config(hf: dict[str, Any]) -> Config:
         else:
             window = None
         layers.append(replace(layer, rope=rope, window=window))
+    gate = "head" if hf.get("use_attention_gate", True) else False
+    norm_position = "both" if hf.get("use_sandwich_norm", True) else "before"
     return replace(
         base,
         layers=tuple(layers),
         qk_norm=base.norm,
         mlp_bias=False,
-        attention_gate="head" if hf.get("use_attention_gate", True) else False,
-        norm_position="both" if hf.get("use_sandwich_norm", True) else "before",
+        attention_gate=gate,
+        norm_position=norm_position,
     )
 
 

@@ -2,6 +2,7 @@
 families build on this file."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.rules import Drop, Rename, Rule
@@ -109,27 +110,51 @@ def layers_with(
 def layer_windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int | None]:
     """Return the sliding window of each layer, None for full attention. is_sliding: as in
     `sliding_layers`."""
-    return [
-        (hf.get("sliding_window") or None) if slides else None
-        for slides in sliding_layers(hf, is_sliding)
-    ]
+    window = hf.get("sliding_window") or None
+    return [window if slides else None for slides in sliding_layers(hf, is_sliding)]
+
+
+def changed_layers(base: Config, **changes: Any) -> tuple[LayerConfig, ...]:
+    """Return the layers of a config, all with the same changes."""
+    return tuple(replace(layer, **changes) for layer in base.layers)
+
+
+def windowed_layers(base: Config, windows: list[int | None]) -> tuple[LayerConfig, ...]:
+    """Return a layer like the first for each window."""
+    return tuple(replace(base.layers[0], window=window) for window in windows)
+
+
+def local_rope_layers(base: Config, windows: list[int | None]) -> tuple[LayerConfig, ...]:
+    """Return a layer like the first for each window; only layers with a window have RoPE."""
+    layers = []
+    for layer in windowed_layers(base, windows):
+        if layer.window is None:
+            layer = replace(layer, rope=None)
+        layers.append(layer)
+    return tuple(layers)
 
 
 def ropes_by_type(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return transformers 5's `rope_parameters` by layer type; empty if the file has one set for
     all layers."""
     parameters = hf.get("rope_parameters") or {}
-    return {
-        kind: parameters[kind]
-        for kind in ("full_attention", "sliding_attention")
-        if kind in parameters
-    }
+    kinds = ("full_attention", "sliding_attention")
+    return {kind: parameters[kind] for kind in kinds if kind in parameters}
+
+
+# the parts of a gated MLP
+PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def mlp_names(mlp: str, hf_mlp: str) -> dict[str, str]:
+    """Return the names of a gated MLP's modules: litft's -> the checkpoint's."""
+    return {f"{mlp}.{name}": f"{hf_mlp}.{name}" for name in PROJECTIONS.values()}
 
 
 # litft's module names -> the checkpoint's, within a layer
 ATTENTION = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in "qkvo"}
 QK_NORMS = {f"attention.{n}_norm": f"self_attn.{n}_norm" for n in "qk"}
-MLP = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+MLP = mlp_names("mlp", "mlp")
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
@@ -140,11 +165,11 @@ def rename_modules(
 
     Biases may be missing.
     """
-    return [
-        Rename(f"{hf_prefix}{hf_name}.{leaf}", f"{prefix}{name}.{leaf}")
-        for name, hf_name in names.items()
-        for leaf in ("weight", "bias")
-    ]
+    rules: list[Rule] = []
+    for name, hf_name in names.items():
+        rules.append(Rename(f"{hf_prefix}{hf_name}.weight", f"{prefix}{name}.weight"))
+        rules.append(Rename(f"{hf_prefix}{hf_name}.bias", f"{prefix}{name}.bias"))
+    return rules
 
 
 def embedding_and_head(
@@ -187,7 +212,8 @@ def drop_mtp(config: Config, prefix: str = "model.layers.", count: int = 3) -> l
 
     count: the most that a file has.
     """
-    return [Drop(f"{prefix}{len(config.layers) + number}.{{*}}") for number in range(count)]
+    first = len(config.layers)
+    return [Drop(f"{prefix}{number}.{{*}}") for number in range(first, first + count)]
 
 
 def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:

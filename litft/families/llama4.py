@@ -6,7 +6,7 @@ from typing import Any
 
 from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Drop, Rename, Rule, Split
-from litft.families import llama, smollm3
+from litft.families import llama, mixtral, smollm3
 from litft.families.family import Family
 from litft.model.config import Chunk, Config, ExpertsConfig, NormConfig
 from litft.model.rope_config import RopeConfig
@@ -94,13 +94,13 @@ def rules(config: Config) -> list[Rule]:
     prefix = "blocks.{}.mlp."
     hf_prefix = f"{MODEL}layers.{{}}.feed_forward."
     gate_up = (f"{prefix}experts.gate_proj.weight", f"{prefix}experts.up_proj.weight")
-    width = next((layer.experts.hidden_dim for layer in config.layers if layer.experts), 0)
-    shared = {
-        f"shared.{name}_proj": f"shared_expert.{name}_proj" for name in ("gate", "up", "down")
-    }
-    dense = {f"{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")}
+    experts = mixtral.experts_of(config)
+    width = experts.hidden_dim if experts else 0
+    names = {name: name for name in llama.PROJECTIONS.values()}
+    names["router"] = "router"
+    names |= llama.mlp_names("shared", "shared_expert")
     return [
-        *llama.rename_modules({**dense, "router": "router", **shared}, hf_prefix, prefix),
+        *llama.rename_modules(names, hf_prefix, prefix),
         *llama.rules(config, MODEL, "{|language_model.}lm_head"),
         # transformers' class does not tell PEFT that its stacks are transposed
         Split(

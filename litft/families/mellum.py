@@ -8,7 +8,7 @@ from litft.checkpoints.rules import Rule
 from litft.families import deepseek, llama, qwen2_moe
 from litft.families.family import Family
 from litft.families.qwen2_moe import peft_rules
-from litft.model.config import Config, ExpertsConfig
+from litft.model.config import Config, ExpertsConfig, LayerConfig
 from litft.model.rope_config import RopeConfig
 
 DEFAULTS = dict(
@@ -32,18 +32,18 @@ def config(hf: dict[str, Any]) -> Config:
     )
     # by default, all layers have full attention
     sliding = llama.sliding_layers(hf, lambda index: False)
-    rotations = {
-        slides: RopeConfig.from_hf({**hf, "rope_parameters": ropes[kind]}, base.head_dim)
-        for kind, slides in (("full_attention", False), ("sliding_attention", True))
-    }
-    layers = [
-        replace(
-            base.layers[0], rope=rotations[slides], window=hf["sliding_window"] if slides else None
-        )
-        for slides in sliding
-    ]
+    full = _rotated(base, hf, ropes["full_attention"])
+    local = _rotated(base, hf, ropes["sliding_attention"])
+    local = replace(local, window=hf["sliding_window"])
+    layers = [local if slides else full for slides in sliding]
     layers = deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts)
     return replace(base, layers=layers, qk_norm=base.norm, mlp_bias=False)
+
+
+def _rotated(base: Config, hf: dict[str, Any], parameters: dict[str, Any]) -> LayerConfig:
+    """Return a layer with the RoPE of these parameters."""
+    rope = RopeConfig.from_hf({**hf, "rope_parameters": parameters}, base.head_dim)
+    return replace(base.layers[0], rope=rope)
 
 
 def rules(config: Config) -> list[Rule]:

@@ -30,10 +30,9 @@ def config(hf: dict[str, Any]) -> Config:
             "norm_topk_prob": True,
         }
     )
-    layers = tuple(replace(layer, experts=experts) for layer in base.layers)
     return replace(
         base,
-        layers=layers,
+        layers=llama.changed_layers(base, experts=experts),
         qk_norm=base.norm,
         qk_norm_over="all",
         qkv_bias=False,

@@ -57,13 +57,11 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0) -> Config:
     if hf["model_type"] != "ministral":
         # only Ministral has different kinds of layers
         hf["layer_types"] = None
-    base = llama.config(
-        {"head_dim": 128, "rms_norm_eps": 1e-5, **hf} if is_ministral3 else hf, rope_theta
-    )
-    layers = tuple(
-        replace(base.layers[0], window=window)
-        for window in llama.layer_windows(hf, lambda index: True)
-    )
+    if is_ministral3:
+        hf = {"head_dim": 128, "rms_norm_eps": 1e-5, **hf}
+    base = llama.config(hf, rope_theta)
+    windows = llama.layer_windows(hf, lambda index: True)
+    layers = llama.windowed_layers(base, windows)
     return replace(base, layers=layers, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 

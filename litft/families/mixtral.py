@@ -23,7 +23,7 @@ def config(hf: dict[str, Any]) -> Config:
     experts = ExpertsConfig(
         hf["num_local_experts"], hf["num_experts_per_tok"], base.hidden_dim, renormalize=True
     )
-    layers = tuple(replace(layer, experts=experts) for layer in base.layers)
+    layers = llama.changed_layers(base, experts=experts)
     return replace(base, model_type=hf["model_type"], layers=layers)
 
 
@@ -44,14 +44,23 @@ def stacked_experts(config: Config, hf_prefix: str, names: dict[str, str]) -> li
 
     names: maps gate, up and down to the checkpoint's names.
     """
-    # the number is that of the first mixture: all have as many
-    count = next((layer.experts.count for layer in config.layers if layer.experts), 0)
-    if not count:
+    experts = experts_of(config)
+    if experts is None or not experts.count:
         return []
-    return [
-        Stack(f"{hf_prefix}{hf_name}.weight", f"blocks.{{}}.mlp.experts.{name}_proj.weight", count)
-        for name, hf_name in names.items()
-    ]
+    stacks: list[Rule] = []
+    for name, hf_name in names.items():
+        stacked = f"blocks.{{}}.mlp.experts.{name}_proj.weight"
+        stacks.append(Stack(f"{hf_prefix}{hf_name}.weight", stacked, experts.count))
+    return stacks
+
+
+def experts_of(config: Config) -> ExpertsConfig | None:
+    """Return the experts of the first mixture, which has as many as all others, of the same size;
+    None for a dense model."""
+    for layer in config.layers:
+        if layer.experts:
+            return layer.experts
+    return None
 
 
 def fused_experts(
@@ -66,7 +75,7 @@ def fused_experts(
 
     A dense model has none.
     """
-    experts = next((layer.experts for layer in config.layers if layer.experts), None)
+    experts = experts_of(config)
     if experts is None:
         return []
     gate_up_names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")

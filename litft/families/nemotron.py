@@ -21,7 +21,8 @@ def config(hf: dict[str, Any]) -> Config:
     Jais2Config."""
     model_type = hf["model_type"]
     hf = {"hidden_act": "relu2", **DEFAULTS[model_type], **hf}
-    base = llama.config(hf, rope_fraction=0.5 if model_type == "nemotron" else None)
+    rope_fraction = 0.5 if model_type == "nemotron" else None
+    base = llama.config(hf, rope_fraction=rope_fraction)
     norms = {
         # stores weight - 1
         "nemotron": NormConfig("layer", hf.get("norm_eps", 1e-5), offset=1.0, bias=True),

@@ -95,32 +95,35 @@ def rules(config: Config, model: str = "backbone.") -> list[Rule]:
     names but the head's."""
     layers = f"{model}layers."
     # patterns of the layers of each kind
-    mixers, attention = (
-        llama.layers_with(config, has, layers) for has in (lambda x: x.mixer, lambda x: x.attention)
-    )
+    mixers = llama.layers_with(config, lambda x: x.mixer, layers)
+    attention = llama.layers_with(config, lambda x: x.attention, layers)
     dense = llama.layers_with(config, lambda x: x.mlp and not x.experts, layers)
     sparse = llama.layers_with(config, lambda x: x.experts, layers)
 
     # the same name means another part in each kind of block
     by_kind: list[Rule] = []
-    if any(layer.mixer for layer in config.layers):
+    if bamba.mixer_of(config):
         by_kind += [
             *bamba.mamba_rules(config, f"{mixers}mixer."),
             *llama.rename_modules({"attention_norm": "norm"}, mixers),
         ]
     if any(layer.attention for layer in config.layers):
-        names = {f"attention.{n}_proj": f"mixer.{n}_proj" for n in "qkvo"} | {
-            "attention_norm": "norm"
-        }
+        names = {f"attention.{n}_proj": f"mixer.{n}_proj" for n in "qkvo"}
+        names["attention_norm"] = "norm"
         by_kind += llama.rename_modules(names, attention)
     if any(layer.mlp and not layer.experts for layer in config.layers):
-        names = {f"mlp.{n}_proj": f"mixer.{n}_proj" for n in ("up", "down")} | {"mlp_norm": "norm"}
+        names = {"mlp.up_proj": "mixer.up_proj", "mlp.down_proj": "mixer.down_proj"}
+        names["mlp_norm"] = "norm"
         by_kind += llama.rename_modules(names, dense)
-    if any(layer.experts for layer in config.layers):
-        names = {f"mlp.shared.{n}_proj": f"mixer.shared_experts.{n}_proj" for n in ("up", "down")}
-        names |= {"mlp_norm": "norm", "mlp.router": "mixer.gate"}
+    if mixtral.experts_of(config):
         # MLPs without a gate
-        projections = {n: f"{n}_proj" for n in ("up", "down")}
+        names = {
+            "mlp.shared.up_proj": "mixer.shared_experts.up_proj",
+            "mlp.shared.down_proj": "mixer.shared_experts.down_proj",
+            "mlp_norm": "norm",
+            "mlp.router": "mixer.gate",
+        }
+        projections = {"up": "up_proj", "down": "down_proj"}
         by_kind += [
             *llama.rename_modules(names, sparse),
             Rename(f"{sparse}mixer.gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
@@ -137,13 +140,14 @@ def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names: transformers has another prefix in memory, and stacks the
     experts."""
     sparse = llama.layers_with(config, lambda x: x.experts, "model.layers.")
-    moe = "blocks.{}.mlp."
-    stacks = [
-        Rename(f"{sparse}mixer.experts.{n}_proj", f"{moe}experts.{n}_proj.weight")
-        for n in ("up", "down")
-    ]
-    has_experts = any(layer.experts for layer in config.layers)
-    return [*(stacks if has_experts else []), *rules(config, "model.")]
+    stacks: list[Rule] = []
+    if mixtral.experts_of(config):
+        moe = "blocks.{}.mlp.experts."
+        stacks = [
+            Rename(f"{sparse}mixer.experts.up_proj", f"{moe}up_proj.weight"),
+            Rename(f"{sparse}mixer.experts.down_proj", f"{moe}down_proj.weight"),
+        ]
+    return [*stacks, *rules(config, "model.")]
 
 
 FAMILY = Family(

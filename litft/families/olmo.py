@@ -28,22 +28,28 @@ def config(hf: dict[str, Any]) -> Config:
     }
     theta = 5e5 if is_flex or model_type == "olmo3" else 1e4
     # with one set for each kind of layer, `_olmo3_layer` reads them
-    base = llama.config({**hf, "rope_parameters": None} if nested else hf, theta)
+    if nested:
+        base = llama.config({**hf, "rope_parameters": None}, theta)
+    else:
+        base = llama.config(hf, theta)
     base = replace(base, mlp_bias=False, qkv_clip=hf.get("clip_qkv"))
     if model_type == "olmo":
         # OLMo 1 has norms without any weight
         return replace(base, norm=NormConfig("layer", 1e-5, weight=False))
     base = replace(base, qk_norm=base.norm, qk_norm_over="all")
     if model_type in ("olmoe", "flex_olmo"):
+        defaults = dict(num_experts=64, num_experts_per_tok=8)
         if is_flex:
             base = replace(base, norm_position="after", qkv_clip=None)
+            defaults = dict(num_experts=7, num_experts_per_tok=5)
+        hf = {**defaults, **hf}
         experts = ExpertsConfig(
-            hf.get("num_experts", 7 if is_flex else 64),
-            hf.get("num_experts_per_tok", 5 if is_flex else 8),
+            hf["num_experts"],
+            hf["num_experts_per_tok"],
             base.hidden_dim,
             renormalize=hf.get("norm_topk_prob", False),
         )
-        return replace(base, layers=tuple(replace(layer, experts=experts) for layer in base.layers))
+        return replace(base, layers=llama.changed_layers(base, experts=experts))
     # OLMo 2 and 3 ignore clip_qkv
     base = replace(base, norm_position="after", qkv_clip=None)
     if model_type == "olmo2":
@@ -85,12 +91,11 @@ def rules(config: Config) -> list[Rule]:
     ]
     if not config.layers[0].experts:
         return dense_rules
-    projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     router = Rename("model.layers.{}.mlp.gate.weight", "blocks.{}.mlp.router.weight")
     return [
         *dense_rules,
         router,
-        *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections),
+        *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", llama.PROJECTIONS),
     ]
 
 

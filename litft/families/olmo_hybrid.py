@@ -63,13 +63,13 @@ def rules(config: Config) -> list[Rule]:
     # the name that it has before the MLP in other layers
     post_norm = "{feedforward_layer_norm|post_attention_layernorm}"
     post_norms = {"attention_post_norm": post_norm, "mlp_post_norm": "post_feedforward_layernorm"}
-    convs = {"query": "q", "key": "k", "value": "v"}
+    convs = []
+    for name, hf_name in (("query", "q"), ("key", "k"), ("value", "v")):
+        stored = f"{mixer}{hf_name}_conv1d.weight"
+        convs.append(Squeeze(stored, f"blocks.{{}}.mixer.{name}_conv.weight", (1,)))
     return [
         *llama.rename_modules(names, mixer),
-        *(
-            Squeeze(f"{mixer}{n}_conv1d.weight", f"blocks.{{}}.mixer.{name}_conv.weight", (1,))
-            for name, n in convs.items()
-        ),
+        *convs,
         Rename(f"{mixer}A_log", "blocks.{}.mixer.log_rate"),
         Rename(f"{mixer}dt_bias", "blocks.{}.mixer.decay_bias"),
         *llama.rename_modules(norms, linear),

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Drop, Rename, Rule, Split
+from litft.checkpoints.rules import Drop, Rule
 from litft.families import gpt2, llama
 from litft.families.family import Family
-from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
 
 LAYERS = "transformer.h.{}."
@@ -26,7 +25,7 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(gpt2.standard_names(fields))
     return replace(
         base,
-        layers=tuple(replace(layer, rope=None) for layer in base.layers),
+        layers=llama.changed_layers(base, rope=None),
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         # the norms follow the sums, so none is needed before the head
         norm_position="residual",
@@ -41,21 +40,12 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules; Linears are Conv1D with weights (in, out)."""
-    names = gpt2.LINEARS
-    sizes = (config.dim,) * 3
-    weights = [
-        Rename(f"{LAYERS}{n}.weight", f"blocks.{{}}.{name}.weight", transposed=True)
-        for name, n in names.items()
-    ]
     return [
         *llama.embedding_and_head(config, "transformer.", "tokens_embed"),
         *llama.rename_modules({"embed_positions": "transformer.positions_embed"}, "", ""),
-        # before the plain rules, which are then for biases and norms only
-        *weights,
-        *llama.rename_modules(names | NORMS, LAYERS),
-        Split(f"{LAYERS}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True),
-        Split(f"{LAYERS}attn.c_attn.bias", qkv_names("bias"), sizes),
-        *(Drop(name) for name in (f"{LAYERS}attn.bias", "transformer.position_ids")),
+        *gpt2.conv1d_rules(config, LAYERS, NORMS),
+        Drop(f"{LAYERS}attn.bias"),
+        Drop("transformer.position_ids"),
     ]
 
 

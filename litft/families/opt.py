@@ -31,16 +31,13 @@ def config(hf: dict[str, Any]) -> Config:
         "attention_heads": "num_attention_heads",
     }
     names |= {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"}
-    defaults = dict(hidden_act="relu" if model_type == "opt" else "gelu", tie_word_embeddings=True)
-    defaults |= dict(max_position_embeddings=1024 if model_type == "biogpt" else 2048)
-    base = llama.config(
-        {
-            **defaults,
-            **hf,
-            **{names[n]: hf[n] for n in names if n in hf},
-            "num_key_value_heads": None,
-        }
-    )
+    defaults = {
+        "hidden_act": "relu" if model_type == "opt" else "gelu",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 1024 if model_type == "biogpt" else 2048,
+    }
+    renamed = {names[name]: hf[name] for name in names if name in hf}
+    base = llama.config({**defaults, **hf, **renamed, "num_key_value_heads": None})
     embed_dim = hf.get("word_embed_proj_dim")
     if embed_dim not in (None, base.dim):
         raise ValueError(
@@ -49,21 +46,23 @@ def config(hf: dict[str, Any]) -> Config:
         )
     bias = hf.get("enable_bias", True)
     scales = model_type != "opt" and hf.get("scale_embedding", True)
+    embed_scale = math.sqrt(base.dim) if scales else 1.0
+    # OPT 350M has its norms after the sums, and none before the head
     is_pre_norm = hf.get("do_layer_norm_before", True)
+    norm_position = "before" if is_pre_norm else "residual"
     weight = hf.get("layer_norm_elementwise_affine", True)
     return replace(
         base,
-        layers=tuple(replace(layer, rope=None) for layer in base.layers),
+        layers=llama.changed_layers(base, rope=None),
         norm=NormConfig("layer", 1e-5, weight=weight, bias=weight),
-        # OPT 350M has its norms after the sums, and none before the head
-        norm_position="before" if is_pre_norm else "residual",
+        norm_position=norm_position,
         final_norm=is_pre_norm and not hf.get("_remove_final_layer_norm", False),
         gated=False,
         learned_positions=model_type != "xglm",
         sinusoidal_positions=model_type == "xglm",
         # as in fairseq, the first positions of the table are for padding
         position_offset=2,
-        embed_scale=math.sqrt(base.dim) if scales else 1.0,
+        embed_scale=embed_scale,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,

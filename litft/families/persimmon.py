@@ -4,10 +4,10 @@ keys."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Drop, Rule, Split
+from litft.checkpoints.rules import Drop, Rule
 from litft.families import llama
 from litft.families.family import Family
-from litft.families.phi3 import qkv_names
+from litft.families.phi3 import fused_qkv
 from litft.model.config import Config, NormConfig
 
 # litft's module names -> the files', within a layer
@@ -16,7 +16,11 @@ NAMES = {
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
-NAMES |= {f"attention.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"} | llama.NORMS
+NAMES |= {
+    "attention.q_norm": "self_attn.q_layernorm",
+    "attention.k_norm": "self_attn.k_layernorm",
+}
+NAMES |= llama.NORMS
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -39,15 +43,8 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules; q, k and v are interleaved by head."""
     layers = "model.layers.{}."
-    fused = [
-        Split(
-            f"{layers}self_attn.query_key_value.{leaf}",
-            qkv_names(leaf),
-            (config.head_dim,) * 3,
-            config.n_heads,
-        )
-        for leaf in ("weight", "bias")
-    ]
+    sizes = (config.head_dim,) * 3
+    fused = fused_qkv(f"{layers}self_attn.query_key_value", sizes, config.n_heads)
     outer = llama.embedding_and_head(config, norm="final_layernorm")
     return [
         *outer,

@@ -14,6 +14,7 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' PhiConfig."""
     base = llama.config({"hidden_act": "gelu_new", **hf}, rope_fraction=0.5)
     norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True)
+    qk_norm = norm if hf.get("qk_layernorm") else None
     return replace(
         base,
         norm=norm,
@@ -24,7 +25,7 @@ def config(hf: dict[str, Any]) -> Config:
         o_bias=True,
         mlp_bias=True,
         head_bias=True,
-        qk_norm=norm if hf.get("qk_layernorm") else None,
+        qk_norm=qk_norm,
     )
 
 
@@ -38,7 +39,10 @@ def rules(config: Config) -> list[Rule]:
     }
     # one norm serves both attention and MLP
     names |= {"attention_norm": "input_layernorm"}
-    names |= {f"attention.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"}
+    names |= {
+        "attention.q_norm": "self_attn.q_layernorm",
+        "attention.k_norm": "self_attn.k_layernorm",
+    }
     return [*llama.embedding_and_head(config, norm="final_layernorm"), *llama.rename_modules(names)]
 
 

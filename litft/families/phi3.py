@@ -24,7 +24,7 @@ def config(hf: dict[str, Any]) -> Config:
         if rope_type in ("su", "yarn"):  # longrope in the first files of Phi-3
             hf[field] = {**scaling, "rope_type": "longrope", "type": "longrope"}
     base = llama.config(hf, rope_fraction=1.0)
-    layers = tuple(replace(layer, window=hf.get("sliding_window") or None) for layer in base.layers)
+    layers = llama.changed_layers(base, window=hf.get("sliding_window") or None)
     return replace(base, layers=layers, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 
@@ -47,11 +47,19 @@ def qkv_names(leaf: str) -> tuple[str, str, str]:
     return tuple(f"blocks.{{}}.attention.{n}_proj.{leaf}" for n in "qkv")
 
 
+def fused_qkv(hf_name: str, sizes: tuple[int, ...], groups: int = 1) -> list[Rule]:
+    """Return the rules for a fused q/k/v Linear with a bias; sizes, groups: as in `Split`."""
+    return [
+        Split(f"{hf_name}.weight", qkv_names("weight"), sizes, groups),
+        Split(f"{hf_name}.bias", qkv_names("bias"), sizes, groups),
+    ]
+
+
 def gate_up_rules(
     config: Config, hf_name: str = "model.layers.{}.mlp.gate_up_proj.weight"
 ) -> list[Rule]:
     """Return the rule for an MLP Linear in which up follows gate."""
-    names = tuple(f"blocks.{{}}.mlp.{n}_proj.weight" for n in ("gate", "up"))
+    names = ("blocks.{}.mlp.gate_proj.weight", "blocks.{}.mlp.up_proj.weight")
     return [Split(hf_name, names, (config.hidden_dim,) * 2)]
 
 

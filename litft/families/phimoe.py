@@ -40,7 +40,7 @@ def config(hf: dict[str, Any]) -> Config:
     window = hf.get("sliding_window")
     return replace(
         base,
-        layers=tuple(replace(layer, experts=experts, window=window) for layer in base.layers),
+        layers=llama.changed_layers(base, experts=experts, window=window),
         norm=NormConfig("layer", base.norm.eps, bias=True),
         head_bias=hf.get("lm_head_bias", False),
     )

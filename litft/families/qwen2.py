@@ -22,7 +22,7 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(hf)
     # despite its name, the field is the number of layers without a window
     windows = llama.layer_windows(hf, lambda index: index >= hf["max_window_layers"])
-    layers = tuple(replace(base.layers[0], window=window) for window in windows)
+    layers = llama.windowed_layers(base, windows)
     if hf["model_type"] == "qwen2":
         return replace(base, layers=layers, qkv_bias=True, o_bias=False)
     return replace(base, layers=layers, qk_norm=base.norm)

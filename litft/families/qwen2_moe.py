@@ -46,35 +46,35 @@ def config(hf: dict[str, Any]) -> Config:
         hf,
         lambda index: not has_shared_expert or (index % 2 == 0 and index < hf["max_window_layers"]),
     )
-    layers = tuple(
-        replace(layer, window=window, experts=experts)
-        for layer, window, experts in zip(
-            base.layers, windows, layer_experts(hf, has_shared_expert), strict=True
-        )
-    )
+    by_layer = layer_experts(hf, has_shared_expert)
+    layers = []
+    for layer, experts in zip(llama.windowed_layers(base, windows), by_layer, strict=True):
+        layers.append(replace(layer, experts=experts))
+    base = replace(base, layers=tuple(layers))
     if has_shared_expert:
-        return replace(base, layers=layers, qkv_bias=hf["qkv_bias"], o_bias=False)
-    return replace(base, layers=layers, qk_norm=base.norm)
+        return replace(base, qkv_bias=hf["qkv_bias"], o_bias=False)
+    return replace(base, qk_norm=base.norm)
 
 
 def layer_experts(hf: dict[str, Any], has_shared_expert: bool) -> list[ExpertsConfig | None]:
     """Return the experts of each layer, None for dense layers."""
-    num_layers = hf["num_hidden_layers"]
+    shared_dim = hf["shared_expert_intermediate_size"] if has_shared_expert else 0
     experts = ExpertsConfig(
         hf.get("num_local_experts", hf["num_experts"]),  # the name in transformers 5
         hf["num_experts_per_tok"],
         llama.one_size(hf, "moe_intermediate_size"),
         renormalize=hf.get("norm_topk_prob", False),
-        shared_dim=hf["shared_expert_intermediate_size"] if has_shared_expert else 0,
+        shared_dim=shared_dim,
         shared_gate=has_shared_expert,
     )
     # layers are dense if they are listed, or between two multiples of the step
     dense_layers = hf.get("mlp_only_layers") or []
     step = hf.get("decoder_sparse_step", 1)
-    return [
-        experts if n not in dense_layers and (n + 1) % step == 0 and experts.count else None
-        for n in range(num_layers)
-    ]
+    by_layer: list[ExpertsConfig | None] = []
+    for number in range(hf["num_hidden_layers"]):
+        is_sparse = number not in dense_layers and (number + 1) % step == 0 and experts.count
+        by_layer.append(experts if is_sparse else None)
+    return by_layer
 
 
 def rules(config: Config, model: str = "model.") -> list[Rule]:
@@ -82,9 +82,8 @@ def rules(config: Config, model: str = "model.") -> list[Rule]:
     names but the head's."""
     layers = f"{model}layers.{{}}."
     names = {"mlp.router": "mlp.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
-    names |= {f"mlp.shared.{n}_proj": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
-    projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
-    stacks = mixtral.stacked_experts(config, f"{layers}mlp.experts.{{}}.", projections)
+    names |= llama.mlp_names("mlp.shared", "mlp.shared_expert")
+    stacks = mixtral.stacked_experts(config, f"{layers}mlp.experts.{{}}.", llama.PROJECTIONS)
     return [*llama.rules(config, model), *llama.rename_modules(names, layers), *stacks]
 
 

@@ -39,7 +39,8 @@ def config(hf: dict[str, Any]) -> Config:
     shared = dict(
         moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True
     )
-    hf, base = {**shared, **hf}, llama.config(hf, rope_fraction=0.25)
+    base = llama.config(hf, rope_fraction=0.25)
+    hf = {**shared, **hf}
     # Qwen3.5's dense models have 0 experts
     if hf["num_experts"]:
         experts = qwen2_moe.layer_experts(hf, True)
@@ -57,13 +58,13 @@ def config(hf: dict[str, Any]) -> Config:
     # norms multiply by 1 + weight, except those of the delta nets
     norm = replace(base.norm, offset=1.0)
     is_linear = llama.linear_layers(hf, lambda n: (n + 1) % interval != 0)
-    layers = tuple(
-        replace(layer.with_mixer(delta) if linear else layer, experts=mixture)
-        for layer, linear, mixture in zip(base.layers, is_linear, experts, strict=True)
-    )
-    return replace(
-        base, layers=layers, norm=norm, qk_norm=norm, attention_gate=True, mlp_bias=False
-    )
+    layers = []
+    for layer, linear, mixture in zip(base.layers, is_linear, experts, strict=True):
+        if linear:
+            layer = layer.with_mixer(delta)
+        layers.append(replace(layer, experts=mixture))
+    base = replace(base, layers=tuple(layers), norm=norm, qk_norm=norm)
+    return replace(base, attention_gate=True, mlp_bias=False)
 
 
 def rules(config: Config) -> list[Rule]:
@@ -80,7 +81,7 @@ def rules(config: Config) -> list[Rule]:
     key_width = delta.n_key_heads * delta.key_dim
     value_width = delta.n_heads * delta.value_dim
     widths = (key_width, key_width, value_width)
-    convs = tuple(f"{prefix}{n}_conv.weight" for n in ("query", "key", "value"))
+    convs = (f"{prefix}query_conv.weight", f"{prefix}key_conv.weight", f"{prefix}value_conv.weight")
     layers = f"{MODEL}layers.{{}}."
     linear = f"{layers}linear_attn."
     if config.model_type == "qwen3_next":
@@ -115,9 +116,9 @@ def rules(config: Config) -> list[Rule]:
 
 def delta_of(config: Config) -> DeltaNetConfig:
     """Return the config of the delta nets; raise ValueError if there are none."""
-    delta = next((layer.mixer for layer in config.layers if layer.mixer), None)
-    if delta:
-        return delta
+    for layer in config.layers:
+        if layer.mixer:
+            return layer.mixer
     raise ValueError(
         "config.json: layer_types has no linear_attention; for attention alone, use a Qwen3 model"
     )

@@ -30,7 +30,8 @@ def config(hf: dict[str, Any]) -> Config:
     # published files have other names for the two flags
     if model_type == "internlm3":
         hf = {"attention_bias": hf.get("qkv_bias", False), "mlp_bias": hf.get("bias", False), **hf}
-    base = llama.config(hf, rope_theta=1e5 if model_type == "helium" else 1e4)
+    rope_theta = 1e5 if model_type == "helium" else 1e4
+    base = llama.config(hf, rope_theta=rope_theta)
     if model_type == "seed_oss":
         return replace(base, o_bias=hf.get("attention_out_bias", False))
     if model_type == "helium":

@@ -23,11 +23,12 @@ def config(hf: dict[str, Any]) -> Config:
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
     windows = llama.layer_windows(hf, lambda index: not uses_rope[index])
-    layers = tuple(
-        replace(layer, window=window, rope=layer.rope if has_rope else None)
-        for layer, window, has_rope in zip(base.layers, windows, uses_rope, strict=True)
-    )
-    return replace(base, layers=layers)
+    layers = []
+    for layer, has_rope in zip(llama.windowed_layers(base, windows), uses_rope, strict=True):
+        if not has_rope:
+            layer = replace(layer, rope=None)
+        layers.append(layer)
+    return replace(base, layers=tuple(layers))
 
 
 def layers_with_rope(hf: dict[str, Any]) -> list[int]:
@@ -36,9 +37,9 @@ def layers_with_rope(hf: dict[str, Any]) -> list[int]:
     interval = hf.get("no_rope_layer_interval", 4)
     num_layers = hf["num_hidden_layers"]
     # by default, each fourth layer has no RoPE
-    uses_rope = hf.get("no_rope_layers") or [
-        int((n + 1) % interval != 0) for n in range(num_layers)
-    ]
+    uses_rope = hf.get("no_rope_layers")
+    if not uses_rope:
+        uses_rope = [int((n + 1) % interval != 0) for n in range(num_layers)]
     if len(uses_rope) != num_layers or any(value not in (0, 1) for value in uses_rope):
         raise ValueError(
             f"config.json: no_rope_layers must list {num_layers} values of 0 or 1, found "

@@ -15,6 +15,7 @@ def config(hf: dict[str, Any]) -> Config:
     eps = hf.get("layer_norm_eps", 1e-5)
     parallel = hf.get("use_parallel_residual", False)
     base = llama.config({"max_position_embeddings": 4096, **hf}, rope_fraction=0.25)
+    qk_norm = NormConfig("layer", eps) if hf.get("qk_layernorm", False) else None
     return replace(
         base,
         norm=NormConfig("layer", eps, bias=True),
@@ -23,7 +24,7 @@ def config(hf: dict[str, Any]) -> Config:
         qkv_bias=hf.get("use_qkv_bias", False),
         o_bias=False,
         mlp_bias=False,
-        qk_norm=NormConfig("layer", eps) if hf.get("qk_layernorm", False) else None,
+        qk_norm=qk_norm,
         qk_norm_over="heads",
     )
 
@@ -36,12 +37,16 @@ def rules(config: Config) -> list[Rule]:
         norms = {"attention_norm": "input_layernorm"}
     else:
         norms = llama.NORMS
-    num_heads = {"q": config.n_heads, "k": config.n_kv_heads}
-    hf_name = "model.layers.{{}}.self_attn.{}_layernorm.norms.{{}}.weight"
     # a norm for each head in the files, one tensor for all heads here
+    hf_prefix = "model.layers.{}.self_attn."
+    prefix = "blocks.{}.attention."
     qk_norms = [
-        Stack(hf_name.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count)
-        for n, count in num_heads.items()
+        Stack(
+            f"{hf_prefix}q_layernorm.norms.{{}}.weight", f"{prefix}q_norm.weight", config.n_heads
+        ),
+        Stack(
+            f"{hf_prefix}k_layernorm.norms.{{}}.weight", f"{prefix}k_norm.weight", config.n_kv_heads
+        ),
     ]
     return [
         *llama.embedding_and_head(config),

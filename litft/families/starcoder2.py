@@ -17,9 +17,7 @@ def config(hf: dict[str, Any]) -> Config:
     bias = hf.get("use_bias", True)
     return replace(
         base,
-        layers=tuple(
-            replace(layer, window=hf.get("sliding_window") or None) for layer in base.layers
-        ),
+        layers=llama.changed_layers(base, window=hf.get("sliding_window") or None),
         norm=NormConfig("layer", hf.get("norm_epsilon", 1e-5), bias=True),
         gated=False,
         qkv_bias=bias,

@@ -50,8 +50,10 @@ def read_method(folder: Path, source: BaseFolder) -> tuple[Method, Values]:
     for method in SAVED:
         if peft_type in method.peft_types:
             return method.read(folder, source)
-    supported = ", ".join(name for method in SAVED for name in method.peft_types)
+    supported = []
+    for method in SAVED:
+        supported += method.peft_types
     raise ValueError(
         f"{folder / ADAPTER_CONFIG}: peft_type {peft_type!r} is not supported; litft reads "
-        f"{supported}"
+        f"{', '.join(supported)}"
     )

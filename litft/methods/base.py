@@ -130,7 +130,9 @@ class Method:
         The model has its weights; a sharded one is gathered module by module.
         """
         for module in mixins(model):
-            with summon_full(module, *(() if module.reads_weight else ("weight",))):
+            # a weight that is not read is not gathered
+            ignored = () if module.reads_weight else ("weight",)
+            with summon_full(module, *ignored):
                 module.reset_parameters()
 
     def compute_in(self, model: GPT, precision: str) -> None:
@@ -209,18 +211,21 @@ class Method:
         # a shared parameter is stored under the embedding's name
         rows = values.get(f"{name.partition('.')[0]}.token_rows", values[ROWS[0]])
         # a bias has no trained rows: it is only extended by zeros
-        return extend_table(weight, list(self.tokens), None if name.endswith("bias") else rows)
+        if name.endswith("bias"):
+            rows = None
+        return extend_table(weight, list(self.tokens), rows)
 
 
 def match_patterns(patterns: Iterable[str], hf_names: dict[str, str]) -> dict[str, list[str]]:
     """Return the litft names that each pattern matches; hf_names maps litft names to the
     checkpoint's names."""
-    return {
-        pattern: [
-            name for name, hf_name in hf_names.items() if pattern_matches(pattern, name, hf_name)
-        ]
-        for pattern in patterns
-    }
+    matches: dict[str, list[str]] = {}
+    for pattern in patterns:
+        matches[pattern] = []
+        for name, hf_name in hf_names.items():
+            if pattern_matches(pattern, name, hf_name):
+                matches[pattern].append(name)
+    return matches
 
 
 def pattern_matches(pattern: str, name: str, hf_name: str) -> bool:
@@ -230,20 +235,21 @@ def pattern_matches(pattern: str, name: str, hf_name: str) -> bool:
     A pattern is a full name, its last components (`q_proj`, `attention.q_proj`), or a shell pattern
     (`blocks.1?.mlp.*`).
     """
-    names = (name, hf_name)
-    # shell patterns match the full name or the last component, plain endings at a dot
-    full_or_last = (*names, *(candidate.rpartition(".")[2] for candidate in names))
-    return any(fnmatch(candidate, pattern) for candidate in full_or_last) or any(
-        candidate.endswith(f".{pattern}") for candidate in names
-    )
+    for full_name in (name, hf_name):
+        last = full_name.rpartition(".")[2]
+        # shell patterns match the full name or the last component, plain endings at a dot
+        if fnmatch(full_name, pattern) or fnmatch(last, pattern):
+            return True
+        if full_name.endswith(f".{pattern}"):
+            return True
+    return False
 
 
 def with_fused(rules: list[Rule], names: Iterable[str]) -> list[str]:
     """Return these parameters and all parameters that the checkpoint stores in the same tensor as
     one of them."""
     # a dict keeps the order and removes duplicates
-    return list(
-        dict.fromkeys(
-            source for mapping in mappings_to_hf(rules, names) for source in mapping.sources
-        )
-    )
+    sources: dict[str, None] = {}
+    for mapping in mappings_to_hf(rules, names):
+        sources |= dict.fromkeys(mapping.sources)
+    return list(sources)

@@ -56,7 +56,10 @@ class Full(Method):
         """For bf16, keep trained parameters in fp32 and round them at each use; frozen parameters
         are stored in bf16."""
         if precision == "bf16":
-            names = [name for name, _ in model.named_parameters() if name not in self.frozen]
+            names = []
+            for name, _ in model.named_parameters():
+                if name not in self.frozen:
+                    names.append(name)
             # keep=False: there is no adapter that could be
             # disabled, and a copy of the base costs memory
             train_parameters(model, names, torch.bfloat16, keep=False)
@@ -81,12 +84,16 @@ class Full(Method):
         self.base_vocab_size = model.embed.weight.size(0)
         num_new = max(0, max(self.tokens) + 1 - self.base_vocab_size)
 
-        for module in [model.embed] if model.config.tied else [model.embed, head]:
-            module.weight = nn.Parameter(F.pad(module.weight.detach(), (0, 0, 0, num_new)))
+        row_padding = (0, 0, 0, num_new)
+        model.embed.weight = nn.Parameter(F.pad(model.embed.weight.detach(), row_padding))
+        if not model.config.tied:
+            head.weight = nn.Parameter(F.pad(head.weight.detach(), row_padding))
         if head.bias is not None:
             head.bias = nn.Parameter(F.pad(head.bias.detach(), (0, num_new)))
 
         # both have new parameters, so a tied head must share again
         model.tie()
-        model.embed.num_embeddings = head.out_features = head.weight.size(0)
-        model.set_vocabulary(head.weight.size(0))
+        vocab_size = head.weight.size(0)
+        model.embed.num_embeddings = vocab_size
+        head.out_features = vocab_size
+        model.set_vocabulary(vocab_size)

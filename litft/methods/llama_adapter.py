@@ -80,10 +80,10 @@ class AffineLinear(Mixin):
         else:
             shape = (self.out_features,)
         self.adapter_scale = nn.Parameter(torch.empty(shape, device=self.weight.device))
-        self.register_parameter(
-            "adapter_bias",
-            nn.Parameter(torch.empty(shape, device=self.weight.device)) if bias else None,
-        )
+        if bias:
+            self.adapter_bias = nn.Parameter(torch.empty(shape, device=self.weight.device))
+        else:
+            self.register_parameter("adapter_bias", None)
 
     def reset_parameters(self) -> None:
         """Initialize the scale to one and the bias to zero, which leaves the output unchanged."""
@@ -101,8 +101,12 @@ class AffineLinear(Mixin):
         # experts: y (N, out) has its rows sorted by expert
         if grouping:
             scale = by_expert(scale, *grouping)
-            bias = bias if bias is None else by_expert(bias, *grouping)
-        return (scale * (y if bias is None else y + bias)).to(y.dtype)
+            if bias is not None:
+                bias = by_expert(bias, *grouping)
+        dtype = y.dtype
+        if bias is not None:
+            y = y + bias
+        return (scale * y).to(dtype)
 
     def remove(self) -> None:
         """Undo `add_affine`."""
@@ -201,10 +205,7 @@ class Adapter(Method):
         length = config.get("adapter_len")
         layers = config.get("adapter_layers")
         tokens = read_token_ids(config, folder)
-        if not (
-            all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in (length, layers))
-            and layers <= len(model.blocks)
-        ):
+        if not (_is_size(length) and _is_size(layers) and layers <= len(model.blocks)):
             raise ValueError(
                 f"{folder / ADAPTER_CONFIG}: adapter_len {length!r} and adapter_layers {layers!r} "
                 "do not fit the base model"
@@ -212,34 +213,15 @@ class Adapter(Method):
         # the file has only the number of layers: they are the last ones that have attention
         with_prefix = attention_layers(model)[-layers:] if layers else []
 
-        method = cls(
-            cls.flags(prompt_length=length, start_layer=min(with_prefix, default=len(model.blocks)))
-        )
+        start_layer = min(with_prefix, default=len(model.blocks))
+        method = cls(cls.flags(prompt_length=length, start_layer=start_layer))
         method.layers = with_prefix
         method.tokens = {token: [] for token in tokens}
         method.select_extra(model, values)
 
         # on the meta device, to learn which names and shapes the file must have
         method.attach(model)
-        expected = {name: tuple(p.shape) for name, p in method.parameters(model).items()}
-        stored = {name: tuple(value.shape) for name, value in values.items()}
-
-        if expected != stored:
-            name = sorted(
-                name
-                for name in expected.keys() | stored.keys()
-                if expected.get(name) != stored.get(name)
-            )[0]
-            reason = f"{name} should have shape {expected.get(name)}, found {stored.get(name)}"
-            raise ValueError(
-                f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {reason}"
-            )
-
-        non_finite = [name for name, value in values.items() if not value.isfinite().all()]
-        if non_finite:
-            raise ValueError(
-                f"{folder / ADAPTER_WEIGHTS}: {non_finite[0]} contains NaN or infinity"
-            )
+        _check_values(values, method.parameters(model), folder / ADAPTER_WEIGHTS)
         return method, values
 
     def select_extra(self, model: GPT, values: Values) -> None:
@@ -250,11 +232,14 @@ class Adapter(Method):
         """Raise ValueError if a gate is not zero: a prefix cannot be expressed as a change of
         weights."""
         # a prefix whose gate is 0 adds nothing, and can be left out
-        if any(value.any() for key, value in values.items() if key.endswith(".adaption_gate")):
-            reason = "its prefixes change attention, which no weights of the base model can express"
-            raise ValueError(
-                f"this adapter cannot be merged: {reason}; open it with its base model instead"
-            )
+        for key, value in values.items():
+            if key.endswith(".adaption_gate") and value.any():
+                reason = (
+                    "its prefixes change attention, which no weights of the base model can express"
+                )
+                raise ValueError(
+                    f"this adapter cannot be merged: {reason}; open it with its base model instead"
+                )
 
 
 class AdapterV2(Adapter):
@@ -274,10 +259,10 @@ class AdapterV2(Adapter):
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """Select the layers with a prefix as in v1, all Linears and all norms."""
         super().choose(model, rules)
-        linear_types = (nn.Linear, ExpertLinear)
-        self.linears = [
-            name for name, module in model.named_modules() if isinstance(module, linear_types)
-        ]
+        self.linears = []
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Linear, ExpertLinear)):
+                self.linears.append(name)
         self.norms = norm_names(model)
 
     def inject_extra(self, model: GPT, keep: bool) -> None:
@@ -289,11 +274,12 @@ class AdapterV2(Adapter):
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return v1's parameters, scales, biases and norms."""
-        if self.args.bias:
-            leaves = ("adapter_scale", "adapter_bias")
-        else:
-            leaves = ("adapter_scale",)
-        names = [*(f"{name}.{leaf}" for name in self.linears for leaf in leaves), *self.norms]
+        names = []
+        for name in self.linears:
+            names.append(f"{name}.adapter_scale")
+            if self.args.bias:
+                names.append(f"{name}.adapter_bias")
+        names += self.norms
         return super().parameters(model) | {name: model.get_parameter(name) for name in names}
 
     def select_extra(self, model: GPT, values: Values) -> None:
@@ -351,15 +337,31 @@ class AdapterV2(Adapter):
 PREFIX = ("adaption_prompt", "adaption_gate")
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_SIZE
+
+
+def _check_values(values: Values, parameters: dict[str, nn.Parameter], path: Path) -> None:
+    """Raise ValueError if the values of a file do not fit the parameters, or are not finite."""
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    stored = {name: tuple(value.shape) for name, value in values.items()}
+    for name in sorted(expected.keys() | stored.keys()):
+        if expected.get(name) != stored.get(name):
+            reason = f"{name} should have shape {expected.get(name)}, found {stored.get(name)}"
+            raise ValueError(f"{path}: the adapter does not fit its base model: {reason}")
+    for name, value in values.items():
+        if not value.isfinite().all():
+            raise ValueError(f"{path}: {name} contains NaN or infinity")
+
+
 def attention_layers(model: GPT) -> list[int]:
     """Return the layers with attention, whose queries can attend to a prefix too."""
-    layers = zip(model.blocks, model.config.layers, strict=True)
-    # a layer that reuses keys has no projection that could make those of a prefix
-    return [
-        n
-        for n, (block, layer) in enumerate(layers)
-        if block.attention is not None and layer.kv_sharing != "reuse"
-    ]
+    numbers = []
+    for number, layer in enumerate(model.config.layers):
+        # a layer that reuses keys has no projection that could make those of a prefix
+        if model.blocks[number].attention is not None and layer.kv_sharing != "reuse":
+            numbers.append(number)
+    return numbers
 
 
 def is_peft_compatible(config: Config) -> bool:
@@ -375,12 +377,11 @@ def is_peft_compatible(config: Config) -> bool:
         and not config.o_bias
     )
     # PEFT rotates the queries, and scales scores by 1 / sqrt(D)
-    plain_layers = all(
-        layer.attention_scale is None and layer.rope and not layer.rope.query_beta
-        for layer in config.layers
-    )
+    for layer in config.layers:
+        if layer.attention_scale is not None or not layer.rope or layer.rope.query_beta:
+            return False
     square = config.n_heads * config.head_dim == config.dim
-    return config.model_type in ("llama", "mistral") and plain and plain_layers and square
+    return config.model_type in ("llama", "mistral") and plain and square
 
 
 def _to_peft(name: str) -> str:

@@ -2,7 +2,7 @@
 embeddings and experts."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,10 +66,10 @@ class LoRA(Method):
         # module that PEFT can adapt; patterns match both
         hf_names = {name: target.name for name, target in peft_targets(model, rules).items()}
         saved_modules = self._modules_to_save(model, rules)
+        excluded = set(saved_modules)
         # a tied head has the weight of the embedding
-        excluded = saved_modules | (
-            {"lm_head"} if model.config.tied and "embed" in saved_modules else set()
-        )
+        if model.config.tied and "embed" in saved_modules:
+            excluded.add("lm_head")
 
         # A pattern that matches nothing is a typing error.
         # It is reported at once, with the names that exist.
@@ -78,71 +78,67 @@ class LoRA(Method):
             if pattern == "all-linear":
                 matches = [name for name in hf_names if is_inner_linear(model, name)]
             if not matches:
-                available = ", ".join(sorted({n.rpartition(".")[2] for n in hf_names}))
                 raise ValueError(
                     f"--lora.targets {pattern}: no Linear of this model has that name; choose from "
-                    f"{available}"
+                    f"{_last_components(hf_names)}"
                 )
             adapted |= dict.fromkeys(matches)
 
         # in the order of the network's modules, which a file that is read gives, too
-        adapted = {name: None for name in hf_names if name in adapted and name not in excluded}
-        if not adapted:
+        names = [name for name in hf_names if name in adapted and name not in excluded]
+        if not names:
             raise ValueError(
                 f"--lora.targets {','.join(self.args.targets)}: all of them are in "
                 "--lora.modules_to_save; name others"
             )
 
-        self._check_patterns({name: hf_names[name] for name in adapted})
-        self.specs = {name: self._spec(name, hf_names[name], model) for name in adapted}
+        self._check_patterns({name: hf_names[name] for name in names})
+        self.specs = {name: self._spec(name, hf_names[name], model) for name in names}
 
         # base parameters trained in full: those of `modules_to_save`, then biases
-        self.trained = [
-            name for name, _ in model.named_parameters() if name.rpartition(".")[0] in saved_modules
-        ]
-        biases = []
-        for name, _ in model.named_parameters():
-            if name.endswith(".bias"):
-                biases.append(name)
-        if self.args.bias == "lora":
+        self.trained = _parameters_of(model, saved_modules)
+        if self.args.bias == "all":
+            biases = _biases(model)
+        elif self.args.bias == "lora":
+            adapted_biases = []
+            for name in _biases(model):
+                if name.removesuffix(".bias") in self.specs:
+                    adapted_biases.append(name)
             # a fused bias of the checkpoint is stored as one tensor, so it is trained as a whole
-            biases = with_fused(
-                rules, [name for name in biases if name.removesuffix(".bias") in self.specs]
-            )
-        if self.args.bias != "none":
-            self.trained = list(dict.fromkeys([*self.trained, *biases]))
+            biases = with_fused(rules, adapted_biases)
+        else:
+            biases = []
+        self.trained = list(dict.fromkeys([*self.trained, *biases]))
 
     def _modules_to_save(self, model: GPT, rules: list[Rule]) -> set[str]:
         """Return the names of modules trained in full, including modules fused with one of them in
         the checkpoint."""
         # a tied head has no parameters of its own, but may be named
-        hf_names = _hf_module_names(model, rules) | (
-            {"lm_head": "lm_head"} if model.config.tied else {}
-        )
+        hf_names = dict(_hf_module_names(model, rules))
+        if model.config.tied:
+            hf_names["lm_head"] = "lm_head"
         by_pattern = match_patterns(self.args.modules_to_save, hf_names)
         unmatched = []
         for pattern, matches in by_pattern.items():
             if not matches:
                 unmatched.append(pattern)
         if unmatched:
-            available = ", ".join(sorted({module.rpartition(".")[2] for module in hf_names}))
             raise ValueError(
                 f"--lora.modules_to_save {unmatched[0]}: no module of this model has that name; "
-                f"choose from {available}"
+                f"choose from {_last_components(hf_names)}"
             )
 
         modules = set()
         for names in by_pattern.values():
-            for name in names:
-                # the tied head's weight is a parameter of the embedding
-                modules.add("embed" if name == "lm_head" and model.config.tied else name)
+            modules.update(names)
+        # the tied head's weight is a parameter of the embedding
+        if model.config.tied and "lm_head" in modules:
+            modules.remove("lm_head")
+            modules.add("embed")
 
         # modules whose weights are one tensor in the checkpoint can only be saved together
-        parameters = []
-        for name, _ in model.named_parameters():
-            if name.rpartition(".")[0] in modules:
-                parameters.append(name)
-        return {name.rpartition(".")[0] for name in with_fused(rules, parameters)}
+        parameters = with_fused(rules, _parameters_of(model, modules))
+        return {name.rpartition(".")[0] for name in parameters}
 
     def _check_patterns(self, adapted: dict[str, str]) -> None:
         """Raise ValueError if a pattern matches no adapted module; adapted maps litft names to
@@ -172,11 +168,17 @@ class LoRA(Method):
                     f"--lora.r {r}: --lora.init {self.args.init} allows at most rank {max_rank} "
                     f"for {name}"
                 )
-        return LoraSpec(r, alpha / (math.sqrt(r) if self.args.rslora else r))
+        if self.args.rslora:
+            return LoraSpec(r, alpha / math.sqrt(r))
+        return LoraSpec(r, alpha / r)
 
     def unquantized_modules(self) -> set[str]:
         """Return the modules whose weight is trained in full."""
-        return {name.removesuffix(".weight") for name in self.trained if name.endswith(".weight")}
+        modules = set()
+        for name in self.trained:
+            if name.endswith(".weight"):
+                modules.add(name.removesuffix(".weight"))
+        return modules
 
     def inject(self, model: GPT, keep: bool) -> None:
         """Add A and B to the adapted modules, make `trained` trainable, and freeze all other
@@ -196,20 +198,16 @@ class LoRA(Method):
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return A, B and magnitudes of the adapted modules, `trained` base parameters, and rows of
         new tokens."""
-        leaves = (
-            (f"{name}.{leaf}", getattr(model.get_submodule(name), leaf))
-            for name in self.specs
-            for leaf in LEAVES
-        )
-        factors = {}
-        for name, parameter in leaves:
-            if parameter is not None:
-                factors[name] = parameter
-        return (
-            factors
-            | {name: model.get_parameter(name) for name in self.trained}
-            | self.token_rows(model)
-        )
+        parameters = {}
+        for name in self.specs:
+            module = model.get_submodule(name)
+            for leaf in LEAVES:
+                factor = getattr(module, leaf)
+                if factor is not None:
+                    parameters[f"{name}.{leaf}"] = factor
+        for name in self.trained:
+            parameters[name] = model.get_parameter(name)
+        return parameters | self.token_rows(model)
 
     def lr_multiplier(self, name: str) -> float:
         """Return `lr_ratio` for B, otherwise 1: LoRA+ (arXiv 2402.12354) trains B at a higher
@@ -311,11 +309,11 @@ class LoRA(Method):
         weight = values.get(name, weight)
         if module_name in self.specs and leaf == "weight":
             # LoRA sees an embedding as a Linear (C, V)
-            transposed = module_name in ("embed", "embed_positions")
-            weight = merged_weight(
-                weight.mT if transposed else weight, self.factors(module_name, values)
-            )
-            weight = weight.mT if transposed else weight
+            factors = self.factors(module_name, values)
+            if module_name in ("embed", "embed_positions"):
+                weight = merged_weight(weight.mT, factors).mT
+            else:
+                weight = merged_weight(weight, factors)
         return self.add_token_rows(name, weight, values)
 
     def check_tokens(self) -> None:
@@ -375,11 +373,33 @@ def is_inner_linear(model: nn.Module, name: str) -> bool:
 
 def _by_pattern(patterns: list[str], name: str, hf_name: str, default: float) -> float:
     """Return the number of the first NAME=NUMBER whose NAME matches a module."""
-    pairs = (pattern.rpartition("=") for pattern in patterns)
-    return next(
-        (float(number) for pattern, _, number in pairs if pattern_matches(pattern, name, hf_name)),
-        default,
-    )
+    for assignment in patterns:
+        pattern, _, number = assignment.rpartition("=")
+        if pattern_matches(pattern, name, hf_name):
+            return float(number)
+    return default
+
+
+def _parameters_of(model: GPT, modules: Collection[str]) -> list[str]:
+    """Return the names of the parameters of modules, in the order of the network."""
+    names = []
+    for name, _ in model.named_parameters():
+        if name.rpartition(".")[0] in modules:
+            names.append(name)
+    return names
+
+
+def _biases(model: GPT) -> list[str]:
+    names = []
+    for name, _ in model.named_parameters():
+        if name.endswith(".bias"):
+            names.append(name)
+    return names
+
+
+def _last_components(names: Iterable[str]) -> str:
+    """List what the names end with, for a message."""
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def _unadapted_linears(

@@ -48,13 +48,12 @@ class LoRALinear(Mixin):
         self.lora_b = empty_parameter(out_dim, r)
         # then the initial product is not zero, and is subtracted
         from_weight = init != "default"
-        self.register_parameter(
-            "lora_a0", empty_parameter(r, in_dim, trained=False) if from_weight else None
-        )
-        self.register_parameter(
-            "lora_b0", empty_parameter(out_dim, r, trained=False) if from_weight else None
-        )
-        self.register_parameter("lora_m", empty_parameter(out_dim) if dora else None)
+        initial_a = empty_parameter(r, in_dim, trained=False) if from_weight else None
+        initial_b = empty_parameter(out_dim, r, trained=False) if from_weight else None
+        magnitudes = empty_parameter(out_dim) if dora else None
+        self.register_parameter("lora_a0", initial_a)
+        self.register_parameter("lora_b0", initial_b)
+        self.register_parameter("lora_m", magnitudes)
         # sharded weights are gathered for initialization only where it needs their values
         self.reads_weight |= dora or from_weight
 
@@ -134,14 +133,13 @@ class LoRALinear(Mixin):
             return y
         # y + y * (ratio - 1): a ratio of 1 leaves y bitwise unchanged, and a ratio close to 1 is
         # not rounded to 1
-        change = self.broadcast_rows(norm_ratios(self.lora_m, self.row_norms()) - 1, *grouping).to(
-            y.dtype
-        )
+        ratios = norm_ratios(self.lora_m, self.row_norms())
+        change = self.broadcast_rows(ratios - 1, *grouping).to(y.dtype)
         # DoRA scales rows of the weight, not the bias, so the bias is taken out first
         bias = getattr(self, "bias", None)
-        return torch.addcmul(
-            y, y if bias is None else y - self.broadcast_rows(bias, *grouping), change
-        )
+        if bias is None:
+            return torch.addcmul(y, y, change)
+        return torch.addcmul(y, y - self.broadcast_rows(bias, *grouping), change)
 
     def add_update(self, y: Tensor, x: Tensor) -> Tensor:
         """Return y (..., out) plus the update, rounded once: `addmm` accumulates in fp32, so that a

@@ -57,7 +57,11 @@ class Mixin(nn.Module):
 
 def mixins(model: nn.Module) -> list[Mixin]:
     """Return all modules that a method has changed."""
-    return [module for module in model.modules() if isinstance(module, Mixin)]
+    changed = []
+    for module in model.modules():
+        if isinstance(module, Mixin):
+            changed.append(module)
+    return changed
 
 
 @contextmanager
@@ -127,9 +131,10 @@ class TrainedLinear(TrainedWeight):
     is_plain = True  # see model/linear.py
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(
-            x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype)
-        )
+        weight = self.weight.to(x.dtype)
+        if self.bias is None:
+            return F.linear(x, weight)
+        return F.linear(x, weight, self.bias.to(x.dtype))
 
 
 class TrainedExpertLinear(TrainedWeight):
@@ -157,9 +162,10 @@ def trained_class(module: nn.Module) -> type[TrainedWeight]:
         ExpertLinear: TrainedExpertLinear,
         nn.Embedding: TrainedEmbedding,
     }
-    return next(
-        (mixin for base, mixin in by_type.items() if isinstance(module, base)), TrainedWeight
-    )
+    for base, mixin in by_type.items():
+        if isinstance(module, base):
+            return mixin
+    return TrainedWeight
 
 
 def train_parameters(
@@ -181,7 +187,9 @@ def train_parameters(
         frozen = getattr(module, leaf)
         data = frozen.detach().float()
         # float() of an fp32 tensor is the tensor itself; the base's values must not change with it
-        trained = nn.Parameter(data.clone() if keep and data.dtype == frozen.dtype else data)
+        if keep and data.dtype == frozen.dtype:
+            data = data.clone()
+        trained = nn.Parameter(data)
         if name == "embed.weight" and model.config.tied and not untied:
             heads = [model.lm_head]
         else:
@@ -195,9 +203,9 @@ def train_parameters(
 
 def norm_names(model: nn.Module) -> list[str]:
     """Return the names of all parameters of norms."""
-    norms = ((name, module) for name, module in model.named_modules() if isinstance(module, Norm))
-    return [
-        f"{name}.{leaf}"
-        for name, module in norms
-        for leaf, _ in module.named_parameters(recurse=False)
-    ]
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, Norm):
+            for leaf, _ in module.named_parameters(recurse=False):
+                names.append(f"{name}.{leaf}")
+    return names

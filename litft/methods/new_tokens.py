@@ -40,9 +40,9 @@ class TokenEmbedding(TokenRows):
         # (V,), the row of each id; -1: the base's row is used
         row_of = torch.full((max(self.num_embeddings, int(ids.max()) + 1),), -1)
         row_of[ids] = torch.arange(len(ids))
-        self.register_buffer(
-            "row_of", row_of if rows.is_meta else row_of.to(rows.device), persistent=False
-        )
+        if not rows.is_meta:
+            row_of = row_of.to(rows.device)
+        self.register_buffer("row_of", row_of, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         # ids beyond the table look up any row, which is replaced below
@@ -70,9 +70,8 @@ class TokenHead(TokenRows):
         """Register `rows` (N, C) for `ids` (N,); pieces: as in `add_tokens`."""
         self.token_rows = rows
         self.pieces = pieces
-        self.register_buffer(
-            "token_ids", ids if rows.is_meta else ids.to(rows.device), persistent=False
-        )
+        token_ids = ids if rows.is_meta else ids.to(rows.device)
+        self.register_buffer("token_ids", token_ids, persistent=False)
         # ids beyond the head's outputs; the other new ids are in the padding of its vocabulary
         self.num_beyond = max(0, int(ids.max()) + 1 - self.out_features)
 
@@ -104,7 +103,10 @@ def initial_rows(table: Tensor, pieces: list[list[int]]) -> Tensor:
     Embeddings").
     """
     mean_row = table.float().mean(0)
-    return torch.stack([table[ids].float().mean(0) if ids else mean_row for ids in pieces])
+    rows = []
+    for ids in pieces:
+        rows.append(table[ids].float().mean(0) if ids else mean_row)
+    return torch.stack(rows)
 
 
 def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
@@ -118,7 +120,11 @@ def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
         # equal rows have equal norms, so only few rows are compared in full
         return (table[row_norms == row_norms[token]] == table[token]).all(1).sum() > 1
 
-    return sorted(token for token in ids if row_norms[token] < min_norm or has_duplicate(token))
+    untrained = []
+    for token in ids:
+        if row_norms[token] < min_norm or has_duplicate(token):
+            untrained.append(token)
+    return sorted(untrained)
 
 
 def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]], untied: bool = False) -> None:
@@ -128,15 +134,21 @@ def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]], untied: bool
     untied: give a head that is tied to the embedding rows of its own.
     """
     id_tensor = torch.tensor(ids)
-    is_shared = model.config.tied and not untied
-    table = model.embed.weight
-    rows = []
-    for _ in range(1 if is_shared else 2):
-        rows.append(nn.Parameter(table.new_empty(len(ids), table.size(1), dtype=torch.float32)))
-    # rows[-1] is the embedding's parameter if the head shares it
-    TokenEmbedding.mix_over(model.embed).add_rows(id_tensor, pieces, rows[0])
-    TokenHead.mix_over(model.lm_head).add_rows(id_tensor, pieces, rows[-1])
+    embed_rows = _empty_rows(model, len(ids))
+    # a tied head shares the embedding's rows
+    if model.config.tied and not untied:
+        head_rows = embed_rows
+    else:
+        head_rows = _empty_rows(model, len(ids))
+    TokenEmbedding.mix_over(model.embed).add_rows(id_tensor, pieces, embed_rows)
+    TokenHead.mix_over(model.lm_head).add_rows(id_tensor, pieces, head_rows)
     model.set_vocabulary(max(model.config.vocab_size, max(ids) + 1))
+
+
+def _empty_rows(model: GPT, count: int) -> nn.Parameter:
+    """Return a parameter (count, C) in fp32 on the device of the embedding."""
+    table = model.embed.weight
+    return nn.Parameter(table.new_empty(count, table.size(1), dtype=torch.float32))
 
 
 def extend_table(table: Tensor, ids: list[int], rows: Tensor | None) -> Tensor:

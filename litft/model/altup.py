@@ -124,11 +124,10 @@ class Streams(nn.Module):
     def reduce(self, x: Tensor) -> Tensor:
         """Return the mean (B, T, C) of the projected streams x (B, T, S C)."""
         first, *others = x.unflatten(-1, (self.streams, -1)).unbind(2)
-        projected = [
-            _with_magnitude(linear(y), first)
-            for linear, y in zip(self.reductions, others, strict=True)
-        ]
-        return torch.stack([first, *projected]).mean(0)
+        projected = [first]
+        for linear, y in zip(self.reductions, others, strict=True):
+            projected.append(_with_magnitude(linear(y), first))
+        return torch.stack(projected).mean(0)
 
 
 def _with_magnitude(x: Tensor, like: Tensor) -> Tensor:

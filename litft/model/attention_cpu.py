@@ -63,21 +63,20 @@ class DocumentGroups(NamedTuple):
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Split rows (R, W) by group."""
-        total = sum(count * length for count, length in self.shapes)
-        return rows.split(
-            [count * length * (rows.size(0) // total) for count, length in self.shapes]
-        )
+        positions = [count * length for count, length in self.shapes]
+        heads = rows.size(0) // sum(positions)
+        return rows.split([count * heads for count in positions])
 
     def per_group(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
         """Yield, for each group, its part (N, heads, length, D) of every tensor (B, heads, T,
         D)."""
         rows = (self.split(self.gather(_by_token(x))) for x in tensors)
         for shape, *parts in zip(self.shapes, *rows, strict=True):
-            # (N length heads, D) -> (N, heads, length, D)
-            yield [
-                part.view(*shape, x.size(1), -1).transpose(1, 2)
-                for part, x in zip(parts, tensors, strict=True)
-            ]
+            group = []
+            for part, x in zip(parts, tensors, strict=True):
+                # (N length heads, D) -> (N, heads, length, D)
+                group.append(part.view(*shape, x.size(1), -1).transpose(1, 2))
+            yield group
 
     def join(self, parts: Sequence[Tensor], batch: int) -> Tensor:
         """Return the tensor (B, heads, T, ...) whose groups are `parts`, (N, heads, length, ...)
@@ -120,37 +119,47 @@ def _make_groups(bounds: tuple[int, ...], score_heads: int, heads: int) -> Docum
     inverse_index = torch.empty(bounds[-1] * heads, dtype=torch.int64)
     token_rows = (~is_padding).nonzero()[:, 0]
     inverse_index[gather_index[token_rows]] = token_rows
-    return DocumentGroups(
-        shapes,
-        gather_index,
-        inverse_index,
-        is_padding.nonzero()[:, 0] if is_padding.any() else None,
-    )
+    if is_padding.any():
+        padding_rows = is_padding.nonzero()[:, 0]
+    else:
+        padding_rows = None
+    return DocumentGroups(shapes, gather_index, inverse_index, padding_rows)
 
 
 def _group_by_length(bounds: tuple[int, ...], heads: int) -> list[list[tuple[int, int]]]:
     """Group documents of similar length, the longest first; return (length, start) of each document
     by group."""
+    documents = []
+    for start, end in pairwise(bounds):
+        # empty documents, such as those of `PackedSequences.chunked`, are left out
+        if start < end:
+            documents.append((end - start, start))
+    # the longest first, and those of one length in their order
+    documents.sort(key=lambda document: (-document[0], document[1]))
+
     grouped: list[list[tuple[int, int]]] = []
     # scores per head of the last group's documents, without padding
     area = 0
-    # empty documents, such as those of `PackedSequences.chunked`, are left out
-    filled = (ends for ends in pairwise(bounds) if ends[0] < ends[1])
-    for start, end in sorted(filled, key=lambda ends: (ends[0] - ends[1], ends[0])):
-        length = end - start
-        area = area + (end - start) ** 2
-        count, padded_length = (len(grouped[-1]) + 1, grouped[-1][0][0]) if grouped else (1, length)
-        # the scores with padding, relative to those without it, and the scores computed at a time
-        fits = (
-            count * padded_length**2 <= MAX_PADDING * area
-            and count * heads * padded_length * _query_block(padded_length) <= MAX_SCORES
-        )
-        if grouped and fits:
+    for length, start in documents:
+        area += length**2
+        if grouped and _has_room(grouped[-1], area, heads):
             grouped[-1].append((length, start))
         else:
             grouped.append([(length, start)])
             area = length**2
     return grouped
+
+
+def _has_room(group: list[tuple[int, int]], area: int, heads: int) -> bool:
+    """Return whether a group may get one more document; area: the scores per head that it then has
+    without padding."""
+    count = len(group) + 1
+    padded_length = group[0][0]
+    # the scores with padding, relative to those without it
+    if count * padded_length**2 > MAX_PADDING * area:
+        return False
+    # the scores computed at a time
+    return count * heads * padded_length * _query_block(padded_length) <= MAX_SCORES
 
 
 def _query_block(length: int) -> int:
@@ -183,14 +192,17 @@ def attend_documents(
     depends on the data.
     """
     groups = _make_groups(tuple(cu_seqlens.tolist()), q.size(1), 1)
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
     outputs = []
+    log_sums = []
     # (N, heads, length, D) each
     for inputs in groups.per_group(q, k, v):
-        forward = aten._scaled_dot_product_flash_attention_for_cpu
-        outputs.append(forward(*inputs, 0.0, **_mask_arguments(inputs[0], window), scale=scale))
-    # the kernel returns (output, log-sum-exp) for each group
-    out, lse = (groups.join(parts, q.size(0)) for parts in zip(*outputs, strict=True))
-    return out, lse
+        mask = _mask_arguments(inputs[0], window)
+        out, lse = kernel(*inputs, 0.0, **mask, scale=scale)
+        outputs.append(out)
+        log_sums.append(lse)
+    batch = q.size(0)
+    return groups.join(outputs, batch), groups.join(log_sums, batch)
 
 
 @torch.library.custom_op("litft::attend_documents_backward", mutates_args=())
@@ -258,54 +270,70 @@ def _bf16_gradients(
     score is rounded to bf16. The extra columns stay until the end, since products of slices would
     copy their inputs first.
     """
-    batch, heads, length, width = q.shape
-    # such a scale multiplies q without rounding
-    is_power_of_two = math.frexp(scale)[0] == 0.5
-    query_scale, score_scale = (scale, 1.0) if is_power_of_two else (1.0, scale)
+    # a power of two multiplies q without rounding; other scales multiply the scores
+    if math.frexp(scale)[0] == 0.5:
+        query_scale = scale
+        score_scale = 1.0
+    else:
+        query_scale = 1.0
+        score_scale = scale
     # Queries have H rows a token, keys and values K: the groups of documents are the same.
-    q_groups = _make_groups(bounds, heads, heads)
-    kv_groups = _make_groups(bounds, heads, k.size(1))
+    q_groups = _make_groups(bounds, q.size(1), q.size(1))
+    kv_groups = _make_groups(bounds, q.size(1), k.size(1))
 
-    d_out = _by_head(grad)
     # [scale q | -lse] times [k | 1, 1, 1] is the score minus lse; three columns hold lse in bf16
-    queries = q_groups.gather(
-        torch.cat(
-            (_by_head(q) * query_scale, _split_to_bf16(_by_token(lse).flatten() / -score_scale)), -1
-        )
-    )
+    minus_lse = _by_token(lse).flatten() / -score_scale
+    queries = q_groups.gather(_with_terms(_by_head(q) * query_scale, minus_lse))
     # [dO | -rowsum(dO * O)] times [v | 1, 1, 1] is the second factor of dS
-    d_outs = q_groups.gather(
-        torch.cat((d_out, _split_to_bf16(-(d_out.float() * _by_head(out)).sum(-1))), -1)
-    )
-    keys, values = (
-        kv_groups.gather(F.pad(_by_head(x), (0, BF16_TERMS), value=1.0)) for x in (k, v)
-    )
+    d_out = _by_head(grad)
+    minus_sums = -(d_out.float() * _by_head(out)).sum(-1)
+    d_outs = q_groups.gather(_with_terms(d_out, minus_sums))
+    keys = kv_groups.gather(_with_ones(_by_head(k)))
+    values = kv_groups.gather(_with_ones(_by_head(v)))
     # queries of padding rows then add nothing to d_k and d_v
     q_groups.zero_padding_(d_outs)
 
-    # with the extra columns, which `join` removes
-    d_q, d_k, d_v = (torch.empty_like(x) for x in (queries, keys, values))
-    kv_parts = [kv_groups.split(x) for x in (keys, values, d_k, d_v)]
-    for (count, size), *parts in zip(
-        q_groups.shapes,
-        *(q_groups.split(x) for x in (queries, d_outs, d_q)),
-        *kv_parts,
-        strict=True,
-    ):
-        _group_gradients(
-            *(part.view(count * k.size(1), -1, size, width + BF16_TERMS) for part in parts),
-            1.0 if is_power_of_two else score_scale,
-        )
+    inputs = (queries, d_outs, keys, values)
+    d_q, d_k, d_v = _row_gradients(q_groups, kv_groups, inputs, k.size(1), score_scale)
+    d_q = _without_terms(q_groups, d_q, q)
+    d_k = _without_terms(kv_groups, d_k, k)
+    d_v = _without_terms(kv_groups, d_v, v)
+    d_q.mul_(scale)
+    # otherwise d_k contains the scale already, since the queries were multiplied by it
+    if score_scale != 1:
+        d_k.mul_(score_scale)
+    return d_q, d_k, d_v
 
-    def join(groups: DocumentGroups, rows: Tensor) -> Tensor:
-        return groups.ungather(rows[:, :width]).view(batch, length, -1, width).transpose(1, 2)
 
-    d_q = join(q_groups, d_q)
-    d_k = join(kv_groups, d_k)
-    d_v = join(kv_groups, d_v)
+def _row_gradients(
+    q_groups: DocumentGroups,
+    kv_groups: DocumentGroups,
+    inputs: tuple[Tensor, ...],
+    key_heads: int,
+    scale: float,
+) -> list[Tensor]:
+    """Return the gradients (R, W) of queries, keys and values; their extra columns have no meaning.
 
-    # d_k contains the scale already if the queries were multiplied by it
-    return d_q.mul_(scale), d_k if is_power_of_two else d_k.mul_(score_scale), d_v
+    inputs: the rows (R, W) of queries, output gradients, keys and values.
+    """
+    queries, d_outs, keys, values = inputs
+    d_q = torch.empty_like(queries)
+    d_k = torch.empty_like(keys)
+    d_v = torch.empty_like(values)
+    # in the order of the arguments of `_group_gradients`
+    by_tensor = [q_groups.split(rows) for rows in (queries, d_outs, d_q)]
+    by_tensor += [kv_groups.split(rows) for rows in (keys, values, d_k, d_v)]
+    for (count, length), *parts in zip(q_groups.shapes, *by_tensor, strict=True):
+        shape = (count * key_heads, -1, length, queries.size(1))
+        _group_gradients(*(part.view(shape) for part in parts), scale)
+    return [d_q, d_k, d_v]
+
+
+def _without_terms(groups: DocumentGroups, rows: Tensor, like: Tensor) -> Tensor:
+    """Return rows (R, W) without their extra columns as a tensor like `like`, (B, heads, T, D)."""
+    batch, heads, length, width = like.shape
+    vectors = groups.ungather(rows[:, :width])
+    return vectors.view(batch, length, heads, width).transpose(1, 2)
 
 
 def _group_gradients(
@@ -323,26 +351,30 @@ def _group_gradients(
     query, d_out and d_q are (N K, H / K, length, W); key, value, d_k and d_v are (N K, 1, length,
     W).
     """
-    key, value, length, step = key[:, 0], value[:, 0], key.size(2), _query_block(key.size(2))
+    key = key[:, 0]  # (N K, length, W)
+    value = value[:, 0]
+    length = key.size(1)
+    step = _query_block(length)
     # several blocks of queries add to the same keys and values: bf16 would round each sum
-    sum_d_k, sum_d_v = torch.zeros(2, *key.shape) if step < length else (0, 0)  # fp32
+    if step < length:
+        sum_d_k, sum_d_v = torch.zeros(2, *key.shape)  # fp32
     for start in range(0, length, step):
         stop = min(length, start + step)
-        # only the keys up to the last query of the block are computed
         # concatenate the query heads that share a key head: (N K, H / K * n, W)
-        block_q, block_d_out = (
-            x[:, :, start:stop].reshape(len(key), -1, key.size(-1)) for x in (query, d_out)
-        )
+        block_q = query[:, :, start:stop].reshape(len(key), -1, key.size(-1))
+        block_d_out = d_out[:, :, start:stop].reshape(block_q.shape)
+        # only the keys up to the last query of the block are computed
         # lse is subtracted in the product, so that exp gives probabilities without a division
         probs = torch.bmm(block_q, key[:, :stop].mT)  # (N K, H / K * n, S)
-        probs = (probs if scale == 1 else probs.mul_(scale)).exp_()
+        if scale != 1:
+            probs.mul_(scale)
+        probs.exp_()
         # query i of the block is token start + i, which sees the keys up to itself
         probs.view(-1, stop - start, stop).tril_(start)
 
         d_scores = torch.bmm(block_d_out, value[:, :stop].mT).mul_(probs)
-        d_q[:, :, start:stop] = torch.bmm(d_scores, key[:, :stop]).view(
-            *d_q.shape[:2], stop - start, -1
-        )
+        block_d_q = torch.bmm(d_scores, key[:, :stop])
+        d_q[:, :, start:stop] = block_d_q.view(*d_q.shape[:2], stop - start, -1)
         block_d_k = torch.bmm(d_scores.mT, block_q)
         block_d_v = torch.bmm(probs.mT, block_d_out)
 
@@ -364,7 +396,18 @@ def _split_to_bf16(x: Tensor) -> Tensor:
     """Split fp32 values into bf16 terms that sum to them, (..., BF16_TERMS)."""
     first = x.bfloat16()
     second = (x - first).bfloat16()
-    return torch.stack((first, second, (x - first - second).bfloat16()), -1)
+    third = (x - first - second).bfloat16()
+    return torch.stack((first, second, third), -1)
+
+
+def _with_terms(rows: Tensor, values: Tensor) -> Tensor:
+    """Return rows (R, D) with extra columns that sum to fp32 values (R,)."""
+    return torch.cat((rows, _split_to_bf16(values)), -1)
+
+
+def _with_ones(rows: Tensor) -> Tensor:
+    """Return rows (R, D) with ones in the extra columns."""
+    return F.pad(rows, (0, BF16_TERMS), value=1.0)
 
 
 def _empty_token_major(x: Tensor) -> Tensor:
@@ -409,8 +452,8 @@ def eager_attend_documents(
     """Run `eager_attention` on each group of documents; `settings` are its softcap, sinks and
     scale."""
     groups = _make_groups(tuple(documents.cu_seqlens.tolist()), q.size(1), 1)
-    out = [
-        eager_attention(*inputs, attention_mask(*inputs[:2], None, window), *settings)
-        for inputs in groups.per_group(q, k, v)
-    ]
-    return groups.join(out, q.size(0))
+    outputs = []
+    for inputs in groups.per_group(q, k, v):
+        mask = attention_mask(*inputs[:2], None, window)
+        outputs.append(eager_attention(*inputs, mask, *settings))
+    return groups.join(outputs, q.size(0))

@@ -204,7 +204,9 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         """(B, T, heads, D) -> (B, heads, T, D), clamped if the architecture has a clip value"""
-        return (x if self.clip is None else x.clamp(-self.clip, self.clip)).transpose(1, 2)
+        if self.clip is not None:
+            x = x.clamp(-self.clip, self.clip)
+        return x.transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -294,7 +296,9 @@ def make_attention(config: Config, layer: LayerConfig) -> nn.Module | None:
     """Build the attention of a layer, or return None if it has none."""
     if not layer.attention:
         return None
-    return (LatentAttention if layer.latent else Attention)(config, layer)
+    if layer.latent:
+        return LatentAttention(config, layer)
+    return Attention(config, layer)
 
 
 class PostNormBlock(Block):
@@ -327,8 +331,7 @@ class ParallelBlock(Block):
         cache: LayerCache | None,
     ) -> Tensor:
         y = self.attention_norm(x)
-        return (
-            x
-            + self.attention(y, cos_sin, documents, cache)
-            + self.mlp(y if self.shared_norm else self.mlp_norm(x))
-        )
+        attended = x + self.attention(y, cos_sin, documents, cache)
+        if not self.shared_norm:
+            y = self.mlp_norm(x)
+        return attended + self.mlp(y)

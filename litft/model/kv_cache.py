@@ -98,21 +98,21 @@ class KVCache:
         device: torch.device | str | list[torch.device] = "cpu",  # or one per layer
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        # of keys and values; a layer without attention, or one that reuses keys, has no heads
-        shapes = [
-            tuple((batch, heads, capacity, size) for size in sizes)
-            for heads, *sizes in (config.cache_shape(layer) for layer in config.layers)
-        ]
         # zeros, since masked entries get weight 0 and 0 * NaN is NaN; two tensors, since
         # torch.compile gives wrong results for two views of one (torch 2.13, dynamic sizes)
         if isinstance(device, list):
             devices = device
         else:
             devices = [device] * len(config.layers)
-        storage = [
-            [torch.zeros(shape, device=on, dtype=dtype) for shape in pair]
-            for on, pair in zip(devices, shapes, strict=True)
-        ]
+        storage = []
+        for on, layer in zip(devices, config.layers, strict=True):
+            # a layer without attention, or one that reuses keys, has no heads
+            heads, *sizes = config.cache_shape(layer)
+            pair = []
+            for size in sizes:
+                shape = (batch, heads, capacity, size)
+                pair.append(torch.zeros(shape, device=on, dtype=dtype))
+            storage.append(pair)
         for index in range(len(storage)):
             # the same tensors, if a layer reuses keys and values
             storage[index] = storage[config.kv_source(index)]
@@ -145,11 +145,11 @@ class KVCache:
     @staticmethod
     def state_bytes(config: Config) -> int:
         """Return the bytes that the states of a text take in all layers, whatever its length."""
-        mixers = (layer.mixer for layer in config.layers if layer.mixer)
-        return (
-            sum(math.prod(shape) for mixer in mixers for shape in mixer.state_shapes)
-            * torch.float32.itemsize
-        )
+        count = 0
+        for layer in config.layers:
+            if layer.mixer:
+                count += sum(math.prod(shape) for shape in layer.mixer.state_shapes)
+        return count * torch.float32.itemsize
 
     def rows(self, start: int, stop: int) -> "KVCache":
         """Return a view of some rows, which shares this cache's memory."""
@@ -170,7 +170,10 @@ class KVCache:
 
     def states(self) -> list[Tensor]:
         """Return the states of all recurrent mixers."""
-        return [state for layer in self.layers for state in layer.states]
+        states = []
+        for layer in self.layers:
+            states += layer.states
+        return states
 
     def restore(self, states: Sequence[Tensor]) -> None:
         """Copy `states`, as from the method of that name, into this cache."""
@@ -205,11 +208,12 @@ class KVCache:
         # for a single token at the end of every row, which sees all keys.
         masks: dict[int | Chunk | None, Tensor | None] = {}
         if positions is not None or (count > 1 and start):
-            key_positions = self.key_positions if positions is not None else None
-            if key_positions is None:
-                key_positions = torch.arange(
-                    end if positions is None else self.capacity, device=device
-                )
+            if positions is None:
+                key_positions = torch.arange(end, device=device)
+            elif self.key_positions is None:
+                key_positions = torch.arange(self.capacity, device=device)
+            else:
+                key_positions = self.key_positions
             # With positions there are enough keys for the longest row; the mask of each row hides
             # what is beyond its position.
             end = key_positions.size(0)
@@ -218,9 +222,8 @@ class KVCache:
             else:
                 query_positions = positions
             windows = {layer.window for layer in self.config.layers}
-            masks = {
-                window: causal_mask(query_positions, key_positions, window) for window in windows
-            }
+            for window in windows:
+                masks[window] = causal_mask(query_positions, key_positions, window)
         self.call = Call(start, end, positions, masks, self.active)
 
     def end(self) -> None:

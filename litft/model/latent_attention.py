@@ -123,15 +123,14 @@ class LatentAttention(nn.Module):
         """Attend to the latent vectors: (q W_k) k = q (W_k k), and W_v is applied to their weighted
         sum."""
         keys, _, mask = cache.update(keys, keys[..., :0], self.window)
+        weight = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1))
         # (H, N, R), (H, V, R)
-        key_weight, value_weight = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1)).split(
-            (self.latent.nope_dim, self.latent.value_dim), dim=1
-        )
+        sizes = (self.latent.nope_dim, self.latent.value_dim)
+        key_weight, value_weight = weight.split(sizes, dim=1)
 
         q = torch.cat((q_nope @ key_weight, q_rope), dim=-1)  # (B, H, T, R + D)
         # the latent vectors are keys and values of a single head that all query heads share
+        values = keys[..., : self.latent.dim]
         # (B, H, T, R)
-        y = attend(
-            q, keys, keys[..., : self.latent.dim], None, self.window, scale=self.scale, mask=mask
-        )
+        y = attend(q, keys, values, None, self.window, scale=self.scale, mask=mask)
         return y @ value_weight.mT

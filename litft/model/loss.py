@@ -187,7 +187,10 @@ def fused_softmax_loss(
             - smoothing / scores.size(1)
             - torch.where(is_target, 1 - smoothing, 0.0)
         )
-        logits.copy_(grad if softcap is None else grad * (1 - (scores / softcap) ** 2))
+        if softcap is not None:
+            # the derivative of the soft cap
+            grad = grad * (1 - (scores / softcap) ** 2)
+        logits.copy_(grad)
     return losses
 
 
@@ -215,18 +218,21 @@ def _chunk_losses(
         return _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
 
     # as many tokens as keep a softmax below its limit of fp32 numbers
-    count = max(
-        1, SOFTMAX_CHUNK["cpu" if device_type(logits) == "cpu" else "cuda"] // logits.size(1)
-    )
+    if device_type(logits) == "cpu":
+        limit = SOFTMAX_CHUNK["cpu"]
+    else:
+        limit = SOFTMAX_CHUNK["cuda"]
+    count = max(1, limit // logits.size(1))
     parts = zip(logits.split(count), targets.split(count), strict=True)
     return torch.cat([_softmax_loss(*part, softcap, smoothing, training) for part in parts])
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the logits (n, V) of hidden (n, C), in its dtype."""
-    return F.linear(
-        hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
-    )
+    weight = weight.to(hidden.dtype)
+    if bias is not None:
+        bias = bias.to(hidden.dtype)
+    return F.linear(hidden, weight, bias)
 
 
 def _chunks(hidden: Tensor) -> Iterator[slice]:
@@ -344,20 +350,21 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             # free them before the next chunk is computed
             del logits
         ctx.options = softcap, compiled
-        ctx.save_for_backward(
-            *((hidden, weight, bias, targets) if trains_head else (grads.hidden,))
-        )
+        if trains_head:
+            ctx.save_for_backward(hidden, weight, bias, targets)
+        else:
+            ctx.save_for_backward(grads.hidden)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         if len(ctx.saved_tensors) == 1:
-            # frozen head: one factor for each token's gradient
             (d_hidden,) = ctx.saved_tensors
-            return d_hidden.mul_(
-                grad.to(d_hidden.dtype)[:, None]
-            ) if d_hidden is not None else None, *[None] * 6
+            if d_hidden is not None:
+                # frozen head: one factor for each token's gradient
+                d_hidden.mul_(grad.to(d_hidden.dtype)[:, None])
+            return d_hidden, *[None] * 6
 
         # trained head: compute the logits again, and weight the gradient of each token's
         hidden, weight, bias, targets = ctx.saved_tensors

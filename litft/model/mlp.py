@@ -222,9 +222,11 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     for _ in range(2):
         highest, index = remaining.max(dim=-1, keepdim=True)
         # relative to the highest of the remaining logits; experts that are far from it take no part
-        is_far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * jitter
-        weights.append(remaining.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, index))
+        distance = (highest - logits) / logits.abs().clamp(min=highest)
+        near = remaining.masked_fill(distance > 2 * jitter, float("-inf"))
+        weights.append(near.softmax(-1).gather(-1, index))
         chosen.append(index)
+        # the second expert is another one
         remaining = remaining.scatter(-1, index, float("-inf"))
     return torch.cat(weights, -1), torch.cat(chosen, -1)
 
@@ -322,11 +324,14 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return looped_product(x, weight, ends)
     in_dim, out_dim = weight.shape[1:]
     # grouped_mm takes rows of a multiple of 16 bytes; zeros change no product
-    in_padding, out_padding = (-dim % (16 // x.element_size()) for dim in (in_dim, out_dim))
+    multiple = 16 // x.element_size()
+    in_padding = -in_dim % multiple
+    out_padding = -out_dim % multiple
     if in_padding or out_padding:
         x = F.pad(x, (0, in_padding))
         weight = F.pad(weight, (0, out_padding, 0, in_padding))
-    return F.grouped_mm(x, weight, offs=ends)[:, :out_dim]
+    y = F.grouped_mm(x, weight, offs=ends)
+    return y[:, :out_dim]
 
 
 def by_expert(values: Tensor, grouping: Grouping) -> Tensor:
@@ -392,11 +397,10 @@ class MoE(nn.Module):
     def select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and indices of the experts of each token of flat (B T, C), (B T,
         top_k) each."""
-        return route(
-            self.router(flat),
-            self.config,
-            None if self.correction_bias is None else self.correction_bias.detach(),
-        )
+        scores = self.router(flat)
+        if self.correction_bias is None:
+            return route(scores, self.config, None)
+        return route(scores, self.config, self.correction_bias.detach())
 
     def expert_inputs(self, flat: Tensor) -> Tensor:
         """Return what the experts read of flat (B T, C)."""
@@ -413,9 +417,8 @@ class MoE(nn.Module):
         # contiguous from here on. The sort is stable, so the order of rows is deterministic.
         expert, order = chosen.flatten().sort(stable=True)
         # the number of rows that belong to experts 0 to e
-        ends = torch.searchsorted(
-            expert, torch.arange(self.count, device=x.device), right=True, out_int32=True
-        )
+        numbers = torch.arange(self.count, device=x.device)
+        ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
         # (N, C): pair i belongs to token i // top_k
         rows = flat[order // chosen.size(1)]
         if self.config.weighted_input:
@@ -424,15 +427,15 @@ class MoE(nn.Module):
         y = self.experts(rows, Grouping(expert, ends))
         # a gather restores the token order deterministically, unlike scatter-add
         y = y[order.argsort()].unflatten(0, chosen.shape)  # (B T, top_k, C)
-        y = (y if self.config.weighted_input else y * weights[..., None]).sum(1)
+        if not self.config.weighted_input:
+            y = y * weights[..., None]
+        y = y.sum(1)
 
         if self.shared is not None:
             shared_output = self.shared(flat)
-            y = y + (
-                shared_output
-                if self.shared_gate is None
-                else shared_output * torch.sigmoid(self.shared_gate(flat))
-            )
+            if self.shared_gate is not None:
+                shared_output = shared_output * torch.sigmoid(self.shared_gate(flat))
+            y = y + shared_output
         return scaled(y, self.config.output_scale).view_as(x)
 
 
@@ -482,6 +485,9 @@ def make_mlp(config: Config, layer: LayerConfig) -> nn.Module:
         if layer.experts.beside_dense:
             return DenseBesideExperts(config, layer)
         return MoE(config, layer.experts)
+    hidden_dim = layer.hidden_dim or config.hidden_dim
     if layer.sparsity:
-        return SparseMLP(config, layer.hidden_dim or config.hidden_dim, layer.sparsity)
-    return (GatedMLP if config.gated else PlainMLP)(config, layer.hidden_dim or config.hidden_dim)
+        return SparseMLP(config, hidden_dim, layer.sparsity)
+    if config.gated:
+        return GatedMLP(config, hidden_dim)
+    return PlainMLP(config, hidden_dim)

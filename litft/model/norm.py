@@ -49,9 +49,8 @@ class Norm(nn.Module):
         ):
             return rms_norm_single_token(x, weight, self.norm.eps)
 
-        weight, bias = (
-            p if p is None else p.float().view(self.shape) for p in (self.weight, self.bias)
-        )
+        weight = self.in_fp32(self.weight)
+        bias = self.in_fp32(self.bias)
         # the checkpoint stores the difference from the offset
         if self.norm.offset:
             weight = weight + self.norm.offset
@@ -62,7 +61,15 @@ class Norm(nn.Module):
             return self.normalize(x.float(), weight, bias).to(x.dtype)
         # F's norms take a weight of the normalized dimensions, not one for each head
         y = self.normalize(x.float(), None, None) * weight
-        return (y if bias is None else y + bias).to(x.dtype)
+        if bias is not None:
+            y = y + bias
+        return y.to(x.dtype)
+
+    def in_fp32(self, parameter: Tensor | None) -> Tensor | None:
+        """Return the weight or the bias in fp32, in the shape in which it is applied."""
+        if parameter is None:
+            return None
+        return parameter.float().view(self.shape)
 
     def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalize fp32 input."""
@@ -94,7 +101,9 @@ def make_qk_norm(config: Config, heads: int, head_dim: int) -> Norm | None:
         return None
     if config.qk_norm_over == "head":
         return Norm(config.qk_norm, head_dim)
-    return Norm(config.qk_norm, heads, head_dim, num_dims=2 if config.qk_norm_over == "all" else 1)
+    # over all heads of a token, or over one head with a weight for each
+    num_dims = 2 if config.qk_norm_over == "all" else 1
+    return Norm(config.qk_norm, heads, head_dim, num_dims=num_dims)
 
 
 def rms_norm_single_token(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,9 +114,8 @@ def rms_norm_single_token(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # F.rms_norm runs twice as many operations on a CPU
     x_fp32 = x.float()
     mean_square = torch.linalg.vector_norm(x_fp32).item() ** 2 / x.numel() + eps
-    return (
-        torch.mul(x_fp32, mean_square**-0.5 if mean_square else math.inf).mul_(weight).to(x.dtype)
-    )
+    inverse_rms = mean_square**-0.5 if mean_square else math.inf
+    return torch.mul(x_fp32, inverse_rms).mul_(weight).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -121,10 +129,13 @@ class _RMSNorm(torch.autograd.Function):
         # vector_norm reads x once and stores no squares
         compute_dtype = torch.promote_types(x.dtype, torch.float32)
         row_norm = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=compute_dtype)
-        inverse_rms = torch.rsqrt(row_norm.square_().div_(ctx.count).add_(eps))
+        mean_square = row_norm.square_().div_(ctx.count)
+        inverse_rms = torch.rsqrt(mean_square.add_(eps))
         ctx.save_for_backward(x, weight, inverse_rms)
         y = x.to(compute_dtype, copy=True).mul_(inverse_rms)
-        return (y if weight is None else y.mul_(weight)).to(x.dtype)
+        if weight is not None:
+            y.mul_(weight)
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

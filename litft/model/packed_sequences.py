@@ -31,7 +31,8 @@ class PackedSequences(NamedTuple):
         # the first token of each row always starts a document
         is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
         cu_seqlens = F.pad(is_start.nonzero()[:, 0], (0, 1), value=ids.numel()).to(torch.int32)
-        return cls(ids, cu_seqlens, None if ids.is_cuda else cu_seqlens)
+        host_cu_seqlens = None if ids.is_cuda else cu_seqlens
+        return cls(ids, cu_seqlens, host_cu_seqlens)
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device) -> "PackedSequences":
@@ -50,20 +51,29 @@ class PackedSequences(NamedTuple):
         Their number depends on the data, and a GPU's host would wait for it. So there are as many
         as there can be, and the last ones are empty.
         """
-        ids, (batch, length) = self.ids, self.ids.shape
+        ids = self.ids
+        device = ids.device
+        batch, length = ids.shape
+        num_tokens = ids.numel()
         # (B, T), counted from the start of each document
-        positions = torch.arange(length, device=ids.device) - document_starts(ids)
+        positions = torch.arange(length, device=device) - document_starts(ids)
         is_start = (positions % size == 0).flatten()
+
         # a document of n tokens has at most 1 + n // size chunks
-        limit = self.cu_seqlens.numel() - 1 + batch * length // size
+        num_documents = self.cu_seqlens.numel() - 1
+        limit = num_documents + batch * length // size
         # the chunk that a token starts; the others go to a slot after the last chunk
         numbers = torch.where(is_start, is_start.cumsum(0) - 1, limit)
-        starts = torch.full((limit + 1,), ids.numel(), dtype=torch.int32, device=ids.device)
-        starts.scatter_(0, numbers, torch.arange(ids.numel(), dtype=torch.int32, device=ids.device))
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
+        starts = torch.full((limit + 1,), num_tokens, dtype=torch.int32, device=device)
+        starts.scatter_(0, numbers, tokens)
         # the slot that collects all tokens that start no chunk
-        starts[limit:].fill_(ids.numel())
-        # a document has at most length // size + 1 chunks, so each chunk of a row has its own value
-        return PackedSequences(ids * (length // size + 1) + positions // size, starts)
+        starts[limit:].fill_(num_tokens)
+
+        # a document has at most that many chunks, so each chunk of a row has its own value
+        most_chunks = length // size + 1
+        chunk_ids = ids * most_chunks + positions // size
+        return PackedSequences(chunk_ids, starts)
 
     def with_masks(self, windows: Iterable[int | None]) -> "PackedSequences":
         """Return a copy with a FlexAttention block mask for each window; built on the device
@@ -87,7 +97,8 @@ class PackedSequences(NamedTuple):
                 self.ids.device,
             )
 
-        return self._replace(masks={window: block_mask(window) for window in windows})
+        masks = {window: block_mask(window) for window in windows}
+        return self._replace(masks=masks)
 
 
 def document_starts(ids: Tensor) -> Tensor:

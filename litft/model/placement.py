@@ -20,11 +20,10 @@ from litft.model.transformer import GPT
 def placement(shape: tuple[int, ...], world_size: int) -> Shard:
     """Return the dimension to shard a parameter along: the first one that divides evenly, otherwise
     dimension 0."""
-    even_dims = []
     for dim, size in enumerate(shape):
         if size % world_size == 0:
-            even_dims.append(dim)
-    return Shard(even_dims[0] if even_dims else 0)
+            return Shard(dim)
+    return Shard(0)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -36,7 +35,9 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Return the slices of a tensor that this process holds, as in torch.chunk: the last shard may
     be shorter or empty."""
     slices = [slice(0, size) for size in tensor.shape]
-    for mesh_dim, sharding in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+    if not isinstance(tensor, DTensor):
+        return tuple(slices)
+    for mesh_dim, sharding in enumerate(tensor.placements):
         if isinstance(sharding, Shard):
             size = tensor.shape[sharding.dim]
             shard_size = -(-size // tensor.device_mesh.size(mesh_dim))

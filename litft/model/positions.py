@@ -45,13 +45,22 @@ def add_alibi(
     attention kernel. A position is split into two whole numbers that bf16 represents. positions: (B
     or 1, T); slopes: (H,).
     """
-    # block * 128 + rest: bf16 holds both numbers exactly for positions up to 32,768
-    block = torch.div(positions, ALIBI_BLOCK, rounding_mode="floor")
-    # (B, 1, T, 2)
-    features = torch.stack((block, positions - block * ALIBI_BLOCK), dim=-1)[:, None].to(k.dtype)
+    # (B, T, 2) -> (B, K, T, 2)
+    features = _block_and_rest(positions)[:, None].to(k.dtype)
+    features = features.expand(k.size(0), k.size(1), -1, -1)
     # divided by the scale, by which the attention kernel multiplies the whole score
-    weights = torch.stack((slopes * (ALIBI_BLOCK / scale), slopes / scale), dim=-1)  # (H, 2)
-    weights = weights[None, :, None].to(q.dtype).expand(q.size(0), -1, q.size(2), -1)
-    return torch.cat((q, weights), -1), torch.cat(
-        (k, features.expand(k.size(0), k.size(1), -1, -1)), -1
-    )
+    block_slopes = slopes * (ALIBI_BLOCK / scale)
+    rest_slopes = slopes / scale
+    # (H, 2) -> (B, H, T, 2)
+    weights = torch.stack((block_slopes, rest_slopes), dim=-1)
+    weights = weights[None, :, None].to(q.dtype)
+    weights = weights.expand(q.size(0), -1, q.size(2), -1)
+    return torch.cat((q, weights), -1), torch.cat((k, features), -1)
+
+
+def _block_and_rest(positions: Tensor) -> Tensor:
+    """Split positions (B, T) into block * 128 + rest, (B, T, 2): bf16 holds both numbers exactly
+    for positions up to 32,768."""
+    block = torch.div(positions, ALIBI_BLOCK, rounding_mode="floor")
+    rest = positions - block * ALIBI_BLOCK
+    return torch.stack((block, rest), dim=-1)

@@ -160,31 +160,24 @@ class QuantizedTensor:
         """Build from `data` and the result of `components`."""
         if kind == "int8":
             return cls(data, tensors[0])
-        QuantState, (absmax, code, *nested), (height, width, block_size, *inner_block_sizes) = (
-            bitsandbytes().functional.QuantState,
-            tensors,
-            numbers,
-        )
+        make_state = bitsandbytes().functional.QuantState
+        absmax, code, *nested = tensors
+        height, width, block_size, *inner_block_sizes = numbers
+        # the block scales may be quantized themselves, after an offset was subtracted
         if nested:
-            inner = QuantState(
-                nested[0], code=nested[1], blocksize=inner_block_sizes[0], dtype=torch.float32
+            inner_absmax, inner_code, offset = nested
+            inner = make_state(
+                inner_absmax,
+                code=inner_code,
+                blocksize=inner_block_sizes[0],
+                dtype=torch.float32,
             )
         else:
+            offset = None
             inner = None
         shape = torch.Size((height, width))
-        return cls(
-            data,
-            QuantState(
-                absmax,
-                shape,
-                code,
-                block_size,
-                kind,
-                torch.float32,
-                nested[2] if nested else None,
-                inner,
-            ),
-        )
+        state = make_state(absmax, shape, code, block_size, kind, torch.float32, offset, inner)
+        return cls(data, state)
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
         """Return a copy on another device."""
@@ -248,14 +241,18 @@ def quantized_matmul(
         return F.linear(x, weight)
     # (E out, in) -> (E, out, in)
     weight = weight.unflatten(0, (len(ends), -1))
-    return grouped_product(x, weight if transpose else weight.mT, ends)
+    if not transpose:
+        weight = weight.mT
+    return grouped_product(x, weight, ends)
 
 
 @quantized_matmul.register_fake
 def _(x, data, statistics, numbers, kind, ends, transpose):
-    height = numbers[0] // (1 if ends is None else len(ends))
-    width = numbers[1]
-    return x.new_empty(*x.shape[:-1], width if transpose else height)
+    height, width = numbers[:2]
+    if ends is not None:
+        height //= len(ends)
+    features = width if transpose else height
+    return x.new_empty(*x.shape[:-1], features)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -33,9 +33,9 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
     elif rope.rope_type == "yarn":
         frequencies = _yarn(frequencies, rope)
     elif rope.rope_type == "longrope":
-        return frequencies / torch.tensor(rope.short_factor), frequencies / torch.tensor(
-            rope.long_factor
-        )
+        short = frequencies / torch.tensor(rope.short_factor)
+        long = frequencies / torch.tensor(rope.long_factor)
+        return short, long
     frequencies = -frequencies if rope.reversed else frequencies
     return frequencies, frequencies
 
@@ -220,15 +220,18 @@ def _rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotate_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # computed as (B, T, H, D), so that neither the attention kernel's output nor the input of
     # o_proj is a copy
-    x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, cos, sin))
+    x = x.transpose(1, 2)
     half = cos.size(-1) // 2
-    cos = cos[..., :half]
-    sin = sin[..., :half]
+    cos = cos.transpose(1, 2)[..., :half]
+    sin = sin.transpose(1, 2)[..., :half]
     first_half = x[..., :half]
     second_half = x[..., half : 2 * half]
     rest = x[..., 2 * half :]
-    rotated = (first_half * cos).sub_(second_half * sin), (second_half * cos).add_(first_half * sin)
-    return torch.cat((*rotated, rest), dim=-1).transpose(1, 2)
+    # the plane of entries i and i + half is turned by the angle
+    turned_first = (first_half * cos).sub_(second_half * sin)
+    turned_second = (second_half * cos).add_(first_half * sin)
+    turned = torch.cat((turned_first, turned_second, rest), dim=-1)
+    return turned.transpose(1, 2)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -242,5 +245,8 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rest = x[..., width:]
     even = rotated[..., ::2]
     odd = rotated[..., 1::2]
-    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((rotated, rest), dim=-1)
+    # the plane of entries 2 i and 2 i + 1 is turned by the angle
+    turned_even = even * cos - odd * sin
+    turned_odd = odd * cos + even * sin
+    rotated = torch.stack((turned_even, turned_odd), dim=-1)
+    return torch.cat((rotated.flatten(-2), rest), dim=-1)

@@ -79,21 +79,14 @@ class RopeConfig:
                 scaling[k] = v
 
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-        # otherwise the family rotates whole heads, and partial_rotary_factor is ignored
-        if fraction is not None or rope_type != "default":
-            fraction = scaling.get(
-                "partial_rotary_factor", hf.get("partial_rotary_factor") or fraction
-            )
-        fraction = 1.0 if fraction is None else fraction
-        if not 0 < fraction <= 1:  # rotary_dim divided by head_dim
-            raise ValueError(
-                f"config.json: the rotated share of a head must be in (0, 1], found {fraction!r}"
-            )
+        rotated_share = _rotated_share(hf, scaling, rope_type, fraction)
         if rope_type == "proportional":
             # all pairs are there; those beyond the share have a frequency of 0
             dim = head_dim
+            fraction = rotated_share
         else:
-            dim = int(head_dim * fraction)
+            dim = int(head_dim * rotated_share)
+            fraction = 1.0
         if rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"config.json: rope type {rope_type!r} is not supported; known: "
@@ -108,37 +101,57 @@ class RopeConfig:
         )
         # as in transformers, the ratio of the two context lengths replaces a missing factor, and
         # for longrope any factor
-        ratio = max_positions / (original_max_positions or max_positions)
-        factor = scaling.get("factor", ratio if original_max_positions else 1.0)
+        trained_positions = original_max_positions or max_positions
+        ratio = max_positions / trained_positions
+        default_factor = ratio if original_max_positions else 1.0
+        factor = scaling.get("factor", default_factor)
         if rope_type == "longrope" and hf.get("original_max_position_embeddings"):
             factor = ratio
-        # named as in the file; what it leaves out keeps the default of the dataclass
-        type_specific = (
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "truncate",
-        )
+        # for these types the file's original length has no meaning
+        if rope_type in ("default", "linear", "dynamic"):
+            original_max_positions = max_positions
+        else:
+            original_max_positions = trained_positions
+        specific = {name: scaling[name] for name in _TYPE_SPECIFIC if name in scaling}
         return cls(
             theta=float(scaling.get("rope_theta", hf.get("rope_theta") or theta)),
             dim=dim,
-            fraction=float(fraction) if rope_type == "proportional" else 1.0,
+            fraction=float(fraction),
             rope_type=rope_type,
             factor=float(factor),
-            original_max_positions=int(
-                max_positions
-                if rope_type in ("default", "linear", "dynamic")
-                else original_max_positions or max_positions
-            ),
+            original_max_positions=int(original_max_positions),
             attention_factor=_attention_factor(
-                rope_type, scaling, float(factor), original_max_positions or max_positions
+                rope_type, scaling, float(factor), trained_positions
             ),
             short_factor=tuple(scaling.get("short_factor", ())),
             long_factor=tuple(scaling.get("long_factor", ())),
             query_beta=float(scaling.get("llama_4_scaling_beta", 0.0)),
-            **{name: scaling[name] for name in type_specific if name in scaling},
+            **specific,
         )
+
+
+# named as in the file; what it leaves out keeps the default of the dataclass
+_TYPE_SPECIFIC = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+
+
+def _rotated_share(
+    hf: dict[str, Any], scaling: dict[str, Any], rope_type: str, default: float | None
+) -> float:
+    """Return the share of a head that is rotated; raise ValueError if the file's is not in (0, 1].
+
+    default: the family's; None means all of it.
+    """
+    share = default
+    # otherwise the family rotates whole heads, and partial_rotary_factor is ignored
+    if default is not None or rope_type != "default":
+        share = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor") or default)
+    if share is None:
+        share = 1.0
+    if not 0 < share <= 1:  # rotary_dim divided by head_dim
+        raise ValueError(
+            f"config.json: the rotated share of a head must be in (0, 1], found {share!r}"
+        )
+    return share
 
 
 def _check_complete(rope_type: str, scaling: dict[str, Any]) -> None:

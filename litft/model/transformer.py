@@ -67,9 +67,9 @@ class GPT(nn.Module):
         # layers with equal parameters share one table of cos and sin, which is computed once a pass
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
-        self.rotary_indices = [
-            ropes.index(layer.rope) if layer.rope else None for layer in config.layers
-        ]
+        self.rotary_indices: list[int | None] = []
+        for layer in config.layers:
+            self.rotary_indices.append(ropes.index(layer.rope) if layer.rope else None)
         self.label_smoothing = self.neftune_alpha = 0.0  # set by the training loop
         # whether the loss is compiled in training
         self.compiled_loss = False
@@ -137,7 +137,8 @@ class GPT(nn.Module):
         if cache is not None:
             cache.begin(tokens, positions)
         if positions is None:
-            positions = default_positions(tokens, document_ids, cache.length if cache else 0)
+            start = cache.length if cache else 0
+            positions = default_positions(tokens, document_ids, start)
 
         x = self.embed_tokens(tokens, positions)  # (B, T, C)
         if self.training and self.neftune_alpha:
@@ -151,13 +152,8 @@ class GPT(nn.Module):
         # x: (B, T, C), or (B, T, S C) with S residual streams
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
             layer_cache = cache.layers[index] if cache else None
-            x = block(
-                x,
-                cos_sin[rotary] if rotary is not None else None,
-                documents[index],
-                layer_cache,
-                *extras[index],
-            )
+            rotation = cos_sin[rotary] if rotary is not None else None
+            x = block(x, rotation, documents[index], layer_cache, *extras[index])
         if cache is not None:
             cache.end()
 
@@ -177,7 +173,9 @@ class GPT(nn.Module):
 
     def final_norm(self, x: Tensor) -> Tensor:
         """Return what the head reads, (B, T, C), of the last block's output."""
-        return apply_norm(self.norm, x if self.streams is None else self.streams.reduce(x))
+        if self.streams is not None:
+            x = self.streams.reduce(x)
+        return apply_norm(self.norm, x)
 
     def prepare_documents(
         self, documents: PackedSequences | None, tokens: Tensor
@@ -192,15 +190,14 @@ class GPT(nn.Module):
         with chunked attention."""
         windows = [layer.window for layer in self.config.layers]
         # a chunk that holds the whole row hides nothing
-        chunks = {
-            window
-            for window in windows
-            if isinstance(window, Chunk) and window.size < tokens.size(1)
-        }
+        chunks = set()
+        for window in windows:
+            if isinstance(window, Chunk) and window.size < tokens.size(1):
+                chunks.add(window)
         # without documents, each row is one, which is divided into chunks
-        whole = documents or (
-            PackedSequences.rows(*tokens.shape, tokens.device) if chunks else None
-        )
+        whole = documents
+        if chunks and not documents:
+            whole = PackedSequences.rows(*tokens.shape, tokens.device)
         chunked = {chunk: whole.chunked(chunk.size) for chunk in chunks}
         return [chunked.get(window, documents) for window in windows]
 

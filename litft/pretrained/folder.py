@@ -134,32 +134,19 @@ class PretrainedFolder:
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the adapter's tokenizer, else that of the base model; None if neither exists."""
-        names = ("tokenizer.json", "tokenizer.model")
-        folder = next(
-            (
-                path
-                for path in (self.folder, self.base)
-                if any((path / name).is_file() for name in names)
-            ),
-            None,
-        )
-        if folder:
-            return Tokenizer(folder, self.base)
+        for folder in (self.folder, self.base):
+            if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+                return Tokenizer(folder, self.base)
         return None
 
     def dtype(self, precision: str | None) -> torch.dtype:
         """Return the dtype of `precision`, or the folder's dtype if it is None."""
         if precision is None:
             # the embedding's dtype stands for all weights, some of which may be quantized
-            embedding = next(
-                (
-                    mapping.sources[0]
-                    for mapping in self.mappings
-                    if mapping.targets == ("embed.weight",)
-                ),
-                None,
-            )
-            return self.checkpoint.meta(embedding or self.checkpoint.names[0]).dtype
+            for mapping in self.mappings:
+                if mapping.targets == ("embed.weight",):
+                    return self.checkpoint.meta(mapping.sources[0]).dtype
+            return self.checkpoint.meta(self.checkpoint.names[0]).dtype
         if precision not in DTYPES:
             raise ValueError(f"precision {precision!r} is not supported; use {', '.join(DTYPES)}")
         return DTYPES[precision]

@@ -40,9 +40,11 @@ def load_models(
     Raise ValueError if only some of several adapters train full modules of a base to be quantized.
     """
     adapters = [source.read_adapter() for source in sources]
-    unquantized = {
-        name for adapter in adapters if adapter for name in adapter[0].unquantized_modules()
-    }
+    unquantized = set()
+    for adapter in adapters:
+        if adapter:
+            method, _ = adapter
+            unquantized |= method.unquantized_modules()
     if unquantized and len(sources) > 1 and (kind := sources[0].quantization(quantize)):
         reason = (
             f"{len(unquantized)} modules ({min(unquantized)}) are trained in full by one adapter "
@@ -63,9 +65,9 @@ def load_models(
 def share_weights(model: GPT) -> GPT:
     """Copy the network's modules but share its tensors, so that a method only changes the modules
     of the copy."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
     # deepcopy takes what is in the memo as it is
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    memo = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, memo)
 
 
 def load(

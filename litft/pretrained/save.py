@@ -75,9 +75,10 @@ def model_entries(
     family)."""
     base = source.outline
     mappings = source.checked_mappings
-    locations = {
-        name: (mapping, index) for mapping in mappings for index, name in enumerate(mapping.targets)
-    }
+    locations = {}
+    for mapping in mappings:
+        for index, name in enumerate(mapping.targets):
+            locations[name] = mapping, index
     if result:
         result.method.check_merge(list(locations), result.values)
     config = result.config(source.config) if result else source.config
@@ -95,9 +96,9 @@ def model_entries(
         # an untied head has no tensor yet
         mapping, index = locations[name if name in locations else "embed.weight"]
         tensor = read(mapping)[index]
-        return _rounded(
-            tensor if result is None else result.tensor(name, tensor, base), name, dtype
-        )
+        if result is not None:
+            tensor = result.tensor(name, tensor, base)
+        return _rounded(tensor, name, dtype)
 
     @lru_cache(maxsize=1)  # as are the experts of a stack
     def hf_tensors(mapping: TensorMapping) -> list[Tensor]:
@@ -105,22 +106,20 @@ def model_entries(
 
     def entry(mapping: TensorMapping, index: int, name: str) -> LazyTensor:
         # shape and dtype as they are written, on the meta device
-        tensors = [
-            model.get_parameter(source).detach().to(stored_dtype(source, dtype))
-            for source in mapping.sources
-        ]
+        tensors = []
+        for name_in_model in mapping.sources:
+            parameter = model.get_parameter(name_in_model).detach()
+            tensors.append(parameter.to(stored_dtype(name_in_model, dtype)))
         like = mapping.convert(tensors)[index]
         return LazyTensor(name, like, lambda: hf_tensors(mapping)[index])
 
-    hf_mappings = mappings_to_hf(
-        rules or family(config.model_type).rules(config),
-        [name for name, _ in model.named_parameters()],
-    )
-    return [
-        entry(mapping, index, name)
-        for mapping in hf_mappings
-        for index, name in enumerate(mapping.targets)
-    ]
+    rules = rules or family(config.model_type).rules(config)
+    parameters = [name for name, _ in model.named_parameters()]
+    entries = []
+    for mapping in mappings_to_hf(rules, parameters):
+        for index, name in enumerate(mapping.targets):
+            entries.append(entry(mapping, index, name))
+    return entries
 
 
 def _rounded(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -199,24 +198,28 @@ def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> lis
         )
 
     # from the names of the language model alone to those in the multimodal checkpoint
-    stored = {mapping.targets: mapping.sources for mapping in whole.checked_mappings}
+    stored = {}
+    parameters = []
+    language_model = set()
+    for mapping in whole.checked_mappings:
+        stored[mapping.targets] = mapping.sources
+        parameters += mapping.targets
+        language_model.update(mapping.sources)
     names = {}
-    for mapping in mappings_to_hf(whole.rules, [name for targets in stored for name in targets]):
+    for mapping in mappings_to_hf(whole.rules, parameters):
         names |= zip(mapping.targets, stored[mapping.sources], strict=True)
-    renamed = [entry._replace(name=names.get(entry.name, entry.name)) for entry in entries]
-    language_model = {name for sources in stored.values() for name in sources} | {
-        entry.name for entry in renamed
-    }
+    written = []
+    for entry in entries:
+        name = names.get(entry.name, entry.name)
+        written.append(entry._replace(name=name))
+        language_model.add(name)
+
     # a tied head may be stored a second time, with the values before training
-    others = [
-        name
-        for name in whole.checkpoint.names
-        if name not in language_model and not name.endswith("lm_head.weight")
-    ]
     read = whole.checkpoint.read
-    return renamed + [
-        LazyTensor(name, whole.checkpoint.meta(name), partial(read, name)) for name in others
-    ]
+    for name in whole.checkpoint.names:
+        if name not in language_model and not name.endswith("lm_head.weight"):
+            written.append(LazyTensor(name, whole.checkpoint.meta(name), partial(read, name)))
+    return written
 
 
 def check_written(folder: Path, source: PretrainedFolder) -> None:

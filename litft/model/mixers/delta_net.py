@@ -1,5 +1,7 @@
 """Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692)."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,20 +30,19 @@ class DeltaNet(Mixer):
         self.value_proj = Linear(config.dim, value_width, bias=False)
         self.beta_proj = Linear(config.dim, delta.n_heads, bias=False)
         self.out_proj = Linear(value_width, config.dim, bias=False)
-        self.query_conv, self.key_conv, self.value_conv = (
-            CausalConv(width, delta.conv_width, bias=False)
-            for width in (key_width, key_width, value_width)
-        )
+        self.query_conv = CausalConv(key_width, delta.conv_width, bias=False)
+        self.key_conv = CausalConv(key_width, delta.conv_width, bias=False)
+        self.value_conv = CausalConv(value_width, delta.conv_width, bias=False)
 
-        decay_width = delta.n_heads * (delta.key_dim if delta.row_decay else 1)
         if delta.row_decay:
             # Kimi Delta Attention: decay and output gate are low-rank projections of the input
-            self.decay_a_proj, self.gate_a_proj = (
-                Linear(config.dim, delta.value_dim, bias=False) for _ in range(2)
-            )
+            decay_width = delta.n_heads * delta.key_dim
+            self.decay_a_proj = Linear(config.dim, delta.value_dim, bias=False)
+            self.gate_a_proj = Linear(config.dim, delta.value_dim, bias=False)
             self.decay_proj = Linear(delta.value_dim, decay_width, bias=False)
             self.gate_proj = Linear(delta.value_dim, value_width, bias=False)
         else:
+            decay_width = delta.n_heads
             self.decay_proj = Linear(config.dim, decay_width, bias=False)
             self.gate_proj = Linear(config.dim, value_width, bias=False)
 
@@ -57,23 +58,25 @@ class DeltaNet(Mixer):
         self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
         """See Mixer."""
-        delta = self.delta
-        # in the order in which `mix` unpacks them
-        y = self.run_mix(
-            documents,
-            cache,
-            *(
-                proj(x)
-                for proj in (self.query_proj, self.key_proj, self.value_proj, self.beta_proj)
-            ),
-            self.decay_proj(self.decay_a_proj(x) if delta.row_decay else x),
-            *(conv.weight for conv in (self.query_conv, self.key_conv, self.value_conv)),
-            self.log_rate,
-            self.decay_bias,
-        )
-        gate = self.gate_proj(self.gate_a_proj(x) if delta.row_decay else x)
-        y = self.norm(y, gate.unflatten(-1, (delta.n_heads, -1)))
+        y = self.run_mix(documents, cache, *self.mix_inputs(x))
+        if self.delta.row_decay:
+            gate = self.gate_proj(self.gate_a_proj(x))
+        else:
+            gate = self.gate_proj(x)
+        y = self.norm(y, gate.unflatten(-1, (self.delta.n_heads, -1)))
         return self.out_proj(y.flatten(2))
+
+    def mix_inputs(self, x: Tensor) -> list[Tensor]:
+        """Return the tensors that `mix` reads, in the order in which it unpacks them."""
+        projections = (self.query_proj, self.key_proj, self.value_proj, self.beta_proj)
+        inputs = [proj(x) for proj in projections]
+        if self.delta.row_decay:
+            inputs.append(self.decay_proj(self.decay_a_proj(x)))
+        else:
+            inputs.append(self.decay_proj(x))
+        inputs += (self.query_conv.weight, self.key_conv.weight, self.value_conv.weight)
+        inputs += (self.log_rate, self.decay_bias)
+        return inputs
 
     def mix(
         self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor
@@ -81,24 +84,16 @@ class DeltaNet(Mixer):
         """Return the gated delta rule over convolved queries, keys and values: (B, T, H, V)."""
         delta = self.delta
         dtype = inputs[0].dtype
-        *projections, beta, rows, query_weight, key_weight, value_weight, log_rate, decay_bias = (
-            inputs
-        )
-
-        # The cache's states 0, 1 and 2 are the inputs of the
-        # three convolutions; 3 is that of the recurrence.
-        q, k, v = (
-            F.silu(causal_conv(part, weight, None, documents, cache, number))
-            for number, (part, weight) in enumerate(
-                zip(projections, (query_weight, key_weight, value_weight), strict=True)
-            )
-        )
+        beta, rows, *weights, log_rate, decay_bias = inputs[3:]
+        q, k, v = _convolved(inputs[:3], weights, documents, cache)
         q, k = (normalized(part.unflatten(-1, (delta.n_key_heads, -1))) for part in (q, k))
         v = v.unflatten(-1, (delta.n_heads, -1))
 
         # For a unit key, I - beta k^T k has an eigenvalue of 1 - beta; a beta above 1 makes it
         # negative (arXiv 2411.12537).
-        beta = beta.float().sigmoid() * (2 if delta.negative_eigenvalues else 1)
+        highest = 2 if delta.negative_eigenvalues else 1
+        beta = beta.float().sigmoid() * highest
+        # state 3 of the cache; the others belong to the convolutions
         state = None if cache is None else cache.states[3]
         decay = self.decay(rows, log_rate, decay_bias)
         y, state = recurrence(q * delta.key_dim**-0.5, k, v, decay, beta, documents, state)
@@ -115,6 +110,21 @@ class DeltaNet(Mixer):
         if self.delta.row_decay:
             return -rate[:, None] * steps.unflatten(-1, (self.delta.n_heads, -1))
         return -rate * steps
+
+
+def _convolved(
+    projections: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    documents: PackedSequences | None,
+    cache: LayerCache | None,
+) -> list[Tensor]:
+    """Return the convolved queries, keys and values; states 0, 1 and 2 of the cache are the inputs
+    of the three convolutions."""
+    convolved = []
+    for number, (part, weight) in enumerate(zip(projections, weights, strict=True)):
+        y = causal_conv(part, weight, None, documents, cache, number)
+        convolved.append(F.silu(y))
+    return convolved
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -43,10 +43,9 @@ class Mamba2(Mixer):
             self.norm = None
         # on the CPU also when the network is built on meta: no file has these values
         if mamba.scales:
-            parts = [
-                torch.full((size,), scale, device="cpu")
-                for size, scale in zip(self.widths, mamba.scales[1:4], strict=True)
-            ]
+            parts = []
+            for size, scale in zip(self.widths, mamba.scales[1:4], strict=True):
+                parts.append(torch.full((size,), scale, device="cpu"))
             self.register_buffer("conv_scales", torch.cat(parts), persistent=False)
         self.flops_per_token = (
             2 * mamba.n_heads * (CHUNK + 2 * mamba.state_dim) * (mamba.state_dim + mamba.head_dim)
@@ -60,8 +59,11 @@ class Mamba2(Mixer):
         gate, conv, step = self.projections(scaled(x, mamba.input_scale))
         parameters = self.conv.weight, self.conv.bias, self.log_rate, self.step_bias, self.skip
         y = self.run_mix(documents, cache, conv, step, *parameters)
-        y = self.out_proj(y * F.silu(gate) if self.norm is None else self.norm(y, gate))
-        return scaled(y, mamba.output_scale)
+        if self.norm is None:
+            y = y * F.silu(gate)
+        else:
+            y = self.norm(y, gate)
+        return scaled(self.out_proj(y), mamba.output_scale)
 
     def mix(
         self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
@@ -70,22 +72,21 @@ class Mamba2(Mixer):
         H D)."""
         mamba = self.mamba
         conv, step, weight, bias, log_rate, step_bias, skip = inputs
-        v, k, q = F.silu(causal_conv(conv, weight, bias, documents, cache)).split(
-            self.widths, dim=-1
-        )
-
+        convolved = F.silu(causal_conv(conv, weight, bias, documents, cache))
+        v, k, q = convolved.split(self.widths, dim=-1)
         v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
-        k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
+        k = k.unflatten(-1, (mamba.n_groups, -1))
+        q = q.unflatten(-1, (mamba.n_groups, -1))
 
         # dt of the paper: it scales what a token writes, and the rate -exp(A_log) of the decay
         step = F.softplus(step + step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
         state = None if cache is None else cache.states[1]
-        y, state = recurrence(
-            q, k, v * step[..., None], -log_rate.float().exp() * step, None, documents, state
-        )
+        decay = -log_rate.float().exp() * step
+        y, state = recurrence(q, k, v * step[..., None], decay, None, documents, state)
         if cache is not None:
             cache.store(1, state)
-        return (y + skip.float()[:, None] * v).flatten(2).to(conv.dtype)
+        y = y + skip.float()[:, None] * v
+        return y.flatten(2).to(conv.dtype)
 
     def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate, input of the convolution and step sizes, scaled as in Falcon-H1's muP."""

@@ -170,8 +170,11 @@ class GatedNorm(nn.Module):
         """Return the normalized and gated x."""
         y = x.float()
         gate = self.gate(gate.float())
-        y = y * gate if self.gate_first else y
+        if self.gate_first:
+            y = y * gate
         # (..., groups, C / groups): each group has a root mean square of its own
         grouped = y.unflatten(-1, (self.groups, -1))
         y = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * weight.float()
-        return (y if self.gate_first else y * gate).to(x.dtype)
+        if not self.gate_first:
+            y = y * gate
+        return y.to(x.dtype)

@@ -14,6 +14,7 @@ All in fp32; on a GPU, the kernels of `kernels.py` multiply in bf16.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,19 +47,17 @@ def recurrence(
     # a decode step: the recurrence itself, with one query and key for each head
     if v.size(1) == 1 and state is not None:
         q, k = (x.repeat_interleave(v.size(2) // x.size(2), dim=2) for x in (q, k))
-        return _step(
-            *(x.float().squeeze(1) for x in (q, k, v, g)),
-            None if b is None else b.float().squeeze(1),
-            state,
-        )
+        # (B, 1, H, .) -> (B, H, .)
+        q, k, v, g = (x.float().squeeze(1) for x in (q, k, v, g))
+        if b is not None:
+            b = b.float().squeeze(1)
+        return _step(q, k, v, g, b, state)
 
     # Compiled code sees a single operator, since the number of chunks depends on the length. Block
     # masks are no tensors, and no mixer reads them: the first three fields are enough.
     if torch.compiler.is_compiling():
-        if documents is None:
-            lengths = []
-        else:
-            lengths = []
+        lengths = []
+        if documents is not None:
             for x in documents[:3]:
                 if x is not None:
                     lengths.append(x)
@@ -69,7 +68,8 @@ def recurrence(
     has_kernel = (b is not None or g.dim() == 3) and k.size(3) <= kernels.MAX_KEY_DIM
     if has_kernel and kernels.can_run(q, k, v):
         return kernels.fused_recurrence(q, k, v, g, b, documents, state)
-    return _chunked(q, k, v, g, b, None if documents is None else documents.ids, state)
+    ids = None if documents is None else documents.ids
+    return _chunked(q, k, v, g, b, ids, state)
 
 
 def _step(
@@ -77,7 +77,8 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """Do the same for a single token, whose dimension T is missing in the arguments."""
     # one decay a head, or one for each row of the state: (B, H, 1, 1) or (B, H, K, 1)
-    state = state * (g[..., None, None] if g.dim() == 2 else g[..., None]).exp()
+    decay = g[..., None, None] if g.dim() == 2 else g[..., None]
+    state = state * decay.exp()
     # delta rule: only what the decayed state does not predict yet is written
     if b is not None:
         v = (v - (k[..., None, :] @ state).squeeze(-2)) * b[..., None]
@@ -101,12 +102,11 @@ def recurrence_operator(
 
     An operator returns no None: the state after documents is an empty tensor.
     """
-    y, new_state = recurrence(
-        q, k, v, g, b, PackedSequences(*documents) if documents else None, state
-    )
-    return y.float().contiguous(), y.new_empty(
-        0, dtype=torch.float32
-    ) if new_state is None else new_state
+    packed = PackedSequences(*documents) if documents else None
+    y, new_state = recurrence(q, k, v, g, b, packed, state)
+    if new_state is None:
+        new_state = y.new_empty(0, dtype=torch.float32)
+    return y.float().contiguous(), new_state
 
 
 @recurrence_operator.register_fake
@@ -131,72 +131,116 @@ def _chunked(
     length = v.size(1)
     groups = k.size(2)
     by_row = g.dim() == 4
-    q, k, v = (_in_chunks(x, groups) for x in (q, k, v))  # (B, G, 1 or R, N, L, .)
-    g = _in_chunks(g if by_row else g[..., None], groups)
-    b = None if b is None else _in_chunks(b[..., None], groups)
-
-    # (L, L): a token sees itself and the earlier ones
-    # of its chunk; with documents (B, 1, 1, N, L, L)
-    visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
-    enters = leaves = passes = None
-    if ids is not None:
-        visible, enters, leaves, passes = _document_masks(ids, visible)
-
-    # log decay from the start of the chunk, or of the
-    # document in it, to each token: (B, G, R, N, L, K or 1)
-    total = g.cumsum(-2) if ids is None else visible.to(g.dtype) @ g
-
-    # what a token sees of the state at the start of its chunk
-    from_start = _masked_exp(total, enters)
-    # what the state at the end of the chunk has of a token
-    to_end = _masked_exp(total[..., -1:, :] - total, leaves)
-    # decay of the state over the whole chunk; 0 if the last token is of another document than the
-    # token before the chunk
-    carry = total[..., -1, :].exp()  # (B, G, R, N, K or 1)
-    carry = carry if passes is None else carry * passes
+    if not by_row:
+        g = g[..., None]
+    q, k, v, g = (_in_chunks(x, groups) for x in (q, k, v, g))  # (B, G, 1 or R, N, L, .)
+    if b is not None:
+        b = _in_chunks(b[..., None], groups)
+    decays = _decays(g, ids)
 
     # products of all pairs of tokens within a chunk, (B, G, R, N, L, L)
-    scores, system = (_row_decay_pairs if by_row else _pairs)(q, k, b, total, visible)
+    if by_row:
+        scores, system = _row_decay_pairs(q, k, b, decays.total, decays.visible)
+    else:
+        scores, system = _pairs(q, k, b, decays.total, decays.visible)
     k_start = None
-
-    # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
     if b is not None:
-        # two right-hand sides: the values, and the keys with which each value subtracts what the
-        # state at the start of the chunk holds
-        right = torch.cat((v * b, k * b * from_start), -1)
-        solved = torch.linalg.solve_triangular(
-            system.tril(-1), right, upper=False, unitriangular=True
-        )
-        v, k_start = solved.split((v.size(-1), k.size(-1)), dim=-1)
+        v, k_start = _delta_values(k, v, b, system, decays.from_start)
 
+    y, state = _over_chunks(q, k, v, k_start, scores, decays, by_row, state)
+    # (B, G, R, N, L, V) -> (B, T, H, V), without the padding of the last chunk
+    y = y.flatten(3, 4)[:, :, :, :length].flatten(1, 2).transpose(1, 2)
+    if ids is not None:
+        return y, None
+    return y, state.flatten(1, 2)
+
+
+class _Decays(NamedTuple):
+    """Which tokens of a chunk see each other, and how the state decays between them."""
+
+    # (L, L), or with documents (B, 1, 1, N, L, L): a token sees itself and the earlier ones of its
+    # chunk and document
+    visible: Tensor
+    # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N,
+    # L, K or 1)
+    total: Tensor
+    # what a token sees of the state at the start of its chunk
+    from_start: Tensor
+    # what the state at the end of the chunk has of a token
+    to_end: Tensor
+    # decay of the state over the whole chunk, (B, G, R, N, K or 1); 0 if the last token is of
+    # another document than the token before the chunk
+    carry: Tensor
+
+
+def _decays(g: Tensor, ids: Tensor | None) -> _Decays:
+    """Compute the decays of the log decays g (B, G, R, N, L, K or 1) of single tokens."""
+    visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
+    if ids is None:
+        enters = leaves = passes = None
+        total = g.cumsum(-2)
+    else:
+        visible, enters, leaves, passes = _document_masks(ids, visible)
+        total = visible.to(g.dtype) @ g
+    from_start = _masked_exp(total, enters)
+    to_end = _masked_exp(total[..., -1:, :] - total, leaves)
+    carry = total[..., -1, :].exp()
+    if passes is not None:
+        carry = carry * passes
+    return _Decays(visible, total, from_start, to_end, carry)
+
+
+def _delta_values(
+    k: Tensor, v: Tensor, b: Tensor, system: Tensor, from_start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the delta rule writes of each value, and the keys with which the value subtracts
+    what the state at the start of its chunk holds."""
+    # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
+    # with two right-hand sides
+    right = torch.cat((v * b, k * b * from_start), -1)
+    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    return solved.split((v.size(-1), k.size(-1)), dim=-1)
+
+
+def _over_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_start: Tensor | None,
+    scores: Tensor,
+    decays: _Decays,
+    by_row: bool,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (B, G, R, N, L, V), and the last state; k_start: from `_delta_values`."""
     heads = v.shape[:3]  # (B, G, R)
     if state is None:
         state = v.new_zeros(*heads, k.size(-1), v.size(-1))
     else:
         state = state.view(*heads, *state.shape[2:])
 
-    # one decay a head scales the products instead
-    q_start, k_end = (q * from_start, k * to_end) if by_row else (q, k)
+    # a decay of each row scales queries and keys; one decay a head scales the products instead
+    if by_row:
+        q = q * decays.from_start
+        k = k * decays.to_end
 
     # The loop has one step a chunk: it adds what the
     # incoming state contributes, and passes the state on.
     outputs = []
     for n in range(v.size(3)):
-        if b is None:
-            values = v[:, :, :, n]
-        else:
-            values = v[:, :, :, n] - k_start[:, :, :, n] @ state
-        seen = q_start[:, :, :, n] @ state
-        outputs.append(
-            scores[:, :, :, n] @ values + (seen if by_row else seen * from_start[:, :, :, n])
-        )
+        values = v[:, :, :, n]
+        if k_start is not None:
+            values = values - k_start[:, :, :, n] @ state
+        seen = q[:, :, :, n] @ state
+        if not by_row:
+            seen = seen * decays.from_start[:, :, :, n]
+        outputs.append(scores[:, :, :, n] @ values + seen)
         # what the tokens of the chunk leave in the state: (B, G, R, K, V)
-        added = k_end[:, :, :, n].mT @ (values if by_row else values * to_end[:, :, :, n])
-        state = state * carry[:, :, :, n, :, None] + added
-
-    # (B, G, R, N, L, V) -> (B, T, H, V), without the padding of the last chunk
-    y = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, :length].flatten(1, 2).transpose(1, 2)
-    return y, state.flatten(1, 2) if ids is None else None
+        if not by_row:
+            values = values * decays.to_end[:, :, :, n]
+        added = k[:, :, :, n].mT @ values
+        state = state * decays.carry[:, :, :, n, :, None] + added
+    return torch.stack(outputs, 3), state
 
 
 def _pairs(
@@ -207,7 +251,10 @@ def _pairs(
     # The mask comes before exp: from a later to an earlier token the exponent is positive, and exp
     # could overflow.
     between = (total - total.mT).masked_fill(~visible, -torch.inf).exp()
-    return q @ k.mT * between, None if b is None else k @ k.mT * between * b
+    scores = q @ k.mT * between
+    if b is None:
+        return scores, None
+    return scores, k @ k.mT * between * b
 
 
 def _row_decay_pairs(
@@ -221,38 +268,53 @@ def _row_decay_pairs(
     blocks make one of twice the size.
     """
     # (B, G, R, N, 1 or 2, L, K)
-    rows = q[..., None, :, :] if b is None else torch.stack((q, k * b), -3)
+    if b is None:
+        rows = q[..., None, :, :]
+    else:
+        rows = torch.stack((q, k * b), -3)
     # the pairs of a token with itself, which have no decay: blocks of size 1
-    scores = (rows * k[..., None, :, :]).sum(-1)[..., None, None]  # (B, G, R, N, 1 or 2, L, 1, 1)
+    scores = (rows * k[..., None, :, :]).sum(-1)
+    scores = scores[..., None, None]  # (B, G, R, N, 1 or 2, L, 1, 1)
     size = 1
     while size < CHUNK:
         after, before = _neighbours(total, visible, size)
-        right = rows.unflatten(-2, (-1, 2, size))[..., 1, :, :] * after[..., None, :, :, :]
-        left = (k.unflatten(-2, (-1, 2, size))[..., 0, :, :] * before)[..., None, :, :, :]
+        # (B, G, R, N, 1 or 2, L / 2 size, size, K)
+        right = rows.unflatten(-2, (-1, 2, size))[..., 1, :, :]
+        right = right * after[..., None, :, :, :]
+        left = k.unflatten(-2, (-1, 2, size))[..., 0, :, :] * before
+        left = left[..., None, :, :, :]
         # two blocks on the diagonal become one: the left one does not see the right one
         first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
         upper = torch.cat((first, torch.zeros_like(first)), -1)
-        scores = torch.cat((upper, torch.cat((right @ left.mT, second), -1)), -2)
+        lower = torch.cat((right @ left.mT, second), -1)
+        scores = torch.cat((upper, lower), -2)
         size *= 2
+    # a single block is left, of the size of the chunk
     found = scores.squeeze(-3).unbind(-3)
-    return found[0], None if b is None else found[1]
+    if b is None:
+        return found[0], None
+    return found[0], found[1]
 
 
 def _neighbours(total: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the decays from the end of each left block to the tokens of the right one, and from
     those of the left to it."""
-    left, right = total.unflatten(-2, (-1, 2, size)).unbind(-3)  # (B, G, R, N, L / 2 size, size, K)
+    # (B, G, R, N, L / 2 size, size, K)
+    left, right = total.unflatten(-2, (-1, 2, size)).unbind(-3)
     end = left[..., -1:, :]
     after = right - end
     before = end - left
     if visible.dim() > 2:  # documents
         # A token that the boundary token does not see, or that does not see it, is of another
         # document: no pair may pass the boundary.
-        start = torch.arange(0, CHUNK, 2 * size, device=total.device)[:, None]
-        ends = start + size - 1
-        offsets = torch.arange(size, device=total.device)
-        after = after.masked_fill(~visible[..., start + size + offsets, ends, None], -torch.inf)
-        before = before.masked_fill(~visible[..., ends, start + offsets, None], -torch.inf)
+        starts = torch.arange(0, CHUNK, 2 * size, device=total.device)[:, None]
+        ends = starts + size - 1
+        left_tokens = starts + torch.arange(size, device=total.device)
+        right_tokens = left_tokens + size
+        sees_end = visible[..., right_tokens, ends, None]
+        is_seen = visible[..., ends, left_tokens, None]
+        after = after.masked_fill(~sees_end, -torch.inf)
+        before = before.masked_fill(~is_seen, -torch.inf)
     return after.exp(), before.exp()
 
 
@@ -279,13 +341,15 @@ def _document_masks(ids: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
     which chunks pass it on."""
     # the padding belongs to the last document, so that it ends no document
     padding = -ids.size(1) % CHUNK
-    # (B, 1, 1, N, L)
-    ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, CHUNK))[
-        :, None, None
-    ]
+    padded = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1)
+    ids = padded.unflatten(1, (-1, CHUNK))[:, None, None]  # (B, 1, 1, N, L)
     first = ids[..., :1, 0]
     last = ids[..., -1:]
     # the document of the token before each chunk; nothing enters the first chunk
-    before = torch.cat((first - 1, last[..., :-1, 0]), -1)[..., None]  # (B, 1, 1, N, 1)
-    same = visible & (ids[..., :, None] == ids[..., None, :])
-    return same, (ids == before)[..., None], (ids == last)[..., None], last == before
+    before = torch.cat((first - 1, last[..., :-1, 0]), -1)
+    before = before[..., None]  # (B, 1, 1, N, 1)
+    is_same = ids[..., :, None] == ids[..., None, :]
+    enters = (ids == before)[..., None]
+    leaves = (ids == last)[..., None]
+    passes = last == before
+    return visible & is_same, enters, leaves, passes
