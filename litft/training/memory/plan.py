@@ -101,7 +101,7 @@ class Memory:
             host = ""
         return (
             f"{self.peak / unit_bytes:.2f} {unit} at its peak, with micro-batches of {self.shape} "
-            f"({parts}){host}"
+            f"({', '.join(parts)}){host}"
         )
 
 
