@@ -182,10 +182,7 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         )
 
     # what the run does with the examples
-    if any(weight != 1 for weight in data.weights):
-        by_weight = " by weight"
-    else:
-        by_weight = ""
+    by_weight = _by_weight(data)
     yield (
         f"{len(data.train):,} training and {len(data.val):,} validation examples; "
         f"{_count(schedule.steps, 'step')} of {schedule.size}, "
@@ -238,6 +235,12 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
             f"warning: {len(data.duplicates):,} training examples are also in the validation set, "
             "token for token; the validation loss will look better than it is"
         )
+
+
+def _by_weight(data: DataSplits) -> str:
+    if any(weight != 1 for weight in data.weights):
+        return " by weight"
+    return ""
 
 
 def packing_line(schedule: Schedule) -> str:
