@@ -45,14 +45,16 @@ def wrong_types(args: Any, group: str = "") -> list[str]:
     """
     problems = []
     types = get_type_hints(type(args))
-    for name in (item.name for item in dataclasses.fields(args)):
+    for item in dataclasses.fields(args):
+        name = item.name
         value = getattr(args, name)
         expected = types[name]
         flag = f"{group}{name}"
         if is_dataclass(expected):
             # the fields of a group can be checked only if it is one
             is_wrong = not isinstance(value, expected)
-            problems += wrong_types(value, f"{flag}.") if not is_wrong else []
+            if not is_wrong:
+                problems += wrong_types(value, f"{flag}.")
         else:
             is_wrong = not _matches_type(value, expected)
         if is_wrong:
@@ -107,12 +109,13 @@ def below_minimum(args: Any, group: str, minimum: int, *names: str) -> list[str]
         reason = f"must be at least {minimum}"
     else:
         reason = "must not be negative"
-    values = {".".join(filter(None, (group, name))): getattr(args, name) for name in names}
-    return [
-        f"--{name} {value}: {reason}"
-        for name, value in values.items()
-        if value is not None and value < minimum
-    ]
+    problems = []
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < minimum:
+            flag = ".".join(filter(None, (group, name)))
+            problems.append(f"--{flag} {value}: {reason}")
+    return problems
 
 
 def sharding_problems(
@@ -137,13 +140,16 @@ def sharding_problems(
 def size(text: str) -> int | None:
     """Parse a size (24GiB, 80GB, 500MB) to bytes; return None for other text."""
     match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B", text.strip())
-    try:
-        # GiB counts in powers of 1024, GB in powers of 1000
-        if match:
-            return round(
-                float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1)
-            )
+    if not match:
         return None
+    # GiB counts in powers of 1024, GB in powers of 1000
+    if match[3]:
+        base = 1024
+    else:
+        base = 1000
+    power = "KMGT".index(match[2]) + 1
+    try:
+        return round(float(match[1]) * base**power)
     except ValueError:
         return None
 
@@ -151,15 +157,14 @@ def size(text: str) -> int | None:
 def seconds(text: str) -> float | None:
     """Parse a duration (1h30m, 90m, 45s, 2d) to seconds; return None for other text."""
     match = re.fullmatch(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip())
+    if not match:
+        return None
+    parts = []
     try:
-        if match:
-            amounts = [float(amount or 0) for amount in match.groups()]
-        else:
-            amounts = []
+        # days, hours, minutes and seconds
+        for amount, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True):
+            parts.append(float(amount or 0) * unit)
     except ValueError:
         return None
     # text without any amount matches, too, and its sum of 0 is no duration
-    return (
-        sum(amount * unit for amount, unit in zip(amounts, (86400, 3600, 60, 1), strict=False))
-        or None
-    )
+    return sum(parts) or None

@@ -90,30 +90,29 @@ class DataArgs:
         """The weight of each path."""
         # a weight of the path itself has priority
         defaults = self.weights or [1.0] * len(self.path)
-        return [
-            default if path.weight is None else path.weight
-            for path, default in zip(self.paths, defaults, strict=True)
-        ]
+        weights = []
+        for path, default in zip(self.paths, defaults, strict=True):
+            if path.weight is None:
+                weights.append(default)
+            else:
+                weights.append(path.weight)
+        return weights
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
-        invalid = []
+        problems = []
         for column in self.columns:
             # an = at the beginning or the end has no name on one side
             if "=" not in column.strip("="):
-                invalid.append(column)
-        problems = [
-            f"--data.columns {column}: expected OURS=THEIRS, such as output=reply"
-            for column in invalid
-        ]
-        invalid = []
+                problems.append(
+                    f"--data.columns {column}: expected OURS=THEIRS, such as output=reply"
+                )
         for item in self.template_args:
             if not (item.partition("=")[0].isidentifier() and "=" in item):
-                invalid.append(item)
-        problems += [
-            f"--data.template_args {item}: expected NAME=VALUE, such as enable_thinking=false"
-            for item in invalid
-        ]
+                problems.append(
+                    f"--data.template_args {item}: expected NAME=VALUE, such as "
+                    "enable_thinking=false"
+                )
         problems += self._path_problems()
         if self.weights and len(self.weights) != len(self.path):
             problems.append(

@@ -63,15 +63,23 @@ class DataPath:
     def entry(self) -> str | dict[str, Any]:
         """Return the item as a person writes it in YAML: a text if it is only a path, with or
         without a name."""
-        # `columns` has a factory instead of a default, which gives {}
-        defaults = {
-            item.name: item.default if item.default is not MISSING else {} for item in fields(self)
-        }
-        settings = {
-            name: getattr(self, name) for name in TYPES if getattr(self, name) != defaults[name]
-        }
+        defaults = {}
+        for item in fields(self):
+            if item.default is MISSING:
+                # `columns` has a factory instead of a default, which gives {}
+                defaults[item.name] = {}
+            else:
+                defaults[item.name] = item.default
+        settings = {}
+        for name in TYPES:
+            value = getattr(self, name)
+            if value != defaults[name]:
+                settings[name] = value
         # the short form, if `parse` reads the same item from it
-        short = f"{self.name}={self.path}" if self.name else self.path
+        if self.name:
+            short = f"{self.name}={self.path}"
+        else:
+            short = self.path
         is_short = settings.keys() <= {"path", "name"} and (
             os.path.exists(short) or not short.lstrip().startswith("{")
         )

@@ -130,11 +130,8 @@ class TrainArgs:
         problems = below_minimum(self, "train", 1, "global_batch_size", "max_steps", "log_interval")
 
         # the micro-batch size may be the word auto
-        problems += (
-            below_minimum(self, "train", 1, "micro_batch_size")
-            if self.micro_batch_size != "auto"
-            else []
-        )
+        if self.micro_batch_size != "auto":
+            problems += below_minimum(self, "train", 1, "micro_batch_size")
         problems += below_minimum(
             self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha"
         )
@@ -152,17 +149,16 @@ class TrainArgs:
         # an update within the backward pass cannot be undone or scaled afterwards
         if self.optimizer_in_backward:
             clashes = {
-                "max_grad_norm": self.max_grad_norm,
-                "skip_nan": self.skip_nan,
-                "oom_retry": self.oom_retry,
+                "max_grad_norm 0": self.max_grad_norm,
+                "skip_nan false": self.skip_nan,
+                "oom_retry false": self.oom_retry,
             }
             reason = "the first weights are updated before all gradients are computed"
-            problems += [
-                f"--train.optimizer_in_backward: {reason}; add --train.{name} "
-                f"{'0' if name == 'max_grad_norm' else 'false'}"
-                for name, value in clashes.items()
-                if value
-            ]
+            for remedy, is_set in clashes.items():
+                if is_set:
+                    problems.append(
+                        f"--train.optimizer_in_backward: {reason}; add --train.{remedy}"
+                    )
             if self.optimizer == "schedule_free":
                 problems.append(
                     "--train.optimizer_in_backward: schedule_free averages all weights at once; "
@@ -180,11 +176,11 @@ class TrainArgs:
                 f"activation_checkpointing {recomputation}": recomputation,
             }
             reason = "weights are fetched again for the backward pass"
-            problems += [
-                f"--train.cpu_offload parameters: {reason}; leave --train.{name} out"
-                for name, is_set in clashes.items()
-                if is_set
-            ]
+            for name, is_set in clashes.items():
+                if is_set:
+                    problems.append(
+                        f"--train.cpu_offload parameters: {reason}; leave --train.{name} out"
+                    )
         # schedule-free averaging takes the place of a decay
         if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
             reason = "it averages the weights instead of decaying the learning rate"
@@ -413,7 +409,11 @@ class FinetuneArgs:
             "train.label_smoothing": self.train.label_smoothing,
         }
         reason = f"it does not apply to --objective {self.objective}; leave it out"
-        return [f"--{name} {value}: {reason}" for name, value in clashes.items() if value]
+        problems = []
+        for name, value in clashes.items():
+            if value:
+                problems.append(f"--{name} {value}: {reason}")
+        return problems
 
     def clashes(self, strategy: str) -> list[str]:
         """Return the problems of flags that several devices, or the strategy, do not support."""
@@ -540,8 +540,11 @@ def apply_launcher(args: FinetuneArgs) -> FinetuneArgs:
     resumes its run."""
     if started_by() is None:
         return args
-    # a resumed run may have other process counts than its flags say
-    devices, nodes = process_counts(*((1, 1) if args.resume else (args.devices, args.num_nodes)))
+    if args.resume:
+        # a resumed run may have other process counts than its flags say
+        devices, nodes = process_counts(1, 1)
+    else:
+        devices, nodes = process_counts(args.devices, args.num_nodes)
     # torchrun counts the restarts of its processes, SLURM those of a job that it has requeued
     restarted = (
         os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"

@@ -65,11 +65,16 @@ class UploadArgs:
         problems = []
         for name in ("repo_id", "base_model"):
             value = getattr(self, name)
-            if value is None and name == "repo_id":
-                problems.append("--repo_id is missing: name the target repository as owner/name")
+            if value is None:
+                if name == "repo_id":
+                    problems.append(
+                        "--repo_id is missing: name the target repository as owner/name"
+                    )
+                continue
+            hub_name = value
             # the base of the card may have a revision; the target has none
-            elif value is not None and not HUB_NAME.fullmatch(
-                value.partition("@")[0] if name == "base_model" else value
-            ):
+            if name == "base_model":
+                hub_name = value.partition("@")[0]
+            if not HUB_NAME.fullmatch(hub_name):
                 problems.append(f"--{name} {value}: expected owner/name")
         return problems

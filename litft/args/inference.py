@@ -102,11 +102,13 @@ class ModelArgs(OpenArgs):
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
         problems = super().problems() + below_minimum(self, "", 1, "max_new_tokens")
-        # a flag that was left out has no value to check
-        sampling = {name: getattr(self, name) for name in NUMBERS}
-        problems += Sampling(
-            **{name: value for name, value in sampling.items() if value is not None}
-        ).problems()
+        sampling = {}
+        for name in NUMBERS:
+            value = getattr(self, name)
+            # a flag that was left out has no value to check
+            if value is not None:
+                sampling[name] = value
+        problems += Sampling(**sampling).problems()
         if "" in self.stop:
             problems.append("--stop: an empty string occurs everywhere; leave it out")
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
@@ -122,11 +124,15 @@ def _is_bias(text: str) -> bool:
         biases = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(biases, dict) and all(
+    if not isinstance(biases, dict):
+        return False
+    for key, value in biases.items():
         # JSON has only texts as keys, so the ids are digits
-        key.isdecimal() and type(value) in (int, float) and abs(value) <= LARGEST_NUMBER
-        for key, value in biases.items()
-    )
+        if not key.isdecimal():
+            return False
+        if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
+            return False
+    return True
 
 
 @dataclass
@@ -144,8 +150,12 @@ class SpeculativeArgs(ModelArgs):
 
     def problems(self) -> list[str]:
         """Return the problems of the model flags, and reject two drafters."""
-        both = ["--draft_dir and --lookup: only one of them can draft tokens; leave the other out"]
-        return super().problems() + (both if self.draft_dir and self.lookup else [])
+        problems = super().problems()
+        if self.draft_dir and self.lookup:
+            problems.append(
+                "--draft_dir and --lookup: only one of them can draft tokens; leave the other out"
+            )
+        return problems
 
 
 @dataclass

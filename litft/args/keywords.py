@@ -28,7 +28,10 @@ def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
         group = flag.rpartition(".")[0]
         # lora_r rather than r, and a leaf alone only if no other group has it
         is_clear = not group or (leaves.count(leaf) == 1 and group not in PREFIXED)
-        names[leaf if is_clear else f"{group}_{leaf}"] = flag
+        if is_clear:
+            names[leaf] = flag
+        else:
+            names[f"{group}_{leaf}"] = flag
     return names
 
 
@@ -42,28 +45,24 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
     if method not in FINETUNE:
         raise ValueError(f"method {method!r} does not exist; use {', '.join(FINETUNE)}")
     types = types_of_flags(FINETUNE[method])
+    names = keyword_names(FINETUNE[method])
     # beside the short name, every flag has the name with its group
-    names = (
-        keyword_names(FINETUNE[method])
-        | {flag.replace(".", "_"): flag for flag in types}
-        | {"config": "config"}
-    )
-    unknown = []
-    for name in keywords:
+    for flag in types:
+        names[flag.replace(".", "_")] = flag
+    names["config"] = "config"
+    messages = []
+    for name, value in keywords.items():
         if name not in names:
-            unknown.append(name)
-    if unknown:
-        raise TypeError(
-            "\n".join(_unknown_keyword(name, keywords[name], names) for name in unknown)
-        )
+            messages.append(_unknown_keyword(name, value, names))
+    if messages:
+        raise TypeError("\n".join(messages))
+    words = []
     # first: other keywords override those of the file
-    keywords = {"config": None} | dict(keywords)
-    pairs = (
-        (names[name], value)
-        for name, value in keywords.items()
-        if name != "config" or value is not None
-    )
-    words = [f"--{flag}={_as_word(value, types.get(flag))}" for flag, value in pairs]
+    for name, value in ({"config": None} | dict(keywords)).items():
+        if name == "config" and value is None:
+            continue
+        flag = names[name]
+        words.append(f"--{flag}={_as_word(value, types.get(flag))}")
     return parse(FINETUNE[method], words)
 
 
@@ -71,21 +70,36 @@ def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
     """Return a message that names the keyword that is meant: of a flag of another program, or the
     nearest name."""
     message = f"finetune() got an unexpected keyword argument {name!r}"
+    if value is None:
+        text = "null"
+    else:
+        text = str(value)
     # a translation is written as on the command line; here it is shown as a keyword
-    translation = translate(name, json.dumps(value) if value is None else str(value))
+    translation = translate(name, text)
     if translation is not None:
         flags, note = translation
         if not flags:
             return f"{message}; leave it out{note}"
         flag, _, setting = flags.removeprefix("--").partition(" ")
         # the model and the data have parameters of their own, which `names` does not contain
-        keyword = OWN.get(flag) or next(
-            (keyword for keyword, other in names.items() if other == flag), None
-        )
-        here = f"{keyword}={_literal(setting)}" if keyword else f"--{flag}"
+        keyword = OWN.get(flag) or _keyword_of(flag, names)
+        if keyword:
+            here = f"{keyword}={_literal(setting)}"
+        else:
+            here = f"--{flag}"
         return f"{message}; here it is {here}{note}"
     matches = difflib.get_close_matches(name, [*names, *OWN.values()], n=1)
-    return message + (f"; did you mean {matches[0]}?" if matches else "")
+    if matches:
+        return f"{message}; did you mean {matches[0]}?"
+    return message
+
+
+def _keyword_of(flag: str, names: Mapping[str, str]) -> str | None:
+    """Return the first keyword of a flag; names: the flags by keyword."""
+    for keyword, other in names.items():
+        if other == flag:
+            return keyword
+    return None
 
 
 def _literal(setting: str) -> str:
@@ -120,18 +134,30 @@ def _as_word(value: Any, flag_type: Any) -> str:
     """Return a value in the form of the command line. A mapping becomes a list of NAME=VALUE."""
     if get_origin(flag_type) is list:
         if isinstance(value, Mapping):
-            value = [
-                f"{name}={item if isinstance(item, str) else json.dumps(item)}"
-                for name, item in value.items()
-            ]
+            value = _as_pairs(value)
         if value is None or isinstance(value, str):
             return value or "null"
-        items = list(value) if isinstance(value, Iterable) else [value]
+        if isinstance(value, Iterable):
+            items = list(value)
+        else:
+            items = [value]
         # numbers stay numbers; all other items are read as text
-        return json.dumps(items if get_args(flag_type) == (float,) else list(map(str, items)))
+        if get_args(flag_type) != (float,):
+            items = list(map(str, items))
+        return json.dumps(items)
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return str(value)
+
+
+def _as_pairs(mapping: Mapping[str, Any]) -> list[str]:
+    """Return a mapping as NAME=VALUE."""
+    pairs = []
+    for name, value in mapping.items():
+        if not isinstance(value, str):
+            value = json.dumps(value)
+        pairs.append(f"{name}={value}")
+    return pairs
 
 
 def signature(parameters: list[inspect.Parameter]) -> inspect.Signature:

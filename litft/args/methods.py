@@ -58,11 +58,10 @@ class LoRAArgs:
         if self.lr_ratio <= 0:
             problems.append(f"--lora.lr_ratio {self.lr_ratio}: must be above 0")
         for flag in ("rank_pattern", "alpha_pattern"):
-            problems += [
-                f"--lora.{flag} {pattern}: {reason}"
-                for pattern in getattr(self, flag)
-                if (reason := _pattern_error(pattern, flag))
-            ]
+            for pattern in getattr(self, flag):
+                reason = _pattern_error(pattern, flag)
+                if reason:
+                    problems.append(f"--lora.{flag} {pattern}: {reason}")
         return problems
 
 
@@ -76,10 +75,11 @@ def _pattern_error(text: str, flag: str) -> str | None:
         # text that is no number fails the check of the range
         value = 0.0
     # a rank is a size of a matrix, an alpha only a factor
-    maximum = LARGEST_SIZE if flag == "rank_pattern" else LARGEST
     if flag == "rank_pattern":
+        maximum = LARGEST_SIZE
         expected = f"a whole number from 1 to {maximum:,}"
     else:
+        maximum = LARGEST
         expected = "a number above 0"
     is_valid = name and 0 < value <= maximum and (value.is_integer() or flag != "rank_pattern")
     if is_valid:

@@ -43,33 +43,20 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     """
     flag_types = types_of_flags(cls)
     values, problems, passthrough = _read_argv(argv, cls)
-    # flags of the resumed run or of the demo come first, so that those on the command line win
     if issubclass(cls, flags.FinetuneArgs):
-        implied, invalid = _implied_flags(dict(values), cls)
-        values = implied + values
+        values, invalid = _for_finetuning(values, cls)
         problems = problems + invalid
-        values = [
-            (name, optimizer(value) if name == "train.optimizer" else value)
-            for name, value in values
-        ]
-        values, invalid = _with_our_precision(values, is_full=cls is flags.FullFinetuneArgs)
-        problems += invalid
     parser = parser_of(cls)
     parser.prog = prog or Path(sys.argv[0]).name
-    value_words = [f"--{name}={value}" for name, value in values]
+    words = [f"--{name}={value}" for name, value in values]
+    # --help would end the process before the problems are shown
+    if not problems:
+        words += passthrough
     try:
-        # --help would end the process before the problems are shown
-        namespace = parser.parse_args(value_words + (passthrough if not problems else []))
-    except (ArgumentError, OverflowError) as error:  # names only the first invalid flag
-        invalid = []
-        for pair, word in zip(values, value_words, strict=True):
-            if not _is_valid(parser, word):
-                invalid.append(pair)
-        problems += [
-            f"--{name} {value}: expected {_describe(flag_types[name])}{_hint(value)}"
-            for name, value in invalid
-        ]
-        problems += [] if invalid else [str(error)]
+        namespace = parser.parse_args(words)
+    except (ArgumentError, OverflowError) as error:
+        # the error names only the first invalid flag
+        problems += _invalid_values(parser, values, flag_types) or [str(error)]
     if problems:
         raise ValueError("\n".join(problems))
     namespace.pop("config", None)
@@ -77,25 +64,61 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     for name, value in values:
         if flag_types[name] in (str, str | None) and value != "null":
             group, _, leaf = name.rpartition(".")
+            if group:
+                owner = getattr(args, group)
+            else:
+                owner = args
             # verbatim: jsonargparse reads "# a" as null
-            setattr(getattr(args, group) if group else args, leaf, value)
+            setattr(owner, leaf, value)
     problems = getattr(args, "problems", list)()
     if problems:
         raise ValueError("\n".join(problems))
     return args
 
 
+def _for_finetuning(
+    values: list[tuple[str, str]], cls: type
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the flags of a fine-tuning command with those that are implied, with the names of
+    other programs' optimizers and precisions replaced by ours, and the problems."""
+    implied, problems = _implied_flags(dict(values), cls)
+    renamed = []
+    # flags of the resumed run or of the demo come first, so that those on the command line win
+    for name, value in implied + values:
+        if name == "train.optimizer":
+            renamed.append((name, optimizer(value)))
+        else:
+            renamed.append((name, value))
+    values, invalid = _with_our_precision(renamed, is_full=cls is flags.FullFinetuneArgs)
+    return values, problems + invalid
+
+
 def _with_our_precision(
     values: list[tuple[str, str]], is_full: bool
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the flags with Lightning's names of --precision replaced by ours, and the problems."""
+    renamed = []
     try:
-        return [
-            (name, precision(value, is_full) if name == "precision" else value)
-            for name, value in values
-        ], []
+        for name, value in values:
+            if name == "precision":
+                renamed.append((name, precision(value, is_full)))
+            else:
+                renamed.append((name, value))
     except ValueError as error:
         return [pair for pair in values if pair[0] != "precision"], [str(error)]
+    return renamed, []
+
+
+def _invalid_values(
+    parser: ArgumentParser, values: list[tuple[str, str]], flag_types: dict[str, Any]
+) -> list[str]:
+    """Return the problems of all values that are not of their flag's type."""
+    problems = []
+    for name, value in values:
+        if not _is_valid(parser, f"--{name}={value}"):
+            expected = _describe(flag_types[name])
+            problems.append(f"--{name} {value}: expected {expected}{_hint(value)}")
+    return problems
 
 
 def _is_valid(parser: ArgumentParser, word: str) -> bool:
@@ -131,9 +154,11 @@ def parser_of(cls: type) -> ArgumentParser:
         if action.dest in groups:
             action.help = SUPPRESS
         # NAME+ would append to a list; here, a list is given as a whole
-        action.option_strings = [
-            option for option in action.option_strings if not option.endswith("+")
-        ]
+        options = []
+        for option in action.option_strings:
+            if not option.endswith("+"):
+                options.append(option)
+        action.option_strings = options
         if types_of_flags(cls).get(action.dest) in (bool, bool | None):
             action.metavar = "[true|false]"  # the flag alone means true
     _put_first(parser, getattr(cls, "main_flags", ()))
@@ -143,13 +168,16 @@ def parser_of(cls: type) -> ArgumentParser:
 def _put_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
     """Move flags into a group of their own, which --help lists first."""
     group = parser.add_argument_group("the flags that matter most")
-    for action in (parser._option_string_actions.get(f"--{name}") for name in names):
-        if action is not None:
-            # argparse has no public way to move a flag to another group
-            next(
-                other for other in parser._action_groups if action in other._group_actions
-            )._group_actions.remove(action)
-            group._group_actions.append(action)
+    for name in names:
+        action = parser._option_string_actions.get(f"--{name}")
+        if action is None:
+            continue
+        # argparse has no public way to move a flag to another group
+        for other in parser._action_groups:
+            if action in other._group_actions:
+                other._group_actions.remove(action)
+                break
+        group._group_actions.append(action)
     parser._action_groups.insert(0, parser._action_groups.pop())
 
 
@@ -180,30 +208,18 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
         if word in ("-h", "--help") or word.startswith("--print_config"):
             passthrough.append(word)
             continue
-        name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
             problems.append(_not_a_flag(word, flag_types))
             continue
+        name, equals, value = word.removeprefix("--").partition("=")
         name = _full_name(name, flag_types)
         if _is_former(name, flag_types):
             if not equals:
-                if words and words[0].lower() in ("true", "false"):
-                    value = words.pop(0)
-                else:
-                    value = "true"
+                value = _next_value(words, is_boolean=True)
             values.append(_renamed(name, value))
             continue
-        # a boolean flag alone means true, unless its value is the next word
         if not equals:
-            is_bare = flag_types.get(name) in (bool, bool | None) and (
-                not words or words[0].lower() not in ("true", "false")
-            )
-            if is_bare:
-                value = "true"
-            elif words and not words[0].startswith("--"):
-                value = words.pop(0)
-            else:
-                value = None
+            value = _next_value(words, is_boolean=flag_types.get(name) in (bool, bool | None))
         if name == "config":
             # a file has priority over a recipe of the same name
             if value and is_recipe(value) and not os.path.isfile(value):
@@ -224,14 +240,31 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
     values = from_files + values
     # the message about one flag may depend on the value of another
     given = dict(values) | unknown
-    problems += [_unknown_flag(name, flag_types, value, given) for name, value in unknown.items()]
-    has_model = "checkpoint_dir" in dict(values) or dict(values).get("resume", "").lower() == "true"
-    if recipe and not (problems or passthrough or has_model):
+    for name, value in unknown.items():
+        problems.append(_unknown_flag(name, flag_types, value, given))
+    if recipe and not (problems or passthrough or _has_model(dict(values))):
         problems.append(
             f"--config {recipe} is a recipe; add the model and the data: --checkpoint_dir and "
             "--data.path"
         )
     return values, problems, passthrough
+
+
+def _next_value(words: list[str], is_boolean: bool) -> str | None:
+    """Remove the value of a flag from the words after it, and return it; None if it is missing.
+
+    A boolean flag alone means true, unless its value is the next word.
+    """
+    if is_boolean and (not words or words[0].lower() not in ("true", "false")):
+        return "true"
+    if words and not words[0].startswith("--"):
+        return words.pop(0)
+    return None
+
+
+def _has_model(values: dict[str, str]) -> bool:
+    """Return whether flags name a model, or resume a run, which has one."""
+    return "checkpoint_dir" in values or values.get("resume", "").lower() == "true"
 
 
 def finetune_args(run: Path) -> flags.FinetuneArgs:
@@ -266,12 +299,10 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
                         "the line"
                     )
             # other devices may need another strategy
-            devices_changed = values.keys() & {"devices", "num_nodes"} and "strategy" not in values
-            return [
-                pair
-                for pair in run_values
-                if not (devices_changed and pair[0] in ("strategy", "shard_size"))
-            ], problems
+            if values.keys() & {"devices", "num_nodes"} and "strategy" not in values:
+                of_devices = ("strategy", "shard_size")
+                run_values = [pair for pair in run_values if pair[0] not in of_devices]
+            return run_values, problems
         if "checkpoint_dir" not in values:
             if run:
                 reason = f"there is no run in {run}"
@@ -334,8 +365,10 @@ def _item_texts(items: list[Any]) -> list[Any]:
     for item in items:
         if isinstance(item, dict):
             texts.append(json.dumps(item, ensure_ascii=False, default=str))
+        elif isinstance(item, str | int | float | list | None):
+            texts.append(item)
         else:
-            texts.append(item if isinstance(item, str | int | float | list | None) else str(item))
+            texts.append(str(item))
     return texts
 
 
@@ -355,70 +388,96 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
             raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
         _check_size(content)
         recipe = content.pop(KEY, None)
-        method = recipe.get("method") if isinstance(recipe, dict) else None
+        method = None
+        if isinstance(recipe, dict):
+            method = recipe.get("method")
         if method and cls is not FINETUNE.get(method):
             return [], [
                 f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"
             ]
-        list_flags = {
-            name for name, flag_type in flag_types.items() if get_origin(flag_type) is list
-        }
-        entries = {
-            _full_name(name, flag_types): value for name, value in _flatten(content, list_flags)
-        }
-        for name in [name for name in entries if _is_former(name, flag_types)]:
-            new_name, value = _renamed(name, _as_text(entries.pop(name)))
-            entries.setdefault(new_name, value)
+        entries = _entries(content, flag_types)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [
             f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"
         ]
-    all_texts = {
-        name: _as_text(value)
-        for name, value in entries.items()
-        if not _is_empty(value, flag_types.get(name))
-    }
+    all_texts = {}
+    for name, value in entries.items():
+        if not _is_empty(value, flag_types.get(name)):
+            all_texts[name] = _as_text(value)
+    problems = _config_problems(path, cls, entries, all_texts)
+    texts = {}
+    for name, text in all_texts.items():
+        if name not in flag_types:
+            continue
+        if get_origin(flag_types[name]) is list:
+            text = _list_text(entries[name], text, name, flag_types)
+        texts[name] = text
+    return list(texts.items()), problems
+
+
+def _entries(content: dict, flag_types: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a YAML file by the full names of their flags."""
+    list_flags = set()
+    for name, flag_type in flag_types.items():
+        if get_origin(flag_type) is list:
+            list_flags.add(name)
+    entries = {}
+    for name, value in _flatten(content, list_flags):
+        entries[_full_name(name, flag_types)] = value
+    for name in list(entries):
+        if _is_former(name, flag_types):
+            new_name, value = _renamed(name, _as_text(entries.pop(name)))
+            entries.setdefault(new_name, value)
+    return entries
+
+
+def _config_problems(
+    path: str | Path, cls: type, entries: dict[str, Any], all_texts: dict[str, str]
+) -> list[str]:
+    """Return the problems of a YAML file's flags.
+
+    entries, all_texts: its values, and their form on the command line, by flag.
+    """
+    flag_types = types_of_flags(cls)
     unknown = [name for name in all_texts if name not in flag_types]
+    if unknown and cls not in FINETUNE.values() and _is_litfts(all_texts):
+        return [
+            f"{path}: these are flags of finetune/lora.py; use finetune/lora.py --config {path} "
+            "--dry_run"
+        ]
     # neither long values nor mappings, whose fields have other names here
-    brief = {
-        name: "..." if len(text) > 80 or "{" in text else text for name, text in all_texts.items()
-    }
-    problems = [
-        f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}" for name in unknown
-    ]
+    brief = {}
+    for name, text in all_texts.items():
+        if len(text) > 80 or "{" in text:
+            brief[name] = "..."
+        else:
+            brief[name] = text
+    problems = []
+    for name in unknown:
+        problems.append(f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}")
     # a file of another program: show all of it in litft's terms
-    if (
-        unknown
-        and _is_finetuning(flag_types)
-        and any(translate(name, all_texts[name]) for name in unknown)
-    ):
+    if _is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
         parser = parser_of(cls)
-        checks = (
-            entries,
-            all_texts,
-            flag_types,
-            lambda name, text: _accepts(parser, name, text, flag_types),
-        )
-        terms, notes = in_litfts_terms(*checks)
+
+        def accepts(name: str, text: str) -> bool:
+            return _accepts(parser, name, text, flag_types)
+
+        terms, notes = in_litfts_terms(entries, all_texts, flag_types, accepts)
         problems += [f"{path}: {note}" for note in notes]
         problems.append(f"{path} in litft's terms, without what has no counterpart:\n\n{terms}\n")
     if all_texts.get("resume") == "true" and "out_dir" not in entries:
         problems.append(f"{path}: resume continues the run in out_dir, which is missing")
-    if unknown and cls not in FINETUNE.values() and _is_litfts(all_texts):
-        problems = [
-            f"{path}: these are flags of finetune/lora.py; use finetune/lora.py --config {path} "
-            "--dry_run"
-        ]
-    texts = {name: text for name, text in all_texts.items() if name in flag_types}
-    for name, value in entries.items():
-        if name not in texts or get_origin(flag_types[name]) is not list:
-            continue
-        items = [value] if isinstance(value, dict) else value
-        if isinstance(items, list):
-            texts[name] = json.dumps(_item_texts(items), ensure_ascii=False, default=str)
-        else:
-            texts[name] = _as_list(texts[name], flag_types[name], keeps_spaces=name in TEXT_LISTS)
-    return list(texts.items()), problems
+    return problems
+
+
+def _list_text(value: Any, text: str, name: str, flag_types: dict[str, Any]) -> str:
+    """Return the value of a list's flag in a YAML file as JSON; `text` is its form on the command
+    line."""
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list):
+        return json.dumps(_item_texts(value), ensure_ascii=False, default=str)
+    return _as_list(text, flag_types[name], keeps_spaces=name in TEXT_LISTS)
 
 
 def _problem_of_recipe(name: str, cls: type) -> str:
@@ -479,9 +538,9 @@ def _full_name(name: str, flag_types: dict[str, Any]) -> str:
     or as group_name."""
     if name in flag_types:
         return name
-    former = next((old for old in FORMER_FLAGS if name in (old, old.rpartition(".")[2])), None)
-    if former:
-        return former
+    for former in FORMER_FLAGS:
+        if name in (former, former.rpartition(".")[2]):
+            return former
     matches = []
     for flag in flag_types:
         if name in (flag.rpartition(".")[2], flag.replace(".", "_")):
@@ -516,9 +575,11 @@ def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str,
     """Return whether a flag accepts a value."""
     if get_origin(flag_types[name]) is list:
         word = _as_list(text, flag_types[name])
+    elif name == "train.optimizer":
+        word = optimizer(text)
     else:
         word = text
-    return _is_valid(parser, f"--{name}={optimizer(word) if name == 'train.optimizer' else word}")
+    return _is_valid(parser, f"--{name}={word}")
 
 
 def _is_litfts(texts: dict[str, str]) -> bool:
@@ -548,31 +609,33 @@ def _unknown_flag(
             "finetune/lora.py"
         )
     # reversed, so that of several flags with this last name, the first is suggested
-    leaves = {flag.rpartition(".")[2]: flag for flag in reversed(flag_types)}
-    matches = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
-    matches = [leaves[leaf] for leaf in matches] or difflib.get_close_matches(
-        name, flag_types, n=1, cutoff=0.75
-    )
-    return f"--{name} does not exist" + (
-        f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags"
-    )
+    leaves = {}
+    for flag in reversed(flag_types):
+        leaves[flag.rpartition(".")[2]] = flag
+    last_names = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
+    if last_names:
+        return f"--{name} does not exist; did you mean --{leaves[last_names[0]]}?"
+    full_names = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.75)
+    if full_names:
+        return f"--{name} does not exist; did you mean --{full_names[0]}?"
+    return f"--{name} does not exist; --help lists all flags"
 
 
 def _not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
     """Return a message about a word without --, which may be the value of a flag."""
-    is_file = word.endswith((".yaml", ".yml"))
-    # unlike Path.is_dir, false for a word that is too long for a path
-    is_folder = os.path.isdir(word)
-    if is_file:
+    flag = None
+    if word.endswith((".yaml", ".yml")):
         flag = "config"
-    else:
-        flag = next(
-            (name for name in ("folder", "checkpoint_dir") if name in flag_types and is_folder),
-            None,
-        )
-    return f"{word!r} is no flag: flags start with --" + (
-        f"; did you mean --{flag} {word}?" if flag else ""
-    )
+    # unlike Path.is_dir, false for a word that is too long for a path
+    elif os.path.isdir(word):
+        if "folder" in flag_types:
+            flag = "folder"
+        elif "checkpoint_dir" in flag_types:
+            flag = "checkpoint_dir"
+    message = f"{word!r} is no flag: flags start with --"
+    if flag:
+        return f"{message}; did you mean --{flag} {word}?"
+    return message
 
 
 def _hint(value: str) -> str:

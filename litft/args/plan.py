@@ -32,7 +32,8 @@ class PrepareArgs:
         """Return the problems of missing or invalid values."""
         problems = impossible_numbers(self) + self.data.problems()
         for name, value in (("checkpoint_dir", self.checkpoint_dir), ("data.path", self.data.path)):
-            problems += [] if value else [f"--{name} is missing"]
+            if not value:
+                problems.append(f"--{name} is missing")
         return (
             problems
             + below_minimum(self, "", 1, "global_batch_size")
@@ -98,11 +99,8 @@ class PlanArgs:
     def problems(self) -> list[str]:
         """Return the problems of missing or invalid values."""
         problems = impossible_numbers(self) + self.lora.problems() + self.adapter.problems()
-        problems += (
-            []
-            if self.checkpoint_dir
-            else ["--checkpoint_dir is missing: name a folder with a config.json"]
-        )
+        if not self.checkpoint_dir:
+            problems.append("--checkpoint_dir is missing: name a folder with a config.json")
         problems += below_minimum(
             self,
             "",
@@ -116,11 +114,8 @@ class PlanArgs:
         )
         problems += below_minimum(self, "", 1, "shard_size")
         for name in ("node_gbs", "network_gbs"):
-            problems += (
-                []
-                if getattr(self, name) > 0
-                else [f"--{name} {getattr(self, name)}: must be above 0"]
-            )
+            if not getattr(self, name) > 0:
+                problems.append(f"--{name} {getattr(self, name)}: must be above 0")
         group_size = self.shard_size or self.devices
         problems += sharding_problems(self.strategy, self.shard_size, self.devices, self.num_nodes)
         if self.strategy == "hsdp" and max(group_size, self.devices) % min(

@@ -18,7 +18,9 @@ def started_by() -> tuple[str, int, int] | None:
         )
     if _started_by_srun():
         num_processes = _read_count("SLURM_NTASKS")
-        nodes = _read_count("SLURM_NNODES") if "SLURM_NNODES" in env else 1
+        nodes = 1
+        if "SLURM_NNODES" in env:
+            nodes = _read_count("SLURM_NNODES")
         return "srun", *_per_node("srun", num_processes, num_processes // nodes)
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":
         reason = (
@@ -45,10 +47,7 @@ def local_rank() -> str:
 
     Local rank 0 prints messages.
     """
-    # torchrun and Fabric set LOCAL_RANK, srun SLURM_LOCALID
-    return os.environ.get("LOCAL_RANK") or (
-        os.environ.get("SLURM_LOCALID", "0") if _started_by_srun() else "0"
-    )
+    return _rank("LOCAL_RANK", of_srun="SLURM_LOCALID")
 
 
 def is_first_on_node() -> bool:
@@ -58,10 +57,18 @@ def is_first_on_node() -> bool:
 
 def global_rank() -> str:
     """Return this process's rank among all processes; "0" if it is the only one."""
-    # torchrun sets RANK, srun SLURM_PROCID
-    return os.environ.get("RANK") or (
-        os.environ.get("SLURM_PROCID", "0") if _started_by_srun() else "0"
-    )
+    return _rank("RANK", of_srun="SLURM_PROCID")
+
+
+def _rank(of_torchrun: str, of_srun: str) -> str:
+    """Return a rank from the variable that torchrun sets (Fabric, too, but only LOCAL_RANK), or
+    from that of srun; "0" if neither does."""
+    env = os.environ
+    if env.get(of_torchrun):
+        return env[of_torchrun]
+    if _started_by_srun():
+        return env.get(of_srun, "0")
+    return "0"
 
 
 def is_first_process() -> bool:

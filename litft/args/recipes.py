@@ -48,12 +48,12 @@ def names() -> list[str]:
 
 def recipes() -> list[Recipe]:
     """Return all recipes, in the order of `names`."""
-    return sorted((read_recipe(path) for path in RECIPES.glob("*.yaml")), key=_size)
+    return sorted(map(read_recipe, RECIPES.glob("*.yaml")), key=_size)
 
 
 def is_recipe(name: str) -> bool:
     """Return whether a recipe has this name. Reads no file."""
-    return name in {path.stem for path in RECIPES.glob("*.yaml")}
+    return any(path.stem == name for path in RECIPES.glob("*.yaml"))
 
 
 def recipe_file(name: str) -> Path:

@@ -53,11 +53,11 @@ class Sampling:
             "presence_penalty": (abs(self.presence_penalty) <= LARGEST_NUMBER, penalty_range),
             "frequency_penalty": (abs(self.frequency_penalty) <= LARGEST_NUMBER, penalty_range),
         }
-        return [
-            f"--{name} {getattr(self, name)}: {reason}"
-            for name, (is_valid, reason) in checks.items()
-            if not is_valid
-        ]
+        problems = []
+        for name, (is_valid, reason) in checks.items():
+            if not is_valid:
+                problems.append(f"--{name} {getattr(self, name)}: {reason}")
+        return problems
 
 
 # used if neither the folder nor a flag sets sampling:

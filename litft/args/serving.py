@@ -89,12 +89,12 @@ class ServeArgs(ModelArgs):
             problems.append(
                 "--api_key: must be printable ASCII and not empty, since it is sent in a header"
             )
-        names = [name for name, _, _ in (item.partition("=") for item in self.adapters)]
-        problems += [
-            f"--adapters {item}: expected NAME=DIR"
-            for item in self.adapters
-            if not all(item.partition("="))
-        ]
+        names = []
+        for item in self.adapters:
+            name, equals, folder = item.partition("=")
+            names.append(name)
+            if not (name and equals and folder):
+                problems.append(f"--adapters {item}: expected NAME=DIR")
 
         # requests select a model by its name
         duplicates = set()

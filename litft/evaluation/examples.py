@@ -171,17 +171,18 @@ def _was_trained_on(data: DataArgs, trained_data: DataArgs, same_split: bool) ->
     same_split: equal flags hold out the same examples.
     """
     # files and flags that decide which examples are held out
-    splits = [
-        [
-            _train_files(item),
-            _val_files(item),
-            *(getattr(item, name) for name in SPLIT_FLAGS if name != "val_path"),
-        ]
-        for item in (data, trained_data)
-    ]
-    if splits[0] == splits[1] and same_split:
+    if _split_of(data) == _split_of(trained_data) and same_split:
         return False
     return bool((_val_files(data) or _train_files(data)) & _train_files(trained_data))
+
+
+def _split_of(data: DataArgs) -> list[Any]:
+    """Return the files and flags that decide which examples are held out."""
+    split: list[Any] = [_train_files(data), _val_files(data)]
+    for name in SPLIT_FLAGS:
+        if name != "val_path":
+            split.append(getattr(data, name))
+    return split
 
 
 def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> DataArgs:
@@ -190,11 +191,10 @@ def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> 
     Raise ValueError if these change the held-out examples.
     """
     defaults = asdict(RunEvalArgs().data)
-    overrides = {
-        name: value
-        for name, value in asdict(requested).items()
-        if value != defaults[name] and name != "path"
-    }
+    overrides = {}
+    for name, value in asdict(requested).items():
+        if value != defaults[name] and name != "path":
+            overrides[name] = value
 
     # these flags decide what was held out, so the run's own values must stay
     for name in SPLIT_FLAGS:
@@ -303,19 +303,19 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
     Raise ValueError if none can be read. Print how many there are if some are left out.
     """
     tokenizers = [_tokenizer(source) for source in sources]
-    names_by_source = [
-        scored_samples(
-            load_data(args.data, tokenizer, ANY_VOCAB_SIZE, source.config.max_positions, kind=kind),
-            args.data,
-        ).names
-        for source, tokenizer in zip(sources, tokenizers, strict=True)
-    ]
+    ordered_by_source = []
+    for source, tokenizer in zip(sources, tokenizers, strict=True):
+        limit = source.config.max_positions
+        data = load_data(args.data, tokenizer, ANY_VOCAB_SIZE, limit, kind=kind)
+        ordered_by_source.append(scored_samples(data, args.data).names)
+    ordered = ordered_by_source[0]
+    # their windows depend on the tokenizer; all are scored
+    has_texts = any(map(_is_text, ordered))
 
     # the examples that every model can read
-    ordered = names_by_source[0]
-    # their windows depend on the tokenizer; all are scored
-    has_texts = any(_is_text(name) for name in ordered)
-    names_by_source = [{name for name in names if not _is_text(name)} for names in names_by_source]
+    names_by_source = []
+    for names in ordered_by_source:
+        names_by_source.append({name for name in names if not _is_text(name)})
     shared = set.intersection(*names_by_source)
     if not shared and not has_texts:
         raise ValueError(

@@ -122,8 +122,13 @@ class HarnessModel(TemplateLM):
             count_before = len(windows)
             windows += map(make_disjoint_window, text_windows)
             counts.append(len(windows) - count_before)
-        scores = iter(self._scores(windows, disable_tqdm))
-        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        scores = [score for score, _ in self._scores(windows, disable_tqdm)]
+        sums = []
+        start = 0
+        for count in counts:
+            sums.append(sum(scores[start : start + count]))
+            start += count
+        return sums
 
     @torch.inference_mode()
     def _scores(self, pairs: list[Pair], quiet: bool) -> list[tuple[float, bool]]:
@@ -142,11 +147,10 @@ class HarnessModel(TemplateLM):
             ).append(number)
         with tqdm(total=len(pairs), desc="texts", disable=quiet or None) as bar:
             for inputs in self._batches(pairs_by_input, pairs):
-                longest = max(
-                    len(pairs[number][1])
-                    for input_ids in inputs
-                    for number in pairs_by_input[input_ids]
-                )
+                longest = 0
+                for input_ids in inputs:
+                    for number in pairs_by_input[input_ids]:
+                        longest = max(longest, len(pairs[number][1]))
                 for input_ids, logprobs in zip(
                     inputs, self._logprobs(inputs, longest), strict=True
                 ):
@@ -185,11 +189,13 @@ class HarnessModel(TemplateLM):
         positions = torch.zeros_like(tokens)
         logits_to_keep = torch.zeros(len(inputs), count, dtype=torch.long)
         for row, input_ids in enumerate(inputs):
+            length = len(input_ids)
             # right padding: causal attention does not see it
-            tokens[row, : len(input_ids)] = torch.tensor(input_ids)
-            positions[row, : len(input_ids)] = torch.arange(len(input_ids))
+            tokens[row, :length] = torch.tensor(input_ids)
+            positions[row, :length] = torch.arange(length)
+            kept = torch.arange(length - count, length)
             # a shorter input repeats its first position, which is not read
-            logits_to_keep[row] = (torch.arange(count) + len(input_ids) - count).clamp(min=0)
+            logits_to_keep[row] = kept.clamp(min=0)
         logits = self.session.model(
             tokens.to(self._device),
             positions=positions.to(self._device),

@@ -46,16 +46,18 @@ def document_log_probs(
     with eval_mode(model):
         for rows in planned[rank :: layout.ranks]:
             before_batch()
-            batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(
-                device
-            )
-
+            samples_of_rows = []
             # a micro-batch has its sequences in the order
             # of its rows, the result in that of the samples
-            order = [index for row in rows for index in row]
-            log_probs[order], lengths[order] = (
-                values.view(-1, log_probs.size(1)) for values in sequence_log_probs(model, batch)
-            )
+            order: list[int] = []
+            for row in rows:
+                samples_of_rows.append([samples[index] for index in row])
+                order.extend(row)
+            batch = layout.collate_rows(samples_of_rows).to(device)
+            # of all documents of the micro-batch, one after the other
+            batch_log_probs, batch_lengths = sequence_log_probs(model, batch)
+            log_probs[order] = batch_log_probs.view(-1, log_probs.size(1))
+            lengths[order] = batch_lengths.view(-1, log_probs.size(1))
     return log_probs, lengths
 
 

@@ -27,7 +27,7 @@ class ChatAnswer(str):
         """Create a str with two attributes, without white space at its ends."""
         answer = super().__new__(cls, parsed.content.strip())
         answer.reasoning_content = parsed.reasoning
-        answer.tool_calls = [call_entry(call) for call in parsed.calls]
+        answer.tool_calls = list(map(call_entry, parsed.calls))
         return answer
 
     @property
@@ -38,8 +38,7 @@ class ChatAnswer(str):
 
 def answer_message(parsed: ParsedAnswer) -> Message:
     """Return an answer as a message, with its content as it is."""
-    calls = [call_entry(call) for call in parsed.calls]
-    return _message(parsed.content, parsed.reasoning, calls)
+    return _message(parsed.content, parsed.reasoning, list(map(call_entry, parsed.calls)))
 
 
 def _message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Message:

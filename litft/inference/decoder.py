@@ -54,26 +54,28 @@ class Decoder:
         self.texts: list[list[int]] = [[] for _ in range(rows)]
         # tokens in the cache of each row, including those the host does not have yet
         self.lengths = [0] * rows
-        ropes = []
-        for layer in model.config.layers:
-            if layer.rope:
-                ropes.append(layer.rope)
         # of recurrent mixers; empty for other networks
         if KVCache.state_bytes(model.config):
             self.states = [RowStates() for _ in range(rows)]
         else:
             self.states = []
         # with such a rope, cached keys are valid only for texts of the same final length
-        self._length_rope = next((rope for rope in ropes if rope.depends_on_length), None)
+        self._length_rope = None
+        for layer in model.config.layers:
+            if layer.rope and layer.rope.depends_on_length:
+                self._length_rope = layer.rope
+                break
         # final length of each text, for ropes that depend on it
         self.max_length = [self.capacity] * rows
         self.processed = 0  # tokens that went through the model
         # of a model in training, whose loss shows NaN;
         # ranks of a sharded one would wait for each other
         self._may_hide_nan = self.device.type == "cpu" and not trained
-        self._forward_chunk, self._forward_token = (
-            compile_forward(model) if compiled else (model, model)
-        )
+        if compiled:
+            self._forward_chunk, self._forward_token = compile_forward(model)
+        else:
+            self._forward_chunk = model
+            self._forward_token = model
 
     def _allocate(self, rows: int, capacity: int) -> None:
         self.capacity = min(capacity, self.model.config.max_positions)
@@ -81,9 +83,10 @@ class Decoder:
         self.cache = KVCache(self.model.config, rows, self.capacity, devices, self.model.dtype)
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
         # views of some rows, made once: a step would spend time on new views of every layer
-        self._span_views = {(row, row + 1): view for row, view in enumerate(self.views)} | {
-            (0, rows): self.cache
-        }
+        self._span_views = {}
+        for row, view in enumerate(self.views):
+            self._span_views[row, row + 1] = view
+        self._span_views[0, rows] = self.cache
         # compiled code is bound to one address: prompts are prefilled in a separate cache and
         # copied from there
         separate = self.compiled and rows > 1
@@ -95,16 +98,10 @@ class Decoder:
             self.prefill_cache = None
         # by number of keys; compiled code needs the same tensor in each call
         self._key_ranges: dict[int, Tensor] = {}
-        for layer in (
-            [*self.cache.layers, *(self.prefill_cache.layers if separate else ())]
-            if self.compiled
-            else ()
-        ):
-            # without this, writes to the cache prevent CUDA graphs
-            torch._dynamo.mark_static_address(layer.keys)
-            torch._dynamo.mark_static_address(layer.values)
-            for state in layer.states:
-                torch._dynamo.mark_static_address(state)
+        if self.compiled:
+            _mark_static(self.cache)
+        if self.prefill_cache is not None:
+            _mark_static(self.prefill_cache)
 
     def reserve(self, tokens: int) -> None:
         """Grow the capacity to `tokens`, at least doubling it, up to the model's context length.
@@ -190,8 +187,10 @@ class Decoder:
         prefix_lengths = []
         for text, other_length in zip(self.texts, self.max_length, strict=True):
             # keys that were rotated with other frequencies cannot be used
-            can_share = self._rope_length(other_length) == self._rope_length(max_length)
-            prefix_lengths.append(common_prefix_length(text, ids) if can_share else 0)
+            if self._rope_length(other_length) == self._rope_length(max_length):
+                prefix_lengths.append(common_prefix_length(text, ids))
+            else:
+                prefix_lengths.append(0)
         if self.states:
             return best_start(self.states, prefix_lengths, len(ids), row)
         # of equal prefixes, that of the row itself, which needs no copy
@@ -313,9 +312,10 @@ class Decoder:
                 assert not active[row]
                 self.truncate(row, self.capacity - 1)
         # a state cannot be cut like keys: after a truncation it is computed again
-        for row in range(rows.start, rows.stop) if self.states else ():
-            if active[row]:
-                self._catch_up(row)
+        if self.states:
+            for row in range(rows.start, rows.stop):
+                if active[row]:
+                    self._catch_up(row)
 
         cache = self._cache_view(rows)
         positions = None
@@ -336,13 +336,12 @@ class Decoder:
         )[:, -1]
 
         # the texts follow with `append`, when the host knows the tokens
-        self.lengths = [
-            length + is_active for length, is_active in zip(self.lengths, active, strict=True)
-        ]
         self.processed += sum(active)
-        for row, is_active in enumerate(active if self.states else ()):
+        for row, is_active in enumerate(active):
             if is_active:
-                self.states[row].length = self.lengths[row]
+                self.lengths[row] += 1
+                if self.states:
+                    self.states[row].length = self.lengths[row]
         # a copy: compiled code may reuse the memory of its output
         if len(lengths) == len(active):
             return logits.to(torch.float32, copy=True)
@@ -427,14 +426,25 @@ class Decoder:
         return self._key_ranges[bound]
 
 
+def _mark_static(cache: KVCache) -> None:
+    """Tell the compiler that a cache stays in its place: otherwise, writes to it would prevent
+    CUDA graphs."""
+    for layer in cache.layers:
+        torch._dynamo.mark_static_address(layer.keys)
+        torch._dynamo.mark_static_address(layer.values)
+        for state in layer.states:
+            torch._dynamo.mark_static_address(state)
+
+
 def compile_forward(model: GPT) -> tuple[Callable, Callable]:
     """Compile the model for chunks of any length, and for one token per row (on a GPU, as one CUDA
     graph)."""
-    on_gpu = model.embed.weight.is_cuda
     forward_chunk = torch.compile(model.forward, dynamic=True)
-    forward_token = torch.compile(
-        model.forward, dynamic=False, mode="reduce-overhead" if on_gpu else None
-    )
+    if model.embed.weight.is_cuda:
+        mode = "reduce-overhead"
+    else:
+        mode = None
+    forward_token = torch.compile(model.forward, dynamic=False, mode=mode)
     return forward_chunk, forward_token
 
 

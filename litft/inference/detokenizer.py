@@ -29,21 +29,28 @@ class Detokenizer:
         The window must not begin within a character: some tokenizers decode a whole run of bytes to
         U+FFFD if any of its characters is incomplete.
         """
-        window = list(before[-WINDOW_LENGTHS[0] :])
+        shortest = list(before[-WINDOW_LENGTHS[0] :])
         # a prompt may end in the very character that stands for incomplete bytes
         if self._ends_in_replacement(before):
-            return window, len(window)
-        # The shortest window that begins with a whole character and, without up to three tokens,
-        # ends with one.
+            return shortest, len(shortest)
         for length in (*WINDOW_LENGTHS, len(before)):
             window = list(before[-length:])
-            for incomplete in range(min(LONGEST_CHARACTER, len(window) + 1)):
-                start = len(window) - incomplete
-                text = self.tokenizer.decode(window[:start])
-                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
-                    return window, start
+            num_whole = self._num_whole(window)
+            if num_whole is not None:
+                return window, num_whole
         # no window has whole characters: the prompt is not valid text
-        return list(before[-WINDOW_LENGTHS[0] :]), min(len(before), WINDOW_LENGTHS[0])
+        return shortest, len(shortest)
+
+    def _num_whole(self, window: list[int]) -> int | None:
+        """Return how many tokens of a window begin and end with a whole character, leaving out at
+        most the last three; None if none do."""
+        most_left_out = min(LONGEST_CHARACTER - 1, len(window))
+        for left_out in range(most_left_out + 1):
+            count = len(window) - left_out
+            text = self.tokenizer.decode(window[:count])
+            if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                return count
+        return None
 
     def _ends_in_replacement(self, before: Sequence[int]) -> bool:
         """Return whether the prompt itself ends in U+FFFD, which is a whole character then."""

@@ -32,7 +32,7 @@ def fuse_linears(model: GPT, pack: bool = False) -> None:
     """
     for module in list(model.modules()):
         # the exact class: one that a method has mixed in may use the single Linears
-        names = next((names for cls, names in SHARED_INPUTS.items() if type(module) is cls), ())
+        names = SHARED_INPUTS.get(type(module), ())
         linears = [getattr(module, name) for name in names]
         if linears and all(type(linear) is Linear for linear in linears):
             module.fused = _concatenate(linears)
@@ -73,14 +73,14 @@ def _has_other_readers(linear: Linear, model: GPT) -> bool:
 def _concatenate(linears: Sequence[Linear]) -> Linear:
     """Concatenate Linears along the output dimension."""
     has_bias = linears[0].bias is not None
+    if has_bias:
+        names = ("weight", "bias")
+    else:
+        names = ("weight",)
+    num_outputs = sum(linear.out_features for linear in linears)
     # on meta, since its parameters are replaced at once
-    fused = Linear(
-        linears[0].in_features,
-        sum(linear.out_features for linear in linears),
-        bias=has_bias,
-        device="meta",
-    )
-    for name in ("weight", "bias") if has_bias else ("weight",):
+    fused = Linear(linears[0].in_features, num_outputs, bias=has_bias, device="meta")
+    for name in names:
         tensor = torch.cat([getattr(linear, name) for linear in linears])
         setattr(fused, name, nn.Parameter(tensor, requires_grad=False))
     return fused

@@ -105,9 +105,9 @@ class GenerationChunk(str):
     ) -> "GenerationChunk":
         """Create a str with five attributes."""
         chunk = super().__new__(cls, text)
-        chunk.tokens, chunk.logprobs, chunk.top = (
-            [entry[index] for entry in chosen] for index in range(3)
-        )
+        chunk.tokens = [entry.token for entry in chosen]
+        chunk.logprobs = [entry.logprob for entry in chosen]
+        chunk.top = [entry.top for entry in chosen]
         chunk.finish_reason = reason
         chunk.stats = stats
         return chunk
@@ -184,8 +184,10 @@ class Answer:
             end = len(text)
         else:
             # the end of the text may be the beginning of a stop text
-            held_back = (overlap(text, stop_text) for stop_text in self.request.stop)
-            end = len(text) - max(held_back, default=0)
+            held_back = 0
+            for stop_text in self.request.stop:
+                held_back = max(held_back, overlap(text, stop_text))
+            end = len(text) - held_back
 
         text = self._take(end)
         if not self.text_started:
@@ -227,9 +229,8 @@ def generate_batch(
     """
     if drafter is not None:
         for number, request in enumerate(requests):
-            yield from (
-                (number, chunk) for chunk in _speculate(decoder, tokenizer, request, drafter)
-            )
+            for chunk in _speculate(decoder, tokenizer, request, drafter):
+                yield number, chunk
         return
 
     # continuous batching: a row that becomes free takes the next request at once
@@ -304,18 +305,19 @@ class Batch:
     @property
     def free(self) -> list[int]:
         """The rows without a request."""
-        return [
-            row
-            for row in range(len(self.assigned))
-            if row not in self.running and row not in self.prefilling
-        ]
+        rows = []
+        for row in range(len(self.assigned)):
+            if row not in self.running and row not in self.prefilling:
+                rows.append(row)
+        return rows
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of all requests: in prefill and running."""
-        return [prompt.number for prompt in self.prefilling.values()] + [
-            number for number, _ in self.running.values()
-        ]
+        numbers = [prompt.number for prompt in self.prefilling.values()]
+        for number, _ in self.running.values():
+            numbers.append(number)
+        return numbers
 
     def add(self, number: int, request: Request) -> None:
         """Queue a request for prefill in a free row.
@@ -323,13 +325,13 @@ class Batch:
         The row is chosen to keep the span of busy rows small, which a step computes; then the least
         recently assigned, since a later request may reuse the cache of the others.
         """
-        busy_rows = [*self.running, *self.prefilling]
-        spans = {row: max([row, *busy_rows]) - min([row, *busy_rows]) for row in self.free}
+        spans = {}
+        for row in self.free:
+            rows = [row, *self.running, *self.prefilling]
+            spans[row] = max(rows) - min(rows)
         row = min(spans, key=lambda row: (spans[row], self.assigned[row]))
-        self.prefilling[row], self.assigned[row] = (
-            Prefill(number, request, time.perf_counter()),
-            max(self.assigned) + 1,
-        )
+        self.prefilling[row] = Prefill(number, request, time.perf_counter())
+        self.assigned[row] = max(self.assigned) + 1
 
     def prefill(self, max_tokens: int | None = None, row: int | None = None) -> None:
         """Prefill a queued prompt, or compute `max_tokens` more of it; after its last token the
@@ -338,7 +340,8 @@ class Batch:
         row: of the prompt, by default the oldest. Raises the ValueError of `Decoder.prefill`, and
         drops the request.
         """
-        row = next(iter(self.prefilling)) if row is None else row
+        if row is None:
+            row = next(iter(self.prefilling))
         prefill = self.prefilling[row]
         request = prefill.request
         before = self.decoder.processed
@@ -371,10 +374,12 @@ class Batch:
 
     def cancel(self, number: int) -> None:
         """Drop a request."""
-        for row in [row for row, prefill in self.prefilling.items() if prefill.number == number]:
-            del self.prefilling[row]
-        for row in [row for row, (other, _) in self.running.items() if other == number]:
-            self._release(row)
+        for row, prefill in list(self.prefilling.items()):
+            if prefill.number == number:
+                del self.prefilling[row]
+        for row, (other, _) in list(self.running.items()):
+            if other == number:
+                self._release(row)
 
     def _release(self, row: int) -> None:
         del self.running[row]
@@ -411,11 +416,10 @@ class Batch:
             next_logits = None
 
         # the first point where the host waits for the device
-        chosen_by_row = {
-            row: chosen
-            for row, chosen in enumerate(pending.rows(), rows.start)
-            if row in self.running
-        }
+        chosen_by_row = {}
+        for row, chosen in enumerate(pending.rows(), rows.start):
+            if row in self.running:
+                chosen_by_row[row] = chosen
         for row, chosen in chosen_by_row.items():
             number, answer = self.running[row]
             # NaN must not stay in the cache, see `Decoder.clear`
@@ -448,7 +452,9 @@ class Batch:
         alone."""
         for row, (number, answer) in list(self.running.items()):
             constraint = answer.request.constraint
-            problem = constraint.problem() if constraint is not None else None
+            if constraint is None:
+                continue
+            problem = constraint.problem()
             if problem is not None:
                 self._release(row)
                 yield number, ValueError(problem)
@@ -458,10 +464,11 @@ class Batch:
         another token."""
         lengths = self.decoder.lengths
         capacity = self.decoder.capacity
-        return [
-            row in self.running and not (with_room and lengths[row] == capacity)
-            for row in range(len(lengths))
-        ]
+        active = []
+        for row, length in enumerate(lengths):
+            is_left_out = with_room and length == capacity
+            active.append(row in self.running and not is_left_out)
+        return active
 
 
 class PendingTokens:
@@ -469,14 +476,14 @@ class PendingTokens:
     likely tokens."""
 
     def __init__(self, tokens: Tensor, logits: Tensor, num_top: int = 0) -> None:
-        log_sums = logits.logsumexp(-1, keepdim=True)
-        top = logits.topk(min(num_top, logits.size(-1))) if num_top else None
-        if top is None:
-            ids = tokens[:, None]
-        else:
-            ids = torch.cat((tokens[:, None], top.indices), 1)
+        # (B, 1), or with the most likely ones (B, 1 + num_top)
+        ids = tokens[:, None]
+        if num_top:
+            top = logits.topk(min(num_top, logits.size(-1)))
+            ids = torch.cat((ids, top.indices), 1)
+        logprobs = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
         # one transfer for everything: ids are exact in fp64, too
-        packed = torch.stack((ids.double(), (logits.gather(1, ids) - log_sums).double()))
+        packed = torch.stack((ids.double(), logprobs.double()))
         self.on_host = packed
         self.event = None
         # the copy is asynchronous only into pinned memory
@@ -508,7 +515,8 @@ def _speculate(
     for verified in speculative_rounds(decoder, batch.sampler, drafter, batch.logits[0]):
         answer.stats.drafted += verified.drafted
         # the last token of a round is drawn from the model: a replacement, or one after all drafts
-        answer.stats.accepted += len(verified.tokens) - 1 if verified.drafted else 0
+        if verified.drafted:
+            answer.stats.accepted += len(verified.tokens) - 1
         for token, logprob in zip(verified.tokens, verified.logprobs, strict=True):
             chunk = answer.add_token(ChosenToken(token, logprob, []))
             if chunk is not None:

@@ -184,8 +184,11 @@ def encode_prompt(
         check_prompt(session.model, prompt.ids)
     except ValueError as error:
         # some errors name the record already
-        is_located = not where or str(error).startswith(where)
-        raise ValueError(str(error) if is_located else f"{where}: {error}") from None
+        if not where or str(error).startswith(where):
+            message = str(error)
+        else:
+            message = f"{where}: {error}"
+        raise ValueError(message) from None
     return prompt
 
 

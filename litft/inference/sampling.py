@@ -72,11 +72,10 @@ class TokenSampler:
             if self.bias is None:
                 self.bias = torch.zeros(shape, device=self.device)
             self.bias[row] = 0
-            ids = list(settings.logit_bias)
-            values = list(settings.logit_bias.values())
-            self.bias[row, torch.tensor(ids, dtype=torch.int64, device=self.device)] = torch.tensor(
-                values, dtype=torch.float32, device=self.device
-            )
+            bias = settings.logit_bias
+            ids = torch.tensor(list(bias), dtype=torch.int64, device=self.device)
+            values = torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device)
+            self.bias[row, ids] = values
 
     def select_rows(self, rows: slice) -> None:
         """Sample only for these rows from now on: B is their number."""
@@ -86,31 +85,29 @@ class TokenSampler:
 
     def _collect_settings(self) -> None:
         """Collect the rows' settings as columns (B, 1), and whether any row needs each filter."""
-        names = (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-
         # collected once for each change, so that a step needs no transfer of settings
         settings = self.settings[self.rows]
-        columns = ([[getattr(row, name)] for row in settings] for name in names)
-        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
-            torch.tensor(column, device=self.device, dtype=torch.float32) for column in columns
-        )
+
+        def column(name: str) -> Tensor:
+            values = [getattr(row, name) for row in settings]
+            return torch.tensor(values, device=self.device, dtype=torch.float32)[:, None]
+
+        self.temperature = column("temperature")
+        self.top_p = column("top_p")
+        self.min_p = column("min_p")
+        self.repetition = column("repetition_penalty")
+        self.presence = column("presence_penalty")
+        self.frequency = column("frequency_penalty")
 
         top_ks = []
         for row in settings:
-            is_limited = row.top_k is not None and 0 < row.top_k < self.vocab_size
-            top_ks.append(row.top_k if is_limited else self.vocab_size)
-        self.has_top_k, self.max_top_k, self.top_k = (
-            min(top_ks) < self.vocab_size,
-            max(top_ks),
-            torch.tensor(top_ks, device=self.device)[:, None],
-        )
+            if row.top_k is not None and 0 < row.top_k < self.vocab_size:
+                top_ks.append(row.top_k)
+            else:
+                top_ks.append(self.vocab_size)
+        self.has_top_k = min(top_ks) < self.vocab_size
+        self.max_top_k = max(top_ks)
+        self.top_k = torch.tensor(top_ks, device=self.device)[:, None]
         self.greedy = all(row.temperature == 0 for row in settings)
         self.has_top_p = any(row.top_p < 1 for row in settings)
         # of all rows, also those that are not sampled now: their counts must go on
@@ -139,11 +136,10 @@ class TokenSampler:
 
     def uniforms(self) -> Tensor:
         """Return one random number in [0, 1) per row, (B, 1)."""
+        numbers = [generator.random() for generator in self.generators[self.rows]]
         # fp64, since fp32 rounds numbers near 1 up to 1
-        numbers = torch.tensor(
-            [[generator.random()] for generator in self.generators[self.rows]], dtype=torch.float64
-        )
-        return numbers.to(self.device, non_blocking=True)
+        column = torch.tensor(numbers, dtype=torch.float64)[:, None]
+        return column.to(self.device, non_blocking=True)
 
     def adjusted_logits(self, logits: Tensor) -> Tensor:
         """Return logits (B, V) in fp32 with bias and penalties applied."""
@@ -165,7 +161,9 @@ class TokenSampler:
         """Return logits (B, V) that are minus infinity for tokens that a row's constraint rules
         out."""
         for index, constraint in enumerate(self.constraints[self.rows]):
-            allowed = constraint.allowed() if constraint is not None else None
+            if constraint is None:
+                continue
+            allowed = constraint.allowed()
             if allowed is None:
                 continue
             # the caller's logits give the log-probabilities
@@ -177,30 +175,39 @@ class TokenSampler:
         """Return the distribution (B, V) to sample from, given logits (B, V); one-hot for greedy
         rows."""
         logits = self.adjusted_logits(logits)
+        is_sampled = self.temperature > 0
+        # greedy rows become one-hot at the end
+        temperature = torch.where(is_sampled, self.temperature, 1.0)
         max_logit, argmax = logits.max(-1, keepdim=True)
         # <= 0: no overflow
-        scores = (logits - max_logit) / torch.where(self.temperature > 0, self.temperature, 1.0)
+        scores = (logits - max_logit) / temperature
 
         if self.has_top_k:
             # rows may have different k: (B, max k), of which each row takes its own
-            kth_score = scores.topk(self.max_top_k).values.gather(1, self.top_k - 1)
+            largest_scores = scores.topk(self.max_top_k).values
+            kth_score = largest_scores.gather(1, self.top_k - 1)
             scores = scores.masked_fill(scores < kth_score, -torch.inf)
 
         probs = scores.softmax(-1)
         if self.has_top_p:
-            sorted_probs, order = probs.topk(self.max_top_k)
-            # the token that crosses the threshold is kept
-            excluded = sorted_probs.cumsum(-1) - sorted_probs >= self.top_p
-            excluded[:, 0] = False  # a top_p near 0 is 0 in fp32
-            probs = torch.zeros_like(probs).scatter_(
-                1, order, sorted_probs.masked_fill(excluded, 0.0)
-            )
+            probs = self._top_p_probs(probs)
 
         # min_p: relative to the most likely token
-        probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
-        # temperature 0 was replaced by 1 above: such rows are one-hot instead
-        greedy = torch.zeros_like(probs).scatter_(1, argmax, 1.0)
-        return torch.where(self.temperature > 0, probs / probs.sum(-1, keepdim=True), greedy)
+        min_prob = self.min_p * probs.amax(-1, keepdim=True)
+        probs = probs.masked_fill(probs < min_prob, 0.0)
+        sampled = probs / probs.sum(-1, keepdim=True)
+        one_hot = torch.zeros_like(probs).scatter_(1, argmax, 1.0)
+        return torch.where(is_sampled, sampled, one_hot)
+
+    def _top_p_probs(self, probs: Tensor) -> Tensor:
+        """Return probabilities (B, V) that are 0 outside the most likely tokens that have top_p
+        together."""
+        sorted_probs, order = probs.topk(self.max_top_k)
+        # the token that crosses the threshold is kept
+        excluded = sorted_probs.cumsum(-1) - sorted_probs >= self.top_p
+        excluded[:, 0] = False  # a top_p near 0 is 0 in fp32
+        kept_probs = sorted_probs.masked_fill(excluded, 0.0)
+        return torch.zeros_like(probs).scatter_(1, order, kept_probs)
 
 
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
@@ -208,7 +215,8 @@ def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
     numbers (B, 1) in [0, 1)."""
     # fp64: over a large vocabulary an fp32 sum would lose small probabilities
     sums = distribution.double().cumsum(-1)
-    # the first token whose cumulative weight is above: never one of weight 0
-    return torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).clamp(
-        max=distribution.size(-1) - 1
-    )[:, 0]
+    thresholds = uniforms * sums[:, -1:]
+    # the first token whose cumulative weight is above: never one of weight 0; (B, 1)
+    tokens = torch.searchsorted(sums, thresholds, right=True)
+    last_token = distribution.size(-1) - 1
+    return tokens.clamp(max=last_token)[:, 0]

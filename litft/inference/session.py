@@ -71,9 +71,9 @@ class Session(NamedTuple):
     ) -> list[Completion]:
         """Generate complete answers, `rows` at once. desc: progress bar label. quiet: no bar; None:
         only in a terminal."""
-        capacity = max(
-            (len(request.ids) + request.max_new_tokens for request in requests), default=1
-        )
+        capacity = 1
+        for request in requests:
+            capacity = max(capacity, len(request.ids) + request.max_new_tokens)
         decoder = self.decoder(max(1, min(rows, len(requests))), capacity)
         with tqdm(total=len(requests), desc=desc, disable=quiet) as bar:
             return generate_completions(decoder, self.tokenizer, requests, done=bar.update)
@@ -81,11 +81,11 @@ class Session(NamedTuple):
     @contextmanager
     def as_base(self) -> Iterator[None]:
         """Within the context, the model runs without its adapter."""
-        with (
-            disabled(self.model)
-            if self.tp_decoder is None
-            else self.tp_decoder.disabled(self.model)
-        ):
+        if self.tp_decoder is None:
+            without_adapter = disabled(self.model)
+        else:
+            without_adapter = self.tp_decoder.disabled(self.model)
+        with without_adapter:
             yield
 
     def request(self, ids: list[int], number: int = 0, is_chat: bool = True) -> Request:
@@ -99,6 +99,10 @@ class Session(NamedTuple):
         else:
             # samples of one prompt differ, and the same command gives the same answers
             seed = self.sampling.seed + number
+        if is_chat:
+            shown_special_ids = self.tokenizer.structure_ids
+        else:
+            shown_special_ids = frozenset()
         return Request(
             ids,
             self.max_new_tokens,
@@ -106,7 +110,7 @@ class Session(NamedTuple):
             stop_ids=self.tokenizer.stop_ids,
             stop=self.stop,
             strip_leading=is_chat,
-            shown_special_ids=self.tokenizer.structure_ids if is_chat else frozenset(),
+            shown_special_ids=shown_special_ids,
         )
 
 
@@ -177,14 +181,19 @@ def _open_sessions(
 ) -> list[Session]:
     """Open a session for each of several folders with the same base model."""
     # check settings and tokenizers before the weights are read, which takes much longer
-    all_settings = [_settings(args, source) for source in sources]
-    tokenizers = [_tokenizer(source) for source in sources]
+    all_settings = []
+    tokenizers = []
+    for source in sources:
+        all_settings.append(_settings(args, source))
+    for source in sources:
+        tokenizers.append(_tokenizer(source))
     for source in sources:
         warning = source.quantization_warning(source.quantization(args.quantize))
         if warning and not (tp_decoder and tp_decoder.rank):
             print(warning, file=sys.stderr)
 
-    if args.precision == "auto" and (note := lacks_bf16(device)):
+    note = lacks_bf16(device)
+    if args.precision == "auto" and note:
         print(note, file=sys.stderr)
 
     stored = sources[0].dtype(None) if args.for_speed else torch.float32
@@ -193,10 +202,7 @@ def _open_sessions(
 
     layer_counts = Counter(map(str, models[0].block_devices))
     if args.layers_per_device:
-        print(
-            "layers: " + ", ".join(f"{count} on {name}" for name, count in layer_counts.items()),
-            file=sys.stderr,
-        )
+        print(f"layers: {_places(layer_counts)}", file=sys.stderr)
 
     # a graph over several devices cannot be recorded as one
     compiled = args.compile == "true" or (
@@ -205,22 +211,29 @@ def _open_sessions(
 
     sessions = []
     for model, tokenizer, settings in zip(models, tokenizers, all_settings, strict=True):
-        max_new_tokens = settings.pop("max_new_tokens")
-        stop = settings.pop("stop")
-        sampling = Sampling(**settings)
-        _check_bias(sampling, model.config.vocab_size)
-        sessions.append(
-            Session(
-                model.requires_grad_(False),
-                tokenizer,
-                sampling,
-                max_new_tokens,
-                stop,
-                compiled,
-                tp_decoder,
-            )
-        )
+        sessions.append(_session(model, tokenizer, settings, compiled, tp_decoder))
     return sessions
+
+
+def _places(layer_counts: Counter[str]) -> str:
+    """Return how many layers each device has, for a message."""
+    return ", ".join(f"{count} on {name}" for name, count in layer_counts.items())
+
+
+def _session(
+    model: GPT,
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+    compiled: bool,
+    tp_decoder: TensorParallelDecoder | None,
+) -> Session:
+    max_new_tokens = settings.pop("max_new_tokens")
+    stop = settings.pop("stop")
+    # what is left are the settings of sampling
+    sampling = Sampling(**settings)
+    _check_bias(sampling, model.config.vocab_size)
+    model.requires_grad_(False)
+    return Session(model, tokenizer, sampling, max_new_tokens, stop, compiled, tp_decoder)
 
 
 def _devices(
@@ -244,10 +257,10 @@ def _devices(
             "several; start a single one"
         )
     check_devices(first_device.type, args.devices)
-    devices = [
-        torch.device("cuda", index) if first_device.type == "cuda" else first_device
-        for index in range(args.devices)
-    ]
+    if first_device.type == "cuda":
+        devices = [torch.device("cuda", index) for index in range(args.devices)]
+    else:
+        devices = [first_device] * args.devices
     if args.layers_per_device == "auto":
         counts = None
     else:
@@ -257,7 +270,8 @@ def _devices(
 
 def _check_bias(sampling: Sampling, vocab_size: int) -> None:
     """Raise ValueError if logit_bias has tokens outside the vocabulary, or bans every token."""
-    if len([value for value in sampling.logit_bias.values() if value == -math.inf]) >= vocab_size:
+    num_banned = list(sampling.logit_bias.values()).count(-math.inf)
+    if num_banned >= vocab_size:
         raise ValueError(
             "generation_config.json: suppress_tokens leaves no token to sample; fix the file"
         )

@@ -80,9 +80,11 @@ class DraftModel:
         # differ from round to round.
         sampler = TokenSampler(1, self.vocab_size, self.decoder.device)
         sampler.begin(0, text, settings)
-        sampler.generators[0].seed(
-            f"{settings.seed} {len(text)}" if settings.seed is not None else None
-        )
+        if settings.seed is None:
+            seed = None
+        else:
+            seed = f"{settings.seed} {len(text)}"
+        sampler.generators[0].seed(seed)
 
         # the cached prefix is reused: mostly, only the tokens of the last round are computed
         logits = self.decoder.prefill(0, text)[None]

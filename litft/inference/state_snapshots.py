@@ -46,21 +46,19 @@ class RowStates:
 
     def latest(self, length: int) -> Snapshot | None:
         """Return the longest snapshot of at most `length` tokens."""
-        snapshots = [
-            snapshot
-            for snapshot in (self.prompt, self.piece)
-            if snapshot and snapshot.length <= length
-        ]
+        snapshots = []
+        for snapshot in (self.prompt, self.piece):
+            if snapshot and snapshot.length <= length:
+                snapshots.append(snapshot)
         return max(snapshots, key=lambda snapshot: snapshot.length, default=None)
 
 
 def take_snapshot(cache: KVCache, length: int, logits: Tensor | None = None) -> Snapshot:
     """Copy the states of a cache with one row."""
-    return Snapshot(
-        length,
-        [state.clone() for state in cache.states()],
-        None if logits is None else logits.clone(),
-    )
+    states = [state.clone() for state in cache.states()]
+    if logits is not None:
+        logits = logits.clone()
+    return Snapshot(length, states, logits)
 
 
 class Start(NamedTuple):

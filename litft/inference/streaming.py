@@ -104,7 +104,8 @@ def stream(
     request = Request(
         ids, max_new_tokens, settings, tokenizer.stop_ids, stops, shown_special_ids=shown
     )
-    yield from (chunk for _, chunk in generate_batch(decoder, tokenizer, [request], drafter))
+    for _, chunk in generate_batch(decoder, tokenizer, [request], drafter):
+        yield chunk
 
 
 def _sampling(stored: GenerationConfig, given: dict[str, Any], vocab_size: int) -> Sampling:

@@ -203,7 +203,10 @@ def history_file() -> Path:
     """Return the file of the input history, in the XDG state directory; readable only by its
     owner."""
     state_home = os.environ.get("XDG_STATE_HOME")
-    folder = (Path(state_home) if state_home else Path.home() / ".local" / "state") / "litft"
+    if state_home:
+        folder = Path(state_home) / "litft"
+    else:
+        folder = Path.home() / ".local" / "state" / "litft"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "chat_history"
     path.touch(mode=0o600)

@@ -61,11 +61,12 @@ class Reply:
 
     def usage(self, last_chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
         """Return the token counts, from the last chunk of each choice. Each prompt counts once."""
+        prompt_tokens = 0
+        computed_tokens = 0
         # each prompt has `num_choices` answers in a row, and counts once
-        prompt_tokens, computed_tokens = (
-            sum(getattr(chunk.stats, name) for chunk in last_chunks[:: self.num_choices])
-            for name in ("prompt_tokens", "prefill_tokens")
-        )
+        for chunk in last_chunks[:: self.num_choices]:
+            prompt_tokens += chunk.stats.prompt_tokens
+            computed_tokens += chunk.stats.prefill_tokens
         # all answers count, also those to the same prompt
         new_tokens = sum(chunk.stats.new_tokens for chunk in last_chunks)
         counts = {
@@ -105,10 +106,8 @@ class Reply:
     def text_of(self, token: int) -> str:
         """Return the text of a single token; part of a character becomes U+FFFD."""
         # decoded after another token, since alone it would lose its leading space
-        leading_text, full_text = (
-            self.tokenizer.decode(ids, skip_special=False)
-            for ids in (self.leading, [*self.leading, token])
-        )
+        leading_text = self.tokenizer.decode(self.leading, skip_special=False)
+        full_text = self.tokenizer.decode([*self.leading, token], skip_special=False)
         return full_text[len(leading_text) :]
 
 
@@ -179,7 +178,9 @@ class ChatReply(Reply):
     def _delta(self, index: int, part: AnswerPart) -> dict[str, Any]:
         """Return what one part adds to a streamed message. A call is complete at once."""
         if part.call is None:
-            return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
+            if part.kind == "reasoning":
+                return {"reasoning_content": part.text}
+            return {"content": part.text}
         number = self.num_calls[index]
         self.num_calls[index] += 1
         return {"tool_calls": [{"index": number, **api_call_entry(part.call)}]}

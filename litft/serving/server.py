@@ -127,9 +127,9 @@ def open_models(args: ServeArgs) -> dict[str, Session]:
         raise ValueError(
             f"--adapters {name}=...: the base model has the same name; rename it with --model_name"
         )
-    adapters = {
-        adapter_name: resolve(folder, source.base) for adapter_name, folder in folders.items()
-    }
+    adapters = {}
+    for adapter_name, folder in folders.items():
+        adapters[adapter_name] = resolve(folder, source.base)
 
     # adapters share the base's weights, so a full model cannot be among them
     not_adapters = []
@@ -144,7 +144,10 @@ def open_models(args: ServeArgs) -> dict[str, Session]:
     sources = {name: source, **adapters}
     if not args.with_base:
         return dict(zip(sources, open_sessions(args, list(sources.values())), strict=True))
-    base = resolve(source.base if source.adapter else args.base_dir or _base_of(source.folder))
+    if source.adapter:
+        base = resolve(source.base)
+    else:
+        base = resolve(args.base_dir or _base_of(source.folder))
     if base.name in sources:
         raise ValueError(
             f"--with_base: another model has the base's name {base.name}; rename it with "
@@ -155,11 +158,11 @@ def open_models(args: ServeArgs) -> dict[str, Session]:
         groups = [{**sources, base.name: base}]
     else:
         groups = [sources, {base.name: base}]
-    return {
-        name: session
-        for group in groups
-        for name, session in zip(group, open_sessions(args, list(group.values())), strict=True)
-    }
+    sessions = {}
+    for group in groups:
+        opened = open_sessions(args, list(group.values()))
+        sessions |= dict(zip(group, opened, strict=True))
+    return sessions
 
 
 def _base_of(folder: Path) -> str:
@@ -181,10 +184,13 @@ def _base_of(folder: Path) -> str:
 
 def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:
     host, port = listener.getsockname()[:2]
-    memory = (
-        f"{engine.memory / 2**20:,.0f} MiB{' for each of the models' * (len(engine.models) > 1)}"
-    )
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    memory = f"{engine.memory / 2**20:,.0f} MiB"
+    if len(engine.models) > 1:
+        memory += " for each of the models"
+    # an IPv6 address
+    if ":" in host:
+        host = f"[{host}]"
+    address = f"http://{host}:{port}"
     lines = [f"serving {', '.join(engine.models)} at {address}"]
     if args.with_base:
         lines.append(f"to compare both: {address}/?compare={quote(list(engine.models)[-1])}")

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +117,12 @@ class Batches:
         another."""
         order = self.schedule.order
         (index,) = order.indices(position, position + 1)
+        for at in range(position + 1, position + 1 + order.size):
+            (other,) = order.indices(at, at + 1)
+            if other != index:
+                return index, other
         # in a stream of a single example, its partner is itself
-        others = (
-            order.indices(at, at + 1)[0] for at in range(position + 1, position + 1 + order.size)
-        )
-        return index, next((other for other in others if other != index), index)
+        return index, index
 
     def step(self, step: int) -> list[Sample]:
         """Return the samples of a step."""
@@ -132,11 +132,10 @@ class Batches:
         if not self.objective.needs_mismatches:
             return samples
         mismatches = self._referenced("train_mismatches", self.parts["train_mismatches"][0])
-        positions = count(schedule.seen(step))
-        return [
-            replace(sample, mismatch=mismatches[at])
-            for sample, at in zip(samples, positions, strict=False)
-        ]
+        with_mismatches = []
+        for at, sample in enumerate(samples, schedule.seen(step)):
+            with_mismatches.append(replace(sample, mismatch=mismatches[at]))
+        return with_mismatches
 
     def validation(self) -> Sequence:
         """Return the validation samples."""
@@ -171,12 +170,7 @@ class Batches:
         before each forward pass; it may raise.
         """
         # the name of the file has a hash of all that the values depend on
-        facts = json.dumps(
-            identity | {"limit": self.schedule.data.limit, "rows": "hashed"}, default=str
-        )
-        # config.yaml turns some whole numbers into floats
-        facts = json.dumps(json.loads(facts, parse_int=float), sort_keys=True)
-        key = hashlib.sha256(facts.encode()).hexdigest()[:16]
+        key = _digest(identity | {"limit": self.schedule.data.limit, "rows": "hashed"})
         for name, (samples, indices) in self.parts.items():
             file = LogProbFile(folder / FOLDER / f"{name}-{key}.bin", self.width)
             values = np.full((len(samples), self.width), np.nan)
@@ -188,26 +182,17 @@ class Batches:
             for index in indices:
                 if np.isnan(values[index, 0]):
                     missing.append(index)
+            title = name.replace("_", " ")
             if len(indices):
-                what = (
-                    f"reference log-probabilities of {len(indices):,} {name.replace('_', ' ')} "
-                    "examples"
-                )
                 say(
-                    f"{what}: {len(indices) - len(missing):,} read from {FOLDER}/, "
+                    f"reference log-probabilities of {len(indices):,} {title} examples: "
+                    f"{len(indices) - len(missing):,} read from {FOLDER}/, "
                     f"{len(missing):,} to compute"
                 )
 
             # written block by block: an interrupted run loses one block at most
             size = BLOCK * fabric.world_size
-            hidden = None if fabric.global_rank == 0 else True  # None: shown on a terminal
-            bar = tqdm(
-                total=len(missing),
-                desc=f"reference, {name.replace('_', ' ')}",
-                unit=" examples",
-                disable=hidden,
-            )
-            with bar:
+            with _bar(len(missing), title, fabric) as bar:
                 for start in range(0, len(missing), size):
                     block = missing[start : start + size]
                     part = [samples[index] for index in block]
@@ -218,6 +203,23 @@ class Batches:
                         file.append(block, values[block])
                     bar.update(len(block))
             self.values[name] = values
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    """Return a short hash of facts."""
+    text = json.dumps(facts, default=str)
+    # config.yaml turns some whole numbers into floats
+    text = json.dumps(json.loads(text, parse_int=float), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _bar(total: int, title: str, fabric: Fabric) -> tqdm:
+    """Return a progress bar that the first process shows on a terminal."""
+    if fabric.global_rank == 0:
+        hidden = None
+    else:
+        hidden = True
+    return tqdm(total=total, desc=f"reference, {title}", unit=" examples", disable=hidden)
 
 
 def log_probs(

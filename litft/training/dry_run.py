@@ -86,13 +86,19 @@ def run_title(setup: RunSetup) -> str:
     """What is trained, and how."""
     source = setup.source
     repo = downloaded_from(source.folder)
-    return f"{method_title(setup)} on {repo.name if repo else source.name}"
+    if repo:
+        name = repo.name
+    else:
+        name = source.name
+    return f"{method_title(setup)} on {name}"
 
 
 def method_title(setup: RunSetup) -> str:
     """The method, and the objective if it is not the supervised one."""
     objective = setup.objective
-    return setup.method.title + ("" if objective.data == "supervised" else f", {objective.title}")
+    if objective.data == "supervised":
+        return setup.method.title
+    return f"{setup.method.title}, {objective.title}"
 
 
 def description(run: PlannedRun, peak: float | None) -> list[str]:
@@ -176,12 +182,12 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         )
 
     # what the run does with the examples
-    is_weighted = any(weight != 1 for weight in data.weights)
+    by_weight = _by_weight(data)
     yield (
         f"{len(data.train):,} training and {len(data.val):,} validation examples; "
         f"{_count(schedule.steps, 'step')} of {schedule.size}, "
         f"{schedule.samples / schedule.order.size:.3g} epochs of "
-        f"{schedule.order.size:,}{' by weight' * is_weighted}, on "
+        f"{schedule.order.size:,}{by_weight}, on "
         f"{_count(schedule.layout.ranks, 'device')}"
     )
     yield packing_line(schedule)
@@ -231,6 +237,12 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         )
 
 
+def _by_weight(data: DataSplits) -> str:
+    if any(weight != 1 for weight in data.weights):
+        return " by weight"
+    return ""
+
+
 def packing_line(schedule: Schedule) -> str:
     """How full the rows of the first 200 steps are."""
     fed = 0
@@ -251,13 +263,13 @@ def packing_line(schedule: Schedule) -> str:
 
 def file_line(report: EncodingReport) -> str:
     """The counts of one data file."""
-    formats = ", ".join(
-        # a single format needs no count
-        f"{name} {count:,}" if len(report.formats) > 1 else name
-        for name, count in report.formats.items()
-    )
+    # a single format needs no count
+    if len(report.formats) > 1:
+        formats = [f"{name} {count:,}" for name, count in report.formats.items()]
+    else:
+        formats = list(report.formats)
     parts = [
-        f"{_count(report.records, 'record')} ({formats}), {report.tokens:,} tokens, "
+        f"{_count(report.records, 'record')} ({', '.join(formats)}), {report.tokens:,} tokens, "
         f"{report.supervised:,} of them learned"
     ]
     if report.empty_thoughts:
@@ -267,16 +279,19 @@ def file_line(report: EncodingReport) -> str:
         )
     parts += [f"{count:,} {note}" for note, (count, _) in report.notes.items()]
     if report.unused:
-        fields = ", ".join(
-            f"{name} in {_count(count, 'record')}" for name, count in report.unused.items()
-        )
-        parts.append(f"fields that are not used: {fields}")
-    parts += [f"{report.bad[0]:,} bad, which are left out"] if report.bad[0] else []
+        fields = []
+        for name, count in report.unused.items():
+            fields.append(f"{name} in {_count(count, 'record')}")
+        parts.append(f"fields that are not used: {', '.join(fields)}")
+    if report.bad[0]:
+        parts.append(f"{report.bad[0]:,} bad, which are left out")
     return "; ".join(parts)
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def plan_lines(
@@ -294,14 +309,16 @@ def plan_lines(
     settings = run.settings
     plan = settings.plan
     device = settings.device
-    chip = chip or (torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
+    if not chip and device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    chip = chip or "CPU"
 
     # the model
-    what = (
-        f"{setup.source.folder} in "
-        f"{settings.precision if setup.quantize == 'none' else setup.quantize}"
-    )
-    yield f"{what}: {plan.title_line(setup.method.title)}"
+    if setup.quantize == "none":
+        stored_in = settings.precision
+    else:
+        stored_in = setup.quantize
+    yield f"{setup.source.folder} in {stored_in}: {plan.title_line(setup.method.title)}"
     whole = setup.source.multimodal
     if whole:
         yield (
@@ -329,10 +346,11 @@ def plan_lines(
         "selective": "; MLPs are recomputed",
         "full": "; blocks are recomputed",
     }[settings.recomputed]
-    yield (
-        f"memory{'' if settings.strategy == 'single' else ' of each'}: "
-        f"{plan.memory.line()}{recomputed}"
-    )
+    if settings.strategy == "single":
+        what = "memory"
+    else:
+        what = "memory of each"
+    yield f"{what}: {plan.memory.line()}{recomputed}"
     if device.type == "cpu":
         yield process_line(plan.memory, malloc_name())
     yield time_line(
@@ -376,11 +394,10 @@ def duration(seconds: float) -> str:
     """A time in the largest unit that fits, with two digits."""
     if 0 < seconds < 1:
         return "under 1 s"
-    size, unit = next(
-        (row for row in ((86400, "days"), (3600, "hours"), (60, "minutes")) if seconds >= row[0]),
-        (1, "s"),
-    )
-    return f"{seconds / size:.2g} {unit}"
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds:.2g} s"
 
 
 def details(data: DataSplits) -> Iterator[str]:
@@ -388,8 +405,11 @@ def details(data: DataSplits) -> Iterator[str]:
     for name, report in data.reports.items():
         for note, (count, first_records) in report.notes.items():
             records = ", ".join(record.removeprefix(f"{name}, ") for record in first_records)
-            yield f"  {note}: {records}{' ...' if count > len(first_records) else ''}"
-        yield from (f"  bad: {message}" for message in report.bad_lines())
+            if count > len(first_records):
+                records += " ..."
+            yield f"  {note}: {records}"
+        for message in report.bad_lines():
+            yield f"  bad: {message}"
         more = report.bad[0] - len(report.bad[1])
         if more > 0:
             yield f"  bad: {more:,} more"
@@ -412,10 +432,11 @@ def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Itera
     numbers = schedule.order.indices(0, min(count, schedule.order.size))
     # the order may have no example of a path among its first ones
     if len(train.stores) > 1 and count:  # at least one of each path
-        missing = set(train.store_numbers.tolist()) - {
-            int(train.store_numbers[number]) for number in numbers
-        }
-        numbers += [int(np.argmax(train.store_numbers == store)) for store in sorted(missing)]
+        missing = set(train.store_numbers.tolist())
+        for number in numbers:
+            missing.discard(int(train.store_numbers[number]))
+        for store in sorted(missing):
+            numbers.append(int(np.argmax(train.store_numbers == store)))
     for number in numbers:
         sample = train[number]
         for title, document in zip(_titles(sample), sample.split(), strict=True):
@@ -429,7 +450,11 @@ def _path_of(data: DataSplits, number: int) -> str:
     if len(data.train.stores) == 1:
         return ""
     report = data.train.stores[data.train.store_numbers[number]].report
-    return "".join(f" of {name}" for name, other in data.reports.items() if other is report)
+    text = ""
+    for name, other in data.reports.items():
+        if other is report:
+            text += f" of {name}"
+    return text
 
 
 def _titles(sample: Sample) -> list[str]:
@@ -442,16 +467,29 @@ def _titles(sample: Sample) -> list[str]:
 def marked_text(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
     """A sample's text, with its target tokens in colour or between marks."""
     counted = (sample.targets != IGNORED).tolist()
-    # targets[i] is the token after tokens[i], so the last target is not among the tokens
-    ids = [*sample.tokens.tolist(), *sample.targets[-1:].tolist() * counted[-1]]
-    is_target = [False, *counted[:-1], *[True] * counted[-1]]
-    begin, end = (GREEN, OFF) if colour else MARKS
+    ids = sample.tokens.tolist()
+    # targets[i] is the token after tokens[i]
+    is_target = [False, *counted[:-1]]
+    if counted[-1]:
+        # the last target is not among the tokens
+        ids.append(int(sample.targets[-1]))
+        is_target.append(True)
+    if colour:
+        begin = GREEN
+        end = OFF
+    else:
+        begin, end = MARKS
     text = ""
     shown = 0
     # decodes whole prefixes, since the bytes of a character may be spread over several tokens
     for at in range(1, len(ids) + 1):
-        if at == len(ids) or is_target[at] != is_target[at - 1]:
-            prefix = tokenizer.decode(ids[:at], skip_special=False)
-            text += f"{begin}{prefix[shown:]}{end}" if is_target[at - 1] else prefix[shown:]
-            shown = len(prefix)
+        # only at the end of a run of tokens that are all targets, or all none
+        if at < len(ids) and is_target[at] == is_target[at - 1]:
+            continue
+        prefix = tokenizer.decode(ids[:at], skip_special=False)
+        part = prefix[shown:]
+        if is_target[at - 1]:
+            part = f"{begin}{part}{end}"
+        text += part
+        shown = len(prefix)
     return text

@@ -95,10 +95,10 @@ class Schedule:
     def longest(self) -> tuple[int, int]:
         """The number and the token count of the longest example in the largest micro-batch."""
         lengths = self.data.train.lengths
-        number = max(
-            (number for row in self.largest.rows for number in row),
-            key=lambda number: lengths[number],
-        )
+        numbers = []
+        for row in self.largest.rows:
+            numbers.extend(row)
+        number = max(numbers, key=lambda number: lengths[number])
         return number, int(lengths[number])
 
     def step_indices(self, step: int) -> list[int]:
@@ -129,12 +129,10 @@ class Schedule:
         else:
             passes = 0.0
         # each mismatch, in the reference and in its step
-        passes += 2.0 if objective.needs_mismatches else 0.0
-        return (
-            (flops.for_lengths(*counts) + passes * flops.forward(*counts))
-            * self.samples
-            / len(numbers)
-        )
+        if objective.needs_mismatches:
+            passes += 2.0
+        flops_of_numbers = flops.for_lengths(*counts) + passes * flops.forward(*counts)
+        return flops_of_numbers * self.samples / len(numbers)
 
 
 def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
@@ -143,18 +141,25 @@ def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
     two_shortest = np.sort(data.train.lengths)[:2]
     packs = args.data.packing and (len(two_shortest) < 2 or two_shortest.sum() <= data.limit)
     if rows in (None, "auto"):
-        rows = 1 if args.data.packing else 4
-    return Layout(rows, data.limit if packs else None, ranks)
+        if args.data.packing:
+            rows = 1
+        else:
+            rows = 4
+    if packs:
+        return Layout(rows, data.limit, ranks)
+    return Layout(rows, None, ranks)
 
 
 def planned_samples(train: TrainArgs, size: int) -> int:
     """How many samples the run will see, with `size` samples per epoch: the position in the data at
     which it ends."""
+    limits = []
     if train.max_steps:
-        by_steps = train.max_steps * train.global_batch_size
-    else:
-        by_steps = None
+        limits.append(train.max_steps * train.global_batch_size)
+    epochs = train.epochs
     # without any limit on steps, a run has three epochs
-    epochs = train.epochs or (None if by_steps else 3.0)
-    by_epochs = max(1, round(epochs * size)) if epochs else None
-    return min(n for n in (by_steps, by_epochs) if n)
+    if not epochs and not limits:
+        epochs = 3.0
+    if epochs:
+        limits.append(max(1, round(epochs * size)))
+    return min(limits)

@@ -10,17 +10,18 @@ import numpy as np
 import torch
 
 from litft.args import GgufExportArgs
-from litft.checkpoints.peft_targets import peft_targets
+from litft.checkpoints.peft_targets import LoraWeights, peft_targets
 from litft.checkpoints.rules import KeysAndValues, Rule, Tile
 from litft.checkpoints.weight_files import LazyTensor
 from litft.export.gguf.families import gguf_architecture, gguf_rules
 from litft.export.gguf.files import GgufFile, gguf
-from litft.export.gguf.metadata import NEEDS_HEAD, to_gguf_architecture
+from litft.export.gguf.metadata import NEEDS_HEAD, GgufArchitecture, to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import add_tokenizer, model_name
 from litft.export.trained_model import TrainedModel
 from litft.methods import Method
 from litft.methods.lora import LoRA
+from litft.model.config import Config
 from litft.pretrained.folder import PretrainedFolder
 from litft.pretrained.save import model_entries
 
@@ -59,10 +60,10 @@ def config_token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
     the vocabulary."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {
-        name: value if type(value) is int and 0 <= value < size else None
-        for name, value in ids.items()
-    }
+    for name, value in ids.items():
+        if type(value) is not int or not 0 <= value < size:
+            ids[name] = None
+    return ids
 
 
 def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
@@ -74,18 +75,18 @@ def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) 
             "folder"
         )
     result = trained.result(args.dequantized_base)
-    config = result.config(source.config) if result else source.config
+    if result:
+        config = result.config(source.config)
+    else:
+        config = source.config
     architecture = to_gguf_architecture(config)
-    window = architecture.ignored_window()
-    if window:
-        reason = f"llama.cpp ignores this model's sliding window of {window} tokens"
-        print(f"warning: {reason}; answers to longer texts will differ", file=sys.stderr)
-    if any(layer.rope and not layer.rope.truncate for layer in config.layers):
-        reason = "llama.cpp rounds the bounds of YaRN's ramp, which this model does not"
-        print(f"warning: {reason}; its logits will differ", file=sys.stderr)
-    outtype = args.outtype
-    if outtype == "auto":
-        outtype = "bf16" if source.dtype(None) == torch.bfloat16 else "f16"
+    _warn_of_differences(architecture, config)
+    if args.outtype != "auto":
+        outtype = args.outtype
+    elif source.dtype(None) == torch.bfloat16:
+        outtype = "bf16"
+    else:
+        outtype = "f16"
     name = f"model-{outtype.upper()}.gguf"
     writer = _writer(architecture.name, trained, outtype)
     for key, value in architecture.metadata.items():
@@ -102,18 +103,26 @@ def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) 
     entries = model_entries(source, torch.float32, result, gguf_rules(config))
     # some architectures need the tensor of a head even if it is the embedding
     if config.tied and architecture.name in NEEDS_HEAD:
-        entries += [
-            entry._replace(name="output.weight")
-            for entry in entries
-            if entry.name == "token_embd.weight"
-        ]
+        for entry in list(entries):
+            if entry.name == "token_embd.weight":
+                entries.append(entry._replace(name="output.weight"))
     # divisors of the rotary frequencies are tensors, and not metadata
-    entries += [
-        LazyTensor(name, factors, factors.float) for name, factors in architecture.factors.items()
-    ]
+    for tensor_name, factors in architecture.factors.items():
+        entries.append(LazyTensor(tensor_name, factors, factors.float))
     _write_tensors(writer, folder / name, entries, outtype)
     (folder / "Modelfile").write_text(modelfile(name, tokenizer), "utf-8")
     return name
+
+
+def _warn_of_differences(architecture: GgufArchitecture, config: Config) -> None:
+    """Print a warning for what llama.cpp computes in another way than the model."""
+    window = architecture.ignored_window()
+    if window:
+        reason = f"llama.cpp ignores this model's sliding window of {window} tokens"
+        print(f"warning: {reason}; answers to longer texts will differ", file=sys.stderr)
+    if any(layer.rope and not layer.rope.truncate for layer in config.layers):
+        reason = "llama.cpp rounds the bounds of YaRN's ramp, which this model does not"
+        print(f"warning: {reason}; its logits will differ", file=sys.stderr)
 
 
 def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
@@ -121,36 +130,54 @@ def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs
     rank."""
     method, values = trained.adapter()
     sites = _adapter_sites(method, trained)
-    outtype = "f32" if args.outtype == "auto" else args.outtype
+    if args.outtype == "auto":
+        outtype = "f32"
+    else:
+        outtype = args.outtype
     factors = {site: method.factors(site, values) for site in sites}
-
-    # llama.cpp's tensors, which may fuse several Linears
-    targets = peft_targets(trained.source.outline, gguf_rules(trained.source.config))
-    if any(isinstance(targets[site].rule, Tile | KeysAndValues) for site in sites):
-        raise ValueError(
-            "llama.cpp stores this model's heads in another form than an adapter can; leave "
-            "--merge false out"
-        )
-    fused = {
-        target.name: target.fuse(factors)
-        for target in dict.fromkeys(targets[site] for site in sites)
-    }
+    fused = _fused_pairs(trained, sites, factors)
 
     # the file has a single alpha, so B takes up other scales
-    alpha = Counter(pair.scale * pair.a.size(0) for pair in fused.values()).most_common(1)[0][0]
+    alphas = Counter(pair.scale * pair.a.size(0) for pair in fused.values())
+    alpha, _ = alphas.most_common(1)[0]
     writer = _writer(gguf_architecture(trained.source.config), trained, outtype, "adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-    entries = []
-    for name, (a, b, scale, _) in fused.items():
-        b = b * (scale * a.size(0) / alpha) if alpha else b
-        entries += [
-            LazyTensor(f"{name}.weight.lora_{half}", factor, factor.float)
-            for half, factor in (("a", a), ("b", b))
-        ]
     name = f"adapter-{outtype.upper()}.gguf"
-    _write_tensors(writer, folder / name, entries, outtype)
+    _write_tensors(writer, folder / name, _adapter_entries(fused, alpha), outtype)
     return name
+
+
+def _adapter_entries(fused: dict[str, LoraWeights], alpha: float) -> list[LazyTensor]:
+    """Return the file's tensors. alpha: that of the file."""
+    entries = []
+    for name, pair in fused.items():
+        a = pair.a
+        b = pair.b
+        if alpha:
+            b = b * (pair.scale * a.size(0) / alpha)
+        entries.append(LazyTensor(f"{name}.weight.lora_a", a, a.float))
+        entries.append(LazyTensor(f"{name}.weight.lora_b", b, b.float))
+    return entries
+
+
+def _fused_pairs(
+    trained: TrainedModel, sites: list[str], factors: dict[str, LoraWeights]
+) -> dict[str, LoraWeights]:
+    """Return the matrices of llama.cpp's tensors, which may fuse several Linears, by name; raise
+    ValueError if it cannot have them."""
+    targets = peft_targets(trained.source.outline, gguf_rules(trained.source.config))
+    fused = {}
+    for site in sites:
+        target = targets[site]
+        if isinstance(target.rule, Tile | KeysAndValues):
+            raise ValueError(
+                "llama.cpp stores this model's heads in another form than an adapter can; leave "
+                "--merge false out"
+            )
+        if target.name not in fused:
+            fused[target.name] = target.fuse(factors)
+    return fused
 
 
 def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:

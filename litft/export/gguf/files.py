@@ -42,7 +42,10 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         for field in readers[0].fields.values():
             self.metadata[field.name] = self._contents(field)
-        self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        self._tensors = {}
+        for reader in readers:
+            for tensor in reader.tensors:
+                self._tensors[tensor.name] = tensor
         count = self.metadata.get("split.tensors.count")
         if count is not None and count != len(self._tensors):
             raise ValueError(

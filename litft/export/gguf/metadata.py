@@ -375,12 +375,7 @@ def read_architecture(file: GgufFile) -> GgufArchitecture:
 def to_gguf_architecture(config: Config) -> GgufArchitecture:
     """Return the GGUF description of `config`; raise ValueError if llama.cpp would compute
     something else."""
-    rules = gguf_rules(config)
-    with torch.device("meta"):
-        parameters = [name for name, _ in GPT(config).named_parameters()]
-    tensor_names = frozenset(
-        name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets
-    )
+    tensor_names = _tensor_names(config)
     name = gguf_architecture(config)
     if name in HAS_NO_HEAD and not config.tied:
         reason = (
@@ -388,15 +383,12 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
             "not tied to its embedding"
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
-    attention = [layer for layer in config.layers if layer.attention]
-    if not attention:
+    if not any(layer.attention for layer in config.layers):
         raise ValueError(
             "GGUF files of models without any attention layer are not supported; keep the Hugging "
             "Face folder"
         )
-    rotating = [layer for layer in attention if layer.rope and layer.rope.dim]
-    ropes = sorted(rotating, key=lambda layer: layer.window is not None)
-    rope = ropes[0].rope if ropes else None  # of full attention if it rotates
+    rope = _main_rope(config)
     metadata = _metadata(config, rope) | gguf_metadata(config)
     factors = _factors(rope)
     architecture = GgufArchitecture(
@@ -405,7 +397,8 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
 
     # read back: what differs from the model, llama.cpp would compute differently
     unsupported = _differences(config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS)
-    unsupported = unsupported + ["rope"] * (bool(factors) and name not in READS_FACTORS)
+    if factors and name not in READS_FACTORS:
+        unsupported = [*unsupported, "rope"]
     if unsupported:
         reason = (
             f"llama.cpp's architecture {name} does not support this model's "
@@ -415,6 +408,30 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
             f"{reason}, and would compute something else; keep the model in Hugging Face's format"
         )
     return architecture
+
+
+def _tensor_names(config: Config) -> frozenset[str]:
+    """Return the names of llama.cpp's tensors."""
+    with torch.device("meta"):
+        parameters = [name for name, _ in GPT(config).named_parameters()]
+    names: set[str] = set()
+    for mapping in mappings_to_hf(gguf_rules(config), parameters):
+        names.update(mapping.targets)
+    return frozenset(names)
+
+
+def _main_rope(config: Config) -> RopeConfig | None:
+    """Return the rotation of full attention if it rotates, otherwise that of a window, if any."""
+    rotating = []
+    for layer in config.layers:
+        if layer.attention and layer.rope and layer.rope.dim:
+            rotating.append(layer)
+    for layer in rotating:
+        if layer.window is None:
+            return layer.rope
+    if rotating:
+        return rotating[0].rope
+    return None
 
 
 def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
@@ -503,19 +520,18 @@ def _differences(config: Config, other: Config, compare_windows: bool) -> list[s
         names.append("rope")
     if compare_windows and any(layer.window != twin.window for layer, twin in pairs):
         names.append("sliding windows")
-    others = []
     for f in fields(LayerConfig):
-        if f.name not in ("attention_scale", "rope", "window"):
-            others.append(f.name)
-    return names + [
-        name
-        for name in others
-        if any(getattr(layer, name) != getattr(twin, name) for layer, twin in pairs)
-    ]
+        if f.name in ("attention_scale", "rope", "window"):
+            continue
+        if any(getattr(layer, f.name) != getattr(twin, f.name) for layer, twin in pairs):
+            names.append(f.name)
+    return names
 
 
 def _scale(config: Config, stated: float | None) -> float:
-    return round(config.head_dim**-0.5 if stated is None else stated, 6)
+    if stated is None:
+        return round(config.head_dim**-0.5, 6)
+    return round(stated, 6)
 
 
 def _same_rotation(rope: RopeConfig | None, other: RopeConfig | None) -> bool:

@@ -121,7 +121,7 @@ class _Tokens(NamedTuple):
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Write tokenizer, chat template and stop tokens as Hugging Face's files; raise ValueError if
     one is unsupported."""
-    stored = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+    stored = _stored(file)
     kind = stored.get("model")
     texts = stored.get("tokens")
     if kind not in ("gpt2", "llama", "gemma4") or not isinstance(texts, list):
@@ -132,33 +132,28 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     # special tokens
     tokens = _read_tokens(stored, texts, file.meta("token_embd.weight").size(0))
     ids = _special_ids(stored, len(tokens.texts))
-    special = {}
-    for name, i in ids.items():
-        if name in ("bos", "eos", "unk", "pad"):
-            special[f"{name}_token"] = tokens.texts[i]
+    special = _special_texts(tokens.texts, ids)
     adds_bos = (
         stored.get("add_bos_token", kind == "llama" or _pre_tokenizer(stored) in ADD_BOS)
         and "bos_token" in special
     )
 
     # tokenizer.json
+    if kind == "gpt2":
+        make_backend = _byte_level_bpe
+    else:
+        make_backend = _sentencepiece_bpe
     try:
-        backend = (_byte_level_bpe if kind == "gpt2" else _sentencepiece_bpe)(
-            stored, tokens, special.get("unk_token")
-        )
+        backend = make_backend(stored, tokens, special.get("unk_token"))
     except Exception as error:
         # the package tokenizers raises plain Exception
         raise ValueError(
             f"{file.folder}: its tokenizer cannot be read ({error}); download the file again"
         ) from None
 
-    # BOS before each text
     if adds_bos:
-        pairs = [(special["bos_token"], tokens.texts.index(special["bos_token"]))]
-        template = processors.TemplateProcessing(
-            single=[special["bos_token"], "$A"], pair=None, special_tokens=pairs
-        )
-        backend.post_processor = template
+        bos = special["bos_token"]
+        backend.post_processor = _bos_processor(bos, tokens.texts.index(bos))
     _add_special_tokens(
         backend,
         tokens,
@@ -175,23 +170,59 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     _write_json(folder / "tokenizer_config.json", config | {"clean_up_tokenization_spaces": False})
     if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
         (folder / "chat_template.jinja").write_text(template, "utf-8")
-    end_of_turn = next(
-        (tokens.texts.index(text) for text in TURN_ENDS if text in tokens.texts), None
-    )
-    stop_ids = []
-    for i in dict.fromkeys((ids.get("eos"), ids.get("eot", end_of_turn))):
-        if i is not None:
-            stop_ids.append(i)
+    stop_ids = _stop_ids(tokens.texts, ids)
     if not stop_ids:
         raise ValueError(
             f"{file.folder} has no stop token: tokenizer.ggml.eos_token_id is missing; download "
             "the file again"
         )
-    bos = {"bos_token_id": ids["bos"]} if "bos" in ids else {}
-    _write_json(
-        folder / "generation_config.json",
-        bos | {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids},
+    _write_json(folder / "generation_config.json", _generation_config(ids, stop_ids))
+
+
+def _stored(file: GgufFile) -> dict[str, Any]:
+    """Return the metadata, without the prefix that those of the tokenizer have."""
+    return {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+
+
+def _special_texts(texts: list[str], ids: dict[str, int]) -> dict[str, str]:
+    """Return the special tokens under their names in tokenizer_config.json."""
+    special = {}
+    for name, i in ids.items():
+        if name in ("bos", "eos", "unk", "pad"):
+            special[f"{name}_token"] = texts[i]
+    return special
+
+
+def _bos_processor(bos: str, bos_id: int) -> Any:
+    """Return what puts BOS before each text."""
+    return processors.TemplateProcessing(
+        single=[bos, "$A"], pair=None, special_tokens=[(bos, bos_id)]
     )
+
+
+def _generation_config(ids: dict[str, int], stop_ids: list[int]) -> dict[str, Any]:
+    """Return generation_config.json. ids: of special tokens."""
+    config: dict[str, Any] = {}
+    if "bos" in ids:
+        config["bos_token_id"] = ids["bos"]
+    config["eos_token_id"] = stop_ids
+    if len(stop_ids) == 1:
+        config["eos_token_id"] = stop_ids[0]
+    return config
+
+
+def _stop_ids(texts: list[str], ids: dict[str, int]) -> list[int]:
+    """Return the tokens that end a text and a turn, without repetition. ids: of special tokens."""
+    end_of_turn = None
+    for text in TURN_ENDS:
+        if text in texts:
+            end_of_turn = texts.index(text)
+            break
+    stop_ids = []
+    for i in dict.fromkeys((ids.get("eos"), ids.get("eot", end_of_turn))):
+        if i is not None:
+            stop_ids.append(i)
+    return stop_ids
 
 
 def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens:
@@ -402,27 +433,35 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
         if token_id is not None and kind != "eos_token":
             getattr(writer, f"add_{kind}_id")(token_id)
 
-    # GGUF has one token for the end of a text, and another for the end of a turn
-    first, *others = tokenizer.stop_ids
+    _add_stop_ids(writer, tokenizer)
+    writer.add_add_bos_token(tokenizer.adds_bos)
+    writer.add_add_eos_token(False)
+    if tokenizer.has_template:
+        writer.add_chat_template(_templates(tokenizer))
+
+
+def _add_stop_ids(writer: Any, tokenizer: Tokenizer) -> None:
+    """Add the stop tokens: GGUF has one for the end of a text, another for the end of a turn."""
+    first, *_ = tokenizer.stop_ids
     if tokenizer.eos_id in tokenizer.stop_ids:
         eos_id = tokenizer.eos_id
     else:
         eos_id = first
     writer.add_eos_token_id(eos_id)
-    eot_ids = []
-    for stop_id in (first, *others):
+    for stop_id in tokenizer.stop_ids:
         if stop_id != eos_id:
-            eot_ids.append(stop_id)
-    if eot_ids:
-        writer.add_eot_token_id(eot_ids[0])
-    writer.add_add_bos_token(tokenizer.adds_bos)
-    writer.add_add_eos_token(False)
-    if tokenizer.has_template:
-        named = [
-            {"name": name, "template": source} for name, source in tokenizer.named_templates.items()
-        ]
-        default = {"name": "default", "template": tokenizer.chat_template}
-        writer.add_chat_template([default, *named] if named else tokenizer.chat_template)
+            writer.add_eot_token_id(stop_id)
+            break
+
+
+def _templates(tokenizer: Tokenizer) -> str | list[dict[str, str]]:
+    """Return the chat template, or if there are several, a list of all."""
+    if not tokenizer.named_templates:
+        return tokenizer.chat_template
+    templates = [{"name": "default", "template": tokenizer.chat_template}]
+    for name, source in tokenizer.named_templates.items():
+        templates.append({"name": name, "template": source})
+    return templates
 
 
 def model_name(name: str, tokenizer: Tokenizer | None) -> str:

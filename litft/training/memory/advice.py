@@ -25,19 +25,19 @@ def remedies(run: PlannedRun) -> list[str]:
             saved[flag] = peak - _peak(run, **changed)
     except (RuntimeError, MemoryError):  # too little memory is left to make plans
         return ["lower --data.max_seq_length", "lower --train.micro_batch_size"]
-    flags = sorted(
-        (flag for flag in saved if saved[flag] > MIN_SAVING * peak), key=lambda flag: -saved[flag]
-    )
+    helpful = [flag for flag in saved if saved[flag] > MIN_SAVING * peak]
+    flags = sorted(helpful, key=lambda flag: -saved[flag])
 
     # more flags would hide those that help most
     lines = [f"{flag} saves about {format_bytes(saved[flag])}" for flag in flags[:MAX_FLAGS]]
     train = run.setup.args.train
-    retry = (
+    if (
         run.settings.strategy == "single"
         and run.schedule.layout.rows > 1
         and not (train.oom_retry or train.optimizer_in_backward)
-    )
-    return lines + (["--train.oom_retry halves micro-batches automatically"] if retry else [])
+    ):
+        lines.append("--train.oom_retry halves micro-batches automatically")
+    return lines
 
 
 def check_memory(run: PlannedRun) -> None:

@@ -94,9 +94,10 @@ def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -
     per step."""
     clashes = args.clashes(strategy)
     if clashes:
-        raise ValueError(
-            "\n".join(clashes) + (f" ({strategy}: {reason})" if args.strategy == "auto" else "")
-        )
+        message = "\n".join(clashes)
+        if args.strategy == "auto":
+            message += f" ({strategy}: {reason})"
+        raise ValueError(message)
     # each micro-batch would be a step of its own
     if (
         args.train.optimizer_in_backward
@@ -139,11 +140,11 @@ def _fastest(
     rows = [first.rows]
     kinds = [train.activation_checkpointing]
     if train.micro_batch_size == "auto":
-        steps = (
-            first.plan(schedule.lengths(step).tolist()) for step in range(min(schedule.steps, 16))
-        )
+        max_rows = 0
+        for step in range(min(schedule.steps, 16)):
+            batches = first.plan(schedule.lengths(step).tolist())
+            max_rows = max(max_rows, sum(map(len, batches)))
         # up to the first count that holds all rows of a step
-        max_rows = max(sum(len(batch) for batch in step) for step in steps)
         rows = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < 2 * max_rows]
     if train.activation_checkpointing == "auto":
         kinds = list(RECOMPUTED)

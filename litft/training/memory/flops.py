@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +56,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the peak FLOP/s of `device` in `precision`: from CHIPS, or measured on a CPU; None if
     unknown."""
     if device.type == "cpu":
-        return _measure_matmul(torch.bfloat16 if precision.startswith("bf16") else torch.float32)
+        if precision.startswith("bf16"):
+            return _measure_matmul(torch.bfloat16)
+        return _measure_matmul(torch.float32)
     return chip_peak_flops(torch.cuda.get_device_name(device), precision)
 
 
@@ -68,16 +71,19 @@ def chip_peak_flops(chip: str, precision: str) -> float | None:
     """
     for pattern, bf16, fp32 in CHIPS:
         if re.search(pattern.replace(" ", "[ _-]?"), chip, re.IGNORECASE):
-            return (bf16 if bf16 and precision.startswith("bf16") else fp32) * 1e12
+            if bf16 and precision.startswith("bf16"):
+                return bf16 * 1e12
+            return fp32 * 1e12
     return None
 
 
 def chip_names() -> list[str]:
     """Return the names of the chips in CHIPS."""
-    plain = [
-        pattern.replace("(100|800)", "100").replace("(RTX )?", "RTX ") for pattern, _, _ in CHIPS
-    ]
-    return [pattern.replace("\\b", "") for pattern in plain]
+    names = []
+    for pattern, _, _ in CHIPS:
+        name = pattern.replace("(100|800)", "100").replace("(RTX )?", "RTX ")
+        names.append(name.replace("\\b", ""))
+    return names
 
 
 def check_chip(chip: str | None) -> None:
@@ -114,46 +120,32 @@ class Flops:
     """
 
     def __init__(self, model: GPT) -> None:
-        head = model.lm_head.weight
-        mlps = []
-        for block in model.blocks:
-            if block.mlp is not None:
-                mlps.append(block.mlp)
-        # selective recomputation runs these matrices again
-        mlp_modules = set()
-        for mlp in mlps:
-            for module in mlp.modules():
-                mlp_modules.add(id(module))
-        matrices = []
-        for linear, fraction in _linears(model):
-            for name, parameter in linear.named_parameters():
-                # the head is counted by targets, and a bias multiplies nothing
-                if name != "bias" and parameter is not head:
-                    matrices.append(
-                        (
-                            _num_weights(linear, name, parameter) * fraction,
-                            parameter.requires_grad,
-                            id(linear) in mlp_modules,
-                        )
-                    )
-
+        # of each matrix, for a token
+        forward = []
+        forward_of_mlps = []
+        forward_and_backward = []
+        for matrix in _matrices(model):
+            # 2 FLOPs for each weight
+            flops = 2 * matrix.size
+            forward.append(flops)
+            if matrix.in_mlp:
+                forward_of_mlps.append(flops)
+            forward_and_backward.append(flops * _num_products(matrix.trained))
         # sequence mixers other than attention count their own FLOPs
-        mixers = sum(
-            block.mixer.flops_per_token for block in model.blocks if block.mixer is not None
-        )
-        # 2 FLOPs for each weight: forward, input gradient,
-        # and the weight's gradient if it is trained
-        self.per_token = (
-            sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices) + 3 * mixers
-        )
+        mixers = 0
+        for block in model.blocks:
+            if block.mixer is not None:
+                mixers += block.mixer.flops_per_token
+        self.per_token = sum(forward_and_backward) + 3 * mixers
         # extra forward FLOPs per token for each kind of recomputation
         self.recompute_per_token = {
             "none": 0.0,
-            "selective": sum(2 * size for size, _, in_mlp in matrices if in_mlp),
-            "full": sum(2 * size for size, _, _ in matrices) + mixers,
+            "selective": sum(forward_of_mlps),
+            "full": sum(forward) + mixers,
         }
-        self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
+        head = model.lm_head.weight
         self.forward_per_target = 2 * head.numel()
+        self.per_target = self.forward_per_target * _num_products(head.requires_grad)
         config = model.config
         # QK and PV of each pair of a query and a key; backward costs twice the forward
         self.windows = [(layer.window, 2 * config.pair_dims(layer) * 3) for layer in config.layers]
@@ -165,7 +157,10 @@ class Flops:
         for sample in samples:
             if sample.mismatch is not None:
                 mismatches.append(sample.mismatch)
-        forward = self.forward(*_counts(mismatches)) if mismatches else 0.0
+        if mismatches:
+            forward = self.forward(*_counts(mismatches))
+        else:
+            forward = 0.0
         return self.for_lengths(*_counts(samples)) + forward
 
     def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
@@ -186,9 +181,44 @@ class Flops:
     def _attention(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of attention, forward and backward."""
         lengths = np.asarray(lengths, np.float64)
-        return sum(
-            _attention_pairs(lengths, window).sum() * per_pair for window, per_pair in self.windows
-        )
+        by_layer = []
+        for window, per_pair in self.windows:
+            by_layer.append(_attention_pairs(lengths, window).sum() * per_pair)
+        return sum(by_layer)
+
+
+class _Matrix(NamedTuple):
+    """A matrix that activations are multiplied with."""
+
+    size: float  # the elements that a token is multiplied with
+    trained: bool
+    in_mlp: bool
+
+
+def _matrices(model: GPT) -> list[_Matrix]:
+    """Return the matrices of a network, without the head, which is counted by targets."""
+    # selective recomputation runs the matrices of these modules again
+    mlp_modules = set()
+    for block in model.blocks:
+        if block.mlp is not None:
+            mlp_modules.update(map(id, block.mlp.modules()))
+    matrices = []
+    for linear, fraction in _linears(model):
+        for name, parameter in linear.named_parameters():
+            # a bias multiplies nothing
+            if name == "bias" or parameter is model.lm_head.weight:
+                continue
+            size = _num_weights(linear, name, parameter) * fraction
+            matrices.append(_Matrix(size, parameter.requires_grad, id(linear) in mlp_modules))
+    return matrices
+
+
+def _num_products(trained: bool) -> int:
+    """Return how many products a matrix has part in: the forward pass, the gradient of its input,
+    and its own gradient if it is trained."""
+    if trained:
+        return 3
+    return 2
 
 
 def _counts(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
@@ -214,7 +244,8 @@ def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
             yield module, 1.0
         elif isinstance(module, MoE):
             active = module.top_k / module.count
-            yield from ((linear, active) for linear in module.experts.children())
+            for linear in module.experts.children():
+                yield linear, active
 
 
 def _attention_pairs(tokens: np.ndarray, window: int | Chunk | None) -> np.ndarray:

@@ -8,7 +8,7 @@ training steps.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,13 +26,14 @@ from litft.model.quantization import is_quantizable
 from litft.model.transformer import GPT, default_dtype
 from litft.pretrained.folder import PretrainedFolder
 from litft.training.memory.flops import Flops
+from litft.training.memory.loss import trace_loss
 from litft.training.memory.residence import Residence, residence
 from litft.training.memory.trace import (
     Shape,
     backward_optimizer,
     trace_blocks,
-    trace_loss,
     trace_step,
+    trained_parameters,
 )
 from litft.training.memory_saving.activation_checkpointing import recompute
 from litft.training.memory_saving.compile import compiles
@@ -92,16 +93,17 @@ class Memory:
     def line(self) -> str:
         """Describe the peak and its parts, which add up to it, in GiB or MiB."""
         unit, unit_bytes = byte_unit(self.peak)
-        parts = ", ".join(
-            f"{kind} {size / unit_bytes:.2f}" for kind, size in self.parts.items() if size
-        )
+        parts = []
+        for kind, size in self.parts.items():
+            if size:
+                parts.append(f"{kind} {size / unit_bytes:.2f}")
         if self.host:
             host = f"; {format_bytes(self.host)} in host memory"
         else:
             host = ""
         return (
             f"{self.peak / unit_bytes:.2f} {unit} at its peak, with micro-batches of {self.shape} "
-            f"({parts}){host}"
+            f"({', '.join(parts)}){host}"
         )
 
 
@@ -195,78 +197,60 @@ def predict(
     )
     num_row_values = _num_row_values(method, source.config)
     method = _without_new_tokens(method)
-    compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
+    if precision == "fp32":
+        compute = DTYPES["fp32"]
+    else:
+        compute = DTYPES["bf16"]
     with FakeTensorMode(), planned_for(device), kernels.without_launches():
         model, parameters = _network(source, method, precision)
-        trained = _trained_parameters(model)
+        trained = trained_parameters(model)
         weights = _weights(model, method, quantize)
         # a packed weight is dequantized for its matrix product, and one at a time
         dequantized = compute.itemsize * _largest_packed(weights)
-        resident = sum(w.nbytes for w in weights.values())
-        # the weights: sharded, offloaded, or all on the device
-        all_gathered = gathered = host = 0
-        if shards > 1:
-            all_gathered, gathered, resident = _sharded(
-                model, weights, shards, compute if method.saves_full_model else None
-            )
-        elif cpu_offload == "parameters":
-            host, fetched = _offloaded(model)
-            # the offloaded weights leave the device, but for those of two blocks
-            resident += fetched - host
+        placed = _placed_weights(model, weights, method, compute, shards, cpu_offload)
+        place = residence(optimizer, cpu_offload, shards > 1, device)
         # temporary memory, by a trace of the network as it will run
         recompute(model.train(), recomputed)
-        place = residence(optimizer, cpu_offload, shards > 1, device)
         in_backward_optimizer = None
         if in_backward:
             in_backward_optimizer = backward_optimizer(model, method, optimizer)
         loss = trace_loss(model, shape, compute, in_backward_optimizer, compiled)
-        activations, backward, offloaded = trace_blocks(
+        blocks = trace_blocks(
             model, shape, compute, in_backward_optimizer, shards, place.activations, compiled
         )
-        # a step in the backward pass frees each gradient at once
-        gradients = 0
-        if not in_backward:
-            gradients = sum(p.nbytes for p in trained.values()) // shards
-        state = state_bytes(optimizer, trained) // shards
-        host += offloaded + _on_host(place, resident + gradients, state)
-        # offloaded weights are stepped on the host, and steps in the backward pass were traced
-        steps_on_device = place.weights and not in_backward
-        stepping = trace_step(optimizer, method, trained) // shards if steps_on_device else 0
+        update = _update_bytes(optimizer, method, trained, shards, in_backward, place)
         memory = Memory(
             shape,
-            weights=resident * place.weights,
-            gradients=gradients * place.weights,
-            optimizer=state * place.state,
-            activations=activations,
+            weights=placed.resident * place.weights,
+            gradients=update.gradients * place.weights,
+            optimizer=update.state * place.state,
+            activations=blocks.activations,
             loss=max(loss, dequantized),
-            gathered=gathered,
-            backward=backward + dequantized,
-            stepping=stepping,
-            host=host,
-            workspace=CUBLAS_WORKSPACE if device == "cuda" else 0,
+            gathered=placed.gathered,
+            backward=blocks.backward + dequantized,
+            stepping=update.stepping,
+            host=placed.host + blocks.offloaded + _on_host(place, placed.resident, update),
+            workspace=_workspace(device),
         )
-    num_trained = num_row_values + sum(parameter.numel() for parameter in trained.values())
-    return Plan(parameters, num_trained, Flops(model), memory, all_gathered, len(model.blocks))
+    return Plan(
+        parameters,
+        num_row_values + _num_elements(trained.values()),
+        Flops(model),
+        memory,
+        placed.all_gathered,
+        len(model.blocks),
+    )
 
 
-def _on_host(place: Residence, weights: int, state: int) -> int:
-    """Return the bytes that are offloaded, of the weights with their gradients and of the
-    optimizer's state."""
-    size = 0
-    if not place.weights:
-        size += weights
-    if not place.state:
-        size += state
-    return size
+def _num_elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
-def _trained_parameters(model: GPT) -> dict[str, Tensor]:
-    """Return the parameters that are trained, by name."""
-    trained = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            trained[name] = parameter
-    return trained
+def _workspace(device: str) -> int:
+    """Return the bytes that a matrix product may use beyond its inputs and its output."""
+    if device == "cuda":
+        return CUBLAS_WORKSPACE
+    return 0
 
 
 def _without_new_tokens(method: Method) -> Method:
@@ -289,7 +273,7 @@ def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[
     method."""
     with default_dtype(DTYPES[method.storage(precision)]):
         model = GPT(source.config)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = _num_elements(model.parameters())
     method.attach(model, keep=False)
     method.compute_in(model, precision)
     for name in method.frozen:
@@ -300,9 +284,13 @@ def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[
 def _offloaded(model: GPT) -> tuple[int, int]:
     """Return the bytes of frozen weights in host memory, and of those on the device: of a block and
     the next one."""
-    block_bytes = [
-        sum(p.nbytes for p in block.parameters() if is_offloadable(p)) for block in model.blocks
-    ]
+    block_bytes = []
+    for block in model.blocks:
+        size = 0
+        for parameter in block.parameters():
+            if is_offloadable(parameter):
+                size += parameter.nbytes
+        block_bytes.append(size)
     return sum(block_bytes), min(sum(block_bytes), 2 * max(block_bytes))
 
 
@@ -312,6 +300,78 @@ class Weight(NamedTuple):
     numel: int
     nbytes: int
     packed: bool  # quantized
+
+
+class _PlacedWeights(NamedTuple):
+    """Where the bytes of all weights are."""
+
+    resident: int  # on the device, unless everything is offloaded
+    host: int = 0  # those of frozen blocks
+    gathered: int = 0  # at a time
+    all_gathered: int = 0
+
+
+def _placed_weights(
+    model: GPT,
+    weights: dict[str, Weight],
+    method: Method,
+    compute: torch.dtype,
+    shards: int,
+    cpu_offload: str,
+) -> _PlacedWeights:
+    """Return where the weights are: sharded, offloaded, or all on the device."""
+    if shards > 1:
+        gather_dtype = None
+        if method.saves_full_model:
+            gather_dtype = compute
+        all_gathered, gathered, resident = _sharded(model, weights, shards, gather_dtype)
+        return _PlacedWeights(resident, gathered=gathered, all_gathered=all_gathered)
+    resident = sum(weight.nbytes for weight in weights.values())
+    if cpu_offload == "parameters":
+        host, fetched = _offloaded(model)
+        # the offloaded weights leave the device, but for those of two blocks
+        return _PlacedWeights(resident + fetched - host, host)
+    return _PlacedWeights(resident)
+
+
+class _UpdateBytes(NamedTuple):
+    """The bytes that updating the weights takes, wherever they are."""
+
+    gradients: int
+    state: int
+    stepping: int  # temporary ones, on the device
+
+
+def _update_bytes(
+    optimizer: str,
+    method: Method,
+    trained: dict[str, Tensor],
+    shards: int,
+    in_backward: bool,
+    place: Residence,
+) -> _UpdateBytes:
+    """Return the bytes of updating the trained parameters."""
+    state = state_bytes(optimizer, trained) // shards
+    # a step in the backward pass frees each gradient at once, and was traced there
+    if in_backward:
+        return _UpdateBytes(0, state, 0)
+    gradients = sum(parameter.nbytes for parameter in trained.values()) // shards
+    stepping = 0
+    # offloaded weights are stepped on the host
+    if place.weights:
+        stepping = trace_step(optimizer, method, trained) // shards
+    return _UpdateBytes(gradients, state, stepping)
+
+
+def _on_host(place: Residence, weights: int, update: _UpdateBytes) -> int:
+    """Return the bytes that are offloaded, of the weights with their gradients and of the
+    optimizer's state."""
+    size = 0
+    if not place.weights:
+        size += weights + update.gradients
+    if not place.state:
+        size += update.state
+    return size
 
 
 def _largest_packed(weights: dict[str, Weight]) -> int:
@@ -325,10 +385,11 @@ def _weights(model: GPT, method: Method, quantize: str) -> dict[str, Weight]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     sizes = {}
     unquantized = method.unquantized_modules()
+    by_storage = {}
     # filled in reverse order, so that a shared storage keeps the first of its names
-    for name, tensor in {
-        t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)
-    }.values():
+    for name, tensor in reversed(tensors):
+        by_storage[tensor.untyped_storage()._cdata] = (name, tensor)
+    for name, tensor in by_storage.values():
         module = name.rpartition(".")[0]
         packed = (
             quantize != "none"
@@ -378,9 +439,11 @@ def _sharded(
         is_unit = unit.startswith("blocks.") or (unit == "embed" and not model.config.tied)
         if not is_unit:
             unit = "network"
-        units[unit] = units.get(unit, 0) + (
-            sharded if gather_dtype is None else weight.numel * gather_dtype.itemsize
-        )
+        if gather_dtype is None:
+            unit_bytes = sharded
+        else:
+            unit_bytes = weight.numel * gather_dtype.itemsize
+        units[unit] = units.get(unit, 0) + unit_bytes
     total = sum(units.values())
     network = units.pop("network", 0)
     # the rest is gathered throughout, of the blocks the two largest at most
@@ -430,7 +493,10 @@ class Fit(NamedTuple):
     def cost(self) -> float:
         """Return a token's relative time, including the costs of small micro-batches and of
         quantized weights."""
-        dequantized = QUANTIZED_COST if self.quantize != "none" else 1.0
+        if self.quantize == "none":
+            dequantized = 1.0
+        else:
+            dequantized = QUANTIZED_COST
         return (
             self.plan.flops.per_token
             * self.slowdown
@@ -463,8 +529,11 @@ def fastest(
     fits = []
     smallest = None
     for quantize, offload in weight_options:
+        kinds = recomputed
         # offloaded blocks must be recomputed, or autograd would keep their weights alive
-        for kind in recomputed if offload != "parameters" else ("full",):
+        if offload == "parameters":
+            kinds = ("full",)
+        for kind in kinds:
             for count in rows:
                 fit = Fit(count, kind, quantize, offload, make_plan(count, kind, quantize, offload))
                 smallest = min(smallest or fit, fit, key=lambda fit: fit.plan.memory.peak)

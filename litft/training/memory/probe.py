@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from litft.data.packing import MicroBatch
 from litft.distributed.devices import is_out_of_memory
 from litft.distributed.process_group import Processes, sync_gradients
 from litft.errors import RankError, summary
@@ -70,43 +71,50 @@ class MemoryProbe:
     def _try_largest(self, model: nn.Module, optimizer: Optimizer, resumed: bool) -> None:
         """Run one micro-batch forward and backward next to the optimizer's state; two where
         gradients are accumulated."""
-        train = self.args.train
-        data = self.schedule.data
         device = self.fabric.device
-        largest = self.schedule.largest
-        rows = [[data.train[number] for number in row] for row in largest.rows]
-        # the longest rows, with as many targets as any micro-batch of the run has
-        batch = (
-            self.schedule.layout.collate_rows(rows).with_min_targets(largest.max_targets).to(device)
-        )
-
-        # on a GPU, bytes stand for the optimizer's state, which the first step would create
+        batch = self._largest_batch()
         state_size = 0
         passes = 1
         if device.type == "cuda":
-            parameters = {
-                name: local(parameter) for name, parameter in self.network.trained.items()
-            }
-            on_device = residence(
-                train.optimizer, train.cpu_offload, self.network.sharded, device.type
-            )
-            if on_device.state and not resumed:
-                state_size = state_bytes(train.optimizer, parameters)
+            if not resumed:
+                state_size = self._state_bytes_on_device()
             # a second pass, in which the gradients of the first one are in memory
             passes += self.schedule.shape().accumulated
         objective = self.run.setup.objective
         totals = Totals(samples=1, tokens=1)
         objective.begin_probe(device)
+        # on a GPU, bytes stand for the optimizer's state, which the first step would create
         state = torch.empty(state_size, dtype=torch.uint8, device=device)
         model.train()
-        with (
-            # the gradients are discarded, so DDP does not reduce them
-            sync_gradients(self.fabric, model, last=self.network.sharded),
-            optimizer.optimizer.discarding() if train.optimizer_in_backward else nullcontext(),
-        ):
+        if self.args.train.optimizer_in_backward:
+            without_steps = optimizer.optimizer.discarding()
+        else:
+            without_steps = nullcontext()
+        # the gradients are discarded, so DDP does not reduce them
+        with sync_gradients(self.fabric, model, last=self.network.sharded), without_steps:
             for _ in range(passes):
                 self.fabric.backward(objective(model, batch, totals)[0])
         del state
+
+    def _largest_batch(self) -> MicroBatch:
+        """Return the longest rows, with as many targets as any micro-batch of the run has."""
+        largest = self.schedule.largest
+        samples = self.schedule.data.train
+        rows = []
+        for numbers in largest.rows:
+            rows.append([samples[number] for number in numbers])
+        batch = self.schedule.layout.collate_rows(rows)
+        return batch.with_min_targets(largest.max_targets).to(self.fabric.device)
+
+    def _state_bytes_on_device(self) -> int:
+        """Return how many bytes of the optimizer's state will be on the device."""
+        train = self.args.train
+        device = self.fabric.device
+        place = residence(train.optimizer, train.cpu_offload, self.network.sharded, device.type)
+        if not place.state:
+            return 0
+        parameters = {name: local(parameter) for name, parameter in self.network.trained.items()}
+        return state_bytes(train.optimizer, parameters)
 
     def halve(self, reason: str) -> None:
         """Lay the steps out in micro-batches of half the size; RankError where that is not asked

@@ -7,10 +7,9 @@ network or of an optimizer are always accounted for. `memory_plan` adds up the r
 """
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from litft.args import TrainArgs
 from litft.methods import Method
 from litft.model.device_type import device_type
-from litft.model.loss import CHUNK, summed_cross_entropy, token_cross_entropy
 from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra, SharedKeys
 from litft.model.transformer import GPT
@@ -35,8 +33,7 @@ from litft.training.optimizers.make import (
     make_optimizer,
 )
 
-# measured bytes: the plans that a run compares have the same head and the same trained parameters
-LOSS_CACHE: dict[tuple, int] = {}
+# measured bytes: the plans that a run compares have the same trained parameters
 STEP_CACHE: dict[tuple, int] = {}
 
 
@@ -65,16 +62,20 @@ def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> i
     """
     # the bytes depend on shape and dtype, and Muon steps hidden matrices differently
     at_once = name == "schedule_free"
-    distinct = {
-        (n if at_once else None, p.shape, p.dtype, is_hidden(n, p)): (n, p)
-        for n, p in trained.items()
-    }
+    distinct = {}
+    for parameter_name, parameter in trained.items():
+        kind = (parameter.shape, parameter.dtype, is_hidden(parameter_name, parameter))
+        if at_once:
+            kind = (parameter_name, *kind)
+        distinct[kind] = (parameter_name, parameter)
     key = (name, tuple(distinct))
 
     # the same parameters recur in all plans that a run compares
     if key in STEP_CACHE:
         return STEP_CACHE[key]
-    copies = {n: nn.Parameter(torch.empty_like(p)) for n, p in distinct.values()}
+    copies = {}
+    for parameter_name, parameter in distinct.values():
+        copies[parameter_name] = nn.Parameter(torch.empty_like(parameter))
     optimizer = make_optimizer(TrainArgs(optimizer=_stand_in(name)), method, copies)
     for parameter in copies.values():
         parameter.grad = torch.empty_like(parameter)
@@ -89,9 +90,16 @@ def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> i
 def backward_optimizer(model: GPT, method: Method, name: str) -> OptimizerInBackward:
     """Return an optimizer `name` that steps each of the model's parameters in the backward pass."""
     args = TrainArgs(optimizer=_stand_in(name), optimizer_in_backward=True)
-    return make_optimizer(
-        args, method, {n: p for n, p in model.named_parameters() if p.requires_grad}
-    )
+    return make_optimizer(args, method, trained_parameters(model))
+
+
+def trained_parameters(model: GPT) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    trained = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    return trained
 
 
 def _stand_in(name: str) -> str:
@@ -216,8 +224,9 @@ def _trace(
     if optimizer and not optimizer.state.keys() >= set(trained):
         with AllocationTracker(), optimizer.stepping():
             _Downstream.apply(run(_input(example))).backward()
-    for parameter in trained if accumulated else ():
-        parameter.grad = torch.empty_like(parameter)
+    if accumulated:
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
     with AllocationTracker() as tracker:
         x = _input(example)
         y = run(x)
@@ -231,18 +240,22 @@ def _trace(
         if has_grad:
             # a scalar to call backward on
             end = _Downstream.apply(y)
-            with optimizer.stepping() if optimizer else nullcontext():
+            with stepping_in_backward(optimizer):
                 end.backward()
         backward = tracker.peak - before
     for parameter in trained:
         parameter.grad = None
-    return Trace(
-        forward,
-        saved if has_grad else 0,
-        sum(p.nbytes for p in trained),
-        backward if has_grad else 0,
-        has_grad,
-    )
+    gradients = sum(parameter.nbytes for parameter in trained)
+    if has_grad:
+        return Trace(forward, saved, gradients, backward, has_grad)
+    return Trace(forward, 0, gradients, 0, has_grad)
+
+
+def stepping_in_backward(optimizer: OptimizerInBackward | None) -> AbstractContextManager:
+    """Return a context in which an optimizer, if any, steps in the backward pass."""
+    if optimizer:
+        return optimizer.stepping()
+    return nullcontext()
 
 
 def _compiled_excess(model: GPT, shape: Shape, dtype: torch.dtype) -> int:
@@ -253,10 +266,19 @@ def _compiled_excess(model: GPT, shape: Shape, dtype: torch.dtype) -> int:
     one more tensor of the MLP's width. Measured with scripts/plan_accuracy.py.
     """
     config = model.config
-    experts = [
-        layer.experts.top_k * layer.experts.hidden_dim for layer in config.layers if layer.experts
-    ]
-    return shape.rows * shape.tokens * max([config.hidden_dim, *experts]) * dtype.itemsize
+    width = config.hidden_dim
+    for layer in config.layers:
+        if layer.experts:
+            width = max(width, layer.experts.top_k * layer.experts.hidden_dim)
+    return shape.rows * shape.tokens * width * dtype.itemsize
+
+
+class BlocksMemory(NamedTuple):
+    """Bytes of the embedding, the blocks and the final norm."""
+
+    activations: int  # saved, on the device
+    backward: int  # the excess of the peak over them
+    offloaded: int  # activations in host memory
 
 
 def trace_blocks(
@@ -267,9 +289,8 @@ def trace_blocks(
     shards: int,
     on_device: bool,
     compiled: bool,
-) -> tuple[int, int, int]:
-    """Return bytes of the embedding, the blocks and the final norm: saved activations, the excess
-    of the peak over them, and activations in host memory.
+) -> BlocksMemory:
+    """Return the memory of the embedding, the blocks and the final norm.
 
     Identical blocks are run once. In a sharded network, a block's full gradient has an fp32 copy
     for the reduction.
@@ -280,43 +301,76 @@ def trace_blocks(
     input_bytes = shape.rows * shape.tokens * model.config.stream_dim * dtype.itemsize
     on_device |= input_bytes < MIN_OFFLOAD_BYTES  # too small to offload
     total = sum(trace.saved for trace in traces)
-    largest = max(trace.saved for trace in traces)
-    activations = alive = total if on_device else min(total, 2 * largest)
-
-    # the forward pass: what the blocks before have saved, and one block's temporary memory
-    before = accumulate((trace.saved for trace in traces), initial=0)
-    forward = max(
-        min(saved, alive) + trace.forward for saved, trace in zip(before, traces, strict=False)
-    )
-    peak = max(alive, forward)
-
-    # the head's gradient exists before the backward pass of the blocks begins
-    head = model.lm_head.weight
+    if on_device:
+        activations = total
+        offloaded = 0
+    else:
+        activations = min(total, 2 * max(trace.saved for trace in traces))
+        offloaded = total
     # whether the backward pass allocates gradients that remain
     allocates = not (shape.accumulated or optimizer)
-    # autograd then holds the head's gradient until it can add the embedding's
-    tied = model.config.tied
-    gradients = head.nbytes * (head.requires_grad and (allocates or tied))
-
-    # the backward pass: from the last block to the first, activations go and gradients come
-    for trace in reversed(traces):
-        reduced = trace.gradients if shards > 1 else 0
-        # the sum of both gradients of a tied weight; an optimizer step in the backward pass takes
-        # more than that. On a GPU, autograd was measured to add them in place
-        # (scripts/plan_accuracy.py)
-        if tied and head.requires_grad and not optimizer and trace is traces[0]:
-            added = head.nbytes
-        else:
-            added = 0
-        added *= device_type(head) == "cpu"
-        peak = max(peak, alive + gradients + trace.backward + reduced + added)
-        alive = alive - trace.saved * on_device
-        gradients = gradients + trace.gradients * allocates // shards
+    peak = max(
+        activations,
+        _forward_peak(traces, activations),
+        _backward_peak(model, traces, activations, on_device, allocates, optimizer, shards),
+    )
     if compiled and is_recomputed(model):
         excess = _compiled_excess(model, shape, dtype)
     else:
         excess = 0
-    return activations, peak - activations + excess, 0 if on_device else total
+    return BlocksMemory(activations, peak - activations + excess, offloaded)
+
+
+def _forward_peak(traces: list[Trace], most_alive: int) -> int:
+    """Return the most bytes of the forward pass: what the blocks before have saved, at most
+    `most_alive` on the device, and one block's temporary memory."""
+    peak = 0
+    before = 0
+    for trace in traces:
+        peak = max(peak, min(before, most_alive) + trace.forward)
+        before += trace.saved
+    return peak
+
+
+def _backward_peak(
+    model: GPT,
+    traces: list[Trace],
+    activations: int,
+    on_device: bool,
+    allocates: bool,
+    optimizer: OptimizerInBackward | None,
+    shards: int,
+) -> int:
+    """Return the most bytes of the backward pass: from the last block to the first, activations go
+    and gradients come.
+
+    allocates: gradients remain.
+    """
+    peak = 0
+    alive = activations
+    head = model.lm_head.weight
+    tied = model.config.tied
+    gradients = 0
+    # the head's gradient exists before the backward pass of the blocks begins; of a tied weight,
+    # autograd holds it until it can add the embedding's
+    if head.requires_grad and (allocates or tied):
+        gradients = head.nbytes
+    for trace in reversed(traces):
+        needed = alive + gradients + trace.backward
+        if shards > 1:
+            needed += trace.gradients
+        # the sum of both gradients of a tied weight; an optimizer step in the backward pass takes
+        # more than that. On a GPU, autograd was measured to add them in place
+        # (scripts/plan_accuracy.py)
+        adds = tied and head.requires_grad and not optimizer and device_type(head) == "cpu"
+        if adds and trace is traces[0]:
+            needed += head.nbytes
+        peak = max(peak, needed)
+        if on_device:
+            alive -= trace.saved
+        if allocates:
+            gradients += trace.gradients // shards
+    return peak
 
 
 def _traces(
@@ -332,26 +386,14 @@ def _traces(
     positions = torch.arange(shape.tokens)[None]
     cos_sin = model.cos_sin(positions, None, dtype)
     documents = _documents(model, shape, positions, compiled)
-    embedding_parameters = _parameters_under(model, ("embed", "streams.expansions."))
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
-
-    def embed(ids: Tensor) -> Tensor:
-        x = model.embed_tokens(ids, positions)
-        if model.streams is None:
-            return x
-        return model.streams.expand(x)
-
-    traces = [_trace(embed, tokens, embedding_parameters, shape.accumulated, optimizer)]
+    traces = [_trace_embedding(model, tokens, positions, shape.accumulated, optimizer)]
     embedding = torch.empty(
         *tokens.shape, model.config.dim, dtype=dtype, requires_grad=traces[0].has_grad
     )
     extras = model.block_extras(tokens, embedding)
-    per_layer = model.per_layer
-    if per_layer is not None:
-        parameters = [*per_layer.parameters()]
-        trace = _trace(
-            lambda x: per_layer(tokens, x), embedding, parameters, shape.accumulated, optimizer
-        )
+    if model.per_layer is not None:
+        trace = _trace_per_layer(model.per_layer, tokens, embedding, shape.accumulated, optimizer)
         # all blocks' are alive until the first block is done
         vectors = extras[0][0].token_input.nbytes * len(model.blocks)
         traces.append(trace._replace(saved=trace.saved + vectors))
@@ -362,41 +404,116 @@ def _traces(
         shape.rows, shape.tokens, model.config.stream_dim, dtype=dtype, requires_grad=has_grad
     )
 
-    # blocks of the same kind are traced once; the key has all that their bytes depend on
-    by_kind: dict[tuple, Trace] = {}
-    recomputed_by_compiler = _recomputed_by_compiler(model, x, compiled)
-    for index, (layer, block) in enumerate(zip(model.config.layers, model.blocks, strict=True)):
-        rotary = model.rotary_indices[index]
-        extra = _extra_alone(model, index, x, *extras[index])
-        key = (
-            layer,
-            tuple((n, p.requires_grad) for n, p in block.named_parameters()),
-            x.requires_grad,
-        )
-        key += (tuple(type(module) for module in block.modules()),)
-        if key not in by_kind:
-            other_inputs = (
-                cos_sin[rotary] if rotary is not None else None,
-                documents,
-                None,
-                *extra,
-            )
-            # a sharded network allocates a block's full
-            # gradients in every micro-batch, and reduces them
-            accumulated = shape.accumulated and shards == 1
-            by_kind[key] = _trace(
-                lambda x, block=block, other_inputs=other_inputs: block(x, *other_inputs),
-                x,
-                [*block.parameters()],
-                accumulated,
-                optimizer,
-            )
-        trace = by_kind[key]
-        traces.append(trace._replace(saved=max(0, trace.saved - recomputed_by_compiler)))
-        # each block's input needs a gradient if anything before the block is trained
-        x = x.detach().requires_grad_(traces[-1].has_grad)
+    # a sharded network allocates a block's full gradients in every micro-batch, and reduces them
+    accumulated = shape.accumulated and shards == 1
+    not_saved = _recomputed_by_compiler(model, x, compiled)
+    for trace in _block_traces(model, x, cos_sin, documents, extras, accumulated, optimizer):
+        traces.append(trace._replace(saved=max(0, trace.saved - not_saved)))
+    x = x.detach().requires_grad_(traces[-1].has_grad)
     parameters = _parameters_under(model, ("norm.", "streams.reductions."))
     return [*traces, _trace(model.final_norm, x, parameters, shape.accumulated, optimizer)]
+
+
+def _trace_embedding(
+    model: GPT,
+    tokens: Tensor,
+    positions: Tensor,
+    accumulated: bool,
+    optimizer: OptimizerInBackward | None,
+) -> Trace:
+    """Trace the embedding of tokens (B, T)."""
+    parameters = _parameters_under(model, ("embed", "streams.expansions."))
+
+    def embed(ids: Tensor) -> Tensor:
+        x = model.embed_tokens(ids, positions)
+        if model.streams is None:
+            return x
+        return model.streams.expand(x)
+
+    return _trace(embed, tokens, parameters, accumulated, optimizer)
+
+
+def _trace_per_layer(
+    per_layer: nn.Module,
+    tokens: Tensor,
+    embedding: Tensor,
+    accumulated: bool,
+    optimizer: OptimizerInBackward | None,
+) -> Trace:
+    """Trace the vectors that each block gets for its tokens, from the tokens (B, T) and their
+    embedding (B, T, C)."""
+
+    def run(x: Tensor) -> Tensor:
+        return per_layer(tokens, x)
+
+    return _trace(run, embedding, [*per_layer.parameters()], accumulated, optimizer)
+
+
+def _trace_block(
+    block: nn.Module,
+    x: Tensor,
+    other_inputs: tuple,
+    accumulated: bool,
+    optimizer: OptimizerInBackward | None,
+) -> Trace:
+    """Trace a block with an input like x (B, T, C)."""
+
+    def run(x: Tensor) -> Tensor:
+        return block(x, *other_inputs)
+
+    return _trace(run, x, [*block.parameters()], accumulated, optimizer)
+
+
+def _block_traces(
+    model: GPT,
+    x: Tensor,
+    cos_sin: Sequence[tuple[Tensor, Tensor]],
+    documents: PackedSequences | None,
+    extras: Sequence[tuple[BlockExtra, ...]],
+    accumulated: bool,
+    optimizer: OptimizerInBackward | None,
+) -> list[Trace]:
+    """Return the traces of all blocks, where the first one's input is like x (B, T, C); blocks of
+    the same kind are traced once."""
+    traces = []
+    by_kind: dict[tuple, Trace] = {}
+    for index, block in enumerate(model.blocks):
+        kind = _kind(model, index, x)
+        if kind not in by_kind:
+            inputs = _block_inputs(model, index, x, cos_sin, documents, extras[index])
+            by_kind[kind] = _trace_block(block, x, inputs, accumulated, optimizer)
+        traces.append(by_kind[kind])
+        # each block's input needs a gradient if anything before the block is trained
+        x = x.detach().requires_grad_(traces[-1].has_grad)
+    return traces
+
+
+def _kind(model: GPT, index: int, x: Tensor) -> tuple:
+    """Return all that the bytes of a block with the input x depend on."""
+    block = model.blocks[index]
+    trained = []
+    for name, parameter in block.named_parameters():
+        trained.append((name, parameter.requires_grad))
+    classes = tuple(map(type, block.modules()))
+    return model.config.layers[index], tuple(trained), x.requires_grad, classes
+
+
+def _block_inputs(
+    model: GPT,
+    index: int,
+    x: Tensor,
+    cos_sin: Sequence[tuple[Tensor, Tensor]],
+    documents: PackedSequences | None,
+    extra: tuple[BlockExtra, ...],
+) -> tuple:
+    """Return what a block gets in addition to x: its rotation, the documents, no cache, and the
+    further argument of some networks."""
+    rotary = model.rotary_indices[index]
+    if rotary is None:
+        rotation = None
+    else:
+        rotation = cos_sin[rotary]
+    return rotation, documents, None, *_extra_alone(model, index, x, *extra)
 
 
 def _recomputed_by_compiler(model: GPT, x: Tensor, compiled: bool) -> int:
@@ -444,79 +561,14 @@ def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple
     shared = SharedKeys()
     if model.config.layers[index].kv_sharing == "reuse":
         heads, *sizes = model.config.cache_shape(source)
-        tensors = (
-            torch.empty(*x.shape[:1], heads, x.size(1), size, dtype=x.dtype) for size in sizes
-        )
-        shared.by_window[source.window] = tuple(
-            tensor.requires_grad_(x.requires_grad) for tensor in tensors
-        )
+        tensors = []
+        for size in sizes:
+            # (B, H, T, D)
+            tensor = torch.empty(x.size(0), heads, x.size(1), size, dtype=x.dtype)
+            tensors.append(tensor.requires_grad_(x.requires_grad))
+        shared.by_window[source.window] = tuple(tensors)
     # a tensor of its own: that of the real network would belong to another graph
     token_input = extra[0].token_input
     if token_input is not None:
         token_input = _input(token_input.detach().requires_grad_(token_input.requires_grad))
     return (BlockExtra(token_input, shared),)
-
-
-def trace_loss(
-    model: GPT,
-    shape: Shape,
-    dtype: torch.dtype,
-    optimizer: OptimizerInBackward | None,
-    compiled: bool,
-) -> int:
-    """Return the temporary bytes of one micro-batch's loss and its gradient."""
-    num_tokens = shape.rows * shape.tokens
-    head = model.lm_head
-    count = min(shape.max_targets or num_tokens, num_tokens)
-    rows = min(count, CHUNK)  # the loss is computed chunk by chunk
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    targets = torch.zeros(1, rows, dtype=torch.int64)
-    target_indices = torch.arange(rows)
-
-    def run() -> None:
-        hidden = torch.empty(1, rows, model.config.dim, dtype=dtype, requires_grad=True)
-        # a tied weight is stepped later, when the embedding's gradient is added
-        with optimizer.stepping() if optimizer and not model.config.tied else nullcontext():
-            softcap = model.config.logit_softcap
-            options = {"target_indices": target_indices, "compiled": compiled}
-            if shape.per_token:
-                token_cross_entropy(hidden, head, targets, softcap, **options).sum().backward()
-            else:
-                summed_cross_entropy(hidden, head, targets, softcap, **options)[0].backward()
-
-    if optimizer and trained:
-        with AllocationTracker():
-            # the first step creates the optimizer's state
-            run()
-    for parameter in trained if shape.accumulated else ():
-        parameter.grad = torch.empty_like(parameter)
-
-    # all that the traced bytes depend on, but for an optimizer: such peaks are not cached
-    key = (
-        rows,
-        dtype,
-        device_type(targets),
-        compiled,
-        shape.per_token,
-        shape.accumulated,
-        model.config.logit_softcap,
-        tuple(map(type, head.modules())),
-    )
-    key += (
-        getattr(head, "lora_dropout", 0) > 0,
-        *((p.shape, p.dtype, p.requires_grad) for p in head.parameters()),
-    )
-    peak = LOSS_CACHE.get(key) if optimizer is None else None
-    if peak is None:
-        # without a cached value, the loss is traced once
-        with AllocationTracker() as tracker:
-            run()
-        peak = tracker.peak
-    if optimizer is None:
-        LOSS_CACHE[key] = peak
-    for parameter in trained:
-        parameter.grad = None
-    # hidden states outside the traced chunk: all of them,
-    # those with a target, and the gradient of the latter
-    other_rows = (num_tokens - rows) + 2 * (count - rows)
-    return peak + other_rows * model.config.dim * dtype.itemsize

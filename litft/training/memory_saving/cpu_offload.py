@@ -112,8 +112,9 @@ class SavedTensorOffload(saved_tensors_hooks):
             if index == packed:
                 self.copies.wait(self.fetched[packed])
         # the backward pass goes down: what was saved much later is not needed again
-        for index in [index for index in self.fetched if index > packed + FETCHED_TO_KEEP]:
-            del self.fetched[index]
+        for index in list(self.fetched):
+            if index > packed + FETCHED_TO_KEEP:
+                del self.fetched[index]
         return self.fetched[packed]
 
 
@@ -124,9 +125,9 @@ class ActivationOffload(nn.Module):
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
         # autograd saves weights as well, which are on the device anyway
-        weight_storages = {
-            parameter.untyped_storage().data_ptr() for parameter in self.parameters()
-        }
+        weight_storages = set()
+        for parameter in self.parameters():
+            weight_storages.add(parameter.untyped_storage().data_ptr())
         with SavedTensorOffload(self.copies, weight_storages):
             return super().forward(*inputs, **kwargs)
 
@@ -159,16 +160,16 @@ class BlockWeights:
 
     def __init__(self, copies: HostCopies, blocks: nn.ModuleList) -> None:
         self.copies = copies
-        self.by_block = [
-            [
-                HostWeight(parameter, self._pinned(parameter.data))
-                for parameter in block.parameters()
-                if is_offloadable(parameter)
-            ]
-            for block in blocks
-        ]
+        self.by_block = list(map(self._host_weights, blocks))
         self.fetched: dict[int, list[Tensor]] = {}
         self.last = -1
+
+    def _host_weights(self, block: nn.Module) -> list[HostWeight]:
+        weights = []
+        for parameter in block.parameters():
+            if is_offloadable(parameter):
+                weights.append(HostWeight(parameter, self._pinned(parameter.data)))
+        return weights
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         tensor = tensor.cpu()
@@ -181,17 +182,18 @@ class BlockWeights:
         """Within the context, the weights of block `number` are on the device, and the next block's
         are prefetched."""
         # the backward pass goes down
-        next_number = number - 1 if 0 < number <= self.last else number + 1
+        if 0 < number <= self.last:
+            next_number = number - 1
+        else:
+            next_number = number + 1
         self.last = number
         self._fetch(number)
         self.copies.wait(*self.fetched[number])
 
         # other blocks' weights are freed before the next block's are allocated
-        self.fetched = {
-            index: tensors
-            for index, tensors in self.fetched.items()
-            if index in (number, next_number)
-        }
+        for index in list(self.fetched):
+            if index not in (number, next_number):
+                del self.fetched[index]
         if next_number < len(self.by_block):
             self._fetch(next_number)
 
@@ -209,9 +211,10 @@ class BlockWeights:
 
     def _fetch(self, number: int) -> None:
         if number not in self.fetched:
-            self.fetched[number] = [
-                self.copies.to_device(host) for _, host in self.by_block[number]
-            ]
+            tensors = []
+            for _, host in self.by_block[number]:
+                tensors.append(self.copies.to_device(host))
+            self.fetched[number] = tensors
 
 
 class FetchedBlock(nn.Module):
@@ -231,19 +234,16 @@ def offload_parameters(model: GPT, device: torch.device) -> None:
     The blocks must then be recomputed: call `recompute` with "full".
     """
     weights = BlockWeights(HostCopies(device), model.blocks)
+    offloaded = set()
     for host_weights in weights.by_block:
         for parameter, host in host_weights:
             parameter.data = host
-    offloaded = {
-        id(parameter) for host_weights in weights.by_block for parameter, _ in host_weights
-    }
+            offloaded.add(id(parameter))
+    tensors = [*model.parameters(), *model.buffers()]
     # base parameters that a trained copy replaces
-    inactive = (
-        tensor
-        for module in model.modules()
-        for tensor in module.__dict__.get("inactive", {}).values()
-    )
-    for tensor in (*model.parameters(), *model.buffers(), *inactive):
+    for module in model.modules():
+        tensors.extend(module.__dict__.get("inactive", {}).values())
+    for tensor in tensors:
         if id(tensor) not in offloaded:
             tensor.data = tensor.data.to(device)
     for number, block in enumerate(model.blocks):

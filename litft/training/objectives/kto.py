@@ -71,8 +71,10 @@ class KTO(Objective):
         total = fabric.all_reduce(log_probs.sum(), reduce_op="sum")
 
         # each process has computed its part of the log-probabilities, but knows all references
-        references = sum(value for mismatch in mismatches for value in mismatch.reference)
-        self.kl = ((total - references) / len(samples)).clamp(min=0)
+        references: list[float] = []
+        for mismatch in mismatches:
+            references.extend(mismatch.reference)
+        self.kl = ((total - sum(references)) / len(samples)).clamp(min=0)
 
     def begin_probe(self, device: torch.device) -> None:
         """Prepare for a micro-batch that only measures memory, without `before_step`."""
@@ -84,29 +86,34 @@ class KTO(Objective):
         # a process without samples returns zeros that still depend on the network
         if batch.sequences is None:
             return torch.cat([log_probs.sum()[None], log_probs.new_zeros(len(self.scores))])
-        _, references, desirable = batch.sequences
+        references = batch.sequences.references
+        desirable = batch.sequences.desirable
         advantage = self.beta * (log_probs - references - self.kl)
+        # (B,): how much better the network is with the label than the reference
+        gain = torch.where(desirable, advantage, -advantage)
         weights = torch.where(desirable, self.args.desirable_weight, self.args.undesirable_weight)
-        loss = (
-            weights * (1 - torch.sigmoid(torch.where(desirable, advantage, -advantage)))
-        ).sum() / totals.samples
+        losses = weights * (1 - torch.sigmoid(gain))
+        loss = losses.sum() / totals.samples
         # plus the mean loss per token of the desirable answers
         if self.args.sft_weight:
-            loss = loss - self.args.sft_weight * (log_probs * desirable).sum() / max(
-                1, totals.tokens
-            )
+            weighted = self.args.sft_weight * (log_probs * desirable).sum()
+            loss = loss - weighted / max(1, totals.tokens)
         with torch.no_grad():
             rewards = self.beta * (log_probs - references)
-            # the means of the rewards, and of the log-probabilities, each by label
-            labels = (desirable, totals.desirable), (~desirable, totals.undesirable)
-            # this micro-batch's share of the means over the
-            # step's answers with each label, NaN without any
-            means = []
-            for values in (rewards, log_probs):
-                for mask, count in labels:
-                    means.append((values * mask).sum() / count)
-            accuracy = wins(torch.where(desirable, advantage, -advantage)).sum() / totals.samples
+            means = [
+                *_means_by_label(rewards, desirable, totals),
+                *_means_by_label(log_probs, desirable, totals),
+            ]
             # the shares of all micro-batches sum to it
             kl = self.kl * (len(log_probs) / totals.samples)
-            scores = torch.stack([accuracy, means[0] - means[1], *means, kl])
-        return torch.cat([loss[None], scores])
+            accuracy = wins(gain).sum() / totals.samples
+            scores = [accuracy, means[0] - means[1], *means, kl]
+        return torch.stack([loss, *scores])
+
+
+def _means_by_label(values: Tensor, desirable: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
+    """Return this micro-batch's shares of the means over the step's desirable answers, and over its
+    undesirable ones, NaN without any."""
+    of_desirable = (values * desirable).sum() / totals.desirable
+    of_undesirable = (values * ~desirable).sum() / totals.undesirable
+    return of_desirable, of_undesirable

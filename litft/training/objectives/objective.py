@@ -74,9 +74,9 @@ class Objective:
         """
         if cls.full_learning_rate is None:
             return default
-        return cls.full_learning_rate * (
-            1 if method == "full" else LORA_RATIO * default / SFT_LORA_RATE
-        )
+        if method == "full":
+            return cls.full_learning_rate
+        return cls.full_learning_rate * (LORA_RATIO * default / SFT_LORA_RATE)
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples."""
@@ -89,17 +89,16 @@ class Objective:
         It is the mean, weighted by what the score counts. A set without answers of a kind has no
         value (NaN).
         """
-        pairs = [
-            (value, self.weight(score, counts))
-            for value, counts in zip(values, totals, strict=True)
-        ]
-        # NaN is a score without answers of its kind, but a loss of NaN must stay visible
-        pairs = [
-            (value, weight) for value, weight in pairs if score == "loss" or not math.isnan(value)
-        ]
-        total = sum(weight for _, weight in pairs)
-        if total:
-            return sum(value * weight for value, weight in pairs) / total
+        weights = []
+        weighted = []
+        for value, counts in zip(values, totals, strict=True):
+            # NaN is a score without answers of its kind, but a loss of NaN must stay visible
+            if score == "loss" or not math.isnan(value):
+                weight = self.weight(score, counts)
+                weights.append(weight)
+                weighted.append(value * weight)
+        if sum(weights):
+            return sum(weighted) / sum(weights)
         return math.nan
 
     def weight(self, score: str, totals: Totals) -> int:

@@ -70,19 +70,19 @@ class PairObjective(Objective):
         else:
             references = batch.sequences.references
 
-        # documents 2 n and 2 n + 1 are the chosen and the rejected answer of pair n
-        sides = [
-            Side(*(values.view(-1, 2)[:, number] for values in (log_probs, lengths, references)))
-            for number in (0, 1)
-        ]
-        chosen, rejected = sides
+        # documents 2 n and 2 n + 1 are the chosen and the rejected answer of pair n: (pairs, 2)
+        log_probs = log_probs.view(-1, 2)
+        lengths = lengths.view(-1, 2)
+        references = references.view(-1, 2)
+        chosen = Side(log_probs[:, 0], lengths[:, 0], references[:, 0])
+        rejected = Side(log_probs[:, 1], lengths[:, 1], references[:, 1])
 
         # log-probabilities are negative losses, hence the minus below
         loss = self.losses(chosen, rejected).sum() / totals.samples
         if self.nll_weight:
             loss = loss - self.nll_weight * chosen.log_probs.sum() / totals.tokens
         with torch.no_grad():
-            rewards = [self.reward(side) for side in sides]
+            rewards = [self.reward(chosen), self.reward(rejected)]
             margin = rewards[0] - rewards[1]
             scores = torch.stack(
                 [wins(margin), margin, *rewards, chosen.log_probs, rejected.log_probs]

@@ -1,5 +1,7 @@
 """Adafactor without a number that the host reads from the GPU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, optim
 
@@ -16,32 +18,48 @@ class Adafactor(optim.Adafactor):
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
+            parameters: list[Tensor] = []
+            gradients: list[Tensor] = []
             # row and column factors of matrices, variances of vectors, and step counts
-            parameters, gradients, *state = [], [], [], [], [], []
+            state: tuple[list, ...] = ([], [], [], [])
             self._init_group(group, parameters, gradients, *state)
-            eps1, eps2 = group["eps"]
-            for parameter, gradient, row_var, col_var, variance, count in zip(
+            for parameter, gradient, *moments, count in zip(
                 parameters, gradients, *state, strict=True
             ):
                 count += 1
-                step = count.item()  # on the host
+                _update(group, parameter, gradient, moments, count.item())
 
-                # the weight of the new gradient in the second moment, which falls from step to step
-                decay = step ** group["beta2_decay"]
-                # the learning rate is an upper bound of the relative step size
-                rate = min(group["lr"], step**-0.5)
-                smallest = torch.finfo(parameter.dtype).eps if eps1 is None else eps1
 
-                # the update is scaled by the parameter's root mean square, which is at least eps2
-                size = (parameter.norm() / parameter.numel() ** 0.5).clamp(min=eps2)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                update = _second_moment(gradient, row_var, col_var, variance, decay, smallest)
+def _update(
+    group: dict[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: list[Tensor | None],
+    step: float,
+) -> None:
+    """Update a parameter. moments: its row and column factors, and its variance; step: from 1."""
+    eps1, eps2 = group["eps"]
+    if eps1 is None:
+        smallest = torch.finfo(parameter.dtype).eps
+    else:
+        smallest = eps1
+    # the weight of the new gradient in the second moment, which falls from step to step
+    decay = step ** group["beta2_decay"]
+    # the learning rate is an upper bound of the relative step size
+    rate = min(group["lr"], step**-0.5)
 
-                # divided by the root of the second moment, and
-                # clipped to a root mean square of at most d
-                update = update.clamp_(min=smallest * smallest).rsqrt_().mul_(gradient)
-                excess = (update.norm() / (update.numel() ** 0.5 * group["d"])).clamp(min=1.0)
-                parameter.sub_(update.mul_(rate * size / excess))
+    # the update is scaled by the parameter's root mean square, which is at least eps2
+    root_mean_square = parameter.norm() / parameter.numel() ** 0.5
+    size = root_mean_square.clamp(min=eps2)
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    update = _second_moment(gradient, *moments, decay, smallest)
+
+    # divided by the root of the second moment
+    update = update.clamp_(min=smallest * smallest).rsqrt_().mul_(gradient)
+    # clipped to a root mean square of at most d
+    largest_norm = update.numel() ** 0.5 * group["d"]
+    excess = (update.norm() / largest_norm).clamp(min=1.0)
+    parameter.sub_(update.mul_(rate * size / excess))
 
 
 def _second_moment(

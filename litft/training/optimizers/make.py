@@ -62,20 +62,23 @@ def make_optimizer(
         ).append(parameter)
 
     # without the flags, each optimizer keeps its own defaults
-    moments = ({"betas": tuple(args.betas)} if args.betas else {}) | (
-        {} if args.eps is None else {"eps": args.eps}
-    )
-    group_list = [
-        {
-            "params": members,
-            "lr": args.learning_rate or 0.0,
-            "factor": factor,
-            "weight_decay": decay,
-            "hidden": hidden,
-        }
-        | moments
-        for (factor, decay, hidden), members in groups.items()
-    ]
+    moments: dict[str, Any] = {}
+    if args.betas:
+        moments["betas"] = tuple(args.betas)
+    if args.eps is not None:
+        moments["eps"] = args.eps
+    group_list = []
+    for (factor, decay, hidden), members in groups.items():
+        group_list.append(
+            {
+                "params": members,
+                "lr": args.learning_rate or 0.0,
+                "factor": factor,
+                "weight_decay": decay,
+                "hidden": hidden,
+                **moments,
+            }
+        )
 
     # combinations that would train wrongly, or not at all
     make = OPTIMIZERS[args.optimizer].make
@@ -154,9 +157,10 @@ class ChainedOptimizer(Optimizer):
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         # the same group objects: a learning rate that is set here is set in the optimizers too
-        super().__init__(
-            [group for optimizer in optimizers for group in optimizer.param_groups], {}
-        )
+        groups = []
+        for optimizer in optimizers:
+            groups.extend(optimizer.param_groups)
+        super().__init__(groups, {})
         self.optimizers = optimizers
 
     def step(self, closure: Callable | None = None) -> None:
@@ -215,7 +219,10 @@ class StochasticRounding(Optimizer):
         fp32.data = shard.float()
         fp32.grad = local(parameter.grad).float()
         inner.step()
-        shard.copy_(fp32 if parameter.dtype == torch.float32 else stochastically_rounded(fp32))
+        if parameter.dtype == torch.float32:
+            shard.copy_(fp32)
+        else:
+            shard.copy_(stochastically_rounded(fp32))
         state = inner.state[fp32]
         shape = fp32.shape
 
@@ -224,10 +231,13 @@ class StochasticRounding(Optimizer):
         fp32.grad = None
         # in a checkpoint, the state of a shard must be a shard too
         if isinstance(parameter, DTensor):
-            state = {
-                k: shard_as(parameter, v) if isinstance(v, Tensor) and v.shape == shape else v
-                for k, v in state.items()
-            }
+            sharded_state = {}
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and value.shape == shape:
+                    sharded_state[kind] = shard_as(parameter, value)
+                else:
+                    sharded_state[kind] = value
+            state = sharded_state
         self.state[parameter] = state
 
 
@@ -308,14 +318,13 @@ def _muon(groups: Groups) -> Optimizer:
     """Return Muon over hidden matrices, with updates scaled to AdamW's (arXiv 2502.16982), and
     AdamW over the rest."""
     # Muon takes only matrices that multiply activations
-    hidden, rest = (
-        [group for group in groups if group["hidden"] is is_matrix] for is_matrix in (True, False)
-    )
+    hidden = [group for group in groups if group["hidden"]]
+    rest = [group for group in groups if not group["hidden"]]
+    optimizers: list[Optimizer] = []
     if hidden:
-        optimizers = [Muon(hidden, adjust_lr_fn="match_rms_adamw")]
-    else:
-        optimizers = []
-    optimizers += [_adamw(rest)] if rest else []
+        optimizers.append(Muon(hidden, adjust_lr_fn="match_rms_adamw"))
+    if rest:
+        optimizers.append(_adamw(rest))
     if len(optimizers) == 1:
         return optimizers[0]
     return ChainedOptimizer(optimizers)
@@ -360,7 +369,9 @@ def _bytes_per_element(size: float) -> Callable[[str, Tensor], float]:
 def _bytes_in_8_bits(name: str, parameter: Tensor) -> float:
     """Return the bytes of two 8-bit moments with a scale per block of 256; bitsandbytes keeps small
     ones in fp32."""
-    return parameter.numel() * (2 + 8 / 256 if parameter.numel() >= 4096 else 8)
+    if parameter.numel() < 4096:
+        return parameter.numel() * 8
+    return parameter.numel() * (2 + 8 / 256)
 
 
 def _bytes_in_factors(name: str, parameter: Tensor) -> float:
@@ -368,6 +379,13 @@ def _bytes_in_factors(name: str, parameter: Tensor) -> float:
     if parameter.dim() < 2:
         return 4 * parameter.numel()
     return 4 * math.prod(parameter.shape[:-2]) * (parameter.size(-1) + parameter.size(-2))
+
+
+def _bytes_of_muon(name: str, parameter: Tensor) -> float:
+    """Return the bytes of Muon's moment of a hidden matrix, or of AdamW's two of another weight."""
+    if is_hidden(name, parameter):
+        return parameter.numel() * 4
+    return parameter.numel() * 8
 
 
 _adamw = partial(AdamW, betas=BETAS, fused=True)
@@ -385,9 +403,7 @@ OPTIMIZERS = {
     ),
     "lion": OptimizerSpec(_bitsandbytes("Lion32bit"), _bytes_per_element(4)),
     "adafactor": OptimizerSpec(Adafactor, _bytes_in_factors),
-    "muon": OptimizerSpec(
-        _muon, lambda name, parameter: parameter.numel() * (4 if is_hidden(name, parameter) else 8)
-    ),
+    "muon": OptimizerSpec(_muon, _bytes_of_muon),
     "sgd": OptimizerSpec(_sgd, _bytes_per_element(4)),
     "schedule_free": OptimizerSpec(_schedule_free, _bytes_per_element(8)),
 }

@@ -48,7 +48,12 @@ def make_logger(
     """
     if name == "csv":
         return None
-    version = logged_as[1] if logged_as and logged_as[0] == name else None
+    version = None
+    if logged_as and logged_as[0] == name:
+        version = logged_as[1]
+    purge_step = None
+    if start_step:
+        purge_step = start_step + 1
     # MLflow's default of 7 retries blocks for minutes without output
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     module, cls, _ = LOGGERS[name]
@@ -59,7 +64,7 @@ def make_logger(
             root_dir=folder,
             name="",
             version="tensorboard",
-            purge_step=start_step + 1 if start_step else None,
+            purge_step=purge_step,
         ),
         "wandb": dict(name=_env_or("WANDB_NAME", folder.name), save_dir=folder, id=version)
         | dict(
@@ -115,10 +120,9 @@ def row_sink(logger: Any, say: Callable[[str], None]) -> Callable[[dict[str, flo
         if failed:
             return
         try:
-            logger.log_metrics(
-                {name: value for name, value in row.items() if name != "step"},
-                step=int(row["step"]),
-            )
+            values = dict(row)
+            step = int(values.pop("step"))
+            logger.log_metrics(values, step=step)
         except Exception as error:
             # one warning is enough: the next rows would fail as well
             failed = True

@@ -64,12 +64,15 @@ class Metrics:
         """Continue an existing file after `step`: rows of later steps are removed."""
         if self.path is None:
             return
-        rows = [row for row in run_dir.metrics_rows(self.path) if int(row["step"]) <= step]
-        rows = [
-            {name: value for name, value in row.items() if name in self.columns} for row in rows
-        ]
+        rows = []
+        self.resumed_rows = []
+        for row in run_dir.metrics_rows(self.path):
+            if int(row["step"]) > step:
+                continue
+            kept = {name: value for name, value in row.items() if name in self.columns}
+            rows.append(kept)
+            self.resumed_rows.append({name: float(value) for name, value in kept.items()})
         self._rewrite(rows)
-        self.resumed_rows = [{name: float(value) for name, value in row.items()} for row in rows]
         # the values so far, for the report and for the totals
         for row in self.resumed_rows:
             self.newest |= row
@@ -116,9 +119,7 @@ class Metrics:
             # the run was interrupted in this validation
             self.resumed_rows[-1] |= values
             self.newest |= values
-            self._rewrite(
-                [{name: _text(value) for name, value in row.items()} for row in self.resumed_rows]
-            )
+            self._rewrite(list(map(_texts, self.resumed_rows)))
             self.send(self.resumed_rows[-1])
         else:
             row = {
@@ -149,7 +150,10 @@ class Metrics:
             self.seconds += self._window_seconds
             speed = sum(row.pop("fed") for row in steps) / self._window_seconds
             flops = sum(row.pop("flops") for row in steps)
-            mfu = flops / self._window_seconds / self.peak if self.peak else None
+            if self.peak:
+                mfu = flops / self._window_seconds / self.peak
+            else:
+                mfu = None
             self._flops += flops
         for row in steps:
             row |= {
@@ -161,14 +165,7 @@ class Metrics:
             row["memory_gib"] = peak_memory(device)
             # a row of a validation alone has its time already
             row.setdefault("seconds", self.seconds)
-        written = [
-            {name: _number(row[name]) for name in self.columns if row.get(name) is not None}
-            for row in self.rows
-        ]
-        # NaN: a step without desirable, or undesirable, answers
-        for row in written:
-            for name in [name for name in self.scores if math.isnan(row.get(name, 0.0))]:
-                del row[name]
+        written = list(map(self._written, self.rows))
         # the newest and the first values, for the report and the divergence guard
         for row in written:
             self.newest |= row
@@ -181,26 +178,45 @@ class Metrics:
         self._write(written)
         return written
 
+    def _written(self, row: dict[str, Any]) -> Row:
+        """Return the values of a row that are written, as numbers."""
+        written = {}
+        for name in self.columns:
+            if row.get(name) is None:
+                continue
+            value = _number(row[name])
+            # NaN: a step without desirable, or undesirable, answers
+            if name in self.scores and math.isnan(value):
+                continue
+            written[name] = value
+        return written
+
     @property
     def first(self) -> Row:
         """Return the row of the run's first step."""
-        return next((row for row in self.resumed_rows if "loss" in row), self._first)
+        for row in self.resumed_rows:
+            if "loss" in row:
+                return row
+        return self._first
 
     def summary(self, device: torch.device) -> str:
         """Describe the speed over all steps, and the MFU over the steps of this process, whose chip
         is known."""
         seconds = self.seconds - self._resumed_seconds
+        speed = 0.0
+        if self.seconds:
+            speed = self.tokens / self.seconds
+        parts = [f"{speed:,.0f} tokens/s"]
         if self.peak and seconds:
             mfu = self._flops / seconds / self.peak
-        else:
-            mfu = None
-        speed = f"{self.tokens / self.seconds if self.seconds else 0.0:,.0f} tokens/s"
+            if mfu:
+                parts.append(f"MFU {mfu:.0%}")
+        memory = "peak memory"
         # on a CPU, memory is that of the whole process
-        memory = (
-            f"peak memory{' of the process' if device.type == 'cpu' else ''} "
-            f"{peak_memory(device):.2f} GiB"
-        )
-        return ", ".join(filter(None, [speed, f"MFU {mfu:.0%}" if mfu else "", memory]))
+        if device.type == "cpu":
+            memory = "peak memory of the process"
+        parts.append(f"{memory} {peak_memory(device):.2f} GiB")
+        return ", ".join(parts)
 
     def _write(self, rows: list[Row]) -> None:
         if self.path is None or not rows:
@@ -210,7 +226,7 @@ class Metrics:
             writer = csv.DictWriter(file, self.columns)
             if is_new:
                 writer.writeheader()
-            writer.writerows({name: _text(value) for name, value in row.items()} for row in rows)
+            writer.writerows(map(_texts, rows))
         for row in rows:
             self.send(row)
 
@@ -219,6 +235,10 @@ def _number(value: Any) -> float:
     if isinstance(value, torch.Tensor):
         return value.item()
     return value
+
+
+def _texts(row: Row) -> dict[str, str]:
+    return {name: _text(value) for name, value in row.items()}
 
 
 def _text(value: float) -> str:

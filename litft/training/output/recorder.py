@@ -95,13 +95,17 @@ class Recorder:
         # a CPU's peak is measured, which other programs disturb
         is_known = self.peak and fabric.device.type != "cpu"
         path = folder / "metrics.csv"
-        peak = self.peak * fabric.world_size if is_known else None
+        peak = None
+        if is_known:
+            peak = self.peak * fabric.world_size
+        if not self.is_writer:
+            path = None
         columns = [
             *setup.objective.scores,
             *validation.columns,
             *(validation.metrics.keys() - {"exact_match"}),
         ]
-        self.metrics = Metrics(path if self.is_writer else None, peak, columns, self._send_row)
+        self.metrics = Metrics(path, peak, columns, self._send_row)
         group = processes.hosts.checkpoint_group
         self.saver = run_checkpoints.Saver(folder, self.is_writer, group)
         self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
@@ -282,10 +286,11 @@ class Recorder:
         They become best/ when the next checkpoint is complete: otherwise a resumed run would have
         the best/ of steps that it takes again.
         """
-        for earlier, path in self._preliminary_bests() if self.is_writer else ():
-            # no checkpoint, complete or being written, has it as its best
-            if earlier > (self.saver.writing_step or 0):
-                shutil.rmtree(path)
+        if self.is_writer:
+            for earlier, path in self._preliminary_bests():
+                # no checkpoint, complete or being written, has it as its best
+                if earlier > (self.saver.writing_step or 0):
+                    shutil.rmtree(path)
         self.write(f"best-{step:06d}.partial", step)
 
     def has_best(self, step: int) -> bool:
@@ -311,11 +316,12 @@ class Recorder:
 
     def _preliminary_bests(self) -> list[tuple[int, Path]]:
         """What `write_best` has written and is not best/ yet, with its step; the oldest first."""
-        paths = [
-            (path.name[len("best-") : -len(".partial")], path)
-            for path in self.folder.glob("best-*.partial")
-        ]
-        return sorted((int(step), path) for step, path in paths if step.isdecimal())
+        bests = []
+        for path in self.folder.glob("best-*.partial"):
+            step = path.name[len("best-") : -len(".partial")]
+            if step.isdecimal():
+                bests.append((int(step), path))
+        return sorted(bests)
 
     def write(self, name: str, step: int | None = None) -> None:
         """Write a folder to open, which gets its name only when it is complete. step: noted in it,
@@ -356,7 +362,10 @@ class Recorder:
         self.screen.results(self._scores(), self._results())
         step = int(self.metrics.newest.get("step", 0))
         steps = self.schedule.steps
-        self.report("finished" if step == steps else f"finished after {step:,} of {steps:,} steps")
+        if step == steps:
+            self.report("finished")
+        else:
+            self.report(f"finished after {step:,} of {steps:,} steps")
         self.say(
             f"the result is in {self.folder / 'final'}, the report in "
             f"{self.folder / 'report.html'}; next:\n"
@@ -431,40 +440,32 @@ class Recorder:
         """The first and the last value of each score of the validations, as text."""
         validation = self.validation
 
-        # the first and the last value, where there are any
+        # title, format, and values by step
         scores = [("validation loss", "{:.4f}", validation.losses)]
-        scores += [
-            (name.replace("_", " "), metric_format(name), steps)
-            for name, steps in validation.metric_values.items()
-        ]
-
-        # named sets, and scores of preferences: a row may lack them
+        for name, by_step in validation.metric_values.items():
+            scores.append((name.replace("_", " "), metric_format(name), by_step))
         for name in validation.sets:
-            by_step = {
-                step: row[column]
-                for step, row in validation.scores.items()
-                if (column := f"val_loss_{name}") in row
-            }
-            scores.append((f"loss on {name}", "{:.4f}", by_step))
+            scores.append((f"loss on {name}", "{:.4f}", self._score_by_step(f"val_loss_{name}")))
         for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
-            by_step = {}
-            for step, row in validation.scores.items():
-                if f"val_{name}" in row:
-                    by_step[step] = row[f"val_{name}"]
-            scores.append((f"validation {name}", form, by_step))
-        scores = [
-            (name, form, {s: v for s, v in values.items() if not math.isnan(v)})
-            for name, form, values in scores
-        ]
-        ends = {
-            name: (form, values[min(values)], values[max(values)])
-            for name, form, values in scores
-            if values
-        }
-        return {
-            name: [form.format(first), form.format(last)]
-            for name, (form, first, last) in ends.items()
-        }
+            scores.append((f"validation {name}", form, self._score_by_step(f"val_{name}")))
+
+        # the first and the last value, where there are any
+        ends = {}
+        for title, form, by_step in scores:
+            steps = [step for step, value in by_step.items() if not math.isnan(value)]
+            if steps:
+                first = by_step[min(steps)]
+                last = by_step[max(steps)]
+                ends[title] = [form.format(first), form.format(last)]
+        return ends
+
+    def _score_by_step(self, column: str) -> dict[int, float]:
+        """A score of named sets, or of preferences, which the row of a validation may lack."""
+        by_step = {}
+        for step, row in self.validation.scores.items():
+            if column in row:
+                by_step[step] = row[column]
+        return by_step
 
     @contextmanager
     def reporting_failures(self) -> Iterator[None]:
@@ -493,9 +494,15 @@ class Recorder:
         if start >= self.next_report and self.is_writer:
             self.report(f"running: {step:,} of {self.schedule.steps:,} steps")
             seconds = time.monotonic() - start
-            self.next_report = start + (50 * seconds if seconds > 0.1 else 0)
+            self.next_report = start
+            if seconds > 0.1:
+                self.next_report += 50 * seconds
 
     def _report(self, state: str) -> None:
+        if self.args.objective == "sft":
+            loss = "Loss per token"
+        else:
+            loss = f"Loss ({self.setup.objective.title})"
         report = Report(
             title=run_title(self.setup),
             state=state,
@@ -507,18 +514,15 @@ class Recorder:
             answers=self.validation.answers,
             scores=self.validation.titles,
             hardest=self.validation.hardest,
-            loss="Loss per token"
-            if self.args.objective == "sft"
-            else f"Loss ({self.setup.objective.title})",
+            loss=loss,
         )
         write_report(self.folder, report)
 
     def _tiles(self) -> list[SummaryTile]:
         """The results of the report: scores before and after, time, speed, memory."""
-        tiles = [
-            SummaryTile(name, " \u2192 ".join(dict.fromkeys(values)))
-            for name, values in self._scores().items()
-        ]
+        tiles = []
+        for name, values in self._scores().items():
+            tiles.append(SummaryTile(name, " \u2192 ".join(dict.fromkeys(values))))
         newest = self.metrics.newest
         tokens = self.metrics.tokens
         seconds = self.metrics.seconds

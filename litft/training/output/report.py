@@ -116,16 +116,13 @@ def write_report(folder: Path, report: Report) -> None:
     # the charts, of which those without data are empty texts
     charts = []
     for title, columns, from_zero in CHARTS:
-        charts.append(
-            chart(
-                title.format(loss=report.loss),
-                {
-                    column: points(rows, column)
-                    for column in (*columns, *(of_sets if "val_loss" in columns else []))
-                },
-                from_zero,
-            )
-        )
+        series = {}
+        for column in columns:
+            series[column] = points(rows, column)
+        if "val_loss" in columns:
+            for column in of_sets:
+                series[column] = points(rows, column)
+        charts.append(chart(title.format(loss=report.loss), series, from_zero))
 
     # the page, from top to bottom
     parts = [
@@ -169,85 +166,128 @@ def points(rows: list[dict[str, float]], column: str) -> Points:
 
     # longer curves are means over intervals of `size` points
     size = -(-len(values) // POINTS) or 1
-    intervals = [values[start : start + size] for start in range(0, len(values), size)]
-    return [
-        tuple(math.fsum(axis) / len(axis) for axis in zip(*interval, strict=True))
-        for interval in intervals
-    ]
+    means = []
+    for start in range(0, len(values), size):
+        interval = values[start : start + size]
+        steps, numbers = zip(*interval, strict=True)
+        means.append((_mean(steps), _mean(numbers)))
+    return means
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The ranges of a chart's axes: steps from 0 to `last_step`, and values."""
+
+    last_step: float
+    low: float
+    high: float
+
+    def x(self, step: float) -> str:
+        """Return the distance from the left edge in percent."""
+        return f"{100 * step / max(self.last_step, 1):.2f}"
+
+    def y(self, value: float) -> str:
+        """Return the distance from the upper edge in percent."""
+        return f"{100 * (self.high - value) / (self.high - self.low):.2f}"
 
 
 def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
     """Return an SVG figure of curves over the steps; an empty string if no curve has points."""
     all_points = []
-    for points in series.values():
-        all_points.extend(points)
+    for curve in series.values():
+        all_points.extend(curve)
     if not all_points:
         return ""
 
-    # the ranges of both axes
-    last_step = max(x for x, _ in all_points)
-    lowest = min(y for _, y in all_points)
-    highest = max(y for _, y in all_points)
-    y_ticks = ticks(0.0 if from_zero else lowest, highest)
-    low = y_ticks[0]
-    high = y_ticks[-1]
+    all_steps, all_values = zip(*all_points, strict=True)
+    last_step = max(all_steps)
+    lowest = min(all_values)
+    highest = max(all_values)
+    if from_zero:
+        y_ticks = ticks(0.0, highest)
+    else:
+        y_ticks = ticks(lowest, highest)
+    axes = _Axes(last_step, y_ticks[0], y_ticks[-1])
 
-    def y_percent(value: float) -> str:
-        return f"{100 * (high - value) / (high - low):.2f}"
-
-    def x_percent(step: float) -> str:
-        return f"{100 * step / max(last_step, 1):.2f}"
-
-    # one curve a column, with marks and an entry of the legend
-    lines = []
-    legend = []
+    curves = ""
+    legend = ""
     for number, (column, curve) in enumerate(series.items()):
-        path = " ".join(f"{x_percent(x)},{y_percent(y)}" for x, y in curve)
-        # a curve of one point would be invisible
-        if len(curve) == 1:
-            path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
-        lines.append(f'<polyline class="curve c{number % COLORS}" points="{path}"/>')
-        # validations are few, and between them nothing is
-        # known; a line of length 0 with round ends is a point
-        marks = ""
-        if column.startswith("val_"):
-            marks = "".join(f"M{x_percent(x)},{y_percent(y)}h0" for x, y in curve)
-        lines.append(f'<path class="point c{number % COLORS}" d="{marks}"/>')
+        colour = f"c{number % COLORS}"
+        curves += _curve(column, curve, colour, axes)
         if len(series) > 1 and curve:
-            split = "validation" if column.startswith("val_") else "training"
-            if column.startswith("val_loss_"):
-                name = column.removeprefix("val_loss_")
-            else:
-                name = split
-            last_value = f"{curve[-1][1]:.4g}"
-            legend.append(
-                f'<span class="key c{number % COLORS}">{html.escape(name)} {last_value}</span>'
-            )
-
-    # the axes, and the values that the script shows under the pointer
-    grid = "".join(
-        f'<line x1="0" x2="100" y1="{y_percent(y)}" y2="{y_percent(y)}"/>' for y in y_ticks
-    )
-    labels = "".join(f'<span style="top:{y_percent(y)}%">{_short(y)}</span>' for y in y_ticks)
-    steps = "".join(
-        f'<span style="left:{x_percent(x)}%">{_short(x)}</span>'
-        for x in ticks(0, max(last_step, 1))
-        if x <= last_step
-    )
-    values = json.dumps(
-        [[[round(x, 1), float(f"{y:.5g}")] for x, y in curve] for curve in series.values()]
-    )
+            legend += _legend_entry(column, curve, colour)
     label = f"{title}, from {lowest:.4g} to {highest:.4g} over {last_step:.0f} steps"
     return (
-        f"<figure><figcaption>{html.escape(title)}{''.join(legend)}</figcaption>"
-        f"<div class=plot data-curves='{values}' "
-        f'data-steps="{last_step:.0f}" data-low="{low}" data-high="{high}">'
+        f"<figure><figcaption>{html.escape(title)}{legend}</figcaption>"
+        f"<div class=plot data-curves='{_data(series)}' "
+        f'data-steps="{last_step:.0f}" data-low="{axes.low}" data-high="{axes.high}">'
         "<span class=tip hidden></span>"
         '<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" '
         f'aria-label="{html.escape(label)}">'
-        f"{grid}{''.join(lines)}</svg>"
-        f"<div class=y>{labels}</div><div class=x>{steps}</div></div></figure>"
+        f"{_grid(y_ticks, axes)}{curves}</svg>{_labels(y_ticks, axes)}</div></figure>"
     )
+
+
+def _curve(column: str, curve: Points, colour: str, axes: _Axes) -> str:
+    """Return the SVG elements of one column's curve."""
+    path = " ".join(f"{axes.x(x)},{axes.y(y)}" for x, y in curve)
+    # a curve of one point would be invisible
+    if len(curve) == 1:
+        ((x, y),) = curve
+        path += f" {axes.x(x + axes.last_step / 100)},{axes.y(y)}"
+    # validations are few, and between them nothing is
+    # known; a line of length 0 with round ends is a point
+    marks = ""
+    if column.startswith("val_"):
+        marks = "".join(f"M{axes.x(x)},{axes.y(y)}h0" for x, y in curve)
+    return (
+        f'<polyline class="curve {colour}" points="{path}"/>'
+        f'<path class="point {colour}" d="{marks}"/>'
+    )
+
+
+def _legend_entry(column: str, curve: Points, colour: str) -> str:
+    """Return the name of a curve with its last value."""
+    if column.startswith("val_loss_"):
+        name = column.removeprefix("val_loss_")
+    elif column.startswith("val_"):
+        name = "validation"
+    else:
+        name = "training"
+    last_value = f"{curve[-1][1]:.4g}"
+    return f'<span class="key {colour}">{html.escape(name)} {last_value}</span>'
+
+
+def _data(series: dict[str, Points]) -> str:
+    """Return the values that the script shows under the pointer, as JSON."""
+    curves = []
+    for curve in series.values():
+        curves.append([[round(x, 1), float(f"{y:.5g}")] for x, y in curve])
+    return json.dumps(curves)
+
+
+def _grid(y_ticks: list[float], axes: _Axes) -> str:
+    """Return a line at each tick."""
+    lines = ""
+    for y in y_ticks:
+        lines += f'<line x1="0" x2="100" y1="{axes.y(y)}" y2="{axes.y(y)}"/>'
+    return lines
+
+
+def _labels(y_ticks: list[float], axes: _Axes) -> str:
+    """Return the numbers at both axes."""
+    values = ""
+    for y in y_ticks:
+        values += f'<span style="top:{axes.y(y)}%">{_short(y)}</span>'
+    steps = ""
+    for x in ticks(0, max(axes.last_step, 1)):
+        if x <= axes.last_step:
+            steps += f'<span style="left:{axes.x(x)}%">{_short(x)}</span>'
+    return f"<div class=y>{values}</div><div class=x>{steps}</div>"
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -258,12 +298,16 @@ def ticks(low: float, high: float) -> list[float]:
     raw_step = span / TICKS
     scale = 10.0 ** math.floor(math.log10(raw_step))
     # the smallest round step with about TICKS intervals
-    step = next(
-        scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw_step * 0.999
-    )
+    for factor in (1, 2, 2.5, 5, 10):
+        step = scale * factor
+        if step >= raw_step * 0.999:
+            break
     # the tolerance keeps a value that lies on a tick there
-    first = math.floor(low / step + 1e-9)
-    last = max(math.ceil(high / step - 1e-9), first + 1)
+    tolerance = 1e-9
+    first = math.floor(low / step + tolerance)
+    last = math.ceil(high / step - tolerance)
+    # at least one interval
+    last = max(last, first + 1)
     return [number * step for number in range(first, last + 1)]
 
 
@@ -278,7 +322,9 @@ def public(text: str) -> str:
     spaces."""
     home = str(Path.home())
     # a home of / would match every separator
-    return ABSOLUTE.sub("", text.replace(home, "~") if len(home) > 1 else text)
+    if len(home) > 1:
+        text = text.replace(home, "~")
+    return ABSOLUTE.sub("", text)
 
 
 def _list(lines: Iterable[str]) -> str:
@@ -289,20 +335,18 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _tiles(tiles: Sequence[SummaryTile]) -> str:
-    cells = "".join(
-        f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b></div>"
-        for title, value in tiles
-    )
+    cells = ""
+    for title, value in tiles:
+        cells += f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b></div>"
     if cells:
         return f"<div class=tiles>{cells}</div>"
     return ""
 
 
 def _flags(flags: Mapping[str, str]) -> str:
-    rows = "".join(
-        f"<dt>{html.escape(name)}</dt><dd>{html.escape(public(value))}</dd>"
-        for name, value in flags.items()
-    )
+    rows = ""
+    for name, value in flags.items():
+        rows += f"<dt>{html.escape(name)}</dt><dd>{html.escape(public(value))}</dd>"
     return f"<dl>{rows}</dl>"
 
 
@@ -311,7 +355,9 @@ def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str
     validations = [row for row in rows if "val_loss" in row]
     if not validations:
         return ""
-    all_scores = [*SCORES, *((column, title, "{:.4g}") for column, title in scores.items())]
+    all_scores = list(SCORES)
+    for column, title in scores.items():
+        all_scores.append((column, title, "{:.4g}"))
     columns = []
     for item in all_scores:
         if any(item[0] in row for row in validations):
@@ -319,8 +365,13 @@ def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str
     head = "".join(f"<th>{html.escape(title)}</th>" for _, title, _ in columns)
     body = ""
     for row in validations:
-        cells = (form.format(row[name]) if name in row else "" for name, _, form in columns)
-        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        cells = ""
+        for name, _, form in columns:
+            cell = ""
+            if name in row:
+                cell = form.format(row[name])
+            cells += f"<td>{cell}</td>"
+        body += f"<tr>{cells}</tr>"
     return f"<h2>Validations</h2><div class=scroll><table><tr>{head}</tr>{body}</table></div>"
 
 
@@ -338,9 +389,9 @@ def _answers(answers: Sequence[dict[str, str | int]]) -> str:
     # the first and the last answer side by side, the others folded
     blocks = ""
     for prompt, steps in list(by_prompt.items())[:PROMPTS]:
-        ends = "".join(
-            _answer(*item) for item in ([steps[0], steps[-1]] if len(steps) > 1 else steps)
-        )
+        ends = _answer(*steps[0])
+        if len(steps) > 1:
+            ends += _answer(*steps[-1])
         between = "".join(_answer(*item) for item in steps[1:-1])
         if between:
             details = f"<details><summary>{len(steps) - 2} in between</summary>{between}</details>"
@@ -364,11 +415,14 @@ def _hardest(examples: Sequence[HardExample]) -> str:
     for example in examples:
         prompt = example.prompt
         # the question is at the end of a prompt
-        quote = html.escape(prompt if len(prompt) <= SHOWN else f"...{prompt[-SHOWN:]}")
-        about = (
-            f"expected, loss {example.loss:.3g}, {example.tokens:,} "
-            f"token{'s' * (example.tokens != 1)}"
-        )
+        if len(prompt) > SHOWN:
+            prompt = f"...{prompt[-SHOWN:]}"
+        quote = html.escape(prompt)
+        if example.tokens == 1:
+            size = "1 token"
+        else:
+            size = f"{example.tokens:,} tokens"
+        about = f"expected, loss {example.loss:.3g}, {size}"
         answers = f"<p class=answer><b>{about}</b> {_shortened(example.answer)}</p>"
         if example.own:
             answers += f"<p class=answer><b>the model's own</b> {_shortened(example.own)}</p>"
@@ -380,15 +434,18 @@ def _hardest(examples: Sequence[HardExample]) -> str:
 
 def _shortened(text: str) -> str:
     """Return the beginning of a text as HTML."""
-    return html.escape(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+    if len(text) > SHOWN:
+        text = f"{text[:SHOWN]}..."
+    return html.escape(text)
 
 
 def _bars(lengths: Sequence[tuple[int, int, int]]) -> str:
     """Return a histogram."""
     max_count = max(count for _, _, count in lengths)
-    rows = "".join(
-        f"<span>{low:,} to {high:,}</span><i><b "
-        f"style='width:{100 * count / max_count:.1f}%'></b></i><span>{count:,}</span>"
-        for low, high, count in lengths
-    )
+    rows = ""
+    for low, high, count in lengths:
+        rows += (
+            f"<span>{low:,} to {high:,}</span><i><b "
+            f"style='width:{100 * count / max_count:.1f}%'></b></i><span>{count:,}</span>"
+        )
     return f"<div class=bars><em>tokens</em><em></em><em>examples</em>{rows}</div>"

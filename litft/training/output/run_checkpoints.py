@@ -44,24 +44,25 @@ _OWN_HASH = "hash"
 _PARAMETERS = "parameters."
 _DCP = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
-    *(
-        (_DCP, name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-        )
-    ),
-    *((_DCP, name) for name in ("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    (_DCP, "Metadata"),
+    (_DCP, "TensorStorageMetadata"),
+    (_DCP, "TensorProperties"),
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "StorageMeta"),
+    (_DCP, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    *(
-        ("torch", name)
-        for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8")
-    ),
-    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+    ("torch", "float32"),
+    ("torch", "float16"),
+    ("torch", "bfloat16"),
+    ("torch", "float64"),
+    ("torch", "int64"),
+    ("torch", "int32"),
+    ("torch", "uint8"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
 }
 
 # DCP warns whenever there is only one process
@@ -352,13 +353,12 @@ def identity_changes(progress: dict[str, Any], identity: dict[str, Any]) -> list
     """Return the entries of `identity` that differ from the saved ones, each with its saved and its
     current value."""
     saved = progress.get("identity", {})
-    changed = {}
-    for name in identity:
-        if saved.get(name) != identity[name]:
-            changed[name] = (saved.get(name), identity[name])
-    return [
-        f"{name} {str(before)[:40]}, now {str(now)[:40]}" for name, (before, now) in changed.items()
-    ]
+    changes = []
+    for name, now in identity.items():
+        before = saved.get(name)
+        if before != now:
+            changes.append(f"{name} {str(before)[:40]}, now {str(now)[:40]}")
+    return changes
 
 
 def _restore(
@@ -373,9 +373,12 @@ def _restore(
     """
     reader = _Reader(folder)
     index = _index(reader)
-    saved_shapes = {
-        k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in index.items()
-    }
+    saved_shapes = {}
+    for key, entry in index.items():
+        if isinstance(entry, TensorStorageMetadata):
+            saved_shapes[key] = tuple(entry.size)
+        else:
+            saved_shapes[key] = None
 
     # DCP fills tensors in place, so the optimizer's state must exist before
     _init_state(optimizer)
@@ -384,14 +387,14 @@ def _restore(
         shapes = {key: tuple(value.shape) for key, value in state.items()}
         # before anything is overwritten
         if shapes != saved_shapes:
-            changed = sorted(
-                key
-                for key in shapes.keys() | saved_shapes.keys()
-                if shapes.get(key) != saved_shapes.get(key)
-            )
+            changed = []
+            for key in shapes.keys() | saved_shapes.keys():
+                if shapes.get(key) != saved_shapes.get(key):
+                    changed.append(key)
+            first = min(changed)
             raise ValueError(
-                f"{folder} was saved by a run with other trained parameters ({changed[0]}: "
-                f"{saved_shapes.get(changed[0])} saved, {shapes.get(changed[0])} now); resume with "
+                f"{folder} was saved by a run with other trained parameters ({first}: "
+                f"{saved_shapes.get(first)} saved, {shapes.get(first)} now); resume with "
                 "the run's original flags"
             )
 
@@ -415,7 +418,11 @@ def prune(run: Path, keep: int) -> None:
 def delete_after(run: Path, step: int) -> None:
     """Delete the checkpoints after `step`; they are damaged, otherwise the run would continue from
     them."""
-    _delete(run, [folder for folder in checkpoints(run) if checkpoint_step(folder) > step])
+    later = []
+    for folder in checkpoints(run):
+        if checkpoint_step(folder) > step:
+            later.append(folder)
+    _delete(run, later)
 
 
 def _delete(run: Path, folders: list[Path]) -> None:
@@ -507,13 +514,11 @@ def _state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[st
 def _scalars(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
     """Return the Python numbers in the optimizer's groups and in each parameter's state (step
     counts, weight sums)."""
-    return {
-        "groups": [_only_numbers(group) for group in optimizer.param_groups],
-        "parameters": {
-            name: _only_numbers(optimizer.state[parameter])
-            for name, parameter in parameters.items()
-        },
-    }
+    of_parameters = {}
+    for name, parameter in parameters.items():
+        of_parameters[name] = _only_numbers(optimizer.state[parameter])
+    of_groups = list(map(_only_numbers, optimizer.param_groups))
+    return {"groups": of_groups, "parameters": of_parameters}
 
 
 def _only_numbers(values: dict[str, Any]) -> dict[str, float]:
@@ -535,6 +540,6 @@ def _set_scalars(
             # for a sharded parameter, `state` is a copy
             # that shares the tensors, but not the numbers
             for inner_state in optimizer.inner[parameter].state.values():
-                inner_state.update(
-                    {kind: value for kind, value in numbers.items() if kind in inner_state}
-                )
+                for kind, value in numbers.items():
+                    if kind in inner_state:
+                        inner_state[kind] = value

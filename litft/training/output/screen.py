@@ -87,11 +87,8 @@ class Lines(Screen):
 
     def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
         """Print a line for each score."""
-        self.say(
-            "\n".join(
-                [*(f"{name}: {' -> '.join(values)}" for name, values in scores.items()), *lines]
-            )
-        )
+        score_lines = [f"{name}: {' -> '.join(values)}" for name, values in scores.items()]
+        self.say("\n".join([*score_lines, *lines]))
 
 
 class Terminal(Screen):
@@ -104,9 +101,11 @@ class Terminal(Screen):
     def say(self, text: str) -> None:
         """Print above the bar; warnings are yellow."""
         for line in text.split("\n"):
-            self.console.print(
-                Text(line, style="yellow" if line.startswith("warning") else ""), soft_wrap=True
-            )
+            if line.startswith("warning"):
+                text = Text(line, style="yellow")
+            else:
+                text = Text(line)
+            self.console.print(text, soft_wrap=True)
 
     def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
         """Print a panel, and the warnings below it."""
@@ -237,11 +236,8 @@ class Notebook(Lines):
             f'<progress value="{self.step}" max="{self.steps}"></progress> '
             f"{self.step:,}/{self.steps:,} {escape(self.text)}"
         )
-        curve = chart(
-            "Loss",
-            {name: points(self.rows, name) for name in ("loss", "val_loss")},
-            from_zero=False,
-        )
+        series = {"loss": points(self.rows, "loss"), "val_loss": points(self.rows, "val_loss")}
+        curve = chart("Loss", series, from_zero=False)
         return f'<div class="litft"><style>{style}</style><p>{bar}</p>{curve}</div>'
 
 

@@ -31,10 +31,17 @@ GGUF_NAMES = {
 def _gguf_layers(config: Config) -> tuple[LayerConfig, LayerConfig]:
     """Return a layer of each kind, attention first; raise ValueError for what llama.cpp does not
     have."""
-    attention, delta = (
-        next((x for x in config.layers if bool(x.mixer) == kind), None) for kind in (False, True)
-    )
-    shared = next((layer.experts.shared_dim for layer in config.layers if layer.experts), 0)
+    attention = None
+    delta = None
+    shared = 0
+    # the first layer of each kind
+    for layer in reversed(config.layers):
+        if layer.mixer:
+            delta = layer
+        else:
+            attention = layer
+        if layer.experts:
+            shared = layer.experts.shared_dim
     if (
         not (attention and delta and shared)
         or attention.latent.query_dim

@@ -40,17 +40,20 @@ def gguf_rules(config: Config) -> list[Rule]:
     heads = delta.n_heads
     values = delta.n_heads * delta.value_dim
     q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
-    fused = {
-        leaf: tuple(f"{prefix}{n}_{leaf}.weight" for n in ("query", "key", "value"))
-        for leaf in ("proj", "conv")
-    }
+
+    def qkv_names(leaf: str) -> tuple[str, ...]:
+        return tuple(f"{prefix}{part}_{leaf}.weight" for part in ("query", "key", "value"))
 
     def tile(gguf_name: str, name: str | tuple[str, ...], *sizes: int, **settings: bool) -> Tile:
         # the number of rows shows which tensors have one number for each head
-        head_dim = 1 if sizes == (heads,) else delta.value_dim
+        if sizes == (heads,):
+            head_dim = 1
+        else:
+            head_dim = delta.value_dim
         return Tile(f"blk.{{}}.{gguf_name}", name, sizes, key_heads, head_dim, **settings)
 
-    beta, decay = (f"{prefix}{name}_proj.weight" for name in ("beta", "decay"))
+    beta = f"{prefix}beta_proj.weight"
+    decay = f"{prefix}decay_proj.weight"
     steps: list[Rule] = [
         tile("ssm_beta.weight", beta, heads),
         tile("ssm_alpha.weight", decay, heads),
@@ -59,26 +62,30 @@ def gguf_rules(config: Config) -> list[Rule]:
         sizes = (heads // delta.n_key_heads,) * 2
         # fused in llama.cpp's files of Qwen3-Next, too
         steps = [Split("blk.{}.ssm_ba.weight", (beta, decay), sizes, delta.n_key_heads)]
-    # stored plus 1, and so is the norm before the head
-    norms = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"} | llama.GGUF_QK_NORMS
     return [
         Split("blk.{}.attn_q.weight", q_gate, (config.head_dim,) * 2, config.n_heads),
-        tile("attn_qkv.weight", fused["proj"], key_width, key_width, values),
-        tile("ssm_conv1d.weight", fused["conv"], key_width, key_width, values),
+        tile("attn_qkv.weight", qkv_names("proj"), key_width, key_width, values),
+        tile("ssm_conv1d.weight", qkv_names("conv"), key_width, key_width, values),
         tile("attn_gate.weight", f"{prefix}gate_proj.weight", values),
         *steps,
         tile("ssm_dt.bias", f"{prefix}decay_bias", heads),
         tile("ssm_a", f"{prefix}log_rate", heads, decay=True),
         tile("ssm_out.weight", f"{prefix}out_proj.weight", values, columns=True),
         Rename("blk.{}.ssm_norm.weight", f"{prefix}norm.weight"),
-        *(
-            Shift(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight", 1.0)
-            for name, gguf_name in norms.items()
-        ),
-        Shift("output_norm.weight", "norm.weight", 1.0),
+        *_norm_rules(),
         *qwen2_moe.gguf_mixture_rules(),
         *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP),
     ]
+
+
+def _norm_rules() -> list[Rule]:
+    """Return the rules of norms, which are stored plus 1."""
+    names = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"}
+    rules: list[Rule] = []
+    for name, gguf_name in (names | llama.GGUF_QK_NORMS).items():
+        rules.append(Shift(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight", 1.0))
+    rules.append(Shift("output_norm.weight", "norm.weight", 1.0))
+    return rules
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:

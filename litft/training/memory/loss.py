@@ -1,0 +1,96 @@
+"""The memory of the loss and of its gradient, by running them on fake tensors."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from litft.model.device_type import device_type
+from litft.model.loss import CHUNK, summed_cross_entropy, token_cross_entropy
+from litft.model.transformer import GPT
+from litft.training.memory.trace import AllocationTracker, Shape, stepping_in_backward
+from litft.training.optimizers.make import OptimizerInBackward
+
+# measured bytes: the plans that a run compares have the same head
+LOSS_CACHE: dict[tuple, int] = {}
+
+
+def trace_loss(
+    model: GPT,
+    shape: Shape,
+    dtype: torch.dtype,
+    optimizer: OptimizerInBackward | None,
+    compiled: bool,
+) -> int:
+    """Return the temporary bytes of one micro-batch's loss and its gradient."""
+    num_tokens = shape.rows * shape.tokens
+    head = model.lm_head
+    count = min(shape.max_targets or num_tokens, num_tokens)
+    rows = min(count, CHUNK)  # the loss is computed chunk by chunk
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    targets = torch.zeros(1, rows, dtype=torch.int64)
+    target_indices = torch.arange(rows)
+
+    def run() -> None:
+        hidden = torch.empty(1, rows, model.config.dim, dtype=dtype, requires_grad=True)
+        if model.config.tied:
+            # a tied weight is stepped later, when the embedding's gradient is added
+            stepping = nullcontext()
+        else:
+            stepping = stepping_in_backward(optimizer)
+        options = {
+            "softcap": model.config.logit_softcap,
+            "target_indices": target_indices,
+            "compiled": compiled,
+        }
+        with stepping:
+            if shape.per_token:
+                token_cross_entropy(hidden, head, targets, **options).sum().backward()
+            else:
+                summed_cross_entropy(hidden, head, targets, **options)[0].backward()
+
+    if optimizer and trained:
+        with AllocationTracker():
+            # the first step creates the optimizer's state
+            run()
+    if shape.accumulated:
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+
+    # the bytes do not depend on anything else, but for an optimizer: such peaks are not cached
+    key = (
+        rows,
+        dtype,
+        device_type(targets),
+        compiled,
+        shape.per_token,
+        shape.accumulated,
+        model.config.logit_softcap,
+        *_head_facts(head),
+    )
+    peak = None
+    if optimizer is None:
+        peak = LOSS_CACHE.get(key)
+    if peak is None:
+        # without a cached value, the loss is traced once
+        with AllocationTracker() as tracker:
+            run()
+        peak = tracker.peak
+    if optimizer is None:
+        LOSS_CACHE[key] = peak
+    for parameter in trained:
+        parameter.grad = None
+    # hidden states outside the traced chunk: all of them,
+    # those with a target, and the gradient of the latter
+    other_rows = (num_tokens - rows) + 2 * (count - rows)
+    return peak + other_rows * model.config.dim * dtype.itemsize
+
+
+def _head_facts(head: nn.Module) -> Iterator[Any]:
+    """Yield all of a head that the bytes of a loss depend on."""
+    yield tuple(map(type, head.modules()))
+    yield getattr(head, "lora_dropout", 0) > 0
+    for parameter in head.parameters():
+        yield parameter.shape, parameter.dtype, parameter.requires_grad
