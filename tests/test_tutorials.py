@@ -510,7 +510,7 @@ def test_the_gpu_report_is_whole_and_resumes(tmp_path):
         for name, part in parts.items()
         if part.get("error") and not name.startswith("quick half")
     ]
-    assert not failed and len(parts) >= 9
+    assert not failed and len(parts) >= 11
     assert parts["tiny: LoRA, 1 x 64"]["result"]["figures"].keys() == {
         "litft",
         "litft, eager",
