@@ -49,7 +49,6 @@ REST = {  # with FAST and OTHERS, every supported combination of method, base an
     # several micro-batches per step; the replicas all-reduce after the last one
     "hsdp": [
         "full none --train.micro_batch_size 1",
-        "lora none",
         "dora none",
         "adapter nf4",
         "adapter_v2 nf4",
@@ -151,8 +150,10 @@ SHARDED = {
 }
 
 
-# further flags: larger steps of this network amplify rounding beyond the bound
-SHARDED_FLAGS = {"falcon_h1": " --train.learning_rate 5e-4"}
+# only the losses of training are compared
+SHARDED_FLAGS = " --train.max_steps 3 --data.val_fraction 0 --save.best false"
+# larger steps of this network amplify rounding beyond the bound
+SHARDED_RATES = {"falcon_h1": " --train.learning_rate 5e-4"}
 
 
 @pytest.mark.slow
@@ -165,7 +166,8 @@ def test_networks_of_every_kind_are_sharded(make_model, tiny, examples, tmp_path
     folder = make_model(getattr(transformers, config_class), **sizes)[1]
     for path in tiny.glob("*token*"):
         shutil.copyfile(path, folder / path.name)
-    cases = [case + SHARDED_FLAGS.get(family, "") for case in ("full none", "lora nf4")]
+    more = SHARDED_FLAGS + SHARDED_RATES.get(family, "")
+    cases = [case + more for case in ("full none", "lora nf4")]
     single = losses(folder, examples, tmp_path, "single", cases)
     sharded = losses(folder, examples, tmp_path, "fsdp", cases)
     for case in single:
@@ -272,7 +274,7 @@ def two_gigabytes(tiny, tmp_path_factory):
         for mapping in mappings
     }
     save_file(
-        {name: value.uniform_(-0.02, 0.02) for name, value in weights.items()},
+        {name: value.fill_(0.02) for name, value in weights.items()},
         folder / "model.safetensors",
     )
     yield folder

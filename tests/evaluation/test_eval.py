@@ -243,7 +243,7 @@ def test_scores_equal_the_harness_hugging_face_backend(checkpoints, tasks, tmp_p
     )
     pairs = [
         (f"Question: {item['question']}\nAnswer:", f" {choice}")
-        for item in QUESTIONS
+        for item in QUESTIONS[:3]
         for choice in item["choices"]
     ]
     for (expected, greedy), actual in zip(
@@ -252,7 +252,7 @@ def test_scores_equal_the_harness_hugging_face_backend(checkpoints, tasks, tmp_p
     ):
         assert math.isclose(expected, actual[0], abs_tol=2e-3) and greedy == actual[1]
     settings = {"until": ["\n"], "max_gen_toks": 20, "do_sample": False}
-    prompts = [(f"Question: {item['question']}\nAnswer:", settings) for item in QUESTIONS]
+    prompts = [(f"Question: {item['question']}\nAnswer:", settings) for item in QUESTIONS[:3]]
     assert litft_model.generate_until(harness_requests(*prompts)) == hf_model.generate_until(
         harness_requests(*prompts)
     )
@@ -748,11 +748,13 @@ def test_a_task_may_stop_at_a_special_token(checkpoints, tmp_path):
     (tmp_path / "stops.yaml").write_text(header + body)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = Tokenizer(folder)
+    (end,) = tokenizer.encode("<|im_end|>", bos=False)
     lines = []
     for question in ("What is the capital of France?", "What is the capital of Italy?"):
         prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         ids = torch.tensor([tokenizer.encode(prompt, bos=False)])
-        output = model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :]
+        output = model.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=end)
+        output = output[0, ids.shape[1] :]
         answer, mark, _ = tokenizer.decode(output.tolist(), skip_special=False).partition(
             "<|im_end|>"
         )

@@ -199,11 +199,11 @@ def test_compiled(case):
 
 
 @pytest.fixture
-def windowed(make_model):
-    """A model whose sliding window is 8 tokens."""
-    return litft.load(
-        make_model(MistralConfig, vocab_size=64, sliding_window=8, max_position_embeddings=200)[1]
-    )[0]
+def windowed(request, make_model):
+    """A model whose sliding window is 8 tokens, with three layers or as many as a test asks for."""
+    sizes = dict(vocab_size=64, sliding_window=8, max_position_embeddings=200)
+    layers = getattr(request, "param", 3)
+    return litft.load(make_model(MistralConfig, num_hidden_layers=layers, **sizes)[1])[0]
 
 
 def test_the_cache_is_on_the_compute_device(windowed):
@@ -223,8 +223,14 @@ def greedy_tokens(model, ids, count):
 
 
 @pytest.mark.parametrize(
-    "compiled, async_steps",
-    [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)],
+    "windowed, compiled, async_steps",
+    [
+        pytest.param(3, False, False, id="False-False"),
+        pytest.param(3, False, True, id="False-True"),
+        # compiling takes most of the time, and grows with the layers
+        pytest.param(1, True, True, id="True-True", marks=pytest.mark.slow),
+    ],
+    indirect=["windowed"],
 )
 def test_rows_are_reused_by_waiting_requests(windowed, compiled, async_steps):
     """Five answers of different lengths share two rows; each equals the answer without a cache."""

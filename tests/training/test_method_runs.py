@@ -23,7 +23,8 @@ TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 # checkpoints
 FLAGS = (
     "--data.val_fraction 0.2 --train.epochs 2 --train.global_batch_size 3 --train.warmup_fraction "
-    "0.9 --save.interval 3 --eval.interval 2 --train.neftune_alpha 5 --train.label_smoothing 0.1 "
+    "0.9 --save.interval 3 --eval.interval 4 --eval.max_new_tokens 8 --train.neftune_alpha 5 "
+    "--train.label_smoothing 0.1 "
     "--train.learning_rate 0.003"
 ).split()
 METHODS = {

@@ -232,7 +232,7 @@ def test_memory_of_networks_of_other_kinds(number, tmp_path):
     assert planned == pytest.approx(expected, rel=0.03), description
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_memory_of_large_micro_batches_of_a_parallel_block(layers):
     """Its norm saves no input.

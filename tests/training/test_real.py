@@ -1,19 +1,20 @@
 """End to end on real data: SmolLM2-135M-Instruct learns from Alpaca, and PEFT and transformers open
 the result.
 
-Each test takes minutes, hence slow. LITFT_TEST_BATCH=16 is the default of the command and takes
-half an hour on two cores:
+Each test takes a minute or more, hence slow. LITFT_TEST_BATCH=16 is the default of the command and
+takes several times as long:
 
     LITFT_TEST_BATCH=16 pytest -n 0 -m slow tests/training/test_real.py
 """
 
 import csv
+import json
 import os
 import re
 
 import pytest
 import torch
-from conftest import script
+from conftest import script, write_records
 
 import litft
 from litft.args import DataArgs, TrainArgs
@@ -32,17 +33,25 @@ MESSAGES = [{"role": "user", "content": "Name three primary colours."}]
 
 
 @pytest.fixture(scope="module")
-def run(checkpoints, shared, tmp_path_factory):
+def examples(shared, tmp_path_factory):
+    """Two hundred of Alpaca's examples, each answer cut at the first sentence that ends after a
+    hundred characters."""
+    records = json.loads((shared / "data" / "alpaca_2k.json").read_text("utf-8"))[:200]
+    for record in records:
+        start, rest = record["output"][:100], record["output"][100:]
+        record["output"] = start + re.match(r"[^.!?\n]*[.!?]?", rest)[0]
+    return write_records(tmp_path_factory.mktemp("alpaca") / "short.json", records)
+
+
+@pytest.fixture(scope="module")
+def run(checkpoints, examples, tmp_path_factory):
     """The run folder out/smol."""
     folder = tmp_path_factory.mktemp("real")
     command = (
         f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir "
         "out/smol "
     )
-    command += (
-        f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} "
-        f"--train.learning_rate {RATE} "
-    )
+    command += f"--data.path {examples} --train.max_steps {STEPS} --train.learning_rate {RATE} "
     command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH} "
     command += f"--eval.interval {STEPS} --eval.max_new_tokens 8"
     done = script(*command.split(), cwd=folder)
@@ -109,12 +118,10 @@ def train_with_peft(folder, data) -> tuple[float, float]:
     return before, mean_loss(model, held_out)
 
 
-def test_the_loss_falls_as_far_as_with_peft(run, checkpoints, shared):
+def test_the_loss_falls_as_far_as_with_peft(run, checkpoints, examples):
     folder = checkpoints["SmolLM2-135M-Instruct"]
     _, tokenizer = litft.load(folder)
-    data = load_data(
-        DataArgs(path=[str(shared / "data" / "alpaca_2k.json")]), tokenizer, 49152, 8192
-    )
+    data = load_data(DataArgs(path=[str(examples)]), tokenizer, 49152, 8192)
     before, after = train_with_peft(folder, data)
     with (run / "metrics.csv").open() as file:
         losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]

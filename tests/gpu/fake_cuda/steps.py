@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -54,6 +55,7 @@ from litft.families import families, read_config  # noqa: E402
 from litft.model.mixers import kernels  # noqa: E402
 from litft.model.placement import UNSHARDED  # noqa: E402
 from litft.pretrained.folder import DEMO, PretrainedFolder  # noqa: E402
+from litft.training import network  # noqa: E402
 from litft.training.memory.choose import PlannedRun, Settings  # noqa: E402
 from litft.training.optimizers.make import make_optimizer  # noqa: E402
 from litft.training.run_setup import resolve_setup  # noqa: E402
@@ -101,6 +103,14 @@ MORE_WAYS: dict[str, FinetuneArgs] = {
     "LoRA, label smoothing, auto precision": _lora("auto", label_smoothing=0.1),
 }
 MORE_FAMILIES = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
+# with --covering: parts of the names of the steps that are taken on a GPU without bf16, too
+OLD_GPU, ON_OLD_GPU = (7, 5), ("auto precision", "llama: grouped: LoRA, packed")
+
+
+@cache
+def some_tokenizer() -> Tokenizer:
+    """Return the demo's tokenizer, read once."""
+    return Tokenizer(DEMO / "base")
 
 
 class UnreadFolder(PretrainedFolder):
@@ -111,14 +121,15 @@ class UnreadFolder(PretrainedFolder):
     def check(self) -> None:
         """Do nothing: there are no weight files."""
 
-    def fill(self, model: Any, precision: Any, device: Any, placement: Any = UNSHARDED) -> None:
-        """Allocate the network."""
-        placement.allocate(model, device)
-        model.rotaries.to_empty(device=device)
-
     def tokenizer(self) -> Tokenizer:
         """Return some tokenizer; only its existence matters."""
-        return Tokenizer(DEMO / "base")
+        return some_tokenizer()
+
+
+def unfilled(source: Any, model: Any, precision: Any, device: Any) -> None:
+    """Allocate the network."""
+    UNSHARDED.allocate(model, device)
+    model.rotaries.to_empty(device=device)
 
 
 class FourSamples(Sequence):
@@ -168,7 +179,7 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
     """Take `steps` optimizer steps of two micro-batches with the Trainer; raise whatever is
     wrong."""
     source = UnreadFolder(Path(), Path(), None, hf, read_config(hf))
-    data = DataSplits(FourSamples(), FourSamples(), [1.0], {}, 32, "none", 64)
+    data = DataSplits(FourSamples(), FourSamples(), [1.0], {}, 32, "none", source.tokenizer(), 64)
     batch_size = args.train.global_batch_size if args.train.optimizer_in_backward else 4
     rows = 4 if args.train.optimizer_in_backward else 1 if args.data.packing else 2
     flags = replace(
@@ -185,6 +196,7 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
     schedule = Schedule(args, data, 1)
     with (
         fake_cuda.fake_cuda(capability, waits="allow") as mode,
+        mock.patch.object(network, "fill_model", unfilled),
         tempfile.TemporaryDirectory() as folder,
     ):
         device = torch.device(pick_accelerator("cuda"), 0)
@@ -234,8 +246,8 @@ def where(error: BaseException) -> str:
     return f"{type(error).__name__} at {line}: {str(error).strip().partition(chr(10))[0][:150]}"
 
 
-def cases(covering: bool) -> Iterator[tuple[str, dict[str, Any], FinetuneArgs]]:
-    """Yield the name, config.json and arguments of every step."""
+def cases(covering: bool) -> Iterator[tuple[str, str, dict[str, Any], FinetuneArgs]]:
+    """Yield the name, class and values of the config, and the arguments of every step."""
     modules = set()
     for number, (family, (config_class, variations)) in enumerate(ROWS.items()):
         if covering and families()[family] in modules and family not in MORE_FAMILIES:
@@ -252,8 +264,9 @@ def cases(covering: bool) -> Iterator[tuple[str, dict[str, Any], FinetuneArgs]]:
             names = [([*variations][number % len(variations)], [*WAYS][number % len(WAYS)])]
             names += [(next(iter(variations)), way) for way in more]
         for variation, way in names:
-            hf = getattr(transformers, config_class)(**{**TINY, **variations[variation]}).to_dict()
-            yield f"{family}: {variation}: {way}", hf, WAYS.get(way) or MORE_WAYS[way]
+            values = {**TINY, **variations[variation]}
+            name = f"{family}: {variation}: {way}"
+            yield name, config_class, values, WAYS.get(way) or MORE_WAYS[way]
 
 
 def main() -> None:
@@ -270,13 +283,25 @@ def main() -> None:
     parser.add_argument("--capability", default="9.0", help="compute capability of the GPU")
     options = parser.parse_args()
     capability = tuple(map(int, options.capability.split(".")))
+    chosen = [
+        (capability, *case)
+        for case in cases(options.covering)
+        if not options.only or any(part in case[0] for part in options.only)
+    ]
+    if options.covering:
+        chosen += [
+            (OLD_GPU, f"{name} on an old GPU", *case)
+            for name, *case in cases(False)
+            if any(part in name for part in ON_OLD_GPU)
+        ]
     start, passed, failed = time.time(), 0, {}
-    for name, hf, args in cases(options.covering):
-        if options.only and not any(part in name for part in options.only):
-            continue
+    for capability, name, config_class, values, args in chosen:
+        begun = time.time()
         try:
+            hf = getattr(transformers, config_class)(**values).to_dict()
             train(hf, args, capability, 1 if options.covering else 2)
             passed += 1
+            print(f"passed in {time.time() - begun:.1f} s: {name}", flush=True)
         except Exception as error:  # all kinds are counted
             failed.setdefault(where(error), []).append(name)
     count = sum(map(len, failed.values()))
