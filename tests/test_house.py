@@ -128,17 +128,17 @@ def test_every_file_has_a_docstring_and_is_short(path):
 
 # per 1,000 lines of code, as reached; CONTRIBUTING.md says why, and a change may only lower them
 MOST = {
-    "nodes a line": 5.4,
+    "nodes a line": 5.3,
     "lines over 100 characters": 0.1,
-    "parallel assignments": 0.6,
-    "comprehensions": 42,
-    "nested comprehensions": 2.8,
-    "conditional expressions": 20.7,
-    "walruses": 1.9,
+    "parallel assignments": 0.3,
+    "comprehensions": 26.5,
+    "nested comprehensions": 0.6,
+    "conditional expressions": 11.6,
+    "walruses": 1.5,
 }
 LEAST_COMMENTS = 0.045  # the share of lines that are comments
-MOST_DENSE = 29  # functions with more than nine nodes a line
-MOST_CROWDED = 39  # functions with more than 15 local names
+MOST_DENSE = 13  # functions with more than nine nodes a line
+MOST_CROWDED = 14  # functions with more than 15 local names
 
 
 def test_the_code_is_no_denser_than_it_was():

@@ -16,8 +16,8 @@ from conftest import rows_of, write_records
 
 import litft
 from litft.args import FINETUNE, EvalArgs, LoRAFinetuneArgs
+from litft.args.flag_types import types_of_flags
 from litft.args.keywords import from_keywords, keyword_names
-from litft.args.parser import types_of_flags
 from litft.data.in_memory import stored_examples
 
 RECORDS = [{"prompt": f"What is {n} plus {n}?", "completion": f"It is {2 * n}."} for n in range(40)]

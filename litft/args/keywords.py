@@ -10,7 +10,8 @@ from typing import Any, get_args, get_origin
 
 from litft.args.aliases import translate
 from litft.args.finetune import FINETUNE, FinetuneArgs
-from litft.args.parser import parse, types_of_flags
+from litft.args.flag_types import types_of_flags
+from litft.args.parser import parse
 
 # flags with a parameter of their own
 OWN = {"checkpoint_dir": "model", "data.path": "data", "data.val_path": "val_data"}

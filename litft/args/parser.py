@@ -13,16 +13,18 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from litft import args as flags
 from litft import run_dir
-from litft.args.aliases import FORMER_FLAGS, explain, optimizer, precision, translate
+from litft.args.aliases import FORMER_FLAGS, optimizer, precision, translate
 from litft.args.finetune import FINETUNE
+from litft.args.flag_types import describe_type, is_finetuning, types_of_flags
 from litft.args.foreign_config import in_litfts_terms
+from litft.args.messages import hint_for, not_a_flag, unknown_flag
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -116,8 +118,8 @@ def _invalid_values(
     problems = []
     for name, value in values:
         if not _is_valid(parser, f"--{name}={value}"):
-            expected = _describe(flag_types[name])
-            problems.append(f"--{name} {value}: expected {expected}{_hint(value)}")
+            expected = describe_type(flag_types[name])
+            problems.append(f"--{name} {value}: expected {expected}{hint_for(value)}")
     return problems
 
 
@@ -181,17 +183,6 @@ def _put_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
     parser._action_groups.insert(0, parser._action_groups.pop())
 
 
-def types_of_flags(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every flag, by dotted name."""
-    flag_types = {}
-    for item in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(item.type):
-            flag_types |= types_of_flags(item.type, f"{prefix}{item.name}.")
-        else:
-            flag_types[prefix + item.name] = item.type
-    return flag_types
-
-
 def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[str], list[str]]:
     """Return the (name, value) pairs, the problems with the names, and the words to pass on to
     jsonargparse."""
@@ -209,7 +200,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             passthrough.append(word)
             continue
         if not word.startswith("--"):
-            problems.append(_not_a_flag(word, flag_types))
+            problems.append(not_a_flag(word, flag_types))
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         name = _full_name(name, flag_types)
@@ -241,7 +232,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
     # the message about one flag may depend on the value of another
     given = dict(values) | unknown
     for name, value in unknown.items():
-        problems.append(_unknown_flag(name, flag_types, value, given))
+        problems.append(unknown_flag(name, flag_types, value, given))
     if recipe and not (problems or passthrough or _has_model(dict(values))):
         problems.append(
             f"--config {recipe} is a recipe; add the model and the data: --checkpoint_dir and "
@@ -454,9 +445,9 @@ def _config_problems(
             brief[name] = text
     problems = []
     for name in unknown:
-        problems.append(f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}")
+        problems.append(f"{path}: {unknown_flag(name, flag_types, brief[name], brief)}")
     # a file of another program: show all of it in litft's terms
-    if _is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
+    if is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
         parser = parser_of(cls)
 
         def accepts(name: str, text: str) -> bool:
@@ -585,80 +576,3 @@ def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str,
 def _is_litfts(texts: dict[str, str]) -> bool:
     """Return whether a file has flags of fine-tuning, by their full names."""
     return any(name.startswith(("train.", "lora.", "adapter.", "save.")) for name in texts)
-
-
-def _is_finetuning(flag_types: dict[str, Any]) -> bool:
-    """Return whether the flags are those of a fine-tuning command."""
-    return "data.path" in flag_types and "train.epochs" in flag_types
-
-
-def _unknown_flag(
-    name: str, flag_types: dict[str, Any], value: str | None, given: dict[str, str | None]
-) -> str:
-    """Return a message about a flag that does not exist: what another program's is called here, or
-    the nearest name."""
-    # a flag of another program, or one whose value changes nothing
-    if _is_finetuning(flag_types) and (message := explain(name, value, given)):
-        return message
-    if _is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
-        return f"--{name} does not exist; leave it out"
-    # a flag of fine-tuning that was given to another command
-    if name in types_of_flags(FINETUNE["lora"]):
-        return (
-            f"--{name} does not exist here; it is a flag of the fine-tuning scripts, such as "
-            "finetune/lora.py"
-        )
-    # reversed, so that of several flags with this last name, the first is suggested
-    leaves = {}
-    for flag in reversed(flag_types):
-        leaves[flag.rpartition(".")[2]] = flag
-    last_names = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
-    if last_names:
-        return f"--{name} does not exist; did you mean --{leaves[last_names[0]]}?"
-    full_names = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.75)
-    if full_names:
-        return f"--{name} does not exist; did you mean --{full_names[0]}?"
-    return f"--{name} does not exist; --help lists all flags"
-
-
-def _not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
-    """Return a message about a word without --, which may be the value of a flag."""
-    flag = None
-    if word.endswith((".yaml", ".yml")):
-        flag = "config"
-    # unlike Path.is_dir, false for a word that is too long for a path
-    elif os.path.isdir(word):
-        if "folder" in flag_types:
-            flag = "folder"
-        elif "checkpoint_dir" in flag_types:
-            flag = "checkpoint_dir"
-    message = f"{word!r} is no flag: flags start with --"
-    if flag:
-        return f"{message}; did you mean --{flag} {word}?"
-    return message
-
-
-def _hint(value: str) -> str:
-    """Return how to write a number with a decimal comma, or nothing."""
-    is_number = value.replace(",", "", 1).isdecimal() and "," in value
-    if is_number:
-        return f"; write {value.replace(',', '.')}"
-    return ""
-
-
-def _describe(flag_type: Any) -> str:
-    """Return a readable description of a type, for messages."""
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-    }
-    if flag_type in names:
-        return names[flag_type]
-    if get_origin(flag_type) is list:
-        return "a list a,b,c"
-    if get_origin(flag_type) is Literal:
-        return " or ".join(get_args(flag_type))
-    return " or ".join(names.get(part) or _describe(part) for part in get_args(flag_type))

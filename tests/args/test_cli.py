@@ -16,7 +16,8 @@ from litft import args as flags
 from litft.args import parser
 from litft.args.aliases import ALIASES, BETAS, explain
 from litft.args.finetune import FINETUNE, LoRAFinetuneArgs
-from litft.args.parser import parse, types_of_flags
+from litft.args.flag_types import types_of_flags
+from litft.args.parser import parse
 from litft.cli import COMMANDS, run
 
 SCRIPTS = {

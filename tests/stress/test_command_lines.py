@@ -4,7 +4,8 @@ import random
 
 from mistakes import failure
 
-from litft.args.parser import parse, types_of_flags
+from litft.args.flag_types import types_of_flags
+from litft.args.parser import parse
 from litft.cli import COMMANDS
 
 NUMBERS = ["-1", "0", "1", "2147483647", "1e400", "nan", "inf", "-inf", "0.5", "1_000", "9" * 400]

@@ -17,7 +17,7 @@ from litft.export.gguf.families import gguf_architecture, gguf_rules
 from litft.export.gguf.files import GgufFile, gguf
 from litft.export.gguf.metadata import NEEDS_HEAD, GgufArchitecture, to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
-from litft.export.gguf.vocabulary import add_tokenizer, model_name
+from litft.export.gguf.vocabulary_writer import add_tokenizer, model_name
 from litft.export.trained_model import TrainedModel
 from litft.methods import Method
 from litft.methods.lora import LoRA

@@ -11,25 +11,22 @@ same.
 
 import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from litft.data.tokenizer import Tokenizer
 from litft.export.gguf.files import GgufFile, gguf
 
-_TokenType = gguf.TokenType
+TokenType = gguf.TokenType
 SPACE = "\u2581"  # sentencepiece's character for a space
 # for tokens that no merge produces, as in llama.cpp's own converter
 NO_MERGE_SCORE = -1000.0
 
 
-_PHI3 = re.compile(r"phi-?3", re.IGNORECASE)
+PHI3 = re.compile(r"phi-?3", re.IGNORECASE)
 
 
 class PreTokenizer(NamedTuple):
@@ -106,16 +103,13 @@ TURN_ENDS = "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_
 TURN_ENDS += "<EOT> _<EOT> [EOT]".split()
 
 
-class _Tokens(NamedTuple):
+class StoredTokens(NamedTuple):
     """The tokens of a vocabulary, ordered by id."""
 
     texts: list[str]
     # gguf.TokenType, the same as sentencepiece's
     types: list[int]
     scores: list[float]
-
-
-# --- from a GGUF file ---
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
@@ -157,7 +151,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     _add_special_tokens(
         backend,
         tokens,
-        strips_spaces=_PHI3.search(str(file.metadata.get("general.name"))) is not None,
+        strips_spaces=PHI3.search(str(file.metadata.get("general.name"))) is not None,
     )
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), "utf-8")
 
@@ -225,7 +219,7 @@ def _stop_ids(texts: list[str], ids: dict[str, int]) -> list[int]:
     return stop_ids
 
 
-def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens:
+def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> StoredTokens:
     """Return the tokens without the padding at the end of the vocabulary; raise ValueError for
     inconsistent metadata."""
     count = len(texts)
@@ -234,12 +228,12 @@ def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens
             f"there are {count} tokens for {rows} rows of token_embd.weight; download the file "
             "again"
         )
-    types = stored.get("token_type", [int(_TokenType.NORMAL)] * count)
+    types = stored.get("token_type", [int(TokenType.NORMAL)] * count)
     scores = stored.get("scores", [0.0] * count)
     complete = all(isinstance(values, list) and len(values) == count for values in (types, scores))
     if (
         not complete
-        or not set(types) <= set(map(int, _TokenType))
+        or not set(types) <= set(map(int, TokenType))
         or not all(isinstance(score, (int, float)) for score in scores)
     ):
         raise ValueError(
@@ -248,7 +242,7 @@ def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens
         )
 
     # unused tokens at the end are padding
-    while count and types[count - 1] == _TokenType.UNUSED:
+    while count and types[count - 1] == TokenType.UNUSED:
         count -= 1
     if len(set(texts[:count])) != count:
         duplicate, _ = Counter(texts[:count]).most_common(1)[0]
@@ -256,7 +250,7 @@ def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens
             f"the token {duplicate!r} occurs more than once, so its id is ambiguous; download the "
             "file again"
         )
-    return _Tokens(texts[:count], types[:count], scores[:count])
+    return StoredTokens(texts[:count], types[:count], scores[:count])
 
 
 def _special_ids(stored: dict[str, Any], count: int) -> dict[str, int]:
@@ -278,7 +272,7 @@ def _pre_tokenizer(stored: dict[str, Any]) -> str:
     return ALIASES.get(name := stored.get("pre", "gpt-2"), name)
 
 
-def _byte_level_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
+def _byte_level_bpe(stored: dict[str, Any], tokens: StoredTokens, unknown: str | None) -> Backend:
     """Return a byte-level BPE tokenizer."""
     pre = _pre_tokenizer(stored)
     if pre not in PRE_TOKENIZERS:
@@ -328,12 +322,12 @@ def _merges(stored: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _merges_by_score(tokens: _Tokens) -> list[tuple[str, str]]:
+def _merges_by_score(tokens: StoredTokens) -> list[tuple[str, str]]:
     """Return all merges that produce a token, sorted by its score, as transformers converts
     sentencepiece's BPE."""
     ids = _token_ids(tokens)
     merges = []
-    text_types = {_TokenType.NORMAL, _TokenType.USER_DEFINED}
+    text_types = {TokenType.NORMAL, TokenType.USER_DEFINED}
     for text, token_type, score in zip(*tokens, strict=True):
         if token_type in text_types:
             # every way to cut the token into two other ones
@@ -346,7 +340,9 @@ def _merges_by_score(tokens: _Tokens) -> list[tuple[str, str]]:
     return [(tokens.texts[left], tokens.texts[right]) for _, left, right in sorted(merges)]
 
 
-def _sentencepiece_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
+def _sentencepiece_bpe(
+    stored: dict[str, Any], tokens: StoredTokens, unknown: str | None
+) -> Backend:
     """Return sentencepiece's BPE, with merges from the file or by the tokens' scores."""
     has_merges = stored["model"] == "gemma4"
     pairs = _merges(stored) if has_merges else _merges_by_score(tokens)
@@ -366,18 +362,18 @@ def _sentencepiece_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | N
     return backend
 
 
-def _token_ids(tokens: _Tokens) -> dict[str, int]:
+def _token_ids(tokens: StoredTokens) -> dict[str, int]:
     return {text: i for i, text in enumerate(tokens.texts)}
 
 
-def _add_special_tokens(backend: Backend, tokens: _Tokens, strips_spaces: bool) -> None:
+def _add_special_tokens(backend: Backend, tokens: StoredTokens, strips_spaces: bool) -> None:
     """Add the tokens that are matched before BPE; strips_spaces: special tokens swallow spaces
     after them, as in Phi-3."""
     exceptions = ("<unk>", "<s>", "<|endoftext|>")
     special = []
     plain = []
     for text, token_type in zip(tokens.texts, tokens.types, strict=True):
-        if token_type in (_TokenType.CONTROL, _TokenType.UNKNOWN):
+        if token_type in (TokenType.CONTROL, TokenType.UNKNOWN):
             # they match a text as it is, before any normalization
             special.append(
                 AddedToken(
@@ -387,7 +383,7 @@ def _add_special_tokens(backend: Backend, tokens: _Tokens, strips_spaces: bool) 
                     rstrip=strips_spaces and text not in exceptions,
                 )
             )
-        elif token_type == _TokenType.USER_DEFINED:
+        elif token_type == TokenType.USER_DEFINED:
             plain.append(AddedToken(text, normalized=False))
     backend.add_special_tokens(special)
     backend.add_tokens(plain)
@@ -397,234 +393,4 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-# --- to a GGUF file ---
-
-
-def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
-    """Add a tokenizer, its chat template and its stop tokens to a gguf.GGUFWriter, padded to a
-    vocabulary of `size`.
-
-    Raise ValueError if llama.cpp would tokenize text differently.
-    """
-    if tokenizer.vocab_size > size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {size}; use the "
-            "model's own tokenizer"
-        )
-    name, content = tokenizer.serialized()
-    definition = json.loads(content) if name == "tokenizer.json" else None
-    # byte_fallback tells sentencepiece's BPE from byte-level BPE
-    if definition and not definition["model"].get("byte_fallback"):
-        pre = _pre_tokenizer_name(definition, tokenizer.folder)
-        tokens = _pad(_texts_and_types(tokenizer), {}, size)
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_merges([" ".join(merge) for merge in definition["model"]["merges"]])
-    else:
-        tokens, adds_space = _sentencepiece_tokens(definition, content, tokenizer, size)
-        writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_scores(tokens.scores)
-        writer.add_add_space_prefix(adds_space)
-    writer.add_token_list(tokens.texts)
-    writer.add_token_types(tokens.types)
-    for kind, text in tokenizer.special.items():
-        token_id = tokenizer.token_id(text)
-        if token_id is not None and kind != "eos_token":
-            getattr(writer, f"add_{kind}_id")(token_id)
-
-    _add_stop_ids(writer, tokenizer)
-    writer.add_add_bos_token(tokenizer.adds_bos)
-    writer.add_add_eos_token(False)
-    if tokenizer.has_template:
-        writer.add_chat_template(_templates(tokenizer))
-
-
-def _add_stop_ids(writer: Any, tokenizer: Tokenizer) -> None:
-    """Add the stop tokens: GGUF has one for the end of a text, another for the end of a turn."""
-    first, *_ = tokenizer.stop_ids
-    if tokenizer.eos_id in tokenizer.stop_ids:
-        eos_id = tokenizer.eos_id
-    else:
-        eos_id = first
-    writer.add_eos_token_id(eos_id)
-    for stop_id in tokenizer.stop_ids:
-        if stop_id != eos_id:
-            writer.add_eot_token_id(stop_id)
-            break
-
-
-def _templates(tokenizer: Tokenizer) -> str | list[dict[str, str]]:
-    """Return the chat template, or if there are several, a list of all."""
-    if not tokenizer.named_templates:
-        return tokenizer.chat_template
-    templates = [{"name": "default", "template": tokenizer.chat_template}]
-    for name, source in tokenizer.named_templates.items():
-        templates.append({"name": name, "template": source})
-    return templates
-
-
-def model_name(name: str, tokenizer: Tokenizer | None) -> str:
-    """Return general.name: if it contains "phi-3", llama.cpp strips spaces after special tokens, as
-    Phi-3 does."""
-    kind, content = tokenizer.serialized() if tokenizer else ("", b"")
-    if kind == "tokenizer.json":
-        added = json.loads(content)["added_tokens"]
-    else:
-        added = []
-    strips_spaces = any(token["rstrip"] for token in added) and any(
-        token["content"] == "<|endoftext|>" for token in added
-    )
-    if strips_spaces != bool(_PHI3.search(name)):
-        if strips_spaces:
-            return f"{name} (phi-3)"
-        return _PHI3.sub("phi 3", name)
-    return name
-
-
-def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
-    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json; raise ValueError if there
-    is none."""
-    normalizer = definition.get("normalizer")
-    # NFC changes only texts in which a letter and its accent are two characters; published
-    # tokenizers with it have names
-    if normalizer is not None and not _is_nfc(normalizer):
-        reason = (
-            f"the normalizer of its tokenizer.json changes texts ({json.dumps(normalizer)[:300]}), "
-            "and llama.cpp has none"
-        )
-        raise ValueError(f"{folder}: {reason}; keep the Hugging Face folder")
-
-    # its steps must be those of a pre-tokenizer that llama.cpp has a name for
-    step = definition["pre_tokenizer"] or {}
-    steps = step.get("pretokenizers", [step])
-    splits = []
-    for s in steps:
-        if s.get("type") == "Split":
-            splits.append(s)
-    patterns = [s["pattern"].get("Regex") for s in splits]
-    digits = any(s.get("type") == "Digits" and s["individual_digits"] for s in steps)
-    gpt2 = any(s.get("type") == "ByteLevel" and s["use_regex"] for s in steps)
-    pre_tokenizer = PreTokenizer(
-        tuple(patterns), digits, gpt2, bool(definition["model"].get("ignore_merges"))
-    )
-    is_plain = all(s.get("behavior") == "Isolated" and not s.get("invert") for s in splits)
-    if is_plain and {s.get("type") for s in steps} <= {"Split", "Digits", "ByteLevel"}:
-        for name, candidate in PRE_TOKENIZERS.items():
-            if candidate == pre_tokenizer:
-                return name
-    reason = (
-        "llama.cpp's name for the pre-tokenizer of its tokenizer.json is unknown "
-        f"({json.dumps(steps)[:300]})"
-    )
-    raise ValueError(f"{folder}: {reason}; supported: {', '.join(PRE_TOKENIZERS)}")
-
-
-def _is_nfc(normalizer: dict[str, Any]) -> bool:
-    """Return whether a normalizer of a tokenizer.json does nothing but NFC."""
-    steps = normalizer.get("normalizers", [normalizer])
-    return all(step.get("type") == "NFC" for step in steps)
-
-
-def _texts_and_types(tokenizer: Tokenizer) -> dict[int, tuple[str, int]]:
-    """Return the text and type of every token, by id."""
-    special = tokenizer.special_ids
-    added = tokenizer.added_ids
-    types = {
-        i: _TokenType.CONTROL if i in special else _TokenType.USER_DEFINED for i in special | added
-    }
-    return {
-        i: (text, int(types.get(i, _TokenType.NORMAL)))
-        for text, i in tokenizer.vocabulary().items()
-    }
-
-
-def _pad(tokens: dict[int, tuple[str, int]], scores: dict[str, float], size: int) -> _Tokens:
-    """Return the tokens ordered by id, with an unused token for each row of the embedding that has
-    none."""
-    rows = [tokens.get(i, (f"[PAD{i}]", int(_TokenType.UNUSED))) for i in range(size)]
-    texts = [text for text, _ in rows]
-    return _Tokens(
-        texts,
-        [token_type for _, token_type in rows],
-        [scores.get(text, NO_MERGE_SCORE) for text in texts],
-    )
-
-
-def _sentencepiece_tokens(
-    definition: dict[str, Any] | None, content: bytes, tokenizer: Tokenizer, size: int
-) -> tuple[_Tokens, bool]:
-    """Return sentencepiece's tokens, and whether the tokenizer puts a space before a text."""
-    tokens = _texts_and_types(tokenizer)
-    if definition:
-        scores = _merge_scores(definition["model"]["merges"])
-        tokens = _name_bytes(tokens)
-        types = dict.fromkeys(_BYTES, _TokenType.BYTE) | {
-            definition["model"].get("unk_token"): _TokenType.UNKNOWN
-        }
-        adds_space = _adds_space(definition)
-    else:
-        from sentencepiece import sentencepiece_model_pb2 as sentencepiece
-
-        model = sentencepiece.ModelProto.FromString(content)
-        if model.trainer_spec.model_type != model.trainer_spec.BPE:
-            raise ValueError(
-                f"{tokenizer.folder}: its tokenizer.model is not BPE, the only kind that llama.cpp "
-                "supports"
-            )
-        scores = {p.piece: p.score for p in model.pieces}
-        types = {}
-        for p in model.pieces:
-            # 1: a normal token
-            if p.type != 1:
-                types[p.piece] = p.type
-        adds_space = model.normalizer_spec.add_dummy_prefix
-        if model.normalizer_spec.remove_extra_whitespaces:
-            spaces = "leading, trailing and repeated spaces, and those next to special tokens"
-            print(f"note: llama.cpp keeps {spaces}, which this tokenizer removes", file=sys.stderr)
-
-    # control tokens stay so, whatever sentencepiece says of them
-    control = _TokenType.CONTROL
-    tokens = {
-        i: (text, int(types.get(text, kind) if kind != control else kind))
-        for i, (text, kind) in tokens.items()
-    }
-    return _pad(tokens, scores, size), adds_space
-
-
-def _merge_scores(merges: Iterable[Sequence[str]]) -> dict[str, float]:
-    """Return scores that make sentencepiece's BPE apply the merges in this order: earlier merges
-    have higher scores."""
-    scores: dict[str, float] = {}
-    for rank, (left, right) in enumerate(merges):
-        # a token of several merges has the score of the first
-        scores.setdefault(left + right, -float(rank))
-    return scores
-
-
-_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def _name_bytes(tokens: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
-    """Rename byte tokens to sentencepiece's names: in transformers, Gemma's tab is a literal tab
-    instead of <0x09>."""
-    texts = {text for text, _ in tokens.values()}
-    missing = {}
-    for byte, name in enumerate(_BYTES[:128]):
-        if name not in texts:
-            missing[chr(byte)] = name
-    return {i: (missing.get(text, text), token_type) for i, (text, token_type) in tokens.items()}
-
-
-def _adds_space(definition: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json puts a space before each text between special tokens, as
-    sentencepiece does."""
-    parts = json.dumps([definition["normalizer"], definition["pre_tokenizer"]])
-    # such as Mistral's; chats begin with a special token and so get no space
-    if '"prepend_scheme": "first"' in parts:
-        print(
-            "note: outside of chats, this tokenizer puts a space before a text, and llama.cpp does "
-            "not",
-            file=sys.stderr,
-        )
-    return '"Prepend"' in parts or '"prepend_scheme": "always"' in parts
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

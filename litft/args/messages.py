@@ -1,0 +1,63 @@
+"""Messages about flags that do not exist, and about values of another type."""
+
+import difflib
+import os
+from typing import Any
+
+from litft.args.aliases import explain
+from litft.args.finetune import FINETUNE
+from litft.args.flag_types import is_finetuning, types_of_flags
+
+
+def unknown_flag(
+    name: str, flag_types: dict[str, Any], value: str | None, given: dict[str, str | None]
+) -> str:
+    """Return a message about a flag that does not exist: what another program's is called here, or
+    the nearest name."""
+    # a flag of another program, or one whose value changes nothing
+    if is_finetuning(flag_types) and (message := explain(name, value, given)):
+        return message
+    if is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
+        return f"--{name} does not exist; leave it out"
+    # a flag of fine-tuning that was given to another command
+    if name in types_of_flags(FINETUNE["lora"]):
+        return (
+            f"--{name} does not exist here; it is a flag of the fine-tuning scripts, such as "
+            "finetune/lora.py"
+        )
+    # reversed, so that of several flags with this last name, the first is suggested
+    leaves = {}
+    for flag in reversed(flag_types):
+        leaves[flag.rpartition(".")[2]] = flag
+    last_names = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
+    if last_names:
+        return f"--{name} does not exist; did you mean --{leaves[last_names[0]]}?"
+    full_names = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.75)
+    if full_names:
+        return f"--{name} does not exist; did you mean --{full_names[0]}?"
+    return f"--{name} does not exist; --help lists all flags"
+
+
+def not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
+    """Return a message about a word without --, which may be the value of a flag."""
+    flag = None
+    if word.endswith((".yaml", ".yml")):
+        flag = "config"
+    # unlike Path.is_dir, false for a word that is too long for a path
+    elif os.path.isdir(word):
+        if "folder" in flag_types:
+            flag = "folder"
+        elif "checkpoint_dir" in flag_types:
+            flag = "checkpoint_dir"
+    message = f"{word!r} is no flag: flags start with --"
+    if flag:
+        return f"{message}; did you mean --{flag} {word}?"
+    return message
+
+
+def hint_for(value: str) -> str:
+    """Return how to write a number with a decimal comma, or nothing."""
+    is_number = value.replace(",", "", 1).isdecimal() and "," in value
+    if is_number:
+        return f"; write {value.replace(',', '.')}"
+    return ""
