@@ -13,6 +13,7 @@ from litft.args import NUMBERS
 from litft.atomic import atomic_write
 from litft.data.answer_parser import AnswerPart, ParsedAnswer
 from litft.data.chat_template import Message
+from litft.data.history import readable_history
 from litft.data.messages import check_messages
 from litft.data.tokenizer import check_text
 from litft.inference.chat_answers import answer_message, answer_parser
@@ -191,9 +192,8 @@ class Conversation:
 
         Unchanged history keeps its generated token ids, which a new tokenization may not give.
         """
-        self.prompt_text = self.tokenizer.apply_chat_template(
-            self.messages, add_generation_prompt=True
-        )
+        messages = readable_history(self.tokenizer, self.messages)
+        self.prompt_text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         text, ids = self.history
         if text and self.prompt_text.startswith(text):
             # tokenized as a part of the whole: some tokenizers begin each text with a space
@@ -208,6 +208,7 @@ class Conversation:
         # keys and values differ without the adapter, so the chat's decoder cannot be used
         decoder = self.session.decoder(1, INITIAL_CAPACITY, compiled=False)
         messages = [*self.messages, {"role": "user", "content": question}]
+        messages = readable_history(self.tokenizer, messages)
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         request = self.session.request(self.tokenizer.encode(text, bos=False), self.num_questions)
         decoder.reserve(len(request.ids) + request.max_new_tokens)

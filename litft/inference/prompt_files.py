@@ -11,6 +11,7 @@ from litft.args import GenerateArgs
 from litft.data.answer_parser import AnswerFormat, AnswerParser, ParsedAnswer, make_parser
 from litft.data.chat_template import Message
 from litft.data.formats import COMMON_FIELDS, read_template_args, with_system
+from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.readers import read_records
 from litft.data.tokenizer import Tokenizer
@@ -167,7 +168,7 @@ def encode_prompt(
             tools = read_tools(record.get("tools"), where)
             tokenizer.check_tools(tools)
             text = tokenizer.apply_chat_template(
-                messages,
+                readable_history(tokenizer, messages, tools),
                 tools,
                 add_generation_prompt=True,
                 **read_template_args(record, where),

@@ -8,6 +8,7 @@ from typing import Any
 from litft.args.sampling import Sampling
 from litft.data.answer_parser import ParsedAnswer
 from litft.data.chat_template import Message
+from litft.data.history import readable_history
 from litft.data.messages import read_tools
 from litft.data.tokenizer import Tokenizer
 from litft.inference.chat_answers import ChatAnswer, answer_parser
@@ -41,6 +42,7 @@ def generate(
     else:
         messages = prompt
     checked_tools = read_tools(tools, "tools")
+    messages = readable_history(tokenizer, messages, checked_tools)
     text = tokenizer.apply_chat_template(messages, checked_tools, add_generation_prompt=True)
     parser = answer_parser(tokenizer, text, checked_tools)
     parsed = ParsedAnswer()
@@ -140,5 +142,6 @@ def prompt_ids(
             "{'role': 'user', 'content': 'Hello'}"
         )
     tokenizer.check_tools(tools)
-    text = tokenizer.apply_chat_template(prompt, tools, add_generation_prompt=True)
+    messages = readable_history(tokenizer, prompt, tools)
+    text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
     return tokenizer.encode(text, bos=False)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from litft.args import Sampling
 from litft.data.answer_format import end_of_thought, opens_thought
+from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
 from litft.data.tool_calls import tool_names
@@ -323,6 +324,7 @@ class ChatRequest(ApiRequest):
             )
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
+        messages = readable_history(tokenizer, messages, tools)
         if self.continue_final_message:
             self._prompt = tokenizer.continued_chat(messages, tools, **variables)
         else:
