@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 
 class Alias(NamedTuple):
-    """What a flag of another program is here."""
+    """What a flag of another program is here, such as Alias("--train.global_batch_size {value}",
+    times=("gradient_accumulation_steps",))."""
 
-    # with {value} for the value, if it carries over; empty: it is not needed
+    # {value} stands for the value; empty: litft needs no flag for it
     flags: str
     note: str = ""  # where the meaning differs
     # the flags for the value false; empty: none are needed

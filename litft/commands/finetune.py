@@ -71,7 +71,8 @@ def run_finetuning(
         # the processes start, and agree on one folder
         fabric = make_fabric(args, run.settings.strategy)
         hosts = launch(fabric, args.timeout)
-        # the first process makes the folder; all have looked at what was there before any gets here
+        # Only the first process makes the folder. Every process has checked its earlier content in
+        # `_resolve`, before the processes met.
         if fabric.global_rank == 0:
             name = str(named or run_dir.claim(run.setup.method.title))
         else:
@@ -99,7 +100,8 @@ def run_finetuning(
 
 
 def _check_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Raise ValueError for a metric that is no function, or whose name metrics.csv uses already."""
+    """Raise ValueError for a metric that is not callable, or has the name of a column of
+    metrics.csv."""
     if not isinstance(metrics, Mapping) or not all(map(callable, metrics.values())):
         raise ValueError("metrics: expected functions by name, such as {'rouge': rouge}")
     scores = {score for objective in OBJECTIVES.values() for score in objective.scores}
@@ -115,8 +117,10 @@ def _check_metrics(metrics: Mapping[str, Metric]) -> None:
 
 
 def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
-    """The arguments with what they leave open filled in, and the run's folder if they name one;
-    ValueError."""
+    """Return the arguments with defaults filled in, and the run's folder if they name one.
+
+    Raises ValueError for invalid flags.
+    """
     args = apply_launcher(args)
     problems = args.problems()
     if problems:

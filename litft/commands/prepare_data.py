@@ -1,4 +1,4 @@
-"""The command `prepare_data`: tokenize the data into the cache, and print what became of it."""
+"""The command `prepare_data`: tokenize the data into the cache, and print counts and problems."""
 
 from litft.args import LoRAFinetuneArgs, PrepareArgs
 from litft.data.dataset import load_data
@@ -9,7 +9,7 @@ from litft.training.schedule import Schedule
 
 
 def prepare_data(args: PrepareArgs) -> None:
-    """Tokenize the data into the cache, and print what became of it."""
+    """Tokenize the data into the cache, and print counts, problems and lengths."""
     finetuning = LoRAFinetuneArgs(
         checkpoint_dir=args.checkpoint_dir,
         base_dir=args.base_dir,

@@ -173,7 +173,7 @@ def _labelled(record: Record, where: str, template: str) -> tuple[list[Message],
 
 
 def _question(record: Record, where: str, template: str) -> list[Message]:
-    """Return the prompt that a field of its own has; an empty list without one."""
+    """Return the prompt of a record with a separate field for it, else an empty list."""
     name = _name_of_question(record)
     if name is None:
         return []

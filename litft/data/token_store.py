@@ -421,8 +421,8 @@ class Samples(Sequence):
         """For each sample (unit, turn, number of earlier samples with the same unit and turn), see
         `SampleIndex`.
 
-        A name does not depend on template and tokenizer, as long as the same answers are complete
-        and partial. The unit of texts is 0.
+        Names are the same with every template and tokenizer, unless the length limit cuts another
+        answer. The unit of texts is 0.
         """
         seen: Counter[tuple[int, int]] = Counter()
         names = []

@@ -105,7 +105,7 @@ def rules(config: Config) -> list[Rule]:
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """Return the rules for PEFT's names: transformers has names of its own in memory."""
+    """Return the rules for PEFT's names: transformers renames these modules after loading."""
     linear = llama.layers_with(config, lambda layer: layer.mixer)
     # what differs from the files' names: the gates of the decay, and the MLPs
     forget = {}

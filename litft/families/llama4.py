@@ -55,7 +55,7 @@ def config(hf: dict[str, Any]) -> Config:
         1.0, 0, original_max_positions=hf.get("floor_scale", 8192), query_beta=scale, query_offset=1
     )
 
-    # by default, every so many layers one is a mixture
+    # by default, each `step`-th layer is a mixture
     step = hf.get("interleave_moe_layer_step", 1)
     sparse = hf.get("moe_layers")
     if sparse is None:

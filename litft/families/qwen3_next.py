@@ -1,5 +1,5 @@
 """Qwen3-Next and Qwen3.5 (2025): three of four layers are Gated DeltaNets, attention is gated,
-norms store weight - 1."""
+norms are stored minus 1."""
 
 from dataclasses import replace
 from typing import Any

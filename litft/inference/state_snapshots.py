@@ -73,8 +73,9 @@ class Start(NamedTuple):
 def best_start(
     rows: Sequence[RowStates], prefix_lengths: Sequence[int], prompt_length: int, row: int
 ) -> Start:
-    """Return the longest part of a prompt whose states a row has; at least the last token is left,
-    or its logits known.
+    """Return the longest part of a prompt whose states a row has.
+
+    At least one token is left to compute, unless its logits are stored.
 
     prefix_lengths: tokens that the prompt has in common with the text of each row. row: preferred
     among equal ones.

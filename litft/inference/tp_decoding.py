@@ -96,7 +96,7 @@ class TensorParallelDecoder:
     def call(self, number: int, name: str, *inputs: Any) -> Iterator[None]:
         """Within the context, the other ranks make the same call of decoder `number`; Ctrl-C is
         held back until it ends."""
-        # part of an outer call, which the other ranks repeat as a whole
+        # nested calls are not sent: the other ranks repeat the outer one
         if self._in_call:
             yield
             return

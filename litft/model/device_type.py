@@ -15,7 +15,7 @@ def device_type(tensor: Tensor) -> str:
 
 
 def is_planned() -> bool:
-    """Return whether tensors stand for those of a device that is planned for."""
+    """Return whether a memory plan is being traced for a device that this process may not have."""
     return _planned is not None
 
 

@@ -4,8 +4,8 @@ network once.
 A cache has a fixed size and one row per text. If all rows have the same length, `length` is that
 length and new tokens are appended. Otherwise the caller passes the position of each token, which is
 also its index in the cache. A token does not see entries at later positions. So rows of different
-lengths need no padding, and rejected draft tokens are overwritten. The states of recurrent mixers
-are those after the last token of a call: whoever truncates a text restores an earlier copy.
+lengths need no padding, and rejected draft tokens are overwritten. The state of a recurrent mixer
+cannot be truncated: to drop tokens, restore an earlier copy (inference/state_snapshots.py).
 """
 
 import math

@@ -112,7 +112,7 @@ def target_indices_of(targets: Tensor) -> Tensor:
 
 def is_plain(head: nn.Module) -> bool:
     """Return whether a head only applies its weight and bias."""
-    # the class whose `forward` it runs says so: another may be mixed over it
+    # LoRA and others subclass the head at run time: the class that defines `forward` decides
     owner = next(cls for cls in type(head).__mro__ if "forward" in vars(cls))
     return vars(owner).get("is_plain", owner is nn.Linear) and not head.weight.is_mkldnn
 

@@ -36,7 +36,8 @@ class Norm(nn.Module):
             and not (norm.bias or norm.offset)
             and num_dims == len(shape) == 1
         )
-        # of a single token, where F.rms_norm computes the same; else 0
+        # the size of one token if this is a plain RMSNorm, for which decoding uses a fused kernel;
+        # otherwise 0
         self.size = shape[0] if is_plain_rms else 0
 
     def forward(self, x: Tensor) -> Tensor:

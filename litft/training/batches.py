@@ -51,8 +51,8 @@ class Mismatches(Sequence):
 
 
 class Referenced(Sequence):
-    """Samples with their log-probabilities in the reference model, and with their mismatches; read
-    on access."""
+    """A lazy view of samples that adds log-probabilities in the reference model, one for each
+    document, and the samples of KTO's KL term."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from litft.args import TrainArgs
 from litft.training.output.metrics import Row
 from litft.training.schedule import Schedule
 
-# steps in a row that --train.skip_nan leaves out before the run ends all the same
+# the run ends after this many consecutive steps without finite values, also with --train.skip_nan
 MAX_SKIPPED = 10
 # times the loss of the first step, or of a uniform guess: training does not recover from there
 EXPLODED = 3

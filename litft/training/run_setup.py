@@ -62,16 +62,19 @@ class RunSetup:
         return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
     def precision(self, device: torch.device, shards: int = 1) -> str:
-        """What the network computes in: as asked for, or what fits where the weights are cut into
-        so many shards."""
+        """Return --precision; for `auto`, of full fine-tuning, bf16 if its fp32 weights fit on one
+        device of `shards`, else bf16-true."""
         if not self.method.saves_full_model:
             return pick_precision(self.args.precision, device)
         size = sum(p.numel() for p in self.source.outline.parameters())
         return pick_full_precision(self.args.precision, device, size // shards)
 
     def untrained_tokens(self, special: set[int]) -> list[str]:
-        """Those of the data's `special` tokens whose embeddings look untrained and stay so with
-        this method, as text."""
+        """Return the texts of special tokens of the data whose embedding is untrained in the base,
+        and is not trained now.
+
+        special: the special tokens that occur in the data.
+        """
         base_tokens = special - self.method.tokens.keys()
         trains_embedding = (
             "embed.weight" in self.shapes() and "embed.weight" not in self.method.frozen
@@ -186,7 +189,7 @@ def _method(args: FinetuneArgs, source: PretrainedFolder) -> tuple[Method, Value
 
 
 def _merge_remedy(source: PretrainedFolder, method: Method, values: Values) -> str:
-    """Return how else to build on an adapter."""
+    """Return the advice for a user who wants another method on top of this adapter."""
     try:
         method.check_merge([name for name, _ in source.outline.named_parameters()], values)
     except ValueError:

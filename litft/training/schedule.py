@@ -47,7 +47,8 @@ class Schedule:
     def go_on(self, step: int, samples: int) -> None:
         """Start after `step` steps that have seen `samples` samples.
 
-        The last step of a run that is made longer may have been smaller than the others.
+        If a finished run is extended, its last step may have had fewer samples: so the position is
+        counted from `samples`, and not from `step`.
         """
         self.origin = step, samples
         self.steps = step + max(0, -(-(self.samples - samples) // self.size))

@@ -144,7 +144,7 @@ class Trainer:
             self.args.train, self.schedule, setup.source.config.vocab_size, folder, self.say
         )
 
-        # steps done, and those done before this process began
+        # finished steps, and those that were finished before this process began
         self.step = self.start_step = 0
         self.time_limit = seconds(self.args.train.max_time or "") or math.inf
         # seconds of the run, the same on all processes
@@ -190,8 +190,8 @@ class Trainer:
             self._finish(optimizer)
 
     def _compute_references(self) -> None:
-        """Compute what the objective needs of the model as it stands before the first step, also in
-        a resumed run."""
+        """Compute the log-probabilities in the reference model; a resumed run computes them from
+        the initial weights, too."""
         if self.batches.parts:
             self.recorder.claim()
             while (reason := self._try_references()) is not None:
@@ -291,8 +291,8 @@ class Trainer:
     ) -> tuple[Tensor, Tensor]:
         """Update the weights with the gradient over `samples`; returns the objective's loss and
         scores, and the norm."""
-        # dropout depends on the step and the rank alone, so that a resumed run draws the same; a
-        # step has 4,099 seeds
+        # Dropout depends on the step and the rank alone, so that a resumed run draws the same.
+        # 4,099 seeds are reserved for a step: one for each rank, and one for stochastic rounding.
         seed = (self.args.seed * 1_000_003 + step) * 4099
         model.train()
         set_learning_rate(optimizer, rate)

@@ -1,4 +1,4 @@
-"""Recurrent mixers: what stands in a layer instead of softmax attention, or next to it.
+"""Token mixers other than attention: Gated DeltaNet, Mamba-2, short convolution.
 
 See `mixer.py` for the protocol.
 """

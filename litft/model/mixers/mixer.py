@@ -1,10 +1,9 @@
 """The protocol of recurrent mixers, their causal convolution, and the norm of their outputs.
 
 A mixer is a module with `forward(x, documents, cache)`. It has a state of constant size, which
-`cache` carries from call to
-call: a text is computed in pieces of any length. In training, state and convolution start anew at
-each document. What lies between its Linears is `mix`, which saves only its inputs for the backward
-pass: what it computes is many times as large.
+`cache` carries from call to call: a text is computed in pieces of any length. In training, state
+and convolution start anew at each document. `mix`, between its Linears, is recomputed in the
+backward pass: its intermediate values are much larger than its inputs.
 """
 
 from collections.abc import Callable, Sequence

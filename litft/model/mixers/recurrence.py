@@ -166,7 +166,7 @@ class _Decays(NamedTuple):
     total: Tensor
     # what a token sees of the state at the start of its chunk
     from_start: Tensor
-    # what the state at the end of the chunk has of a token
+    # the decay of a token's contribution k v^T up to the end of the chunk
     to_end: Tensor
     # decay of the state over the whole chunk, (B, G, R, N, K or 1); 0 if the last token is of
     # another document than the token before the chunk
@@ -195,8 +195,8 @@ def _delta_values(
 ) -> tuple[Tensor, Tensor]:
     """Return what the delta rule writes of each value, and the keys with which the value subtracts
     what the state at the start of its chunk holds."""
-    # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
-    # with two right-hand sides
+    # S_t = a_t S_(t-1) + k_t u_t^T with u_t = b_t (v_t - S_(t-1)^T k_t): within a chunk, the u are
+    # the solution of a triangular system (the WY form), here with two right-hand sides
     right = torch.cat((v * b, k * b * from_start), -1)
     solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
     return solved.split((v.size(-1), k.size(-1)), dim=-1)

@@ -519,8 +519,8 @@ def fastest(
     weight_options: Sequence[tuple[str, str]],
     budget: int,
 ) -> tuple[Fit | None, Fit]:
-    """Return the fastest settings whose peak is within `budget` bytes (None if none fit), and those
-    with the smallest peak.
+    """Return (the fastest settings whose peak is within `budget` bytes, or None; those with the
+    smallest peak).
 
     make_plan: returns the plan for rows, recomputed, quantize and cpu_offload. rows: in increasing
     order. recomputed: the fastest first. weight_options: pairs of (quantize, cpu_offload), the

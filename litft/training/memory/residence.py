@@ -1,4 +1,4 @@
-"""Where the parts of a training step are stored: on the device, or in host memory.
+"""What --train.cpu_offload and the optimizer leave on the device, and what is in host memory.
 
 Used by the memory plan, and by the probe of the largest micro-batch before the first step.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 class Residence(NamedTuple):
     """What is stored on the device; the rest is in host memory."""
 
-    # of a sharded network, with their gradients
+    # with their gradients; of a sharded network only
     weights: bool
     state: bool  # the optimizer's state
     # saved by the blocks for their backward pass

@@ -553,8 +553,8 @@ def _parameters_under(model: GPT, prefixes: tuple[str, ...]) -> list[nn.Paramete
 
 
 def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple[BlockExtra, ...]:
-    """Return the further argument of a block that is traced without the others: tensors like those
-    that it would get."""
+    """Return placeholders for the extra inputs of block `index` (per-layer input, shared keys and
+    values), to trace it alone."""
     if not extra:
         return ()
     source = model.config.layers[model.config.kv_source(index)]

@@ -33,19 +33,20 @@ class Totals(NamedTuple):
 
 
 class Objective:
-    """What training minimizes: one number per micro-batch, normalized by the counts of the whole
+    """What training minimizes. The loss of a micro-batch is its sum of losses / counts of the whole
     step.
 
-    A sum over a step's micro-batches and processes is therefore the step's loss, however its
+    The sum over a step's micro-batches and processes is therefore the step's loss, however its
     samples are laid out.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
-    paper: ClassVar[str | None] = None  # its number on arXiv
+    paper: ClassVar[str | None] = None  # arXiv id
     # the samples have the log-probabilities of the model at the start
     needs_reference: ClassVar[bool] = False
-    needs_mismatches: ClassVar[bool] = False  # the samples have the answers of others
+    # KTO: each prompt is also scored with the answer of another sample, for the KL term
+    needs_mismatches: ClassVar[bool] = False
     scores: ClassVar[tuple[str, ...]] = ()  # columns of metrics.csv next to the loss
     default_beta: ClassVar[float | None] = None  # None: it has no beta
     # the default for full fine-tuning; None: the method's default

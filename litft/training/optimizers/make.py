@@ -24,8 +24,8 @@ from litft.model.quantization import bitsandbytes
 from litft.training.optimizers.adafactor import Adafactor
 
 BETAS = (0.9, 0.95)
-# not decayed; stacked experts and per-head norms have
-# two-dimensional ones, which are vectors all the same
+# no weight decay; matched by name, since biases of stacked experts and norms of single heads are
+# two-dimensional
 VECTORS = ("bias", "adapter_scale", "lora_m", "norm.weight")
 # matrices with one independent row per token
 LOOKUP_TABLES = ("embed", "lm_head", "token_rows", "adaption_prompt")

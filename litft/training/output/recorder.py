@@ -141,8 +141,10 @@ class Recorder:
         return progress, damaged
 
     def claim(self) -> None:
-        """Make the folder of a new run and write its config.yaml, before `open`: files are written
-        into it earlier.
+        """Make the folder of a new run and write its config.yaml.
+
+        Called before `open`, since log-probabilities of the reference are written into the folder
+        first.
 
         Raises ValueError if the run in the folder cannot be resumed with these settings.
         """
@@ -283,8 +285,8 @@ class Recorder:
     def write_best(self, step: int) -> None:
         """Write the best weights so far under a preliminary name.
 
-        They become best/ when the next checkpoint is complete: otherwise a resumed run would have
-        the best/ of steps that it takes again.
+        They become best/ when the next checkpoint is complete. If the run ends before it, the
+        resumed run repeats these steps, and best/ must not be from them.
         """
         if self.is_writer:
             for earlier, path in self._preliminary_bests():
@@ -481,7 +483,8 @@ class Recorder:
             raise
 
     def report(self, state: str) -> None:
-        """Write report.html; state: what has become of the run. An error is only a warning."""
+        """Write report.html; state: of the run, such as "finished", shown as its title. An error
+        is only a warning."""
         try:
             self._report(state)
         except Exception as error:

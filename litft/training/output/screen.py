@@ -33,7 +33,7 @@ class Screen:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Within the context, say what takes the time."""
+        """Show the current activity while the context is open."""
         yield
 
     @contextmanager

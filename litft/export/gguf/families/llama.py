@@ -53,7 +53,7 @@ def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
     pattern = hf.get("layer_types")
     if pattern is None:
         return hf
-    # every so many layers, one has full attention
+    # a number: each so-many-th layer has full attention
     if isinstance(pattern, int):
         pattern = [
             pattern == 0 or n % pattern < pattern - 1 for n in range(hf["num_hidden_layers"])
