@@ -84,6 +84,7 @@ def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
         flag, _, setting = flags.removeprefix("--").partition(" ")
         # the model and the data have parameters of their own, which `names` does not contain
         keyword = OWN.get(flag) or _keyword_of(flag, names)
+        # a flag whose keyword has another form is named as the command has it
         if keyword:
             here = f"{keyword}={_literal(setting)}"
         else:

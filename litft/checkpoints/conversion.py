@@ -75,7 +75,7 @@ def mappings_from_hf(
                 )
                 mappings[rule, numbers] = mapping
             elif name not in mappings[rule, numbers].sources:
-                # an alternative name of a tensor that is already mapped
+                # two names for one tensor: the first is used, and the other reported
                 unknown.append(name)
     return list(mappings.values()), unknown
 

@@ -133,7 +133,8 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     folder = run_dir.from_flags(args.out_dir, args.resume)
     if folder and args.resume and not args.out_dir and is_first_on_node():
         print(f"--resume: continuing {folder}, the newest unfinished run", file=sys.stderr)
-    # torchrun restarts all nodes after a failure, but tells only the node where a process has died
+    # torchrun restarts all nodes after a failure, but tells only the node where a process has died;
+    # so a folder that this launch has made is resumed
     if run_dir.launched_by(folder, launch_id()):
         args = replace(args, resume=True, overwrite=False)
     if folder and not args.dry_run:

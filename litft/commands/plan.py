@@ -63,6 +63,7 @@ def plan(args: PlanArgs) -> None:
     what = f"{args.tokens:,} tokens, all supervised, in examples of {tokens:,}"
     print(f"{source.folder}: {fit_plan.title_line(method.title)}")
     print(f"memory{'' if num_devices == 1 else ' of each'}: {fit_plan.memory.line()}")
+    # a budget of memory may be that of any GPU, so it names no time by itself
     if args.chip or not args.budget:
         print(time_line(flops, fit.slowdown, what, args.chip or DEFAULT_CHIP, peak, num_devices))
     else:

@@ -220,6 +220,7 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
         named = _named_files(path, files)
         if not named:
             return _shards(path, files)
+        # notes.jsonl beside train.jsonl is no part of it; train-00001.jsonl is
         numbered = []
         for file in files:
             if re.search(r"\d", file.stem):

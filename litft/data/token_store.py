@@ -190,7 +190,8 @@ class TokenStoreWriter:
         for name, dtype in ARRAYS.items():
             values = np.array(getattr(self, f"_{name}"), dtype)
             np.save(self.folder / f"{name}.npy", values)
-        # the last token of each document is a target only, never an input
+        # The last token of each document is a target only, never an input. A later span continues
+        # the text before it, whose last token is then an input; a pair has two documents.
         num_documents = sum(kind != CONTINUATION for kind in self._kinds)
         num_second_documents = sum(size > 0 for size in self._first_sizes)
         num_tokens = int(offsets[-1])

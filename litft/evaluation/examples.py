@@ -191,6 +191,7 @@ def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> 
     Raise ValueError if these change the held-out examples.
     """
     defaults = asdict(RunEvalArgs().data)
+    # the files are those of the run, under whatever path
     overrides = {}
     for name, value in asdict(requested).items():
         if value != defaults[name] and name != "path":
@@ -207,7 +208,7 @@ def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> 
             continue
         reason = f"{run} held out other examples ({_flag_text(name, getattr(trained_data, name))})"
         raise ValueError(f"{_flag_text(name, overrides[name])}: {reason}; leave it out")
-    # these have no influence on which examples are held out
+    # how often training reads a file, and which tokens it adds, does not change what is held out
     return replace(trained_data, **overrides | {"weights": [], "new_tokens": []})
 
 

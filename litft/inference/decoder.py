@@ -87,8 +87,8 @@ class Decoder:
         for row, view in enumerate(self.views):
             self._span_views[row, row + 1] = view
         self._span_views[0, rows] = self.cache
-        # compiled code is bound to one address: prompts are prefilled in a separate cache and
-        # copied from there
+        # Compiled code is bound to one address: prompts are prefilled in a separate cache of one
+        # row and copied from there. With one row, the cache itself has that address.
         separate = self.compiled and rows > 1
         if separate:
             self.prefill_cache = KVCache(

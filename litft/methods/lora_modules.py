@@ -27,7 +27,8 @@ class LoRALinear(Mixin):
     def add_factors(
         self, r: int, scale: float, dropout: float, dora: bool = False, init: str = "default"
     ) -> None:
-        """Register A (R, in) and B (out, R) in fp32 on the weight's device.
+        """Register A (R, in) and B (out, R) on the weight's device, in torch's default dtype, which
+        is fp32 while methods attach.
 
         dora: also register magnitudes (out,). init: default, pissa or olora.
         """
@@ -46,7 +47,7 @@ class LoRALinear(Mixin):
 
         self.lora_a = empty_parameter(r, in_dim)
         self.lora_b = empty_parameter(out_dim, r)
-        # then the initial product is not zero, and is subtracted
+        # PiSSA and OLoRA begin with a product that is not zero, and that is subtracted
         from_weight = init != "default"
         initial_a = empty_parameter(r, in_dim, trained=False) if from_weight else None
         initial_b = empty_parameter(out_dim, r, trained=False) if from_weight else None

@@ -133,7 +133,8 @@ class GPT(nn.Module):
             documents = PackedSequences.of(documents)
         document_ids = documents.ids if documents else None
 
-        # positions count the cached tokens, so the cache's length is read before it grows
+        # positions count the tokens that are cached already: `begin` prepares the cache, and only
+        # `end` makes it longer
         if cache is not None:
             cache.begin(tokens, positions)
         if positions is None:

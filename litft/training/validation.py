@@ -161,7 +161,8 @@ class Validation:
             samples = Selection(
                 self.samples, [index for selection in sets.values() for index in selection.indices]
             )
-            # custom metrics see longer answers; for exact match the expected length is enough
+            # custom metrics see answers of at least this length; for exact match, a little more
+            # than the expected length is enough
             if self.metrics.keys() - {"exact_match"}:
                 room = self.args.max_new_tokens
             else:
