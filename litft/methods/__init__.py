@@ -4,7 +4,8 @@ saved.
 A method is a subclass of `Method` (base.py). It changes a module by mixing a class over the
 module's own type (mixins.py): the names of the base's weights never change, no `forward` is copied,
 and subclasses of nn.Linear work like nn.Linear. METHODS maps a command's flags to its method; SAVED
-lists the methods that save adapters. CONTRIBUTING.md lists what else a new method needs.
+lists the methods that save adapters. litft/README.md lists what else a new method
+needs.
 """
 
 from pathlib import Path
