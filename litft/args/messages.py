@@ -61,3 +61,8 @@ def hint_for(value: str) -> str:
     if is_number:
         return f"; write {value.replace(',', '.')}"
     return ""
+
+
+def replaced_list(name: str) -> str:
+    """Return the note about a list that is given twice: the second replaces the first."""
+    return f"note: --{name} is given twice: the last one counts; give several values at once: A,B"

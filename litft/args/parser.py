@@ -24,7 +24,7 @@ from litft.args.aliases import FORMER_FLAGS, optimizer, precision, translate
 from litft.args.finetune import FINETUNE
 from litft.args.flag_types import describe_type, is_finetuning, types_of_flags
 from litft.args.foreign_config import in_litfts_terms
-from litft.args.messages import hint_for, not_a_flag, unknown_flag
+from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_flag
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -225,7 +225,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
         else:
             if get_origin(flag_types[name]) is list:
                 if name in dict(values):
-                    problems.append(f"--{name} is given twice; give all values at once: A,B")
+                    print(replaced_list(name), file=sys.stderr)
                 value = _as_list(value, flag_types[name], keeps_spaces=name in TEXT_LISTS)
             values.append((name, value))
     values = from_files + values

@@ -184,11 +184,12 @@ def test_flags_win_over_config_files_wherever_they_stand(tmp_path):
     assert args.lora.targets == ["q_proj", "v_proj"]
 
 
-def test_a_list_that_is_given_twice_is_refused():
-    """The first values would be lost."""
-    words = ["--data.path", "a.jsonl", "--data.path", "b.jsonl"]
-    with pytest.raises(ValueError, match=r"--data.path is given twice; give all values at once"):
-        parse(flags.LoRAFinetuneArgs, words)
+def test_a_list_that_is_given_twice_is_named(capsys):
+    """The last one counts, as of every flag; a user may have meant both."""
+    words = ["--checkpoint_dir", "base", "--seed", "1", "--seed", "2"]
+    words += ["--data.path", "a.jsonl", "--data.path", "b.jsonl"]
+    assert parse(flags.LoRAFinetuneArgs, words).data.path == ["b.jsonl"]
+    assert capsys.readouterr().err.count("is given twice: the last one counts") == 1
 
 
 def test_lists_booleans_and_null(tmp_path):

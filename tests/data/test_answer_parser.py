@@ -250,7 +250,7 @@ def test_what_a_template_writes_is_read_back(shared, name):
         for call in message.get("tool_calls", []):
             calls.append(ToolCall(call["function"]["name"], call["function"]["arguments"]))
         in_thought = opens_thought(turn.text[: turn.start])
-        content = ANSWER if message["content"] else ""
+        content = ANSWER if ANSWER in (message["content"] or "") else ""
         reasoning = REASONING if REASONING in text else ""
         # gpt-oss writes content beside a call as reasoning
         if "channel" in source and content and calls:
