@@ -455,10 +455,13 @@ def test_plan_accuracy_script_measures_and_resumes(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_family_guide_quotes_the_code():
+def test_the_commands_of_the_family_guide_run():
     # in one process: three would each collect all tests of families
     printed = run_guide("add_a_family.md", ROOT, {"PYTEST_ADDOPTS": "-n 0"})
     assert "passed" in printed[0] and "| `exaone4` |" in printed[0]
+
+
+def test_the_family_guide_quotes_the_files():
     guide = (ROOT / "tutorials" / "add_a_family.md").read_text("utf-8")
     assert (ROOT / "litft" / "families" / "exaone4.py").read_text("utf-8") in guide
     row = re.search(r"```text\n(    \"exaone4.*?)```", guide, re.DOTALL)[1]
