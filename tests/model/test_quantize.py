@@ -235,6 +235,7 @@ LOADS = """
 import re, sys, threading, time, torch
 from pathlib import Path
 import bitsandbytes
+from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
 # anonymous memory only: pages of mapped files belong to the page cache, and the kernel may drop them
 def rss(): return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
