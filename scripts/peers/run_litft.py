@@ -1,6 +1,7 @@
 """The litft contender of scripts/benchmark.py: the training step of the fine-tuning scripts."""
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,11 +12,42 @@ import litft.data.packing as data
 from litft.args import PreferenceArgs
 from litft.data.packing import Layout
 from litft.distributed.devices import pick_accelerator
-from litft.pretrained.build import base_model
-from litft.pretrained.folder import resolve
-from litft.training.batches import log_probs
 from litft.training.objectives import OBJECTIVES
 from litft.training.trainer import accumulate
+
+# where modules were before: other commits of litft are peers, too
+FORMER_MODULES = {
+    "litft.pretrained.folder": "litft.pretrained",
+    "litft.training.batches": "litft.training.references",
+    "litft.training.optimizers.make": "litft.training.optimizers",
+    "litft.training.memory.flops": "litft.training.flops",
+    "litft.training.memory_saving.activation_checkpointing": (
+        "litft.training.activation_checkpointing"
+    ),
+    "litft.training.memory_saving.compile": "litft.training.compile",
+    "litft.training.memory_saving.cpu_offload": "litft.training.cpu_offload",
+}
+
+
+def member(module: str, name: str) -> Any:
+    """Return what a module of litft defines, also of a commit that had it in another module."""
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError:
+        return getattr(import_module(FORMER_MODULES[module]), name)
+
+
+resolve = member("litft.pretrained.folder", "resolve")
+log_probs = member("litft.training.batches", "log_probs")
+
+
+def base_model(source: Any, *settings: Any) -> torch.nn.Module:
+    """Load the base model of a folder, which was a method of the folder in earlier commits."""
+    try:
+        build = import_module("litft.pretrained.build")
+    except ModuleNotFoundError:
+        return source.base_model(*settings)
+    return build.base_model(source, *settings)
 
 
 class Litft(Contender):
@@ -41,7 +73,8 @@ class Litft(Contender):
         self.objective = OBJECTIVES[setup["objective"]](PreferenceArgs())
         if not setup["adapter"]:
             from litft.args import TrainArgs
-            from litft.training.optimizers.make import make_optimizer
+
+            make_optimizer = member("litft.training.optimizers.make", "make_optimizer")
 
             trained = {}
             for name, parameter in parameters.items():
@@ -50,7 +83,7 @@ class Litft(Contender):
             self.optimizer = make_optimizer(
                 TrainArgs(optimizer=setup["optimizer"], learning_rate=1e-5), method, trained
             )
-        from litft.training.memory.flops import Flops
+        Flops = member("litft.training.memory.flops", "Flops")
 
         self.flops = Flops(model)
 
@@ -93,10 +126,10 @@ class Litft(Contender):
     def transform_blocks(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:
         """Apply activation checkpointing, compilation and CPU offload as the setup says."""
         if setup["compile"] or setup["recomputed"] != "none" or setup["cpu_offload"] != "none":
-            from litft.training.memory_saving.activation_checkpointing import recompute
-            from litft.training.memory_saving.compile import compile_blocks
-            from litft.training.memory_saving.cpu_offload import offload_activations
-
+            saving = "litft.training.memory_saving"
+            recompute = member(f"{saving}.activation_checkpointing", "recompute")
+            compile_blocks = member(f"{saving}.compile", "compile_blocks")
+            offload_activations = member(f"{saving}.cpu_offload", "offload_activations")
             recompute(model, setup["recomputed"])
             if setup["compile"]:
                 compile_blocks(model)
