@@ -4,14 +4,13 @@ reads, as in training."""
 from functools import lru_cache
 
 from litft.data.chat_template import Message
-from litft.data.reasoning import INLINE, PARTS, REASONING_FIELDS, ReasonedAnswer
+from litft.data.reasoning import INLINE, PARTS, REASONING_FIELDS, ReasonedAnswer, prints_parts
 from litft.data.tokenizer import Tokenizer
+from litft.data.turns import BOTH_ON
 
 # texts that no template contains
 _REASONING = "\ue000reasoning\ue000"
 _ANSWER = "\ue000answer\ue000"
-# what switches thinking on in templates that write reasoning only then
-_SWITCHES = ({}, {"enable_thinking": True, "thinking": True})
 
 
 def readable_history(
@@ -53,13 +52,12 @@ def _is_read(tokenizer: Tokenizer, template: str, spelling: str) -> bool:
     """Return whether a template renders the reasoning of the last answer in a spelling."""
     written = ReasonedAnswer({"role": "assistant"}, _REASONING, _ANSWER, spelling).write()
     messages = [{"role": "user", "content": "a"}, written]
-    for switch in _SWITCHES:
+    # some templates write reasoning only where thinking is switched on
+    for switch in ({}, BOTH_ON):
         try:
             text = tokenizer.apply_chat_template(messages, **switch)
         except ValueError:
             continue
-        # a template that does not know parts may print them as data
-        is_printed = "'thinking'" in text or '"thinking"' in text
-        if _REASONING in text and _ANSWER in text and not is_printed:
+        if _REASONING in text and _ANSWER in text and not prints_parts(text):
             return True
     return False

@@ -54,6 +54,11 @@ def is_thought_mark(text: str) -> bool:
     return re.fullmatch(f"{_OPEN}|{_CLOSE}", text) is not None
 
 
+def prints_parts(text: str) -> bool:
+    """Return whether a template that does not know parts of a content has printed them as data."""
+    return '"thinking"' in text or "'thinking'" in text
+
+
 def thought_marks(template: str) -> tuple[tuple[str, str], ...]:
     """Return the pairs of texts around reasoning that a template mentions; always <think> and
     </think>."""

@@ -318,8 +318,9 @@ class Tokenizer:
         """Render a conversation to the text the model reads; encode it with `bos=False`. variables:
         of the template."""
         variables = self.special | variables
-        if "developer" not in self.template_for(tools):
-            # OpenAI's newer name of the system prompt
+        # OpenAI's newer name of the system prompt
+        has_developer = any(message["role"] == "developer" for message in messages)
+        if has_developer and "developer" not in self.template_for(tools):
             messages = [_with_known_role(message) for message in messages]
         # templates that print arguments as they are would print a dict in Python's form
         if (

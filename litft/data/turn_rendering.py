@@ -4,10 +4,11 @@ all of them are."""
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from litft.data.chat_template import Message, Render
-from litft.data.reasoning import INLINE, PARTS, ReasonedAnswer
+from litft.data.reasoning import INLINE, PARTS, ReasonedAnswer, prints_parts
 
 # stand for the reasoning, the content and the last argument of a message in a second rendering,
 # which shows where they are
@@ -67,6 +68,11 @@ class TurnRendering:
         return self.render(
             [*self.earlier, message or self.message, *self.following], tools=self.tools
         )
+
+    @cached_property
+    def usual_prompt(self) -> str | None:
+        """The generation prompt without variables; None if the template cannot render it."""
+        return self.prompt()
 
     def prompt(self, **variables: Any) -> str | None:
         """Render the generation prompt; None if the template cannot."""
@@ -187,8 +193,7 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
     if answer.answer.strip() not in span:
         raise ValueError(f"the chat template leaves out the assistant's content; {OTHER_TEMPLATE}")
     reasoning = answer.reasoning.strip()
-    # a template that does not know parts may print them as data
-    printed = not rendering.content_is_text and ('"thinking"' in span or "'thinking'" in span)
+    printed = not rendering.content_is_text and prints_parts(span)
     if reasoning and (reasoning not in span or printed or has_reasoning is False):
         name = answer.spelling if answer.spelling != INLINE else "reasoning"
         reason = f"the chat template leaves out the assistant's {name}"

@@ -219,7 +219,7 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     # the prompt is not a beginning of the text: join it
     # to what the text has after the earlier messages
     if start is None:
-        prompt = rendering.prompt()
+        prompt = rendering.usual_prompt
         before = next(
             (part for part in _before(text, places.first) if _ends_alike(prompt, part)), None
         )
@@ -279,7 +279,7 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
 
 def _lacks_open_thought(rendering: TurnRendering, prompt: str) -> bool:
     """Return whether generation has a prompt that opens a thought, and never this one."""
-    usual = rendering.prompt()
+    usual = rendering.usual_prompt
     if usual is None or not ENDS_IN_OPEN_THOUGHT.search(usual):
         return False
     return all(rendering.prompt(**switch) != prompt for switch in THINKING_OFF)
@@ -351,7 +351,7 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
 
     None: the prompt has something in front of the last message that is left out before an answer.
     """
-    prompt = rendering.prompt()
+    prompt = rendering.usual_prompt
     # some templates render no empty conversation
     if prompt is None:
         return first

@@ -4,15 +4,13 @@ Every file in this folder is imported, and its `FAMILY` registered; tutorials/ad
 example.
 """
 
-import pkgutil
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
-from litft.families.family import Family
+from litft.families.family import Family, declarations
 from litft.model.config import Config, DeltaNetConfig, Mamba2Config
 from litft.model.config_fields import declared_fields, undeclared_fields
 from litft.model.rope_config import scaled_context
@@ -22,12 +20,9 @@ from litft.model.rope_config import scaled_context
 def families() -> dict[str, Family]:
     """Return the family of each supported model_type."""
     by_model_type = {}
-    for info in pkgutil.iter_modules(__path__):
-        # family.py itself has none
-        found = getattr(import_module(f"{__name__}.{info.name}"), "FAMILY", None)
-        if found is not None:
-            for model_type in found.model_types:
-                by_model_type[model_type] = found
+    for found in declarations(__name__, __path__, "FAMILY"):
+        for model_type in found.model_types:
+            by_model_type[model_type] = found
     return by_model_type
 
 

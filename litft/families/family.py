@@ -1,7 +1,9 @@
 """What a model family is: how its config.json is read, and how its weights are named."""
 
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from litft.checkpoints.peft_names import ModuleNames
@@ -10,6 +12,14 @@ from litft.model.config import Config
 
 # as most multimodal classes have it
 LANGUAGE_MODEL = ModuleNames("model.language_model.")
+
+
+def declarations(package: str, path: Iterable[str], name: str) -> Iterator[Any]:
+    """Import every file of a package, and yield its `name`, for those that have one."""
+    for info in pkgutil.iter_modules(path):
+        found = getattr(import_module(f"{package}.{info.name}"), name, None)
+        if found is not None:
+            yield found
 
 
 def no_rules(config: Config) -> list[Rule]:

@@ -199,9 +199,15 @@ class Method:
     def token_rows(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return the rows of new tokens by name: one parameter if the head is tied, otherwise
         two."""
-        is_shared = model.config.tied and not self.untied
-        names = ROWS[: 1 if is_shared else 2] if self.tokens else ()
-        return {name: model.get_parameter(name) for name in names}
+        return {name: model.get_parameter(name) for name in self.token_row_names(model.config)}
+
+    def token_row_names(self, config: Config) -> tuple[str, ...]:
+        """Return the names of the rows of new tokens in a network; none without new tokens."""
+        if not self.tokens:
+            return ()
+        if config.tied and not self.untied:
+            return ROWS[:1]
+        return ROWS
 
     def add_token_rows(self, name: str, weight: Tensor, values: Values) -> Tensor:
         """Insert the rows of new tokens into a merged embedding or head; return other tensors

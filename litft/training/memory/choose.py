@@ -1,7 +1,9 @@
 """What memory decides: the strategy, what is recomputed in the backward pass, the rows of a
 micro-batch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -54,12 +56,26 @@ def choose(setup: RunSetup, schedule: Schedule, device: torch.device) -> Planned
     """
     args, reason, memory = setup.args, "as asked for", device_memory(device, setup.args.devices)
 
+    @cache
+    def with_rows(rows: int) -> Schedule:
+        """Return the schedule with micro-batches of so many rows."""
+        if rows == schedule.layout.rows:
+            return schedule
+        return schedule.laid_out(replace(schedule.layout, rows=rows))
+
     # the fastest strategy that fits, or the last one
     for strategy in _strategies(args, schedule.layout.ranks):
         shard_count = num_shards(args, strategy)
         precision = setup.precision(device, shard_count)
         fit, smallest = _fastest(
-            setup, schedule, device, strategy, precision, shard_count, int(USABLE_FRACTION * memory)
+            setup,
+            schedule,
+            with_rows,
+            device=device,
+            strategy=strategy,
+            precision=precision,
+            shard_count=shard_count,
+            budget=int(USABLE_FRACTION * memory),
         )
         # the reason for either: the weights do or do not fit as a whole
         if args.strategy == "auto" and strategy == "ddp":
@@ -72,9 +88,8 @@ def choose(setup: RunSetup, schedule: Schedule, device: torch.device) -> Planned
 
     # where nothing fits, `check_memory` refuses the plan with the smallest peak
     chosen = fit or smallest
-    if chosen.rows != schedule.layout.rows:
-        schedule = schedule.laid_out(replace(schedule.layout, rows=chosen.rows))
-    _check(args, schedule, strategy, reason)
+    chosen_schedule = with_rows(chosen.rows)
+    _check(args, chosen_schedule, strategy, reason)
     settings = Settings(
         device=device,
         strategy=strategy,
@@ -86,7 +101,7 @@ def choose(setup: RunSetup, schedule: Schedule, device: torch.device) -> Planned
         slowdown=chosen.slowdown,
         device_bytes=memory,
     )
-    return PlannedRun(setup, schedule, settings)
+    return PlannedRun(setup, chosen_schedule, settings)
 
 
 def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -> None:
@@ -127,6 +142,8 @@ def _strategies(args: FinetuneArgs, ranks: int) -> list[str]:
 def _fastest(
     setup: RunSetup,
     schedule: Schedule,
+    with_rows: Callable[[int], Schedule],
+    *,
     device: torch.device,
     strategy: str,
     precision: str,
@@ -134,7 +151,10 @@ def _fastest(
     budget: int,
 ) -> tuple[Fit | None, Fit]:
     """Of the settings that the flags leave open, the fastest that fit into `budget` bytes, and the
-    smallest."""
+    smallest.
+
+    with_rows: returns the schedule with micro-batches of so many rows.
+    """
     train = setup.args.train
     first = schedule.layout
     rows = [first.rows]
@@ -149,13 +169,8 @@ def _fastest(
     if train.activation_checkpointing == "auto":
         kinds = list(RECOMPUTED)
 
-    # by the rows of a micro-batch
-    schedules = {first.rows: schedule}
-
     def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
-        if count not in schedules:
-            schedules[count] = schedule.laid_out(replace(first, rows=count))
-        shape = planned_shape(schedules[count], strategy)
+        shape = planned_shape(with_rows(count), strategy)
         in_backward = train.optimizer_in_backward
         fixed = (
             train.optimizer,

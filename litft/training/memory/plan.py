@@ -263,8 +263,7 @@ def _without_new_tokens(method: Method) -> Method:
 
 def _num_row_values(method: Method, config: Config) -> int:
     """Return the number of trained values in the rows of new tokens."""
-    tables = [ROWS[0]] if config.tied and not method.untied else list(ROWS)
-    trained = [name for name in tables if name not in method.frozen]
+    trained = [name for name in method.token_row_names(config) if name not in method.frozen]
     return len(method.tokens) * config.dim * len(trained)
 
 

@@ -3,13 +3,12 @@
 Every file in this folder is imported, and its `GGUF_FAMILY` registered.
 """
 
-import pkgutil
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 from litft.checkpoints.rules import Rule
 from litft.export.gguf.families.family import GgufFamily
+from litft.families.family import declarations
 from litft.families.llama import drop_mtp
 from litft.model.config import Config
 
@@ -18,12 +17,9 @@ from litft.model.config import Config
 def gguf_families() -> dict[str, GgufFamily]:
     """Return the family of each model_type with GGUF support."""
     families = {}
-    for info in pkgutil.iter_modules(__path__):
-        family = getattr(import_module(f"{__name__}.{info.name}"), "GGUF_FAMILY", None)
-        # family.py, and files whose functions others use
-        if family is not None:
-            for model_type in family.architectures:
-                families[model_type] = family
+    for family in declarations(__name__, __path__, "GGUF_FAMILY"):
+        for model_type in family.architectures:
+            families[model_type] = family
     return families
 
 
