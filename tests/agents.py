@@ -23,6 +23,8 @@ TOOL = {
 ARGUMENTS = {"town": "Oslo", "days": 2}
 QUESTION = {"role": "user", "content": "How warm is it?"}
 ANSWER = "It is warm."
+# The server gives each call a random id, and some templates write it. The model knows only this one.
+CALL_ID = "a1b2c3d40"
 # Gemma 4's syntax
 GEMMA = """
 {%- if tools %}{{ '<|turn>system\\n' + tools | tojson + '<turn|>\\n' }}{% endif %}
@@ -69,6 +71,19 @@ FORMATS = {
 }
 
 
+def follow_up(message: dict) -> list[dict]:
+    """Return the message of a call, and its result, with the id that the model knows."""
+    (call,) = message["tool_calls"]
+    known_call = call | {"id": CALL_ID}
+    result = {
+        "role": "tool",
+        "name": "weather",
+        "tool_call_id": CALL_ID,
+        "content": "20 degrees",
+    }
+    return [message | {"tool_calls": [known_call]}, result]
+
+
 def write_byte_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose tokens are bytes, and an end token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -110,7 +125,7 @@ def trained(shared, tmp_path_factory):
         )
         call = {
             "type": "function",
-            "id": "a1b2c3d40",
+            "id": CALL_ID,
             "function": {"name": "weather", "arguments": ARGUMENTS},
         }
         messages = [
@@ -119,7 +134,7 @@ def trained(shared, tmp_path_factory):
             {
                 "role": "tool",
                 "name": "weather",
-                "tool_call_id": "a1b2c3d40",
+                "tool_call_id": CALL_ID,
                 "content": "20 degrees",
             },
             {"role": "assistant", "content": ANSWER},

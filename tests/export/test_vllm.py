@@ -21,7 +21,7 @@ import openai
 import pytest
 import torch
 import transformers
-from agents import ANSWER, ARGUMENTS, QUESTION, TOOL, trained  # noqa: F401
+from agents import ANSWER, ARGUMENTS, QUESTION, TOOL, follow_up, trained  # noqa: F401
 from conftest import write_records
 
 import litft
@@ -252,11 +252,8 @@ def test_served_with_the_flags_of_the_card_it_calls_tools(trained, serve, name):
     choice = client.chat.completions.create(messages=[QUESTION], **settings).choices[0]
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
-    called = {"role": "assistant", "content": "", "tool_calls": [call.model_dump()]}
-    result = {"role": "tool", "name": "weather", "tool_call_id": call.id, "content": "20 degrees"}
-    choice = client.chat.completions.create(
-        messages=[QUESTION, called, result], **settings
-    ).choices[0]
+    messages = [QUESTION, *follow_up(choice.message.model_dump(exclude_none=True))]
+    choice = client.chat.completions.create(messages=messages, **settings).choices[0]
     assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
 
 

@@ -4,7 +4,7 @@ function."""
 import json
 
 import pytest
-from agents import ANSWER, ARGUMENTS, FORMATS, QUESTION, TOOL, trained  # noqa: F401
+from agents import ANSWER, ARGUMENTS, FORMATS, QUESTION, TOOL, follow_up, trained  # noqa: F401
 from server_process import Server
 
 import litft
@@ -32,10 +32,8 @@ def test_an_agent_calls_the_function_and_reads_its_result(trained, name):  # noq
         assert deltas[-1].finish_reason == "tool_calls"
         assert not any(choice.delta.content for choice in deltas)
 
-        messages.append(choice.message.model_dump(exclude_none=True))
-        messages.append(
-            {"role": "tool", "name": "weather", "tool_call_id": call.id, "content": "20 degrees"}
-        )
+        assert len(call.id) == 9
+        messages = [QUESTION, *follow_up(choice.message.model_dump(exclude_none=True))]
         choice = client.chat.completions.create(messages=messages, **settings).choices[0]
         assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
 
