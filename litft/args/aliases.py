@@ -53,6 +53,12 @@ _ATTENTION = Alias("", "the fastest attention is chosen")
 _KERNELS = Alias("", "litft's own forms are used")
 _READ = Alias("", "it is read from the model's folder")
 _WORKERS = Alias("", "data is tokenized once into a cache; no workers are needed")
+_LOSSES = Alias(
+    "--objective {value}",
+    "dpo, ipo, simpo, orpo or kto",
+    values={"sigmoid": "--objective dpo", "nll": "--objective sft"},
+)
+_ADDED_LOSS = Alias("--preference.sft_weight {value}", "the weight of the chosen answer's loss")
 # the rates of other programs where only one of the two is given
 BETAS = {"adam_beta1": "0.9", "adam_beta2": "0.999"}
 _ENDS = Alias("", "the template says how answers end, and padding needs no token")
@@ -149,6 +155,7 @@ ALIASES: dict[str, Alias] = {
     ),
     "completion_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
     "assistant_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
+    "train_on_prompt": Alias("--data.mask_prompt false", "then prompts are learned too"),
     "mask_history": Alias("--data.train_on last"),
     # steps and batches
     "num_train_epochs": Alias("--train.epochs {value}"),
@@ -230,6 +237,7 @@ ALIASES: dict[str, Alias] = {
     ),
     "target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
     "use_rslora": Alias("--lora.rslora"),
+    "additional_target": Alias("--lora.modules_to_save {value}"),
     "use_dora": Alias("--lora.dora"),
     "peft_use_dora": Alias("--lora.dora"),
     "peft_use_rslora": Alias("--lora.rslora"),
@@ -257,7 +265,9 @@ ALIASES: dict[str, Alias] = {
     "tf32": Alias("", "fp32 stays fp32; frozen weights are bf16"),
     "load_in_4bit": Alias("--quantize nf4"),
     "load_in_8bit": Alias("--quantize int8"),
-    "quantization_bit": Alias("--quantize nf4", "or int8"),
+    "quantization_bit": Alias(
+        "--quantize nf4-dq", "or int8", values={"4": "--quantize nf4-dq", "8": "--quantize int8"}
+    ),
     "qlora": Alias("--quantize nf4"),
     "fsdp": Alias("--strategy fsdp", _STRATEGY),
     "ddp": Alias("--strategy ddp", _STRATEGY),
@@ -281,8 +291,15 @@ ALIASES: dict[str, Alias] = {
     **dict.fromkeys(
         ("pref_beta", "rl_beta", "dpo_beta", "trl.beta"), Alias("--preference.beta {value}")
     ),
-    "pref_loss": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
-    "loss_type": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
+    "pref_loss": _LOSSES,
+    "loss_type": _LOSSES,
+    "stage": Alias("--objective VALUE", "dpo or kto", values={"sft": "", "dpo": "--objective dpo"}),
+    "dpo_label_smoothing": Alias("--preference.label_smoothing {value}"),
+    "pref_ftx": _ADDED_LOSS,
+    "rpo_alpha": _ADDED_LOSS,
+    "cpo_alpha": _ADDED_LOSS,
+    "kto_chosen_weight": Alias("--preference.desirable_weight {value}"),
+    "kto_rejected_weight": Alias("--preference.undesirable_weight {value}"),
     "simpo_gamma": Alias("--preference.gamma {value}"),
     "precompute_ref_log_probs": Alias(
         "--objective dpo", "the reference is always computed before the first step"

@@ -1,5 +1,7 @@
-"""A YAML file of axolotl or LLaMA-Factory in litft's terms, to replace it after the error messages
-about its names."""
+"""A YAML file of axolotl, LLaMA-Factory or TRL in litft's terms.
+
+It is printed after the error messages about the file's names, to replace the file.
+"""
 
 import os
 import re
@@ -11,13 +13,26 @@ import yaml
 
 from litft.args.aliases import translate
 from litft.args.data_path import TYPES, Formats
+from litft.args.foreign_defaults import (
+    AXOLOTL,
+    LLAMA_FACTORY,
+    TRL,
+    ForeignProgram,
+    defaults_of,
+    program_of,
+)
+from litft.args.preference import DATA_KINDS
 
 FLAG = re.compile(r"--([\w.]+)(?: (?!--)(.*?))?(?= --|$)")  # a name and its value in a translation
 PLACEHOLDERS = ("N", "R", "RUN", "VALUE", "FILE.jinja", "NAMES")  # of values that do not carry over
 # a new run does not need them: the strategy is chosen
 OMITTED = ("resume", "strategy")
+# the loss names the objective first
+READ_LATER = ("stage",)
 DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
 RENAMED = {"data_files": "path", "name": "subset", "train_on_split": "split"}
+# settings that only TRL's DPO has
+SETTINGS_OF_DPO = {"rpo_alpha", "precompute_ref_log_probs", "ref_model_init_kwargs"}
 # the name of a turn's speaker -> litft's field of the turns
 TURNS = {"from": "conversations", "human": "conversations"}
 # settings of a data set -> the values that litft has anyway; and what it does instead of others
@@ -34,6 +49,8 @@ USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
         "--data.template, or template of this item, is a name or a Jinja file",
     ),
 }
+# a type of axolotl with a style of its prompt
+STYLE = re.compile(r"\w+[:.](?!default$)(?P<name>[\w.-]+)")
 FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
 SPEAKERS = (
     {"role": "role", "content": "content"},
@@ -47,27 +64,26 @@ def in_litfts_terms(
     flag_types: Mapping[str, Any],
     is_valid: Callable[[str, Any], bool],
 ) -> tuple[str, list[str]]:
-    """Return the YAML with litft's names, and notes on settings of data sets that have no
-    counterpart.
+    """Return the YAML with litft's names, and notes on what has no counterpart.
 
     entries: the values by dotted name; texts: the same in the form of the command line. is_valid:
     whether a flag accepts a value.
     """
-    # entries are litft's flags, axolotl's data sets, or other programs' flags
-    converted: dict[str, Any] = {}
+    # the values by litft's flags
+    given: dict[str, Any] = {}
     notes: list[str] = []
     # names of settings that this method does not have
     of_lora: list[str] = []
     for name, value in entries.items():
         if name in flag_types:
             if value is not None:
-                _put(converted, name, value)
+                given[name] = value
         elif name in DATA:
-            items = []
-            for data_set in value if isinstance(value, list) else [value]:
-                items.extend(data_items(data_set))
-            _put(converted, DATA[name], [item for item, _ in items])
-            notes += [note for _, lost in items for note in lost]
+            given[DATA[name]] = _data_paths(value, notes)
+        elif name in READ_LATER:
+            continue
+        elif name == "label_smoothing":  # the objective decides whose it is
+            given["train.label_smoothing"] = value
         elif translation := translate(name, texts[name], texts):
             # one setting may be several flags here
             for flag, setting in FLAG.findall(translation[0]):
@@ -77,7 +93,7 @@ def in_litfts_terms(
                 if flag not in flag_types:
                     of_lora.append(name)
                 elif is_valid(flag, text):
-                    _put(converted, flag, _value(text))
+                    given[flag] = _value(text)
                 else:
                     notes.append(
                         f"{name}: {texts[name]} is no value of --{flag}; set that flag instead"
@@ -87,35 +103,111 @@ def in_litfts_terms(
             f"{', '.join(dict.fromkeys(of_lora))}: settings of finetune/lora.py, which this "
             "command does not have"
         )
+    _set_objective(given, entries)
+    program = program_of(entries)
+    if program is not None:
+        for flag, value in defaults_of(program, given, entries).items():
+            if flag in flag_types:
+                given[flag] = value
+        _settle_differences(given, entries, program, notes)
+    elif {"lr_scheduler", "lr_scheduler_type"} & entries.keys():
+        # the schedules of other programs end at 0
+        given.setdefault("train.min_lr_ratio", 0.0)
+    _settle_lora(given, entries, flag_types, notes)
+
+    converted: dict[str, Any] = {}
+    for flag, value in given.items():
+        _put(converted, flag, value)
+    _share_template(converted.get("data", {}))
+    text = yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip()
+    return text, list(dict.fromkeys(notes))
+
+
+def _data_paths(data_sets: Any, notes: list[str]) -> list[Any]:
+    """Return the items of `data.path` for axolotl's data sets; add notes on what is lost."""
+    paths = []
+    for data_set in data_sets if isinstance(data_sets, list) else [data_sets]:
+        for path, lost in data_items(data_set):
+            paths.append(path)
+            notes.extend(lost)
+    return paths
+
+
+def _set_objective(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Set the objective, and give beta the name that it has with this objective."""
+    if "objective" not in given:
+        # LLaMA-Factory names the stage, and TRL's settings of DPO tell its files
+        if entries.get("stage") in DATA_KINDS:
+            given["objective"] = entries["stage"]
+        elif not SETTINGS_OF_DPO.isdisjoint(entries):
+            given["objective"] = "dpo"
+    # one setting elsewhere: of the vocabulary's targets, or of the order of a pair
+    if given.get("objective", "sft") != "sft" and "train.label_smoothing" in given:
+        given["preference.label_smoothing"] = given.pop("train.label_smoothing")
+    # the weight of the odds ratio is called beta elsewhere
+    if given.get("objective") == "orpo" and "preference.beta" in given:
+        given["preference.orpo_lambda"] = given.pop("preference.beta")
+
+
+def _settle_differences(
+    given: dict[str, Any], entries: Mapping[str, Any], program: ForeignProgram, notes: list[str]
+) -> None:
+    """Settle where the same settings mean something else in the other program."""
+    if given.get("train.max_steps") and program.steps_replace_epochs:
+        epochs = given.pop("train.epochs", None)
+        if epochs is not None:
+            notes.append(
+                f"the number of epochs, {epochs}: max_steps takes its place there; here the run "
+                "would end at whichever comes first"
+            )
+    if program is LLAMA_FACTORY:
+        template = given.get("data.template")
+        if template is not None and not str(template).endswith(".jinja"):
+            del given["data.template"]
+            notes.append(
+                f"template: {template} is a name of LLaMA-Factory; the model's own template is used"
+            )
+    if program is TRL:
+        is_sft = given.get("objective", "sft") == "sft"
+        if is_sft and not {"assistant_only_loss", "completion_only_loss"} & entries.keys():
+            notes.append(
+                "assistant_only_loss: TRL learns all of a conversation by default, litft the "
+                "answers; --data.mask_prompt false learns all"
+            )
+        if "lora.targets" not in given:
+            notes.append(
+                "lora_target_modules: left out, PEFT chooses by the type of the model, often "
+                "q_proj,v_proj; litft adapts all Linears"
+            )
+    if given.get("objective") == "simpo" and program is AXOLOTL and "cpo_alpha" not in entries:
+        notes.append(
+            "cpo_alpha: axolotl adds the loss of the chosen answers with weight 1 by default; "
+            "--preference.sft_weight 1 adds it here"
+        )
+
+
+def _settle_lora(
+    given: dict[str, Any],
+    entries: Mapping[str, Any],
+    flag_types: Mapping[str, Any],
+    notes: list[str],
+) -> None:
+    """Leave out settings of LoRA that an adapter keeps, or that have another meaning here."""
     # an adapter keeps its own ranks
     if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):
-        converted["lora"] = {
-            name: value for name, value in converted.get("lora", {}).items() if name == "dropout"
-        }
+        for flag in list(given):
+            if flag.startswith("lora.") and flag != "lora.dropout":
+                del given[flag]
     # PEFT reads a text with special characters as a regular expression
-    if "lora.targets" in flag_types and re.search(
-        r"[\\(|+]", str(entries.get("lora_target_modules", ""))
-    ):
-        converted["lora"] = {
-            name: value for name, value in converted.get("lora", {}).items() if name != "targets"
-        }
+    targets = str(entries.get("lora_target_modules", ""))
+    if "lora.targets" in flag_types and re.search(r"[\\(|+]", targets):
+        given.pop("lora.targets", None)
         if entries.get("lora_target_linear"):
-            converted["lora"]["targets"] = "all-linear"
+            given["lora.targets"] = "all-linear"
         notes.append(
             "lora_target_modules: a regular expression has no counterpart; name modules, or "
             "patterns: *.q_proj"
         )
-
-    # what the other program would do without being told
-    _put_their_defaults(converted, entries)
-    if "finetuning_type" in entries:
-        _put_llama_factorys_defaults(converted, entries, flag_types, notes)
-    _share_template(converted.get("data", {}))
-    # groups that have lost all of their settings
-    converted = {name: value for name, value in converted.items() if value != {}}
-    return yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip(), list(
-        dict.fromkeys(notes)
-    )
 
 
 def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
@@ -134,6 +226,9 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
         settings["format"] = data_set["type"]
     if data_set.get("type") == "alpaca":  # which is a prompt there, too
         settings["template"] = "alpaca"
+    # plain texts, even beside the fields of a conversation
+    if data_set.get("type") == "completion":
+        settings["format"] = "text"
     columns = _columns(data_set)
     if columns:
         settings["columns"] = columns
@@ -149,50 +244,6 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
         yield (
             (path if kept.keys() == {"path"} else kept),
             [f"{path}: {note}" for note in _losses(data_set)],
-        )
-
-
-def _put_their_defaults(converted: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Set what other programs do by default and litft does not."""
-    train = converted.setdefault("train", {})
-    if {"lr_scheduler", "lr_scheduler_type", "base_model", "model_name_or_path"} & entries.keys():
-        train.setdefault("min_lr_ratio", 0.0)  # their schedules end at 0
-    if "micro_batch_size" in train:  # they accumulate over one micro-batch
-        train.setdefault("global_batch_size", train["micro_batch_size"])
-    if "base_model" in entries and not {"val_set_size", "test_datasets"} & entries.keys():
-        # axolotl holds nothing out
-        converted.setdefault("data", {}).setdefault("val_fraction", 0.0)
-
-
-def _put_llama_factorys_defaults(
-    converted: dict[str, Any],
-    entries: Mapping[str, Any],
-    flag_types: Mapping[str, Any],
-    notes: list[str],
-) -> None:
-    """Set what LLaMA-Factory does by default and litft does not.
-
-    Source: its FinetuningArguments, and transformers' TrainingArguments of version 4.
-    """
-    train = converted.setdefault("train", {})
-    # transformers' defaults, which differ from litft's
-    train.setdefault("learning_rate", 5e-5)
-    train.setdefault("lr_schedule", "linear")
-    # a number of steps ends a run by itself there
-    if "max_steps" not in train:
-        train.setdefault("epochs", 3)
-    if "warmup_steps" not in train:
-        train.setdefault("warmup_fraction", 0.0)
-    if "lora.alpha" in flag_types:
-        lora = converted.setdefault("lora", {})
-        # its lora_alpha is twice its lora_rank by default
-        rank = lora.setdefault("r", 8)
-        lora.setdefault("alpha", 2 * rank)
-    data = converted.get("data", {})
-    if "template" in data and not str(data["template"]).endswith(".jinja"):
-        notes.append(
-            f"template: {data.pop('template')} is a name of LLaMA-Factory; the model's own "
-            "template is used"
         )
 
 
@@ -278,6 +329,13 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"split {data_set['split']!r} has no counterpart for a file: `limit` takes its first "
             "records"
+        )
+    # alpaca:mistral, chatml.intel: the part after the kind is a way to write the prompt
+    style = STYLE.fullmatch(str(data_set.get("type")))
+    if style:
+        yield (
+            f"type {data_set['type']}: {style['name']} has no counterpart: the model's template is "
+            "used; `template` names another"
         )
     if data_set.get("type") == "input_output":
         yield "type input_output (segments) is not supported: use records of input_ids and labels"

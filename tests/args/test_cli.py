@@ -614,7 +614,7 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
         {"path": "alpaca.jsonl", "format": "alpaca", "template": "alpaca"},
         {"path": "chats.jsonl", "columns": {"conversations": "turns"}},
         {"path": "faq.jsonl", "columns": {"instruction": "asked", "output": "reply"}},
-        {"path": "prose.jsonl", "columns": {"text": "body"}},
+        {"path": "prose.jsonl", "format": "text", "columns": {"text": "body"}},
         *("a.jsonl", "b.jsonl"),
         {"path": "owner/name", "split": "train"},
         {"path": "pairs.jsonl", "columns": {"chosen": "good", "rejected": "bad"}},
@@ -646,15 +646,27 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
             {"data": {"path": [{"path": "a.jsonl", "format": "alpaca"}], "template": "alpaca"}}
             | {"train": {"lr_schedule": "linear", "min_lr_ratio": 0.0}},
         ),
+        # defaults of axolotl
         (
             "base_model: m\n"
             "micro_batch_size: 2\n"
             "gradient_accumulation_steps:\n"
             "seed:\n"
-            "optimizer:\n"
+            "optimizer: adamw_bnb_8bit\n"
             "lora_r:",
-            {"checkpoint_dir": "m", "data": {"val_fraction": 0.0}}
-            | {"train": {"micro_batch_size": 2, "global_batch_size": 2, "min_lr_ratio": 0.0}},
+            {
+                "checkpoint_dir": "m",
+                "data": {"val_fraction": 0.0, "max_seq_length": 512},
+                "train": {
+                    "micro_batch_size": 2,
+                    "global_batch_size": 2,
+                    "optimizer": "adamw_bnb_8bit",
+                    "epochs": 1,
+                    "warmup_fraction": 0.03,
+                    "min_lr_ratio": 0.0,
+                    "betas": [0.9, 0.999],
+                },
+            },
         ),
         (
             "lora_model_dir: out/a\n"
@@ -672,16 +684,84 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
             "adam_beta1: 0.8\nadam_beta2: 0.98\neval_steps: 0.25",
             {"train": {"betas": "0.8,0.98"}},
         ),
+        # defaults of LLaMA-Factory
         (
-            "finetuning_type: lora\nlora_rank: 64\nlora_target: all\ntemplate: qwen",
-            {"lora": {"r": 64, "targets": "all-linear", "alpha": 128}}
-            | {
+            "finetuning_type: lora\n"
+            "stage: sft\n"
+            "lora_rank: 64\n"
+            "lora_target: all\n"
+            "template: qwen\n"
+            "quantization_bit: 8\n"
+            "gradient_accumulation_steps: 4\n"
+            "num_train_epochs: 1\n"
+            "max_steps: 50",
+            {
+                "objective": "sft",
+                "quantize": "int8",
+                "lora": {"r": 64, "targets": "all-linear", "alpha": 128},
+                "data": {"val_fraction": 0.0, "max_seq_length": 2048},
                 "train": {
+                    "max_steps": 50,
                     "learning_rate": 5e-5,
                     "lr_schedule": "linear",
-                    "epochs": 3,
                     "warmup_fraction": 0.0,
-                }
+                    "min_lr_ratio": 0.0,
+                    "betas": [0.9, 0.999],
+                    "global_batch_size": 32,
+                },
+            },
+        ),
+        (
+            "pref_loss: simpo\n"
+            "stage: dpo\n"
+            "per_device_train_batch_size: 2\n"
+            "learning_rate: 1.0e-6\n"
+            "num_train_epochs: 2\n"
+            "warmup_steps: 5\n"
+            "lora_rank: 8\n"
+            "cutoff_len: 100\n"
+            "val_size: 0.1",
+            {
+                "objective": "simpo",
+                "preference": {"beta": 0.1, "gamma": 0.5},
+                "lora": {"r": 8, "alpha": 16},
+                "data": {"val_fraction": 0.1, "max_seq_length": 100},
+                "train": {
+                    "micro_batch_size": 2,
+                    "global_batch_size": 2,
+                    "learning_rate": 1e-6,
+                    "epochs": 2,
+                    "warmup_steps": 5,
+                    "lr_schedule": "linear",
+                    "min_lr_ratio": 0.0,
+                    "betas": [0.9, 0.999],
+                },
+            },
+        ),
+        # defaults of TRL
+        (
+            "model_name_or_path: m\n"
+            "dataset_name: a.jsonl\n"
+            "loss_type: sigmoid\n"
+            "label_smoothing: 0.1\n"
+            "rpo_alpha: 0.5\n"
+            "lora_target_modules: [q_proj]\n"
+            "adam_beta2: 0.95",
+            {
+                "checkpoint_dir": "m",
+                "objective": "dpo",
+                "preference": {"label_smoothing": 0.1, "sft_weight": 0.5},
+                "lora": {"targets": ["q_proj"], "r": 16, "alpha": 32, "dropout": 0.05},
+                "data": {"path": "a.jsonl", "val_fraction": 0.0, "max_seq_length": 1024},
+                "train": {
+                    "betas": "0.9,0.95",
+                    "epochs": 3,
+                    "learning_rate": 1e-6,
+                    "lr_schedule": "linear",
+                    "warmup_fraction": 0.0,
+                    "min_lr_ratio": 0.0,
+                    "global_batch_size": 8,
+                },
             },
         ),
     ],
