@@ -55,13 +55,18 @@ def finetune(
         return run_finetuning(args, callback, metrics)
     method = method or "lora"
     try:
-        flags |= {"checkpoint_dir": fspath(model)} if model is not None else {}
-        flags |= {"data_path": ["in memory"]} if data is not None else {}
+        if model is not None:
+            flags["checkpoint_dir"] = fspath(model)
+        if data is not None:
+            flags["data_path"] = _given_paths(data) or ["in memory"]
         # raises for invalid flags before the records are read
         args = from_keywords(method, flags)
-        paths = {} if data is None else {"path": _paths(data, args.data.limit)}
-        paths |= {} if val_data is None else {"val_path": _paths(val_data)}
-        return run_finetuning(replace(args, data=replace(args.data, **paths)), callback, metrics)
+        data_args = args.data
+        if data is not None:
+            data_args = replace(data_args, path=_paths(data, args.data.limit))
+        if val_data is not None:
+            data_args = replace(data_args, val_path=_paths(val_data))
+        return run_finetuning(replace(args, data=data_args), callback, metrics)
     except (TypeError, ValueError) as error:
         # subclasses have messages that need no change
         if type(error) not in (TypeError, ValueError) or method not in FINETUNE:
@@ -78,17 +83,23 @@ def finetune(
         raise type(error)(message) from None
 
 
-def _paths(examples: Examples, limit: int | None = None) -> list[str]:
-    """Return the paths of examples; records are stored in a file."""
+def _given_paths(examples: Examples) -> list[str]:
+    """Return the paths that examples are; empty for records."""
     if isinstance(examples, str | PathLike):
         return [fspath(examples)]
-    if (
-        isinstance(examples, list | tuple)
-        and all(isinstance(item, str | PathLike) for item in examples)
-        and examples
-    ):
-        return [fspath(item) for item in examples]
-    return [str(stored_examples(examples, limit))]
+    if not isinstance(examples, list | tuple):
+        return []
+    paths = []
+    for item in examples:
+        if not isinstance(item, str | PathLike):
+            return []
+        paths.append(fspath(item))
+    return paths
+
+
+def _paths(examples: Examples, limit: int | None = None) -> list[str]:
+    """Return the paths of examples; records are stored in a file."""
+    return _given_paths(examples) or [str(stored_examples(examples, limit))]
 
 
 # the signature that editors show has every flag as a keyword

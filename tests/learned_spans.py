@@ -236,9 +236,17 @@ def _is_rendered(renderer: Any, messages: list[Message], tools: list | None, tur
         prompt = renderer(messages[:-1], tools=tools, add_generation_prompt=True, **switch)
         if OPEN_THOUGHT.search(prompt) and text.startswith(prompt) and REASONING in text:
             return True
-    # Mistral Nemo's template renders the system prompt in a prompt only
-    prompt = renderer(messages[:-1], tools=tools, add_generation_prompt=True)
-    return text.startswith(prompt) and messages[0]["role"] == "system"
+    # the history of a prompt may have more: Mistral Nemo's the system prompt, gpt-oss's the
+    # reasoning before a call; what follows is the end of the rendered text
+    for spelled in _spellings(messages):
+        try:
+            prompt = renderer(spelled[:-1], tools=tools, add_generation_prompt=True)
+            rendered = renderer(spelled, tools=tools).rstrip()
+        except ValueError:
+            continue
+        if text.startswith(prompt) and rendered.endswith(text[len(prompt) :]):
+            return True
+    return False
 
 
 def _spellings(messages: list[Message]) -> Iterator[list[Message]]:

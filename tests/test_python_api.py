@@ -163,6 +163,24 @@ def test_keywords_equal_flags():
     )
 
 
+def test_a_prompt_may_contain_commas():
+    args = from_keywords("lora", {"eval_prompts": "Well, who are you?"})
+    assert args.eval.prompts == ["Well, who are you?"]
+
+
+def test_paths_have_weights(settings, tmp_path):
+    """As with data_path, which has the paths as flags."""
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    write_records(paths[0], RECORDS)
+    write_records(paths[1], OTHERS)
+    weights = {"data_weights": [1, 0.5], "val_fraction": 0}
+    run = litft.finetune(**settings, **weights, data=paths, out_dir=tmp_path / "run")
+    expected = litft.finetune(
+        **settings, **weights, data_path=list(map(str, paths)), out_dir=tmp_path / "expected"
+    )
+    assert losses(run) == losses(expected)
+
+
 @pytest.mark.parametrize(
     ("keywords", "kind", "message"),
     [

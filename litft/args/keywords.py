@@ -63,6 +63,9 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
         if name == "config" and value is None:
             continue
         flag = names[name]
+        # the command line splits texts at commas, which a prompt may contain
+        if flag == "eval.prompts" and isinstance(value, str):
+            value = [value]
         words.append(f"--{flag}={_as_word(value, types.get(flag))}")
     return parse(FINETUNE[method], words)
 

@@ -19,6 +19,7 @@ from litft.inference.prompt_files import (
     completed_in_order,
     count_finished,
     encode_prompt,
+    ends_with_answer,
     read_prompts,
 )
 from litft.inference.session import Session, make_drafter, open_session
@@ -33,6 +34,13 @@ def run_generation(args: GenerateArgs) -> None:
     else:
         located_records = [("", {"prompt": args.prompt})]
     records = [record for _, record in located_records]
+    answered = sum(map(ends_with_answer, records))
+    if answered:
+        print(
+            f"note: {answered:,} of {len(records):,} records end with an answer, which is left out "
+            "of the prompt",
+            file=sys.stderr,
+        )
     num_done = count_finished(args, records)
     if args.prompts and num_done == len(records):
         print(f"{args.out} already has answers to all {num_done} prompts", file=sys.stderr)

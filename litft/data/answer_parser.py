@@ -242,7 +242,7 @@ class AnswerParser:
             # such a mark is a part of the syntax of its calls
             body = region.removeprefix(opening)
             if not self.format.calls.closing:  # the mark may come before each call
-                body = body.replace(opening, "\n")
+                body = _without_marks(body, opening)
         try:
             calls = read_calls(body.lstrip(), self.tools)
         except ValueError:
@@ -376,6 +376,17 @@ def make_parser(
     """Return a parser for one answer."""
     parser = ChannelParser if answer_format.channels else AnswerParser
     return parser(answer_format, in_thought, tools)
+
+
+def _without_marks(calls: str, mark: str) -> str:
+    """Return calls on lines of their own, without the mark before each; a mark within the text of
+    an argument stays."""
+    text_or_mark = re.compile(rf'"(?:[^"\\]|\\.)*"|{re.escape(mark)}', re.DOTALL)
+
+    def keep_text(match: re.Match) -> str:
+        return "\n" if match[0] == mark else match[0]
+
+    return text_or_mark.sub(keep_text, calls)
 
 
 def _without_prefixes(text: str) -> str:

@@ -203,6 +203,8 @@ def user_content(instruction: str, context: str, source: str) -> str:
     template `source`."""
     if not context:
         return instruction
+    if not instruction:
+        return context
     return (
         f"{instruction}\n\n### Input:\n{context}"
         if "### Response:" in source

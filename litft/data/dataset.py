@@ -91,7 +91,7 @@ class DataSplits:
 
     @cached_property
     def special_ids(self) -> set[int]:
-        """The special tokens that occur in the data."""
+        """The special tokens, and those of --data.new_tokens, that occur in the data."""
         return {token for report in self.reports.values() for token in report.special}
 
     @cached_property

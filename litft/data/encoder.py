@@ -3,6 +3,7 @@ was changed or lost."""
 
 import hashlib
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -49,11 +50,17 @@ OTHER_PROMPT = (
     "with an answer whose prompt opens a thought when it is generated, but not in training (give "
     "reasoning, or another --data.template)"
 )
+WITHIN_TOKEN = (
+    "with a prompt that ends within a token, so that it has other tokens when it is generated from "
+    "(move spaces from the end of the prompt to the beginning of the answer)"
+)
 TOOLS_LOST = "with tools, which the chat template leaves out"
 WITHOUT = "without the field"
 END_TEXT = "with an end token written after an answer, which is removed"
 
 
+# a prompt whose last token may go on into the answer
+ENDS_IN_WORD = re.compile(r"[\w ]$")
 # characters of a divided text that go into the same split
 SPAN = 2048
 
@@ -97,6 +104,7 @@ class TurnTokens:
     empty_thought: bool
     masked: tuple[tuple[int, int], ...] = ()  # ranges that are not learned
     other_prompt: bool = False
+    splits_token: bool = False  # its prompt ends within a token
 
 
 @dataclass(frozen=True)
@@ -255,6 +263,8 @@ class Encoder:
         encoded.answers += 1
         if turn.other_prompt and OTHER_PROMPT not in encoded.notes:
             encoded.notes.append(OTHER_PROMPT)
+        if turn.splits_token and WITHIN_TOKEN not in encoded.notes:
+            encoded.notes.append(WITHIN_TOKEN)
         encoded.empty_thoughts += turn.empty_thought and self.reasoning != "learn_empty"
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
@@ -503,6 +513,7 @@ class Encoder:
                             for start, end in masked[turn.message]
                         ),
                         turn.other_prompt,
+                        self._splits_token(turn, ids[: positions[turn.start]]),
                     )
                 )
             last = turns[-1]
@@ -512,6 +523,14 @@ class Encoder:
                 ids = [*self.tokenizer.encode(text, bos=False), self.tokenizer.end_id]
                 turns[-1] = replace(last, end=len(ids))
             yield ids, turns
+
+    def _splits_token(self, turn: Turn, prompt_ids: list[int]) -> bool:
+        """Return whether a turn begins within a token; prompt_ids: the tokens before it."""
+        prompt = turn.text[: turn.start]
+        # marks and lines end a token
+        if not ENDS_IN_WORD.search(prompt):
+            return False
+        return self.tokenizer.encode(prompt, bos=False) != prompt_ids
 
 
 def _has_other_system(record: Record, example: Example) -> bool:

@@ -428,9 +428,16 @@ def _text(record: Record, where: str, template: str) -> Example:
     return Example(messages)
 
 
+# fields of tokenized records that say which tokens are learned; TRL multiplies the first two
+LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+
+
 def _token_ids(record: Record, where: str, template: str) -> Example:
     """Convert token ids and labels as the models of transformers take them: a label is its token's
-    id, or -100."""
+    id, or -100.
+
+    Without labels, the masks of TRL's data sets have 1 at the tokens that are learned.
+    """
     ids = _integers(record, "input_ids", where)
     labels = ids
     if record.get("labels") is not None:
@@ -440,9 +447,17 @@ def _token_ids(record: Record, where: str, template: str) -> Example:
         mask = _integers(record, "attention_mask", where)
     if not len(ids) == len(labels) == len(mask):
         raise ValueError(f"{where}: input_ids, labels and attention_mask must have the same length")
+    learned = [1] * len(ids)
+    for name in LOSS_MASKS:
+        if record.get(name) is None or record.get("labels") is not None:
+            continue
+        loss_mask = _integers(record, name, where)
+        if len(loss_mask) != len(ids):
+            raise ValueError(f"{where}: input_ids and {name} must have the same length")
+        learned = [before and now for before, now in zip(learned, loss_mask, strict=True)]
     token_ids = []
     supervised = []
-    for token, label, is_attended in zip(ids, labels, mask, strict=True):
+    for token, label, is_attended, is_learned in zip(ids, labels, mask, learned, strict=True):
         if not is_attended:  # padding
             continue
         if label not in (NO_TARGET, token):
@@ -450,7 +465,7 @@ def _token_ids(record: Record, where: str, template: str) -> Example:
                 f"{where}: the label {label} is neither -100 nor the token id at its place"
             )
         token_ids.append(token)
-        supervised.append(label != NO_TARGET)
+        supervised.append(label != NO_TARGET and bool(is_learned))
     if min(token_ids, default=0) < 0:
         raise ValueError(f"{where}: input_ids has a negative token id")
     return Example([], token_ids=token_ids, supervised=supervised)
@@ -494,7 +509,7 @@ FORMATS: dict[str, Format] = {
     ),
     "text": Format(("text",), ("begins", "ends"), _text),
     # last: records of tokenized data sets may still have the text, and ids of another tokenizer
-    "tokens": Format(("input_ids",), ("labels", "attention_mask"), _token_ids),
+    "tokens": Format(("input_ids",), ("labels", "attention_mask", *LOSS_MASKS), _token_ids),
 }
 KNOWN_FIELDS = {"chosen", "rejected", "label"}.union(
     *(form.fields + form.optional for form in FORMATS.values())

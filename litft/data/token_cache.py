@@ -138,7 +138,8 @@ def _write(
     """
     shutil.rmtree(folder, ignore_errors=True)  # it is damaged
     with atomic_folder(folder, folder.with_suffix(".partial")) as partial:
-        writer = TokenStoreWriter(partial, encoder.tokenizer.special_ids)
+        counted_ids = encoder.tokenizer.special_ids | encoder.tokenizer.new_ids
+        writer = TokenStoreWriter(partial, counted_ids)
         with tqdm(desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3) as bar:
             for encoded in encode(file.records(), encoder, lock):
                 writer.add(encoded)

@@ -63,7 +63,7 @@ class EncodingReport:
     # the first system prompts that differ; empty: none
     systems: list[str] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # tokens that end answers
-    special: list[int] = field(default_factory=list)  # special tokens that occur
+    special: list[int] = field(default_factory=list)  # special and new tokens that occur
     largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
     content: str = ""  # the hash of all samples
     # XXH3 of each other file of the store, by name
@@ -116,10 +116,10 @@ def _count(counter: list, name: str) -> None:
 class TokenStoreWriter:
     """Writes samples to a folder; after `close`, `TokenStore` can open it."""
 
-    def __init__(self, folder: Path, special_ids: set[int]) -> None:
+    def __init__(self, folder: Path, counted_ids: set[int]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.special_ids = np.array(sorted(special_ids), np.uint32)
+        self.counted_ids = np.array(sorted(counted_ids), np.uint32)
         self.report = EncodingReport()
         self._file = (folder / "tokens.bin").open("wb")
         self._hash = hashlib.sha256()
@@ -169,7 +169,7 @@ class TokenStoreWriter:
             self._turns.append(turn)
             self._kinds.append(kind)
             self._digests.append(hash64(data))
-            self._used_special.update(np.intersect1d(ids, self.special_ids).tolist())
+            self._used_special.update(np.intersect1d(ids, self.counted_ids).tolist())
             largest = int(ids.max())
             if largest > self.report.largest[0]:
                 self.report.largest = [largest, encoded.where]

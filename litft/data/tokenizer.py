@@ -56,6 +56,8 @@ class Tokenizer:
         self.special = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
         added = _added_tokens(config)
         self._has_new_tokens = False
+        # those of --data.new_tokens, which the folder's vocabulary may have already
+        self.new_ids: frozenset[int] = frozenset()
         # the date that templates print as today's (ISO 8601); None: today
         self.day: str | None = None
         if (path := folder / "tokenizer.json").is_file():
@@ -204,6 +206,9 @@ class Tokenizer:
             self.stop_ids,
             self.day if self.uses_date else None,
         ]
+        # the cache has which of them occur
+        if self.new_ids:
+            settings.append(sorted(self.new_ids))
         return hashlib.sha256(self._backend.state() + json.dumps(settings).encode()).hexdigest()
 
     def vocabulary_digest(self) -> str:
@@ -252,7 +257,11 @@ class Tokenizer:
             for name in ("special_texts", "control_text", "structure_ids", "_special_text_by_id"):
                 self.__dict__.pop(name, None)
             self._has_new_tokens = True
-        return {self.token_id(text): before for text, before in zip(texts, pieces, strict=True)}
+        pieces_by_id = {}
+        for text, before in zip(texts, pieces, strict=True):
+            pieces_by_id[self.token_id(text)] = before
+        self.new_ids = frozenset(pieces_by_id)
+        return pieces_by_id
 
     def save_added(self, folder: Path) -> None:
         """Write the tokenizer files that `add_tokens` has changed into a folder with the other

@@ -230,6 +230,11 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         text = prompt + text[len(before) :]
         start = len(prompt)
         places = replace(places, first=places.first + start - len(before))
+    prompt = _prompt_of_other_history(rendering, text, start, places.first)
+    if prompt is not None:
+        text = prompt + text[start:]
+        places = replace(places, first=places.first + len(prompt) - start)
+        start = len(prompt)
     has_thought = bool(rendering.answer.reasoning.strip())
     opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and not CLOSES_THOUGHT.search(text, start)
     if opened and not has_thought and not rendering.following and not rendering.calls:
@@ -275,6 +280,24 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         empty_thought=bool(empty),
         other_prompt=not has_thought and _lacks_open_thought(rendering, text[:start]),
     )
+
+
+def _prompt_of_other_history(
+    rendering: TurnRendering, text: str, start: int, first: int
+) -> str | None:
+    """Return the generation prompt if it has another history than the text before the turn.
+
+    gpt-oss renders the reasoning before a tool call until an answer follows. None: the text begins
+    with a prompt of the template, or they differ after the earlier messages.
+    """
+    prompt = rendering.usual_prompt
+    if prompt is None or rendering.following or text.startswith(prompt):
+        return None
+    floor = _end_of_earlier(rendering, text, first)
+    opening = text[floor:start]
+    if common_length(prompt, text) < floor and opening.strip() and prompt.endswith(opening):
+        return prompt
+    return None
 
 
 def _lacks_open_thought(rendering: TurnRendering, prompt: str) -> bool:

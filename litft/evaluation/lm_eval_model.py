@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
     raise ValueError(f"--tasks needs the package {error.name}; pip install 'litft[eval]'") from None
 
 from litft.args import Sampling
-from litft.inference.generation import Request
+from litft.inference.generation import Completion, Request
 from litft.inference.session import Session
 
 # per forward pass, 1 GiB in fp32: long texts get smaller batches
@@ -212,7 +212,18 @@ class HarnessModel(TemplateLM):
         answers = self.session.generate(
             prompts, self.batch_size, "answers", quiet=disable_tqdm or None
         )
-        return [answer.text for answer in answers]
+        return [self._as_decoded_alone(answer) for answer in answers]
+
+    def _as_decoded_alone(self, answer: Completion) -> str:
+        """Return the text of an answer as the harness's own backend has it.
+
+        It decodes an answer's tokens without the prompt. Decoders of SentencePiece's kind then
+        leave out the space before the first word.
+        """
+        first_alone = self._tokenizer.decode(answer.tokens[:1])
+        if answer.text.startswith(" ") and not first_alone.startswith(" "):
+            return answer.text[1:]
+        return answer.text
 
     def _request(self, context: str, settings: dict[str, Any]) -> Request:
         kwargs = normalize_gen_kwargs(settings, DEFAULT_MAX_TOKENS)

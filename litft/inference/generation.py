@@ -255,6 +255,7 @@ class Completion(NamedTuple):
 
     text: str
     ended: bool  # by a stop token or text, not by a limit
+    tokens: list[int]  # with a stop token at the end
 
 
 def generate_completions(
@@ -266,12 +267,14 @@ def generate_completions(
     """Return all answers, in the order of their requests. done: called after each answer."""
     texts = [""] * len(requests)
     ended = [False] * len(requests)
+    tokens: list[list[int]] = [[] for _ in requests]
     for number, chunk in generate_batch(decoder, tokenizer, requests):
         texts[number] += chunk
+        tokens[number] += chunk.tokens
         if chunk.finish_reason:
             ended[number] = chunk.finish_reason == "stop"
             done()
-    return [Completion(*fields) for fields in zip(texts, ended, strict=True)]
+    return [Completion(*fields) for fields in zip(texts, ended, tokens, strict=True)]
 
 
 @dataclass

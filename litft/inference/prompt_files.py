@@ -196,7 +196,14 @@ def encode_prompt(
 def _messages(record: dict[str, Any], where: str, in_template: bool) -> list[Message]:
     """Return the conversation of a record, with its system prompt; empty for text to continue."""
     if record.get("messages") is not None:
-        return with_system(check_messages(record["messages"], where), record, where)
+        messages = with_system(check_messages(record["messages"], where), record, where)
+        return messages[:-1] if ends_with_answer(record) else messages
     if in_template:
         return with_system([{"role": "user", "content": record["prompt"]}], record, where)
     return []
+
+
+def ends_with_answer(record: dict[str, Any]) -> bool:
+    """Return whether the last message of a record is the assistant's, as in training data."""
+    messages = record.get("messages")
+    return bool(messages) and messages[-1]["role"] == "assistant"

@@ -227,6 +227,13 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         texts = ",".join(unknown)
         remedy = f"--data.new_tokens '{texts}' makes them tokens"
         yield f"warning: the tokenizer has no token for the template's {texts}; {remedy}"
+    unused = sorted(tokenizer.new_ids - data.special_ids)
+    if unused:
+        texts = ", ".join(repr(tokenizer.decode([i], skip_special=False)) for i in unused)
+        yield (
+            f"warning: no example has the new {texts}, so nothing trains it; commas separate "
+            "tokens, and spaces are a part of them"
+        )
     note = tokenizer.portability_note()
     if note:
         yield note

@@ -326,6 +326,12 @@ HERMES = AnswerFormat(calls=CallMarks("<tool_call>", "</tool_call>"))
             '[TOOL_CALLS]f[ARGS]{"q": "g[ARGS]{}"}',
             [{"q": "g[ARGS]{}"}],
         ),
+        # a mark within the text of an argument is a part of it
+        (
+            AnswerFormat(calls=CallMarks("[TOOL_CALLS]")),
+            '[TOOL_CALLS]f[ARGS]{"q": "a[TOOL_CALLS]b\\"c"}[TOOL_CALLS]f[ARGS]{}',
+            [{"q": 'a[TOOL_CALLS]b"c'}, {}],
+        ),
         (
             AnswerFormat(calls=CallMarks("[TOOL_CALLS]")),
             '[TOOL_CALLS][{"name": "f", "arguments": {}}][TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',

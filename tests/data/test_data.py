@@ -35,6 +35,7 @@ from litft.data.encoder import (
     END_TEXT,
     MASKED,
     UNANSWERED,
+    WITHIN_TOKEN,
     Encoder,
 )
 from litft.data.readers import read_records
@@ -1090,6 +1091,29 @@ def test_token_ids_and_labels_are_used_as_they_are(tiny, tmp_path):
         )
 
 
+def test_a_prompt_that_ends_within_a_token_is_noted(tokenizer_folder, tmp_path):
+    """Its last token goes on into the answer, which generation does not do."""
+    tokenizer = Tokenizer(tokenizer_folder("header"))
+    spaced = {"prompt": "Q: Who is it?\nA: ", "completion": "the cat"}
+    moved = {"prompt": "Q: Who is it?\nA:", "completion": " the cat"}
+    for record, noted in ((spaced, 1), (moved, 0)):
+        path = write_records(tmp_path / "a.jsonl", [record])
+        data = load(path, tokenizer, vocab_size=1000, template="plain")
+        assert data.count(WITHIN_TOKEN) == noted
+        (sample,) = data.train
+        prompt = tokenizer.encode(record["prompt"])
+        assert (sample.tokens[: len(prompt)].tolist() == prompt) == (not noted)
+
+
+def test_masks_of_tokenized_records_say_what_is_learned(tiny, tmp_path):
+    """As in TRL (`build_labels` of its SFTTrainer): a token is learned if every mask has it."""
+    masks = {"completion_mask": [0, 0, 1, 1, 1, 1], "assistant_masks": [1, 1, 1, 0, 1, 1]}
+    record = {"input_ids": [5, 6, 7, 8, 9, 10], **masks}
+    path = write_records(tmp_path / "a.jsonl", [record])
+    (sample,) = load(path, Tokenizer(tiny)).train
+    assert sample.targets.tolist() == [IGNORED, 7, IGNORED, 9, 10]
+
+
 def test_a_cut_record_of_token_ids_adds_no_stop_token(tokenizer_folder, tmp_path):
     """Where another program's length limit has cut one record, its last token is that of no
     answer."""
@@ -1128,6 +1152,7 @@ def test_token_ids_are_cut_and_masked(tiny, tmp_path):
     ("record", "message"),
     [
         ({"input_ids": [1, 2], "labels": [1]}, "must have the same length"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids and loss_mask must have the same"),
         (
             {"input_ids": [1, 2], "labels": [-100, 3]},
             "the label 3 is neither -100 nor the token id",

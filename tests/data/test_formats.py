@@ -126,6 +126,9 @@ def test_an_input_is_formatted_for_the_template():
         to_example(record, "here", "### Response:").messages[0]["content"]
         == "Add.\n\n### Input:\n1, 2"
     )
+    # as in LLaMA-Factory: no empty lines before an input alone
+    alone = record | {"instruction": ""}
+    assert to_example(alone, "here", "").messages[0]["content"] == "1, 2"
 
 
 def test_unsupervised_turns_are_marked():

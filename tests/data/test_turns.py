@@ -323,6 +323,42 @@ def test_a_template_may_need_a_question_after_the_first_answer():
         assert rendered.text == render(NEEDS_A_QUESTION, messages)
 
 
+THOUGHTS_UNTIL_THE_ANSWER = """
+{%- set ns = namespace(answered=false) %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and not m.tool_calls %}{% set ns.answered = true %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{{- '<|start|>' + m.role }}
+{%- if m.thinking and (not ns.answered or loop.last) %}{{ '<|channel|>analysis ' + m.thinking + '<|end|><|start|>assistant' }}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ '<|channel|>' + call.function.name + (call.function.arguments | tojson) + '<|call|>' }}{% endfor %}
+{%- if not m.tool_calls %}{{ '<|channel|>final ' + m.content + ('<|return|>' if loop.last and m.role == 'assistant' else '<|end|>') }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
+
+def test_the_reasoning_before_a_call_stays_in_the_prompt_of_the_answer():
+    """gpt-oss's template drops it as soon as an answer follows, but generates the answer with it."""
+    call = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+    result = {"role": "tool", "content": "noon"}
+    calling = answer("", thinking="FIRST PLAN", tool_calls=[call])
+    earlier = [QUESTION, calling, result]
+    messages = [*earlier, answer("It is noon.", thinking="SECOND PLAN")]
+    ends = EndTokens(("<|end|>", "<|call|>", "<|return|>"), ("<|call|>", "<|return|>"))
+    renderer = partial(render, THOUGHTS_UNTIL_THE_ANSWER)
+    # one text has both turns, as the first is a beginning of the second's prompt
+    (rendered,) = assistant_turns(renderer, messages, None, ends)
+    first, second = rendered.turns
+    prompt = render(THOUGHTS_UNTIL_THE_ANSWER, earlier, add_generation_prompt=True)
+    assert "FIRST PLAN" in prompt
+    assert second.text[: second.start] == prompt
+    learned = second.text[second.start : second.end]
+    assert learned.startswith("<|channel|>analysis SECOND PLAN<|end|>")
+    assert learned.endswith("<|channel|>final It is noon.<|return|>")
+    assert rendered.text[first.start :].startswith("<|channel|>analysis FIRST PLAN")
+
+
 def test_a_call_whose_words_are_in_the_content_must_be_rendered():
     """The template of this name leaves calls out."""
     call = [{"type": "function", "function": {"name": "clock", "arguments": {}}}]

@@ -216,9 +216,15 @@ def test_answers_end_at_the_tasks_stop_texts(harness_model, folder):
         disable_tqdm=True,
     )
     assert default_answers == answers
+    # as the harness's own backend: the answer's tokens are decoded without the prompt
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(folder)
     for prompt, text in zip(prompts[:2], answers[:2], strict=True):
-        full_text = "".join(litft.stream(*model, prompt, max_new_tokens=40, temperature=0))
-        assert text == full_text.partition(".")[0]
+        chunks = litft.stream(*model, prompt, max_new_tokens=40, temperature=0)
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        assert text == reference.decode(tokens).partition(".")[0]
+    assert not answers[0].startswith(" ")
     assert answers[2]
     sampled = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 2.0}
     samples = harness_model.generate_until(

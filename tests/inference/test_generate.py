@@ -82,6 +82,20 @@ def lines(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+def test_the_answers_of_training_records_are_no_part_of_the_prompt(folder, tmp_path):
+    """So that held-out records can be answered as they are."""
+    question = {"role": "user", "content": "One day"}
+    records = [
+        {"messages": [question]},
+        {"messages": [question, {"role": "assistant", "content": "GOLD"}]},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl")
+    alone, with_answer = (record["completion"] for record in lines(tmp_path / "out.jsonl"))
+    assert alone == with_answer
+    assert "1 of 2 records end with an answer, which is left out of the prompt" in done.stderr
+
+
 def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
     prompts = [{"prompt": "One day", "id": n} for n in range(3)] + [
         {"prompt": "Lily and Tom went to the park. " * 4},

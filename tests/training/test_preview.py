@@ -164,6 +164,19 @@ def test_template_tokens_that_the_tokenizer_lacks_are_reported(tiny, data, tmp_p
     assert "does not know" not in text
 
 
+def test_new_tokens_that_no_example_has_are_reported(tiny, tmp_path):
+    """Such as two tokens that are separated by a space instead of a comma."""
+    records = [{"prompt": f"<q> {n}", "completion": "once <a>"} for n in range(20)]
+    path = write_records(tmp_path / "a.jsonl", records)
+    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", path, "--dry_run"]
+    warning = "warning: no example has the new {}, so nothing trains it; commas separate tokens"
+    done = script(*command, "--data.new_tokens", "<q> <a>,<q>", cwd=tmp_path)
+    assert warning.format("'<q> <a>'") in done.stdout
+    # one that the vocabulary has, and that is no special token
+    done = script(*command, "--data.new_tokens", "<q>,<a>,once", cwd=tmp_path)
+    assert "no example has the new" not in done.stdout
+
+
 def test_duplicates_of_validation_samples_are_reported(tiny, tmp_path):
     write_records(tmp_path / "train.json", RECORDS)
     write_records(tmp_path / "val.json", RECORDS[3:6])
