@@ -209,7 +209,7 @@ def mixer_of(config: Config) -> Mamba2Config | None:
     """Return the Mamba-2 mixer that all such layers share, or None; Granite 4 Micro has attention
     only."""
     for layer in config.layers:
-        if layer.mixer:
+        if isinstance(layer.mixer, Mamba2Config):
             return layer.mixer
     return None
 

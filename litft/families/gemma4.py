@@ -8,7 +8,7 @@ from typing import Any
 from litft.checkpoints.rules import Drop, Rename, Rule
 from litft.families import gemma, llama, mixtral
 from litft.families.family import Family
-from litft.model.config import Config, ExpertsConfig, LayerConfig
+from litft.model.config import Config, ExpertsConfig, KVSharing, LayerConfig
 from litft.model.rope_config import RopeConfig
 
 DEFAULTS = dict(
@@ -145,7 +145,7 @@ def window_size(hf: dict[str, Any]) -> int:
     return hf["sliding_window"]
 
 
-def kv_sharing(sliding: list[bool], first_shared: int) -> list[str]:
+def kv_sharing(sliding: list[bool], first_shared: int) -> list[KVSharing]:
     """Return each layer's `kv_sharing`: from `first_shared` on, layers reuse what the last one of
     their kind stores."""
     if not (
@@ -160,11 +160,12 @@ def kv_sharing(sliding: list[bool], first_shared: int) -> list[str]:
     if first_shared == len(sliding):
         return ["none"] * len(sliding)
     # before the layers that reuse, the last one of each kind stores
-    sharing = []
+    sharing: list[KVSharing] = []
     for index, slides in enumerate(sliding[:first_shared]):
         is_last = slides not in sliding[index + 1 : first_shared]
         sharing.append("store" if is_last else "none")
-    return sharing + ["reuse"] * (len(sliding) - first_shared)
+    reused: list[KVSharing] = ["reuse"] * (len(sliding) - first_shared)
+    return sharing + reused
 
 
 def rules(config: Config) -> list[Rule]:

@@ -63,7 +63,7 @@ def rules(config: Config) -> list[Rule]:
 
     Rows of gate and up alternate.
     """
-    expert_rules = peft_rules(config)
+    expert_rules = _expert_rules(config)
     quantized = []
     for rule in expert_rules:
         if rule.transposed:
@@ -80,6 +80,11 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of the experts, which are those of the unquantized
     files."""
+    return [*_expert_rules(config)]
+
+
+def _expert_rules(config: Config) -> list[Rename | Split]:
+    """Return the rules for the experts of unquantized files."""
     hf_prefix = "model.layers.{}.mlp.experts."
     prefix = "blocks.{}.mlp.experts."
 

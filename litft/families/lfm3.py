@@ -22,7 +22,7 @@ ROPES = {
         "partial_rotary_factor": 0.5,
     },
 }
-KINDS = {kind: kind for kind in (*ROPES, "conv")}
+KINDS: dict[str, str] = {kind: kind for kind in (*ROPES, "conv")}
 NAMES = llama.QK_NORMS | {
     "attention.o_proj": "self_attn.o_proj",
     "attention.gate_proj": "self_attn.gate_proj",

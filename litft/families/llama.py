@@ -3,12 +3,15 @@ families build on this file."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from litft.checkpoints.rules import Drop, Rename, Rule
 from litft.families.family import Family
 from litft.model.config import Config, LayerConfig, NormConfig
 from litft.model.rope_config import RopeConfig
+
+# what a family calls the kind of a layer, such as whether its window slides
+Kind = TypeVar("Kind")
 
 
 def config(
@@ -77,10 +80,10 @@ def linear_layers(hf: dict[str, Any], is_linear: Callable[[int], bool]) -> list[
 
 
 def layer_kinds(
-    hf: dict[str, Any], supported: dict[str, bool], default: Callable[[int], bool]
-) -> list[bool]:
-    """Return which layers are of a kind: from `layer_types` by the values in `supported`, or
-    without it from `default`."""
+    hf: dict[str, Any], supported: dict[str, Kind], default: Callable[[int], Kind]
+) -> list[Kind]:
+    """Return the kind of each layer: from `layer_types` by the values in `supported`, or without it
+    from `default`."""
     # the second name is that of Nemotron-H and of older files of other hybrids
     types = hf.get("layer_types") or hf.get("layers_block_type")
     num_layers = hf["num_hidden_layers"]

@@ -15,7 +15,9 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config({"hidden_act": "relu2", **hf})
     # norms have no weight, and RoPE rotates by the negative angles
     norm = NormConfig("rms", base.norm.eps, weight=False)
-    layer = replace(base.layers[0], rope=replace(base.layers[0].rope, reversed=True))
+    rope = base.layers[0].rope
+    assert rope is not None  # `llama.config` gives every layer one
+    layer = replace(base.layers[0], rope=replace(rope, reversed=True))
     return replace(
         base,
         layers=(layer,) * len(base.layers),

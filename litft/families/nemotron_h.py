@@ -72,8 +72,8 @@ def config(hf: dict[str, Any]) -> Config:
 def _kinds(hf: dict[str, Any]) -> list[str]:
     """Return the kind of each block."""
     # older files have the kinds as one text
-    types = hf.get("layer_types") or hf.get("layers_block_type")
-    pattern = hf.get("hybrid_override_pattern") or "ME*-"
+    types: list[str] | None = hf.get("layer_types") or hf.get("layers_block_type")
+    pattern: str = hf.get("hybrid_override_pattern") or "ME*-"
     if types:
         kinds = [NAMES.get(kind, kind) for kind in types]
     else:

@@ -44,7 +44,8 @@ def rules(config: Config) -> list[Rule]:
 
 def qkv_names(leaf: str) -> tuple[str, str, str]:
     """Return the litft names of the tensors in a fused q/k/v Linear; leaf: weight or bias."""
-    return tuple(f"blocks.{{}}.attention.{n}_proj.{leaf}" for n in "qkv")
+    attention = "blocks.{}.attention."
+    return (f"{attention}q_proj.{leaf}", f"{attention}k_proj.{leaf}", f"{attention}v_proj.{leaf}")
 
 
 def fused_qkv(hf_name: str, sizes: tuple[int, ...], groups: int = 1) -> list[Rule]:

@@ -117,7 +117,7 @@ def rules(config: Config) -> list[Rule]:
 def delta_of(config: Config) -> DeltaNetConfig:
     """Return the config of the delta nets; raise ValueError if there are none."""
     for layer in config.layers:
-        if layer.mixer:
+        if isinstance(layer.mixer, DeltaNetConfig):
             return layer.mixer
     raise ValueError(
         "config.json: layer_types has no linear_attention; for attention alone, use a Qwen3 model"

@@ -10,7 +10,7 @@ from litft.model.kv_cache import LayerCache
 from litft.model.linear import Linear
 from litft.model.norm import Norm
 from litft.model.packed_sequences import PackedSequences
-from litft.model.per_layer_input import BlockExtra
+from litft.model.per_layer_input import BlockExtra, TokenInput
 from litft.model.rope import CosSin
 
 # B batch, T tokens, S streams, C channels; between blocks,
@@ -65,16 +65,27 @@ class Laurel(nn.Module):
         self.norm = Norm(config.norm, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x (B, T, C) plus the product, in the same shape."""
         return x + self.norm(self.right(self.left(x)))
 
 
 class AltUpBlock(Block):
     """A block that computes one of several residual streams."""
 
+    # every block of this class has all parts
+    attention_norm: Norm
+    attention_post_norm: Norm
+    mlp: nn.Module
+    mlp_norm: Norm
+    mlp_post_norm: Norm
+    token_input: TokenInput
+
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__(config, layer)
-        self.altup = AltUp(config, config.altup)
-        self.laurel = Laurel(config, config.altup.laurel_rank)
+        altup = config.altup
+        assert altup is not None  # `block_class` chooses this class for such networks only
+        self.altup = AltUp(config, altup)
+        self.laurel = Laurel(config, altup.laurel_rank)
 
     def forward(
         self,
@@ -84,6 +95,7 @@ class AltUpBlock(Block):
         cache: LayerCache | None,
         extra: BlockExtra,
     ) -> Tensor:
+        """Return the streams (B, T, S C) of x (B, T, S C)."""
         predictions = self.altup.predict(x.unflatten(-1, (self.altup.streams, -1)))  # (B, T, S, C)
         # attention and MLP compute the active stream alone
         active = predictions[:, :, self.altup.active]
@@ -101,6 +113,7 @@ class AltUpBlock(Block):
         others = corrected[:, :, 1:]
         gate = corrected[:, :, self.altup.active] * self.altup.output_scale
         # the per-layer vector is added to all streams but the first
+        assert extra.token_input is not None  # the network has per-layer embeddings
         others = others + self.token_input.contribution(gate, extra.token_input)[:, :, None]
         return torch.cat((first, others), dim=2).flatten(2)
 

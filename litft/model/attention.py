@@ -1,6 +1,7 @@
 """`attend`, the one entry point to attention. It alone decides which kernel runs."""
 
 import inspect
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,15 @@ from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, N documents
 
+
+class _GQAArguments(TypedDict, total=False):
+    """The argument of `varlen_attn` for query heads that share key heads."""
+
+    enable_gqa: bool
+
+
 # torch 2.11 groups heads without being asked, and its varlen_attn has no such argument
+GQA_ARGUMENTS: _GQAArguments
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     GQA_ARGUMENTS = {"enable_gqa": True}
 else:
@@ -49,7 +58,8 @@ def attend(
     None means 1 / sqrt(D). mask: of a cache that the caller has updated. Query head h uses
     key/value head h // (H / K).
     """
-    scale = q.size(-1) ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = float(q.size(-1) ** -0.5)
     if cache is not None:
         k, v, mask = cache.update(k, v, window)
     if mask is not None:
@@ -90,8 +100,9 @@ def attend(
         # the kernels for whole sequences take one size; zeros add nothing
         if v.size(3) != q.size(3):
             width = max(q.size(3), v.size(3))
-            padded = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
-            return attend(*padded, documents, window, scale=scale)[..., : v.size(3)]
+            wide_q, wide_k, wide_v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
+            y = attend(wide_q, wide_k, wide_v, documents, window, scale=scale)
+            return y[..., : v.size(3)]
         if on_cpu:
             return attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)[0]
         if (documents is not None or window is not None) and supports_varlen(q):
@@ -172,7 +183,7 @@ def _attend_varlen(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, D)
     # keys that a query sees before and after itself; -1: no limit
     window_size = (-1 if window is None else window - 1, 0)
-    y = varlen_attn(
+    attended = varlen_attn(
         q,
         k,
         v,
@@ -184,7 +195,8 @@ def _attend_varlen(
         window_size=window_size,
         **GQA_ARGUMENTS,
     )
-    y = y[..., :head_dim] if padding else y
+    assert isinstance(attended, Tensor)  # there is a second result on request only
+    y = attended[..., :head_dim] if padding else attended
     return y.unflatten(0, (batch, max_seqlen)).transpose(1, 2)
 
 
@@ -202,15 +214,14 @@ def _attend_flex(
     # only compiled code has the kernel, which keeps what the kernel for packed sequences keeps
     if is_planned():
         return _attend_varlen(q, k, v, row_cu_seqlens(q.size(0), q.size(2), q.device), None, scale)
-    if softcap is None:
-        cap = None
-    else:
+    score_mod = None
+    if softcap is not None:
         cap = q.new_full((), softcap, dtype=torch.float32)
 
-    def apply_softcap(score: Tensor, *_: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        def apply_softcap(score: Tensor, *_: Tensor) -> Tensor:
+            return cap * torch.tanh(score / cap)
 
-    score_mod = None if softcap is None else apply_softcap
+        score_mod = apply_softcap
     grouped = q.size(1) != k.size(1)
 
     if sinks is None:
@@ -221,4 +232,5 @@ def _attend_flex(
 
     # A sink s adds exp(s) to a softmax's sum, exp(lse). So the output is multiplied by exp(lse) /
     # (exp(lse) + exp(s)), which is sigmoid(lse - s).
+    assert aux.lse is not None  # it was requested
     return y * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(y.dtype)

@@ -235,7 +235,15 @@ def attend_documents_backward(
         inputs.append(lse_rows.view(*shape, heads).transpose(1, 2))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients.append(backward(*inputs, 0.0, **_mask_arguments(inputs[1], window), scale=scale))
-    return tuple(groups.join(parts, batch) for parts in zip(*gradients, strict=True))
+    return _joined(groups, gradients, batch)
+
+
+def _joined(
+    groups: DocumentGroups, gradients: Sequence[tuple[Tensor, Tensor, Tensor]], batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, given those of each group."""
+    d_q, d_k, d_v = (groups.join(parts, batch) for parts in zip(*gradients, strict=True))
+    return d_q, d_k, d_v
 
 
 def _mask_arguments(q: Tensor, window: int) -> dict[str, bool | Tensor | None]:
@@ -325,7 +333,7 @@ def _row_gradients(
     by_tensor += [kv_groups.split(rows) for rows in (keys, values, d_k, d_v)]
     for (count, length), *parts in zip(q_groups.shapes, *by_tensor, strict=True):
         shape = (count * key_heads, -1, length, queries.size(1))
-        _group_gradients(*(part.view(shape) for part in parts), scale)
+        _group_gradients(*(part.view(shape) for part in parts), scale=scale)
     return [d_q, d_k, d_v]
 
 
@@ -447,13 +455,20 @@ attend_documents.register_autograd(_backward, setup_context=_setup_context)
 
 
 def eager_attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences, window: int | None, *settings
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: PackedSequences,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float,
 ) -> Tensor:
-    """Run `eager_attention` on each group of documents; `settings` are its softcap, sinks and
-    scale."""
+    """Run `eager_attention` of q (B, H, T, D), k and v (B, K, T, D) on each group of documents;
+    return (B, H, T, D)."""
     groups = _make_groups(tuple(documents.cu_seqlens.tolist()), q.size(1), 1)
     outputs = []
-    for inputs in groups.per_group(q, k, v):
-        mask = attention_mask(*inputs[:2], None, window)
-        outputs.append(eager_attention(*inputs, mask, *settings))
+    for queries, keys, values in groups.per_group(q, k, v):
+        mask = attention_mask(queries, keys, None, window)
+        outputs.append(eager_attention(queries, keys, values, mask, softcap, sinks, scale))
     return groups.join(outputs, q.size(0))

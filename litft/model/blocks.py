@@ -25,6 +25,8 @@ from litft.model.rope import CosSin, rotate, rotate_interleaved
 class Attention(nn.Module):
     """Self-attention with grouped key/value heads (arXiv 2305.13245)."""
 
+    alibi_slopes: Tensor | None  # (H,)
+
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
         self.head_dim = layer.head_dim or config.head_dim
@@ -120,6 +122,7 @@ class Attention(nn.Module):
 
         # with a cache, the later layers read the keys from there
         if self.kv_sharing == "store" and cache is None:
+            assert extra is not None  # `GPT.block_extras` gives it to layers that share keys
             extra.shared.by_window[self.window] = k, v
 
         y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2)
@@ -131,16 +134,18 @@ class Attention(nn.Module):
     def reuse(
         self,
         x: Tensor,
-        cos_sin: CosSin,
+        cos_sin: CosSin | None,
         documents: PackedSequences | None,
         cache: LayerCache | None,
-        extra: BlockExtra,
+        extra: BlockExtra | None,
     ) -> Tensor:
-        """Attend to the keys and values of an earlier layer."""
+        """Attend with x (B, T, C) to the keys and values of an earlier layer; return (B, T, C)."""
+        assert cos_sin is not None  # every layer that shares keys has RoPE
         q = self.heads(apply_norm(self.q_norm, self.split(self.q_proj(x))))
         q = self.rotate(q, cos_sin.cos, cos_sin.sin)
         mask = None
         if cache is None:
+            assert extra is not None  # `GPT.block_extras` gives it to layers that share keys
             k, v = extra.shared.by_window[self.window]
         else:
             k, v, mask = cache.read(self.window)
@@ -178,6 +183,7 @@ class Attention(nn.Module):
                 positions = torch.arange(q.size(2), device=q.device)[None]
             else:
                 positions = cache.positions(q.device)
+            assert self.scale is not None  # the constructor sets it for ALiBi
             q, k = add_alibi(q, k, positions, self.alibi_slopes, self.scale)
         return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
 
@@ -189,11 +195,13 @@ class Attention(nn.Module):
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values of x (B, T, C), (B, T, heads * D); overridden where one
         matrix computes all."""
+        assert self.k_proj is not None  # a layer without keys calls `reuse` instead
         k = self.k_proj(x)
         return self.q_proj(x), k, k if self.v_proj is None else self.v_proj(x)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return unrotated keys and values (B, K, T, D) of x (B, T, C)."""
+        assert self.k_proj is not None  # only layers with keys of their own get a prefix
         k = self.split(self.k_proj(x))
         v = k if self.v_proj is None else self.split(self.v_proj(x))
         return self.heads(apply_norm(self.k_norm, k)), self.heads(apply_norm(self.v_norm, v))
@@ -266,6 +274,9 @@ class Block(nn.Module):
             y = self.mlp(apply_norm(self.mlp_norm, x))
             x = x + scaled(apply_norm(self.mlp_post_norm, y), self.scale)
         if self.token_input is not None:
+            # the network has per-layer embeddings
+            assert extra is not None
+            assert extra.token_input is not None
             x = self.token_input(x, extra.token_input)
 
         if self.layer_scale is None:
@@ -285,6 +296,7 @@ class Block(nn.Module):
         C)."""
         extras = () if extra is None else (extra,)
         if self.mixer is None:
+            assert self.attention is not None  # `forward` asks only a block with one of the two
             return self.attention(x, cos_sin, documents, cache, *extras)
         y = self.mixer(x, documents, cache)
         if self.attention is None:
@@ -292,17 +304,23 @@ class Block(nn.Module):
         return y + self.attention(x, cos_sin, documents, cache, *extras)
 
 
-def make_attention(config: Config, layer: LayerConfig) -> nn.Module | None:
+def make_attention(config: Config, layer: LayerConfig) -> Attention | LatentAttention | None:
     """Build the attention of a layer, or return None if it has none."""
     if not layer.attention:
         return None
     if layer.latent:
-        return LatentAttention(config, layer)
+        return LatentAttention(config, layer, layer.latent)
     return Attention(config, layer)
 
 
 class PostNormBlock(Block):
     """Attention, then MLP, with a norm of each sum, as in the original transformer."""
+
+    # every block of this class has all parts
+    attention: Attention | LatentAttention
+    attention_post_norm: Norm
+    mlp: nn.Module
+    mlp_post_norm: Norm
 
     def forward(
         self,
@@ -319,9 +337,10 @@ class ParallelBlock(Block):
     """Attention and MLP in parallel on the same input, as in GPT-J; with `shared_norm` both use one
     norm."""
 
-    def __init__(self, config: Config, layer: LayerConfig) -> None:
-        super().__init__(config, layer)
-        self.shared_norm = config.shared_norm
+    # every block of this class has both parts, and the first norm
+    attention: Attention | LatentAttention
+    attention_norm: Norm
+    mlp: nn.Module
 
     def forward(
         self,
@@ -332,6 +351,7 @@ class ParallelBlock(Block):
     ) -> Tensor:
         y = self.attention_norm(x)
         attended = x + self.attention(y, cos_sin, documents, cache)
-        if not self.shared_norm:
+        # a norm of the MLP's input
+        if self.mlp_norm is not None:
             y = self.mlp_norm(x)
         return attended + self.mlp(y)

@@ -219,6 +219,8 @@ class AltUpConfig:
 
 
 MixerConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
+# later layers reuse the keys and values of the last layer before them with the same window
+KVSharing = Literal["none", "store", "reuse"]
 
 
 @dataclass(frozen=True)
@@ -249,8 +251,7 @@ class LayerConfig:
     n_kv_heads: int | None = None  # None: the config's
     # values are the keys before norm and rotation
     key_is_value: bool = False
-    # later layers reuse the keys and values of the last layer before them with the same window
-    kv_sharing: Literal["none", "store", "reuse"] = "none"
+    kv_sharing: KVSharing = "none"
 
     def with_mixer(self, mixer: MixerConfig) -> "LayerConfig":
         """Return this layer with a recurrent mixer in place of its attention."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from litft.model.attention import attend
-from litft.model.config import Config, LayerConfig
+from litft.model.config import Config, LatentConfig, LayerConfig
 from litft.model.kv_cache import LayerCache
 from litft.model.linear import Linear
 from litft.model.norm import Norm, apply_norm
@@ -28,9 +28,8 @@ class LatentAttention(nn.Module):
     ("absorbed"), and so attends to the latent vectors.
     """
 
-    def __init__(self, config: Config, layer: LayerConfig) -> None:
+    def __init__(self, config: Config, layer: LayerConfig, latent: LatentConfig) -> None:
         super().__init__()
-        latent = layer.latent
         self.latent = latent
         self.window = layer.window
         self.n_heads = config.n_heads
@@ -64,6 +63,7 @@ class LatentAttention(nn.Module):
         documents: PackedSequences | None,
         cache: LayerCache | None,
     ) -> Tensor:
+        """Return (B, T, C) for x (B, T, C)."""
         q = self.queries(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, N + D)
         # only a part of each head carries the position: latent vectors do not depend on it
         q_nope, q_rope = q.split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
@@ -110,8 +110,8 @@ class LatentAttention(nn.Module):
     def expanded(
         self, q: Tensor, keys: Tensor, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
-        """Attend with keys and values of every head, expanded from `keys` (B, 1, T, R + D) and
-        those of the cache."""
+        """Attend with q (B, H, T, N + D) to keys and values of every head, expanded from `keys` (B,
+        1, T, R + D) and those of the cache; return (B, H, T, V)."""
         mask = None
         if cache is not None:
             # the cache holds latent vectors and shared keys;
@@ -121,7 +121,10 @@ class LatentAttention(nn.Module):
 
     def absorbed(self, q_nope: Tensor, q_rope: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
         """Attend to the latent vectors: (q W_k) k = q (W_k k), and W_v is applied to their weighted
-        sum."""
+        sum.
+
+        q_nope: (B, H, T, N); q_rope: (B, H, T, D); keys: (B, 1, T, R + D). Returns (B, H, T, V).
+        """
         keys, _, mask = cache.update(keys, keys[..., :0], self.window)
         weight = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1))
         # (H, N, R), (H, V, R)

@@ -14,6 +14,8 @@ class Linear(nn.Linear):
 
     # the output is x W^T + b: the loss may use the weight and bias of a head directly
     is_plain = True
+    # whether something reads the weight besides `forward`
+    reads_weight = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.is_mkldnn:

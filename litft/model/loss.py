@@ -256,7 +256,7 @@ class _HeadGradients:
             self.weight = torch.zeros_like(weight, dtype=torch.float32)
         else:
             self.weight = None
-        if needed[2]:
+        if bias is not None and needed[2]:
             self.bias = torch.zeros_like(bias, dtype=torch.float32)
         else:
             self.bias = None

@@ -339,25 +339,35 @@ def by_expert(values: Tensor, grouping: Grouping) -> Tensor:
     return F.embedding(grouping.expert, values)
 
 
-class ExpertStack(nn.Module):
-    """One MLP per expert (arXiv 2101.03961), as stacked Linears; `gate_proj` is None if the MLPs
-    are not gated."""
+class GatedExperts(nn.Module):
+    """One gated MLP per expert (arXiv 2101.03961), as stacked Linears."""
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
-        self.gated = gate_function(config) if config.gated else None
-        self.activation = None if config.gated else activation(config)
+        self.gated = gate_function(config)
         sizes = experts.count, config.dim, experts.hidden_dim, experts.bias
-        self.gate_proj = ExpertLinear(*sizes) if config.gated else None
+        self.gate_proj = ExpertLinear(*sizes)
         self.up_proj = ExpertLinear(*sizes)
         self.down_proj = ExpertLinear(experts.count, experts.hidden_dim, config.dim, experts.bias)
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply the experts to x (N, C), sorted by expert; return (N, C)."""
         up = self.up_proj(x, grouping)
-        if self.gate_proj is None:
-            return self.down_proj(self.activation(up), grouping)
         return self.down_proj(self.gated(self.gate_proj(x, grouping), up), grouping)
+
+
+class PlainExperts(nn.Module):
+    """One MLP without a gate per expert, as stacked Linears."""
+
+    def __init__(self, config: Config, experts: ExpertsConfig) -> None:
+        super().__init__()
+        self.activation = activation(config)
+        self.up_proj = ExpertLinear(experts.count, config.dim, experts.hidden_dim, experts.bias)
+        self.down_proj = ExpertLinear(experts.count, experts.hidden_dim, config.dim, experts.bias)
+
+    def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
+        """Apply the experts to x (N, C), sorted by expert; return (N, C)."""
+        return self.down_proj(self.activation(self.up_proj(x, grouping)), grouping)
 
 
 # name suffixes of the modules that select experts; these stay in full precision, since a small
@@ -371,14 +381,20 @@ ROUTERS = (
 class MoE(nn.Module):
     """A mixture of experts (arXiv 2401.04088), with a shared expert if the architecture has one."""
 
+    correction_bias: nn.Parameter | None  # (E,)
+
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
         self.count = experts.count
         self.top_k = experts.top_k
         self.config = experts
         self.router = Linear(config.dim, experts.count, bias=experts.router_bias)
-        self.experts = ExpertStack(config, experts)
-        mlp_class = GatedMLP if config.gated else PlainMLP
+        if config.gated:
+            mlp_class = GatedMLP
+            self.experts = GatedExperts(config, experts)
+        else:
+            mlp_class = PlainMLP
+            self.experts = PlainExperts(config, experts)
         if experts.shared_dim:
             self.shared = mlp_class(config, experts.shared_dim)
         else:
@@ -465,12 +481,12 @@ class ScaledMoE(MoE):
 class DenseBesideExperts(nn.Module):
     """A dense MLP and experts side by side, each with a norm before and after it."""
 
-    def __init__(self, config: Config, layer: LayerConfig) -> None:
+    def __init__(self, config: Config, layer: LayerConfig, experts: ExpertsConfig) -> None:
         super().__init__()
         self.dense_norm = Norm(config.norm, config.dim)
         self.dense_post_norm = Norm(config.norm, config.dim)
         self.dense = GatedMLP(config, layer.hidden_dim or config.hidden_dim)
-        self.moe = ScaledMoE(config, layer.experts)
+        self.moe = ScaledMoE(config, experts)
         self.moe_post_norm = Norm(config.norm, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -483,7 +499,7 @@ def make_mlp(config: Config, layer: LayerConfig) -> nn.Module:
     """Build the feed-forward part of one layer."""
     if layer.experts is not None:
         if layer.experts.beside_dense:
-            return DenseBesideExperts(config, layer)
+            return DenseBesideExperts(config, layer, layer.experts)
         return MoE(config, layer.experts)
     hidden_dim = layer.hidden_dim or config.hidden_dim
     if layer.sparsity:

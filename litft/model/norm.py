@@ -41,19 +41,22 @@ class Norm(nn.Module):
         self.size = shape[0] if is_plain_rms else 0
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized x (..., *shape) in its dtype."""
+        stored = self.weight
         # one token without gradients: the common case of
         # a decode step, in as few operations as possible
         if (
             x.numel() == self.size
             and not torch.is_grad_enabled()
-            and (weight := self.weight).dtype == x.dtype
+            and stored is not None
+            and stored.dtype == x.dtype
         ):
-            return rms_norm_single_token(x, weight, self.norm.eps)
+            return rms_norm_single_token(x, stored, self.norm.eps)
 
-        weight = self.in_fp32(self.weight)
+        weight = self.in_fp32(stored)
         bias = self.in_fp32(self.bias)
         # the checkpoint stores the difference from the offset
-        if self.norm.offset:
+        if self.norm.offset and weight is not None:
             weight = weight + self.norm.offset
         # compiled: no fp32 copy either
         if self.norm.kind == "rms" and bias is None and not torch.compiler.is_compiling():
@@ -61,7 +64,9 @@ class Norm(nn.Module):
         if self.shape == self.normalized_shape:
             return self.normalize(x.float(), weight, bias).to(x.dtype)
         # F's norms take a weight of the normalized dimensions, not one for each head
-        y = self.normalize(x.float(), None, None) * weight
+        y = self.normalize(x.float(), None, None)
+        if weight is not None:
+            y = y * weight
         if bias is not None:
             y = y + bias
         return y.to(x.dtype)

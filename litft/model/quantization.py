@@ -55,7 +55,8 @@ def bitsandbytes(needed_by: str = "quantized weights need") -> ModuleType:
     # an entry of None lets `import kernels` fail; `...` stands for no entry before
     kernels = sys.modules.get("kernels", ...)
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    sys.modules["kernels"] = None
+    # the stubs of `sys` lack the None that the import system allows
+    sys.modules["kernels"] = None  # pyright: ignore[reportArgumentType]
     logger.disabled = True
     try:
         return import_module("bitsandbytes")
@@ -380,10 +381,11 @@ def quantize_modules(model: nn.Module, names: Iterable[str], kind: str) -> None:
     for name in names:
         module = model.get_submodule(name)
         if isinstance(module, ExpertLinear):
-            module_class = QuantizedExpertLinear
+            quantized = QuantizedExpertLinear(module, kind)
         else:
-            module_class = QuantizedLinear
-        model.set_submodule(name, module_class(module, kind))
+            assert isinstance(module, nn.Linear)  # see `is_quantizable`
+            quantized = QuantizedLinear(module, kind)
+        model.set_submodule(name, quantized)
 
 
 def quantize_dequantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
@@ -408,4 +410,6 @@ def dense_weight(module: nn.Module) -> Tensor:
         return module.quantized.dequantize()
     if isinstance(module, QuantizedExpertLinear):
         return module.quantized.dequantize().unflatten(0, (module.count, -1))
-    return module.weight.detach()
+    weight = module.weight
+    assert isinstance(weight, Tensor)  # of a Linear, of experts or of an embedding
+    return weight.detach()

@@ -67,6 +67,7 @@ class GPT(nn.Module):
         # layers with equal parameters share one table of cos and sin, which is computed once a pass
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+        self.ropes_read_length = any(rope.depends_on_length for rope in ropes)
         self.rotary_indices: list[int | None] = []
         for layer in config.layers:
             self.rotary_indices.append(ropes.index(layer.rope) if layer.rope else None)
@@ -148,13 +149,13 @@ class GPT(nn.Module):
         # further inputs of each block, and the documents as it sees them
         extras = self.block_extras(tokens, x)
         x = x if self.streams is None else self.streams.expand(x)
-        documents = self.layer_documents(self.prepare_documents(documents, tokens), tokens)
+        block_documents = self.layer_documents(self.prepare_documents(documents, tokens), tokens)
 
         # x: (B, T, C), or (B, T, S C) with S residual streams
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
             layer_cache = cache.layers[index] if cache else None
             rotation = cos_sin[rotary] if rotary is not None else None
-            x = block(x, rotation, documents[index], layer_cache, *extras[index])
+            x = block(x, rotation, block_documents[index], layer_cache, *extras[index])
         if cache is not None:
             cache.end()
 
@@ -195,10 +196,13 @@ class GPT(nn.Module):
         for window in windows:
             if isinstance(window, Chunk) and window.size < tokens.size(1):
                 chunks.add(window)
+        if not chunks:
+            return [documents] * len(windows)
         # without documents, each row is one, which is divided into chunks
         whole = documents
-        if chunks and not documents:
-            whole = PackedSequences.rows(*tokens.shape, tokens.device)
+        if whole is None:
+            batch, length = tokens.shape
+            whole = PackedSequences.rows(batch, length, tokens.device)
         chunked = {chunk: whole.chunked(chunk.size) for chunk in chunks}
         return [chunked.get(window, documents) for window in windows]
 
@@ -245,7 +249,7 @@ class GPT(nn.Module):
         """
         # 0: not read by any rope
         lengths: Tensor | int = 0
-        if any(rotary.rope.depends_on_length for rotary in self.rotaries):
+        if self.ropes_read_length:
             if cache:
                 lengths = cache.max_length
             else:
@@ -276,16 +280,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def add_neftune_noise(
-    x: Tensor, alpha: float, targets: Tensor, document_ids: Tensor | None
+    x: Tensor, alpha: float, targets: Tensor | None, document_ids: Tensor | None
 ) -> Tensor:
     """Add NEFTune noise (arXiv 2310.05914) to embeddings (B, T, C): uniform within alpha / sqrt(L
     C).
 
     L is the length of the sample: the tokens of its document in a packed row, otherwise the tokens
     up to the row's last target, since later ones are padding or do not affect the loss. So the
-    noise does not depend on the length of other rows.
+    noise does not depend on the length of other rows. targets and document_ids are (B, T);
+    documents need no targets.
     """
     if document_ids is None:
+        assert targets is not None  # a pass that trains has them
         index = torch.arange(1, x.size(1) + 1, device=x.device)
         lengths = torch.where(targets != IGNORED, index, 1).amax(1, keepdim=True)  # (B, 1)
     else:

@@ -98,6 +98,7 @@ class DeltaNet(Mixer):
         decay = self.decay(rows, log_rate, decay_bias)
         y, state = recurrence(q * delta.key_dim**-0.5, k, v, decay, beta, documents, state)
         if cache is not None:
+            assert state is not None  # there are no documents with a cache
             cache.store(3, state)
         return y.to(dtype)
 

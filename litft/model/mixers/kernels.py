@@ -7,6 +7,9 @@ timing), the plain forms run. The convolution is that of `causal-conv1d` where t
 installed.
 """
 
+# the packages of the kernels are optional, and only some GPUs run them
+# pyright: reportMissingImports=false
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache

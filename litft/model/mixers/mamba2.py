@@ -19,6 +19,8 @@ from litft.model.packed_sequences import PackedSequences
 class Mamba2(Mixer):
     """The state space model of Mamba-2, with a convolution before it and a gated norm after it."""
 
+    conv_scales: Tensor
+
     def __init__(self, config: Config, mamba: Mamba2Config) -> None:
         super().__init__()
         self.mamba = mamba
@@ -66,12 +68,24 @@ class Mamba2(Mixer):
         return scaled(self.out_proj(y), mamba.output_scale)
 
     def mix(
-        self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
+        self,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        conv: Tensor,
+        step: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        log_rate: Tensor,
+        step_bias: Tensor,
+        skip: Tensor,
     ) -> Tensor:
         """Return the recurrence over convolved values, keys and queries, and what skips it: (B, T,
-        H D)."""
+        H D).
+
+        conv: the input of the convolution (B, T, D H + 2 G S); step: (B, T, H). The others are
+        parameters.
+        """
         mamba = self.mamba
-        conv, step, weight, bias, log_rate, step_bias, skip = inputs
         convolved = F.silu(causal_conv(conv, weight, bias, documents, cache))
         v, k, q = convolved.split(self.widths, dim=-1)
         v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
@@ -84,6 +98,7 @@ class Mamba2(Mixer):
         decay = -log_rate.float().exp() * step
         y, state = recurrence(q, k, v * step[..., None], decay, None, documents, state)
         if cache is not None:
+            assert state is not None  # there are no documents with a cache
             cache.store(1, state)
         y = y + skip.float()[:, None] * v
         return y.flatten(2).to(conv.dtype)

@@ -46,7 +46,8 @@ class Mixer(nn.Module):
         """Return `mix`; inputs: all tensors that may need a gradient."""
         if cache is not None or not torch.is_grad_enabled():
             return self.mix(documents, cache, *inputs)
-        return _mix_in_training(self, documents, inputs)
+        # `torch.compiler.disable` has no types
+        return _mix_in_training(self, documents, inputs)  # pyright: ignore[reportCallIssue]
 
 
 # a loop over chunks, whose number depends on the length
@@ -132,16 +133,18 @@ def causal_conv(
     else:
         ids = F.pad(documents.ids, (width - 1, 0), value=-1)
 
-    # a sum of K shifted products; the last tap is the token itself, and needs no mask
-    y = None
-    for tap in range(width):
+    def tap_product(tap: int) -> Tensor:
         shifted = extended[:, tap : tap + length]
+        # the last tap is the token itself, and needs no mask
         if ids is not None and tap < width - 1:
-            shifted = shifted.masked_fill(
-                (ids[:, tap : tap + length] != documents.ids)[..., None], 0
-            )
-        product = shifted * weight[:, tap]
-        y = product if y is None else y + product
+            is_other = ids[:, tap : tap + length] != ids[:, width - 1 :]
+            shifted = shifted.masked_fill(is_other[..., None], 0)
+        return shifted * weight[:, tap]
+
+    # a sum of K shifted products
+    y = tap_product(0)
+    for tap in range(1, width):
+        y = y + tap_product(tap)
     if bias is None:
         return y
     return y + bias

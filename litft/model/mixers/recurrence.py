@@ -102,7 +102,12 @@ def recurrence_operator(
 
     An operator returns no None: the state after documents is an empty tensor.
     """
-    packed = PackedSequences(*documents) if documents else None
+    packed = None
+    if documents:
+        ids, cu_seqlens, *others = documents
+        packed = PackedSequences(ids, cu_seqlens)
+        if others:
+            packed = packed._replace(host_cu_seqlens=others[0])
     y, new_state = recurrence(q, k, v, g, b, packed, state)
     if new_state is None:
         new_state = y.new_empty(0, dtype=torch.float32)
@@ -144,7 +149,8 @@ def _chunked(
     else:
         scores, system = _pairs(q, k, b, decays.total, decays.visible)
     k_start = None
-    if b is not None:
+    # there is a system for the delta rule
+    if b is not None and system is not None:
         v, k_start = _delta_values(k, v, b, system, decays.from_start)
 
     y, state = _over_chunks(q, k, v, k_start, scores, decays, by_row, state)

@@ -28,10 +28,15 @@ class ShortConv(Mixer):
         )
 
     def mix(
-        self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
+        self,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        projected: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        """Return the gated convolution."""
-        # (B, T, 3 C) -> b, c and x of the class's docstring, (B, T, C) each
-        projected, weight, bias = inputs
+        """Return the gated convolution (B, T, C) of `projected` (B, T, 3 C), with the convolution's
+        weight (C, width) and bias (C,)."""
+        # b, c and x of the class's docstring, (B, T, C) each
         before, after, x = projected.chunk(3, dim=-1)
         return after * causal_conv(before * x, weight, bias, documents, cache)
