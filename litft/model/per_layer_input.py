@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from litft.model.config import Config
+from litft.model.config import Chunk, Config
 from litft.model.linear import Linear
 from litft.model.mlp import activation
 from litft.model.norm import Norm
@@ -22,7 +22,7 @@ class SharedKeys:
     """
 
     def __init__(self) -> None:
-        self.by_window: dict[int | None, tuple[Tensor, Tensor]] = {}
+        self.by_window: dict[int | Chunk | None, tuple[Tensor, Tensor]] = {}
 
 
 class BlockExtra(NamedTuple):
