@@ -38,12 +38,12 @@ class MicroBatch:
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
+    # (N,) int64 into the flattened rows; computed here to avoid a GPU sync
+    target_indices: Tensor
     # (B, T) int64 within each document; 0 for padding
     positions: Tensor | None = None
     # a number for each token's document; -1: padding
     documents: PackedSequences | None = None
-    # (N,) int64 into the flattened rows; computed here to avoid a GPU sync
-    target_indices: Tensor | None = None
     sequences: Sequences | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -258,11 +258,9 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
     # rows of one document each need no mask of documents: causal attention never reaches the
     # padding on the right
     if not (packed or any(sample.documents for sample in samples)):
-        return MicroBatch(
-            tokens, targets, positions, target_indices=target_indices, sequences=sequences
-        )
+        return MicroBatch(tokens, targets, target_indices, positions, sequences=sequences)
     return MicroBatch(
-        tokens, targets, positions, PackedSequences.of(documents), target_indices, sequences
+        tokens, targets, target_indices, positions, PackedSequences.of(documents), sequences
     )
 
 

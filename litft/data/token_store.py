@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from xxhash import xxh3_64
@@ -331,7 +331,7 @@ class SampleIndex(NamedTuple):
     labels: np.ndarray
 
 
-class Samples(Sequence):
+class Samples(Sequence[Sample]):
     """Samples of one or more stores, read from disk on access."""
 
     def __init__(
@@ -363,7 +363,13 @@ class Samples(Sequence):
         # with 0 for a store of which no sample is left
         return np.bincount(self.store_numbers, minlength=len(self.stores)).tolist()
 
-    def __getitem__(self, key: Any) -> "Sample | Samples":
+    @overload
+    def __getitem__(self, key: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> "Samples": ...
+
+    def __getitem__(self, key: int | slice) -> "Sample | Samples":
         if isinstance(key, slice):
             index = SampleIndex(*(array[key] for array in self.sample_index))
             return Samples(self.stores, self.store_numbers[key], index)

@@ -111,10 +111,12 @@ class HostGroup:
         limit = timedelta(seconds=seconds(timeout))
         # checkpoints are written concurrently with training steps and need their own group
         self.group = None
-        self.checkpoint_group = None
+        self.checkpoint_group: distributed.ProcessGroup | None = None
         if processes > 1:
             self.group = distributed.new_group(backend="gloo", timeout=limit)
-            self.checkpoint_group = distributed.new_group(backend="gloo", timeout=limit)
+            checkpoint_group = distributed.new_group(backend="gloo", timeout=limit)
+            assert isinstance(checkpoint_group, distributed.ProcessGroup)  # all are members
+            self.checkpoint_group = checkpoint_group
 
     def all_reduce_max(self, *values: float) -> list[float]:
         """Return the maximum of each value over all processes."""
@@ -156,6 +158,13 @@ class HostGroup:
             if differences:
                 reason = f"process {rank} differs from process 0 in {', '.join(differences[:5])}"
                 raise ValueError(f"{reason}; give all processes the same files and flags")
+
+
+def sum_over_processes(fabric: "Fabric", values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor over all processes, in the shape of `values`."""
+    total = fabric.all_reduce(values, reduce_op="sum")
+    assert isinstance(total, torch.Tensor)  # like what is reduced
+    return total
 
 
 @contextmanager

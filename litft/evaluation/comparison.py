@@ -10,6 +10,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from tqdm import tqdm
 
 from litft.args import RunEvalArgs
@@ -49,6 +50,7 @@ class EvalExample:
     prompt: list[int]
     expected: str
     tokens: int  # length of the expected answer
+    sample: Sample
 
 
 @torch.no_grad()
@@ -96,10 +98,10 @@ def score_examples(
         }
 
     # the answers, which for preferences are only shown
-    answered = [
-        (name, sample) for (name, _), sample in zip(selected, samples, strict=True) if sample.answer
-    ]
-    examples = [_example(name, sample, tokenizer) for name, sample in answered]
+    examples = []
+    for (name, _), sample in zip(selected, samples, strict=True):
+        if sample.answer is not None:
+            examples.append(_example(name, sample, sample.answer, tokenizer))
     if examples:
         answers = _answers(subject.name, session, examples, args)
     else:
@@ -115,25 +117,34 @@ def score_examples(
             "exact_match is not computed",
             file=sys.stderr,
         )
-    return {name: _texts(sample, tokenizer) for name, sample in answered}
+    return {example.name: _texts(example, tokenizer) for example in examples}
 
 
-def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> EvalExample:
-    prompt, expected = (ids.tolist() for ids in sample.answer)
-    return EvalExample(name, prompt, tokenizer.decode_answer(expected).strip(), len(expected))
+def _example(
+    name: Name, sample: Sample, answer: tuple[Tensor, Tensor], tokenizer: Tokenizer
+) -> EvalExample:
+    """Return the example of a sample with this prompt and answer, (P,) and (A,)."""
+    prompt, expected = (ids.tolist() for ids in answer)
+    return EvalExample(
+        name=name,
+        prompt=prompt,
+        expected=tokenizer.decode_answer(expected).strip(),
+        tokens=len(expected),
+        sample=sample,
+    )
 
 
-def _texts(sample: Sample, tokenizer: Tokenizer) -> dict[str, str]:
+def _texts(example: EvalExample, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the prompt of an example and its answers, by what they are."""
-    prompt, answer = (ids.tolist() for ids in sample.answer)
+    sample = example.sample
     title = {
         True: "desirable",
         False: "undesirable",
         None: "chosen" if sample.documents else "expected",
     }[sample.desirable]
     texts = {
-        "prompt": tokenizer.decode(prompt, skip_special=False),
-        title: tokenizer.decode_answer(answer).strip(),
+        "prompt": tokenizer.decode(example.prompt, skip_special=False),
+        title: example.expected,
     }
     if sample.documents:
         rejected = sample.split()[1].targets

@@ -140,8 +140,10 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
             continue
         run_args = finetune_args(run)
         trained_data = run_args.data
-        if hub_id(run_args.checkpoint_dir) is None and Path(run_args.checkpoint_dir).is_dir():
-            folders.append(resolve(run_args.checkpoint_dir, run_args.base_dir).folder)
+        start = run_args.checkpoint_dir
+        assert start is not None  # every run has begun with a model
+        if hub_id(start) is None and Path(start).is_dir():
+            folders.append(resolve(start, run_args.base_dir).folder)
         try:
             _train_files(trained_data)
             run_data[run] = trained_data

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 try:
     import evaluate  # noqa: F401 - imported by the tasks' code: without it they would fail one by one
-    from lm_eval import simple_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
+    from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -226,7 +226,8 @@ class HarnessModel(TemplateLM):
         return answer.text
 
     def _request(self, context: str, settings: dict[str, Any]) -> Request:
-        kwargs = normalize_gen_kwargs(settings, DEFAULT_MAX_TOKENS)
+        # values of a task's YAML file, of any type
+        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(settings, DEFAULT_MAX_TOKENS))
         # sampling only if the task asks for it
         if kwargs["do_sample"]:
             kwargs["temperature"] = kwargs.get("temperature", 1.0)
@@ -297,7 +298,7 @@ def run_tasks(
     `simple_evaluate`."""
     model = HarnessModel(session, batch_size)
     try:
-        return simple_evaluate(model, tasks=tasks, task_manager=manager, **settings)
+        results = simple_evaluate(model, tasks=[*tasks], task_manager=manager, **settings)
     except Exception as error:
         # from a YAML file, a template, a task's code, the hub: any kind
         frames = traceback.extract_tb(error.__traceback__)
@@ -308,3 +309,5 @@ def run_tasks(
         raise ValueError(
             f"--tasks: the harness failed with {reason}; look at the task's YAML file and its data"
         ) from None
+    assert results is not None  # as of every first process
+    return dict(results)

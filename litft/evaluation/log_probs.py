@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from litft.data.packing import Layout, MicroBatch
 from litft.data.sample import Sample
-from litft.model.transformer import GPT, eval_mode
+from litft.model.transformer import eval_mode
 
 
 def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -27,12 +27,12 @@ def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def document_log_probs(
-    model: GPT,
+    model: nn.Module,
     samples: Sequence[Sample],
     layout: Layout,
     device: torch.device,
     rank: int = 0,
-    before_batch: Callable[[], None] = lambda: None,
+    before_batch: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed log-probability of each document's targets, and the number of targets: both
     (S, D) fp64.
@@ -66,6 +66,6 @@ TIE = 1e-5
 
 
 def wins(margins: Tensor) -> Tensor:
-    """Return 1 for each pair whose chosen answer has the higher value, one half for a tie, else
-    0."""
+    """Return 1 for each pair whose chosen answer has the higher value, one half for a tie, else 0:
+    (P,) fp64, of differences (P,)."""
     return (margins > TIE).double() + (margins.abs() <= TIE).double() / 2

@@ -32,10 +32,10 @@ class PreferenceScores:
         else:
             labels = torch.tensor([sample.desirable for sample in samples])
         with tqdm(total=-(-len(samples) // rows), desc=f"{name}: preferences", disable=None) as bar:
-            values = document_log_probs(
+            log_probs, lengths = document_log_probs(
                 model, samples, Layout(rows), model.device, before_batch=bar.update
             )
-        return cls(*(value.cpu() for value in values), labels)
+        return cls(log_probs.cpu(), lengths.cpu(), labels)
 
     def scores(self) -> dict[str, float]:
         """Return the number of examples, and the scores of summed and of mean log-probabilities

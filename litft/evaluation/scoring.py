@@ -3,7 +3,7 @@ processes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar, overload
 
 import torch
 from lightning_fabric import Fabric
@@ -14,7 +14,7 @@ from litft.data.chat_template import Message, last_user_message
 from litft.data.packing import Layout, MicroBatch
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import HostGroup, join_uneven
+from litft.distributed.process_group import HostGroup, join_uneven, sum_over_processes
 from litft.evaluation.log_probs import document_log_probs
 from litft.inference.decoder import Decoder
 from litft.inference.generation import Completion, Request, generate_completions
@@ -49,6 +49,23 @@ class ValidationAnswer(NamedTuple):
     expected: str
     # it has ended by itself, not at the length limit
     ended: bool
+
+
+class _Reasoning(TypedDict, total=False):
+    reasoning_content: str  # of a model that thinks
+
+
+class ShownAnswer(_Reasoning):
+    """An answer as people read it."""
+
+    answer: str
+
+
+class SampleAnswer(ShownAnswer):
+    """The model's answer to one of the prompts of a run: a line of samples.jsonl."""
+
+    step: int
+    prompt: str
 
 
 Metric = Callable[[list[ValidationAnswer]], float]
@@ -157,9 +174,8 @@ def hardest_examples(
         model, alone, layout, fabric.device, fabric.global_rank, before_batch
     )
     # each rank has computed its part, and zeros elsewhere
-    log_probs, lengths = (
-        fabric.all_reduce(values, reduce_op="sum")[:, 0] for values in (log_probs, lengths)
-    )
+    log_probs = sum_over_processes(fabric, log_probs)[:, 0]
+    lengths = sum_over_processes(fabric, lengths)[:, 0]
     losses, indices = (-log_probs / lengths.clamp(min=1)).topk(min(count, len(samples)))
     hardest = zip(losses.tolist(), indices.tolist(), strict=True)
     return [_hard_example(samples[number], number, loss, tokenizer) for loss, number in hardest]
@@ -217,6 +233,12 @@ class Selection(Sequence[Sample]):
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @overload
+    def __getitem__(self, key: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> "Selection": ...
 
     def __getitem__(self, key: int | slice) -> "Sample | Selection":
         if isinstance(key, slice):

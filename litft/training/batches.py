@@ -21,6 +21,7 @@ from xxhash import xxh3_64_intdigest
 from litft.data.packing import Layout
 from litft.data.sample import Sample
 from litft.data.token_store import Samples
+from litft.distributed.process_group import sum_over_processes
 from litft.evaluation.log_probs import document_log_probs
 from litft.model.transformer import GPT
 from litft.training.objectives import Objective
@@ -31,7 +32,7 @@ FOLDER = "reference"  # within the run's folder
 BLOCK = 64
 
 
-class Mismatches(Sequence):
+class Mismatches(Sequence[Sample]):
     """The prompts of samples, each with the answer of another one; read on access."""
 
     def __init__(
@@ -50,13 +51,13 @@ class Mismatches(Sequence):
         return self.samples.mismatched(*self.partners(position), self.limit)
 
 
-class Referenced(Sequence):
+class Referenced(Sequence[Sample]):
     """A lazy view of samples that adds log-probabilities in the reference model, one for each
     document, and the samples of KTO's KL term."""
 
     def __init__(
         self,
-        samples: Sequence,
+        samples: Sequence[Sample],
         all_values: Mapping[str, np.ndarray],
         name: str,
         mismatches: "Referenced | None" = None,
@@ -94,7 +95,7 @@ class Batches:
         data = schedule.data
         self.width = 2 if objective.data == "pairs" else 1
         # by name: samples, and the indices whose log-probabilities a run needs
-        self.parts: dict[str, tuple[Sequence, Sequence[int]]] = {}
+        self.parts: dict[str, tuple[Sequence[Sample], Sequence[int]]] = {}
         if objective.needs_reference:
             train_indices = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
             self.parts = {"train": (data.train, train_indices), "val": (data.val, val_indices)}
@@ -131,28 +132,28 @@ class Batches:
         samples = [train[index] for index in schedule.step_indices(step)]
         if not self.objective.needs_mismatches:
             return samples
-        mismatches = self._referenced("train_mismatches", self.parts["train_mismatches"][0])
+        mismatches = self._mismatches("train_mismatches")
         with_mismatches = []
         for at, sample in enumerate(samples, schedule.seen(step)):
             with_mismatches.append(replace(sample, mismatch=mismatches[at]))
         return with_mismatches
 
-    def validation(self) -> Sequence:
+    def validation(self) -> Sequence[Sample]:
         """Return the validation samples."""
-        val = self.schedule.data.val
         mismatches = None
         if self.objective.needs_mismatches:
-            mismatches = self._referenced("val_mismatches", self.parts["val_mismatches"][0])
-        if self.parts:
-            return self._referenced("val", val, mismatches)
-        return val
+            mismatches = self._mismatches("val_mismatches")
+        return self._referenced("val", self.schedule.data.val, mismatches)
 
     def _referenced(
-        self, name: str, samples: Sequence, mismatches: Referenced | None = None
-    ) -> Sequence:
+        self, name: str, samples: Sequence[Sample], mismatches: Referenced | None = None
+    ) -> Sequence[Sample]:
         if self.parts:
             return Referenced(samples, self.values, name, mismatches)
         return samples
+
+    def _mismatches(self, name: str) -> Referenced:
+        return Referenced(self.parts[name][0], self.values, name)
 
     def compute_references(
         self,
@@ -234,7 +235,7 @@ def log_probs(
     values, _ = document_log_probs(
         model, samples, layout, fabric.device, fabric.global_rank, before_batch
     )
-    return fabric.all_reduce(values, reduce_op="sum").cpu().numpy()
+    return sum_over_processes(fabric, values).cpu().numpy()
 
 
 class LogProbFile:

@@ -152,7 +152,7 @@ def _with_defaults(args: FinetuneArgs, objective: Objective) -> FinetuneArgs:
         rate = objective.learning_rate(method_of(args).name, args.default_learning_rate)
         args = dataclasses.replace(args, train=dataclasses.replace(args.train, learning_rate=rate))
     return dataclasses.replace(
-        args, preference=dataclasses.replace(args.preference, beta=objective.beta)
+        args, preference=dataclasses.replace(args.preference, beta=objective.beta_or_none)
     )
 
 

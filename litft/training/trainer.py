@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -20,7 +19,13 @@ from litft.args.parser import method_name
 from litft.data.packing import MicroBatch
 from litft.data.sample import Sample
 from litft.distributed.devices import is_out_of_memory, mesh_of
-from litft.distributed.process_group import Processes, end_children, peer_failure, sync_gradients
+from litft.distributed.process_group import (
+    Processes,
+    end_children,
+    peer_failure,
+    sum_over_processes,
+    sync_gradients,
+)
 from litft.errors import Interrupted, RankError
 from litft.evaluation.scoring import Metric
 from litft.model.placement import full_tensor
@@ -37,6 +42,7 @@ from litft.training.memory_saving.compile import is_compiled, uncompiled
 from litft.training.network import blocks_on_host, build_trained_network, prepare_blocks
 from litft.training.objectives import Objective, Totals
 from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
+from litft.training.optimizers.wrapped import unwrapped_in_backward
 from litft.training.output.recorder import Observers, Recorder
 from litft.training.output.screen import beginning, end, open_screen
 from litft.training.validation import Measured, Validation, measured_indices
@@ -63,7 +69,7 @@ def accumulate(
             values = objective(model, batch, totals)
             fabric.backward(values[0] * fabric.world_size)
         total += values.detach()
-    return fabric.all_reduce(total, reduce_op="sum")
+    return sum_over_processes(fabric, total)
 
 
 class SignalCaught(Exception):
@@ -297,9 +303,10 @@ class Trainer:
         model.train()
         set_learning_rate(optimizer, rate)
         if self.args.train.optimizer_in_backward:  # with one device only
-            with optimizer.optimizer.stepping():
+            in_backward = unwrapped_in_backward(optimizer)
+            with in_backward.stepping():
                 values = self._backward(model, optimizer, samples, seed)
-            return values, optimizer.optimizer.norm()
+            return values, in_backward.norm()
         values = self._backward(model, optimizer, samples, seed + self.fabric.global_rank)
 
         # without a limit nothing is clipped, but the norm is still a column of metrics.csv
@@ -321,13 +328,14 @@ class Trainer:
     ) -> Tensor:
         """Compute the gradients of the objective; with --train.oom_retry, again in smaller
         micro-batches after an OOM."""
-        for attempt in count():
+        is_first_attempt = True
+        while True:
             try:
                 # a new attempt starts with the same random state, however far the failed one got
                 torch.manual_seed(seed)
                 batches = self.schedule.layout.batches(samples, self.fabric.global_rank)
                 # later, the time of the failed attempt would count as waiting for data
-                if attempt == 0:
+                if is_first_attempt:
                     self.metrics.data_ready()
                 self.objective.before_step(self.fabric, self.model, samples, self.schedule.layout)
                 return accumulate(
@@ -347,6 +355,7 @@ class Trainer:
             # gradients of the micro-batches before the failure
             optimizer.zero_grad(set_to_none=True)
             self.probe.halve(reason)
+            is_first_attempt = False
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Validate, log and save where their intervals end."""

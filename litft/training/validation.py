@@ -16,12 +16,14 @@ from litft.data.dataset import DataSplits
 from litft.data.packing import Layout
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import Processes
+from litft.distributed.process_group import Processes, sum_over_processes
 from litft.evaluation.scoring import (
     BLOCK,
     HardExample,
     Metric,
+    SampleAnswer,
     Selection,
+    ShownAnswer,
     ValidationAnswer,
     answer_rows,
     evenly_spaced,
@@ -95,7 +97,7 @@ class Validation:
         self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}
         self.failures: dict[str, str] = {}  # errors of metrics, by name
         self.num_answers = 0  # examples with an answer to match
-        self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
+        self.answers: list[SampleAnswer] = []
         self.hardest: list[HardExample] = []  # of the last validation
         if self.args.max_new_tokens:
             self.prompts = list(_prompts(self.args, self.tokenizer, self.data))
@@ -293,7 +295,7 @@ class Validation:
             for name, error in self.failures.items()
         )
 
-    def generate_answers(self, step: int) -> Iterator[dict[str, str | int]]:
+    def generate_answers(self, step: int) -> Iterator[SampleAnswer]:
         """Generate and yield the model's answers to the prompts after `step` steps, and write them
         to samples.jsonl."""
         for text, ids in self.prompts:
@@ -306,7 +308,7 @@ class Validation:
             yield self.answers[-1]
         self._write()
 
-    def _shown(self, prompt: list[int], text: str) -> dict[str, str]:
+    def _shown(self, prompt: list[int], text: str) -> ShownAnswer:
         """Return an answer as people read it: the calls after the content, and the reasoning by
         itself."""
         prompt_text = self.tokenizer.decode(prompt, skip_special=False)
@@ -315,7 +317,7 @@ class Validation:
             f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})"
             for call in parsed.calls
         ]
-        shown = {"answer": "\n".join([parsed.content, *calls]).strip()}
+        shown: ShownAnswer = {"answer": "\n".join([parsed.content, *calls]).strip()}
         if parsed.reasoning:
             shown["reasoning_content"] = parsed.reasoning
         return shown
@@ -348,7 +350,11 @@ def measured_indices(data: DataSplits, args: EvalArgs, batch_size: int) -> dict[
 
     Of each set these are at most --eval.max_batches batches of `batch_size`, evenly spaced.
     """
-    sets = data.val_sets or {"": range(len(data.val))}
+    sets: dict[str, Sequence[int]] = {}
+    for name, numbers in data.val_sets.items():
+        sets[name] = numbers.tolist()
+    if not sets:
+        sets[""] = range(len(data.val))
     limit = (args.max_batches or len(data.val)) * batch_size
     return {name: evenly_spaced(indices, limit) for name, indices in sets.items()}
 
@@ -360,7 +366,7 @@ def metric_format(metric: str) -> str:
     return "{:.4g}"
 
 
-def _parse_answer(line: str) -> dict[str, str | int] | None:
+def _parse_answer(line: str) -> SampleAnswer | None:
     """Parse a line of samples.jsonl; return None for a line damaged by a crash."""
     try:
         item = json.loads(line)
@@ -437,4 +443,4 @@ def validation_scores(
         for batch in layout.iter_batches(samples, BLOCK * fabric.world_size, fabric.global_rank):
             before_batch()
             values += objective(model, batch.to(fabric.device), totals)
-    return fabric.all_reduce(values, reduce_op="sum").tolist()
+    return sum_over_processes(fabric, values).tolist()

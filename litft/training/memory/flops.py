@@ -11,9 +11,13 @@ import torch
 from torch import nn
 
 from litft.data.sample import Sample
+from litft.model.blocks import Block
 from litft.model.config import Chunk
 from litft.model.mlp import ExpertLinear, MoE
 from litft.model.transformer import GPT
+
+# of tokens: one number for each document, or for each sample
+Counts = Sequence[int] | np.ndarray
 
 # Dense peak TFLOP/s in bf16 and fp32 (TF32 is off), from the vendors' data sheets. The pattern
 # matches a part of the name that torch reports. The first match wins: an L40S is not an L4, and
@@ -102,11 +106,11 @@ def _measure_matmul(
     programs interfere."""
     a = torch.randn(size, size).to(dtype)
     # warm-up, whose time is not counted
-    a @ a
+    torch.matmul(a, a)
     seconds: list[float] = []
     while len(seconds) < repeats and sum(seconds) < limit:
         start = time.perf_counter()
-        a @ a
+        torch.matmul(a, a)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
 
@@ -134,6 +138,7 @@ class Flops:
         # sequence mixers other than attention count their own FLOPs
         mixers = 0
         for block in model.blocks:
+            assert isinstance(block, Block)  # a ModuleList does not say so
             if block.mixer is not None:
                 mixers += block.mixer.flops_per_token
         self.per_token = sum(forward_and_backward) + 3 * mixers
@@ -163,7 +168,7 @@ class Flops:
             forward = 0.0
         return self.for_lengths(*_counts(samples)) + forward
 
-    def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
+    def for_lengths(self, lengths: Counts, supervised: Counts) -> float:
         """Return the FLOPs over documents with these lengths, and counts of target tokens."""
         return float(
             self.per_token * np.sum(lengths)
@@ -171,19 +176,19 @@ class Flops:
             + self._attention(lengths)
         )
 
-    def forward(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
+    def forward(self, lengths: Counts, supervised: Counts) -> float:
         """Return the FLOPs of a forward pass without a backward pass."""
         head = self.forward_per_target * np.sum(supervised)
         per_token = self.recompute_per_token["full"]
         # the forward pass is a third of what `_attention` returns
         return float(per_token * np.sum(lengths) + head + self._attention(lengths) / 3)
 
-    def _attention(self, lengths: Sequence[int]) -> float:
+    def _attention(self, lengths: Counts) -> float:
         """Return the FLOPs of attention, forward and backward."""
-        lengths = np.asarray(lengths, np.float64)
+        tokens = np.asarray(lengths, np.float64)
         by_layer = []
         for window, per_pair in self.windows:
-            by_layer.append(_attention_pairs(lengths, window).sum() * per_pair)
+            by_layer.append(_attention_pairs(tokens, window).sum() * per_pair)
         return sum(by_layer)
 
 
@@ -200,6 +205,7 @@ def _matrices(model: GPT) -> list[_Matrix]:
     # selective recomputation runs the matrices of these modules again
     mlp_modules = set()
     for block in model.blocks:
+        assert isinstance(block, Block)
         if block.mlp is not None:
             mlp_modules.update(map(id, block.mlp.modules()))
     matrices = []
@@ -236,7 +242,7 @@ def _num_weights(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Para
     return linear.in_features * linear.out_features * getattr(linear, "count", 1)
 
 
-def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
+def _linears(model: GPT) -> Iterable[tuple[nn.Linear | ExpertLinear, float]]:
     """Yield every Linear with the fraction of it that a token is multiplied with: top_k / count for
     experts, else 1."""
     for module in model.modules():
@@ -245,7 +251,8 @@ def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
         elif isinstance(module, MoE):
             active = module.top_k / module.count
             for linear in module.experts.children():
-                yield linear, active
+                if isinstance(linear, ExpertLinear):
+                    yield linear, active
 
 
 def _attention_pairs(tokens: np.ndarray, window: int | Chunk | None) -> np.ndarray:

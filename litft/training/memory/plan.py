@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from litft.args import Optimizers
 from litft.distributed.devices import DTYPES
 from litft.methods import Method
 from litft.methods.new_tokens import ROWS
@@ -41,8 +42,8 @@ from litft.training.memory_saving.cpu_offload import is_offloadable
 from litft.training.optimizers.make import state_bytes
 
 # bytes that torch gives to cuBLAS on Hopper, less on older GPUs; before torch 2.15, the backward
-# pass's thread has its own
-CUBLAS_WORKSPACE = 32 * 2**20 * (1 if torch.__version__ >= (2, 15) else 2)
+# pass's thread has its own. A TorchVersion compares numbers, also with a text.
+CUBLAS_WORKSPACE = 32 * 2**20 * (1 if torch.__version__ >= "2.15" else 2)
 # of a device's memory that a plan may use; CUDA and fragmentation take the rest
 USABLE_FRACTION = 0.9
 
@@ -175,7 +176,7 @@ def predict(
     precision: str,
     quantize: str,
     shape: Shape,
-    optimizer: str = "adamw",
+    optimizer: Optimizers = "adamw",
     recomputed: str = "none",
     device: str = "cuda",
     in_backward: bool = False,
@@ -342,9 +343,9 @@ class _UpdateBytes(NamedTuple):
 
 
 def _update_bytes(
-    optimizer: str,
+    optimizer: Optimizers,
     method: Method,
-    trained: dict[str, Tensor],
+    trained: dict[str, nn.Parameter],
     shards: int,
     in_backward: bool,
     place: Residence,
@@ -525,8 +526,8 @@ def fastest(
     order. recomputed: the fastest first. weight_options: pairs of (quantize, cpu_offload), the
     fastest first.
     """
-    fits = []
-    smallest = None
+    fits: list[Fit] = []
+    tried: list[Fit] = []
     for quantize, offload in weight_options:
         kinds = recomputed
         # offloaded blocks must be recomputed, or autograd would keep their weights alive
@@ -535,12 +536,20 @@ def fastest(
         for kind in kinds:
             for count in rows:
                 fit = Fit(count, kind, quantize, offload, make_plan(count, kind, quantize, offload))
-                smallest = min(smallest or fit, fit, key=lambda fit: fit.plan.memory.peak)
+                tried.append(fit)
                 # more rows only need more
                 if fit.plan.memory.peak > budget:
                     break
                 fits.append(fit)
             else:
                 # all row counts fit, and the remaining settings are slower
-                return min(fits, key=lambda fit: fit.cost), smallest
-    return min(fits, key=lambda fit: fit.cost, default=None), smallest
+                return min(fits, key=_cost), min(tried, key=_peak)
+    return min(fits, key=_cost, default=None), min(tried, key=_peak)
+
+
+def _cost(fit: Fit) -> float:
+    return fit.cost
+
+
+def _peak(fit: Fit) -> int:
+    return fit.plan.memory.peak

@@ -20,6 +20,7 @@ from litft.training.memory_saving.compile import is_compiled, run_uncompiled
 from litft.training.network import TrainedNetwork
 from litft.training.objectives import Totals
 from litft.training.optimizers.make import state_bytes
+from litft.training.optimizers.wrapped import unwrapped_in_backward
 
 
 class MemoryProbe:
@@ -87,7 +88,7 @@ class MemoryProbe:
         state = torch.empty(state_size, dtype=torch.uint8, device=device)
         model.train()
         if self.args.train.optimizer_in_backward:
-            without_steps = optimizer.optimizer.discarding()
+            without_steps = unwrapped_in_backward(optimizer).discarding()
         else:
             without_steps = nullcontext()
         # the gradients are discarded, so DDP does not reduce them

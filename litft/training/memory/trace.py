@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from litft.args import TrainArgs
+from litft.args import Optimizers, TrainArgs
 from litft.methods import Method
 from litft.model.device_type import device_type
 from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra, SharedKeys
+from litft.model.rope import CosSin
 from litft.model.transformer import GPT
 from litft.training.memory_saving.activation_checkpointing import Recomputed, is_recomputed
 from litft.training.memory_saving.compile import changes_scores, trains_first_block
@@ -53,7 +54,7 @@ class Shape(NamedTuple):
         return f"{self.rows} x {self.tokens:,} tokens"
 
 
-def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> int:
+def trace_step(name: Optimizers, method: Method, trained: dict[str, nn.Parameter]) -> int:
     """Return the temporary bytes, beyond gradients and state, while the optimizer `name` steps the
     trained parameters.
 
@@ -87,10 +88,12 @@ def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> i
     return STEP_CACHE[key]
 
 
-def backward_optimizer(model: GPT, method: Method, name: str) -> OptimizerInBackward:
+def backward_optimizer(model: GPT, method: Method, name: Optimizers) -> OptimizerInBackward:
     """Return an optimizer `name` that steps each of the model's parameters in the backward pass."""
     args = TrainArgs(optimizer=_stand_in(name), optimizer_in_backward=True)
-    return make_optimizer(args, method, trained_parameters(model))
+    optimizer = make_optimizer(args, method, trained_parameters(model))
+    assert isinstance(optimizer, OptimizerInBackward)  # as the flag says
+    return optimizer
 
 
 def trained_parameters(model: GPT) -> dict[str, nn.Parameter]:
@@ -102,7 +105,7 @@ def trained_parameters(model: GPT) -> dict[str, nn.Parameter]:
     return trained
 
 
-def _stand_in(name: str) -> str:
+def _stand_in(name: Optimizers) -> Optimizers:
     """Return an optimizer with the same memory use that runs on fake tensors, as fused kernels do
     not."""
     missing = name == "schedule_free" and find_spec("schedulefree") is None
@@ -395,7 +398,9 @@ def _traces(
     if model.per_layer is not None:
         trace = _trace_per_layer(model.per_layer, tokens, embedding, shape.accumulated, optimizer)
         # all blocks' are alive until the first block is done
-        vectors = extras[0][0].token_input.nbytes * len(model.blocks)
+        token_input = extras[0][0].token_input
+        assert token_input is not None  # `per_layer` makes one for each block
+        vectors = token_input.nbytes * len(model.blocks)
         traces.append(trace._replace(saved=trace.saved + vectors))
 
     # a compiled network gives the first block's input a gradient: see `Compiled.embed_tokens`
@@ -467,7 +472,7 @@ def _trace_block(
 def _block_traces(
     model: GPT,
     x: Tensor,
-    cos_sin: Sequence[tuple[Tensor, Tensor]],
+    cos_sin: Sequence[CosSin],
     documents: PackedSequences | None,
     extras: Sequence[tuple[BlockExtra, ...]],
     accumulated: bool,
@@ -502,7 +507,7 @@ def _block_inputs(
     model: GPT,
     index: int,
     x: Tensor,
-    cos_sin: Sequence[tuple[Tensor, Tensor]],
+    cos_sin: Sequence[CosSin],
     documents: PackedSequences | None,
     extra: tuple[BlockExtra, ...],
 ) -> tuple:
@@ -566,7 +571,8 @@ def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple
             # (B, H, T, D)
             tensor = torch.empty(x.size(0), heads, x.size(1), size, dtype=x.dtype)
             tensors.append(tensor.requires_grad_(x.requires_grad))
-        shared.by_window[source.window] = tuple(tensors)
+        keys, values = tensors
+        shared.by_window[source.window] = (keys, values)
     # a tensor of its own: that of the real network would belong to another graph
     token_input = extra[0].token_input
     if token_input is not None:

@@ -5,21 +5,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from litft.methods.mixins import mixin_class
+from litft.model.config import Chunk
 from litft.model.kv_cache import KVCache
 from litft.model.packed_sequences import PackedSequences
 from litft.model.rope import CosSin
 from litft.model.transformer import GPT
 
 
-class Compiled(nn.Module):
+class Compiled(GPT):
     """A network with compiled blocks and a compiled loss."""
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the first block's input, with a gradient if that block is trained, so that all
-        blocks share a graph."""
+        """Return the first block's input (B, T, C) of tokens (B, T), with a gradient if that block
+        is trained, so that all blocks share a graph."""
         x = super().embed_tokens(tokens, positions)
         needs_gradient = torch.is_grad_enabled() and is_compiled(self) and trains_first_block(self)
         if needs_gradient and not x.requires_grad:
@@ -58,8 +59,14 @@ class Compiled(nn.Module):
         ):
             return documents
         if documents is None:  # each row is one document
-            documents = PackedSequences.rows(*tokens.shape, tokens.device)
-        return documents.with_masks({layer.window for layer in self.config.layers})
+            batch, length = tokens.shape
+            documents = PackedSequences.rows(batch, length, tokens.device)
+        windows = set()
+        for layer in self.config.layers:
+            # documents in chunks are made of these later, and have no masks
+            if not isinstance(layer.window, Chunk):
+                windows.add(layer.window)
+        return documents.with_masks(windows)
 
 
 def compile_blocks(model: GPT) -> None:

@@ -5,7 +5,7 @@ Results and parameter names do not change.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,12 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_gpu = device.type == "cuda"
+        # None: there is no GPU
         self.stream = torch.cuda.Stream(device) if self.on_gpu else None
 
-    def copy_context(self) -> Any:
+    def copy_context(self) -> AbstractContextManager:
         """Return the context for copies: the copy stream, after everything queued so far."""
-        if not self.on_gpu:
+        if self.stream is None:
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.stream)
@@ -43,7 +44,7 @@ class HostCopies:
             host = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu).copy_(
                 tensor, non_blocking=True
             )
-        if self.on_gpu:
+        if self.stream is not None:
             # its memory is not reused before the copy is complete
             tensor.record_stream(self.stream)
         return host
@@ -56,7 +57,7 @@ class HostCopies:
     def wait(self, *tensors: Tensor) -> None:
         """Make the compute stream wait for the copies; `tensors` are the copies that it will
         use."""
-        if self.on_gpu:
+        if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
             # allocated on the copy stream: the allocator must know that this stream uses them too
             for tensor in tensors:
@@ -93,7 +94,9 @@ class SavedTensorOffload(saved_tensors_hooks):
             return tensor
 
         # several operations may save the same tensor, or other views of its storage
-        indices = self.indices.setdefault(storage, {})
+        if storage not in self.indices:
+            self.indices[storage] = {}
+        indices = self.indices[storage]
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if view not in indices:
             self.host_tensors.append(self.copies.to_host(tensor))
@@ -121,6 +124,8 @@ class SavedTensorOffload(saved_tensors_hooks):
 class ActivationOffload(nn.Module):
     """A network whose activations are in host memory between forward and backward."""
 
+    copies: HostCopies
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
@@ -135,6 +140,7 @@ class ActivationOffload(nn.Module):
 def offload_activations(model: GPT, device: torch.device) -> None:
     """Make `model` keep its activations in host memory between forward and backward."""
     model.__class__ = mixin_class(ActivationOffload, type(model))
+    assert isinstance(model, ActivationOffload)
     model.copies = HostCopies(device)
 
 
@@ -223,6 +229,9 @@ class FetchedBlock(nn.Module):
     It must be recomputed, or autograd would keep them alive.
     """
 
+    weights: BlockWeights
+    number: int  # of the block
+
     def forward(self, *inputs: Any) -> Tensor:
         with self.weights.on_device(self.number):
             return super().forward(*inputs)
@@ -248,5 +257,6 @@ def offload_parameters(model: GPT, device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
     for number, block in enumerate(model.blocks):
         block.__class__ = mixin_class(FetchedBlock, type(block))
+        assert isinstance(block, FetchedBlock)
         block.weights = weights
         block.number = number

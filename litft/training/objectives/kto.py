@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from litft.data.packing import Layout, MicroBatch
 from litft.data.sample import Sample
+from litft.distributed.process_group import sum_over_processes
 from litft.evaluation.log_probs import document_log_probs, sequence_log_probs, wins
 from litft.training.objectives.objective import Objective, Totals
 
@@ -64,11 +65,14 @@ class KTO(Objective):
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute the KL divergence over the step's samples with the answers of others."""
-        mismatches = [sample.mismatch for sample in samples]
+        mismatches: list[Sample] = []
+        for sample in samples:
+            assert sample.mismatch is not None  # `Batches` adds one, as `needs_mismatches` says
+            mismatches.append(sample.mismatch)
         log_probs, _ = document_log_probs(
             model, mismatches, layout, fabric.device, fabric.global_rank, before_batch
         )
-        total = fabric.all_reduce(log_probs.sum(), reduce_op="sum")
+        total = sum_over_processes(fabric, log_probs.sum())
 
         # each process has computed its part of the log-probabilities, but knows all references
         references: list[float] = []

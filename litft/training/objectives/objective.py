@@ -61,10 +61,17 @@ class Objective:
         return DATA_KINDS[self.name]
 
     @property
-    def beta(self) -> float | None:
-        """How closely the model is kept to the reference, or the scale of the rewards without one;
-        None: it has no beta."""
+    def beta_or_none(self) -> float | None:
+        """--preference.beta or the default; None: it has no beta."""
         return self.args.beta or self.default_beta
+
+    @property
+    def beta(self) -> float:
+        """How closely the model is kept to the reference, or the scale of the rewards without
+        one."""
+        beta = self.beta_or_none
+        assert beta is not None  # read by those with a default alone
+        return beta
 
     @classmethod
     def learning_rate(cls, method: str, default: float) -> float:

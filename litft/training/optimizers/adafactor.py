@@ -1,6 +1,6 @@
 """Adafactor without a number that the host reads from the GPU."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, optim
@@ -20,24 +20,35 @@ class Adafactor(optim.Adafactor):
         for group in self.param_groups:
             parameters: list[Tensor] = []
             gradients: list[Tensor] = []
-            # row and column factors of matrices, variances of vectors, and step counts
-            state: tuple[list, ...] = ([], [], [], [])
-            self._init_group(group, parameters, gradients, *state)
-            for parameter, gradient, *moments, count in zip(
-                parameters, gradients, *state, strict=True
+            row_vars: list[Tensor | None] = []
+            col_vars: list[Tensor | None] = []
+            variances: list[Tensor | None] = []
+            counts: list[Tensor] = []
+            self._init_group(group, parameters, gradients, row_vars, col_vars, variances, counts)
+            moments = map(_Moments, row_vars, col_vars, variances)
+            for parameter, gradient, moment, count in zip(
+                parameters, gradients, moments, counts, strict=True
             ):
                 count += 1
-                _update(group, parameter, gradient, moments, count.item())
+                _update(group, parameter, gradient, moment, count.item())
+
+
+class _Moments(NamedTuple):
+    """The second moment of a parameter's gradient: of a matrix two factors, else its variance."""
+
+    row_var: Tensor | None  # (..., R, 1)
+    col_var: Tensor | None  # (..., 1, C)
+    variance: Tensor | None
 
 
 def _update(
     group: dict[str, Any],
     parameter: Tensor,
     gradient: Tensor,
-    moments: list[Tensor | None],
+    moments: _Moments,
     step: float,
 ) -> None:
-    """Update a parameter. moments: its row and column factors, and its variance; step: from 1."""
+    """Update a parameter. step: from 1."""
     eps1, eps2 = group["eps"]
     if eps1 is None:
         smallest = torch.finfo(parameter.dtype).eps
@@ -52,7 +63,7 @@ def _update(
     root_mean_square = parameter.norm() / parameter.numel() ** 0.5
     size = root_mean_square.clamp(min=eps2)
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    update = _second_moment(gradient, *moments, decay, smallest)
+    update = _second_moment(gradient, moments, decay, smallest)
 
     # divided by the root of the second moment
     update = update.clamp_(min=smallest * smallest).rsqrt_().mul_(gradient)
@@ -62,19 +73,16 @@ def _update(
     parameter.sub_(update.mul_(rate * size / excess))
 
 
-def _second_moment(
-    gradient: Tensor,
-    row_var: Tensor | None,
-    col_var: Tensor | None,
-    variance: Tensor | None,
-    decay: float,
-    smallest: float,
-) -> Tensor:
+def _second_moment(gradient: Tensor, moments: _Moments, decay: float, smallest: float) -> Tensor:
     """Return the mean of the squared gradient after its state has taken in `gradient`; for
     matrices, of rank one."""
-    if variance is not None:
-        return variance.lerp_(gradient * gradient, decay).clone()
-    # (..., R, 1) and (..., 1, C)
+    if moments.variance is not None:
+        return moments.variance.lerp_(gradient * gradient, decay).clone()
+    row_var = moments.row_var
+    col_var = moments.col_var
+    # what has no variance is a matrix, which has both factors
+    assert row_var is not None
+    assert col_var is not None
     for state, dim in ((row_var, -1), (col_var, -2)):
         norms = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True)
         state.lerp_(norms.square_().div_(gradient.size(dim)), decay)

@@ -6,11 +6,11 @@ updates of bf16 weights.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ def make_optimizer(
     return make(group_list)
 
 
-def state_bytes(name: str, parameters: dict[str, Tensor]) -> int:
+def state_bytes(name: str, parameters: Mapping[str, Tensor]) -> int:
     """Return the bytes of an optimizer's state for these parameters."""
     return round(
         sum(OPTIMIZERS[name].state_bytes(key, parameter) for key, parameter in parameters.items())
@@ -126,6 +126,14 @@ def is_hidden(name: str, parameter: Tensor) -> bool:
     )
 
 
+@runtime_checkable
+class AveragingOptimizer(Protocol):
+    """An optimizer with two kinds of weights, between which it changes: schedule-free."""
+
+    eval: Callable[[], None]  # computes the weights to evaluate and save
+    train: Callable[[], None]  # computes those of training back
+
+
 @contextmanager
 def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
     """Within the context, the weights are those to evaluate and save; afterwards those of training
@@ -134,7 +142,7 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
     Only schedule-free has two kinds: it evaluates an average (arXiv 2405.15682). Within the context
     its training weights are in the optimizer's state as `stepped`, so that a checkpoint has both.
     """
-    if not hasattr(optimizer, "eval"):
+    if not isinstance(optimizer, AveragingOptimizer):
         yield
         return
     weights = []
@@ -210,14 +218,16 @@ class StochasticRounding(Optimizer):
                     self.step_one(parameter, group["lr"])
 
     def step_one(self, parameter: nn.Parameter, rate: float) -> None:
-        """Step one weight."""
+        """Step one weight, which has a gradient."""
+        gradient = parameter.grad
+        assert gradient is not None  # the callers have looked
         inner = self.inner[parameter]
         (group,) = inner.param_groups
         (fp32,) = group["params"]
         group["lr"] = rate
         shard = local(parameter.data)
         fp32.data = shard.float()
-        fp32.grad = local(parameter.grad).float()
+        fp32.grad = local(gradient).float()
         inner.step()
         if parameter.dtype == torch.float32:
             shard.copy_(fp32)
@@ -267,7 +277,9 @@ class OptimizerInBackward(StochasticRounding):
                 )
             parameter.grad = None
         elif self.is_stepping:
-            self.squared_norms.append(parameter.grad.float().square().sum())
+            gradient = parameter.grad
+            assert gradient is not None  # autograd calls this once it is complete
+            self.squared_norms.append(gradient.float().square().sum())
             self.step_one(parameter, group["lr"])
             parameter.grad = None
 
@@ -298,7 +310,7 @@ class OptimizerInBackward(StochasticRounding):
 
 def stochastically_rounded(fp32: Tensor) -> Tensor:
     """Round fp32 to one of its two bf16 neighbours, with a probability that falls linearly with the
-    distance."""
+    distance; both in any shape."""
     bits = fp32.detach().view(torch.int32)
     # bf16 drops the lower 16 bits: adding a random number below 2^16 carries into the upper bits
     # with the right probability
@@ -343,7 +355,9 @@ def _sgd(groups: Groups) -> Optimizer:
 def _decay(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         if group["decay"]:
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["decay"])
+            factor = 1 - group["lr"] * group["decay"]
+            # the stubs do not export what torch's own optimizers call
+            torch._foreach_mul_(group["params"], factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _schedule_free(groups: Groups) -> Optimizer:

@@ -51,7 +51,7 @@ class Metrics:
         # FLOPs of this process, and seconds of the run before this process
         self._flops = 0.0
         self._resumed_seconds = 0.0
-        self._step_start: float | None = None
+        self._step_start = 0.0  # `time.perf_counter` at the beginning of the step
         # seconds since the last flush: in steps, and of these waiting for data
         self._window_seconds = 0.0
         self._data_seconds = 0.0

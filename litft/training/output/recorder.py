@@ -92,11 +92,10 @@ class Recorder:
         self.say = self.screen.say
         self.is_writer = fabric.global_rank == 0
         self.peak = peak_flops(fabric.device, run.settings.precision)
-        # a CPU's peak is measured, which other programs disturb
-        is_known = self.peak and fabric.device.type != "cpu"
         path = folder / "metrics.csv"
         peak = None
-        if is_known:
+        # a CPU's peak is measured, which other programs disturb
+        if self.peak and fabric.device.type != "cpu":
             peak = self.peak * fabric.world_size
         if not self.is_writer:
             path = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from litft import __version__
 from litft.atomic import atomic_write
-from litft.evaluation.scoring import HardExample
+from litft.evaluation.scoring import HardExample, SampleAnswer
 from litft.run_dir import CONFIG, metrics_rows
 
 # maximum number of points of a curve; longer curves are averaged over intervals
@@ -60,7 +60,7 @@ class Report:
     machine: Sequence[str]
     # histogram: tokens from, tokens to, number of examples
     lengths: Sequence[tuple[int, int, int]]
-    answers: Sequence[dict[str, str | int]]  # step, prompt, answer
+    answers: Sequence[SampleAnswer]
     loss: str  # what the loss is
     hardest: Sequence[HardExample] = ()
     # further columns of the validations, and their titles
@@ -375,7 +375,7 @@ def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str
     return f"<h2>Validations</h2><div class=scroll><table><tr>{head}</tr>{body}</table></div>"
 
 
-def _answers(answers: Sequence[dict[str, str | int]]) -> str:
+def _answers(answers: Sequence[SampleAnswer]) -> str:
     """Return the first prompts, each with its first and last answer side by side; the others are in
     a collapsed section."""
     if not answers:

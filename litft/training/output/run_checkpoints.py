@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -96,6 +97,7 @@ class Saver:
         self.is_writer = is_writer
         self.group = group
         self.writing_step: int | None = None  # the step whose state is being written
+        self.saving: Future | None = None  # its end, if it is written in the background
         # the step of the last complete checkpoint
         self.saved_step: int | None = None
 
@@ -131,17 +133,23 @@ class Saver:
         self.progress = {"step": step, **progress, "optimizer": _scalars(parameters, optimizer)}
         with averaged_weights(optimizer), self._delete_on_error():
             # with one thread: DCP prints errors of additional threads instead of raising them
-            write = dcp.async_save if in_background else dcp.save
             writer = HashingWriter(self.partial)
-            self.result = write(
-                _state(parameters, optimizer), storage_writer=writer, process_group=self.group
-            )
+            state = _state(parameters, optimizer)
+            if in_background:
+                saving = state_dict_saver.async_save(
+                    state, storage_writer=writer, process_group=self.group
+                )
+                assert isinstance(saving, Future)  # only a stager makes it something else
+                self.saving = saving
+            else:
+                state_dict_saver.save(state, storage_writer=writer, process_group=self.group)
+                self.saving = None
         if not in_background:
             self.finish()
 
     def poll(self) -> None:
         """Finish the checkpoint if it is written; do not wait for it."""
-        if self.writing_step is not None and self.result.done():
+        if self.writing_step is not None and self.saving is not None and self.saving.done():
             self.finish()
 
     def finish(self) -> None:
@@ -152,8 +160,8 @@ class Saver:
         # first: an error below must not make the next `begin` wait for this checkpoint again
         self.writing_step = None
         with self._delete_on_error():
-            if isinstance(self.result, Future):
-                self.result.result()
+            if self.saving is not None:
+                self.saving.result()
             if self.is_writer:
                 # last of all files, since it has the hashes of the others
                 hashes = collect_hashes(self.partial)
@@ -255,7 +263,7 @@ def read_parameters(folder: Path) -> dict[str, Tensor]:
             state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     try:
         with _plain_errors(folder):
-            dcp.load(state, storage_reader=reader)
+            state_dict_loader.load(state, storage_reader=reader)
     except OSError as error:
         raise DamagedCheckpoint(folder, error) from None
     return {key.removeprefix(_PARAMETERS): value for key, value in state.items()}
@@ -401,7 +409,7 @@ def _restore(
         # the tensors, and then the numbers beside them
         try:
             with _plain_errors(folder):
-                dcp.load(state, storage_reader=reader)
+                state_dict_loader.load(state, storage_reader=reader)
         except OSError as error:
             raise DamagedCheckpoint(folder, error) from None
         try:
@@ -433,7 +441,7 @@ def _delete(run: Path, folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """DCP's reader, with a restricted unpickler for the index, since a run folder may come from an
     untrusted source."""
 

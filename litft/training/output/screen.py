@@ -102,10 +102,10 @@ class Terminal(Screen):
         """Print above the bar; warnings are yellow."""
         for line in text.split("\n"):
             if line.startswith("warning"):
-                text = Text(line, style="yellow")
+                shown = Text(line, style="yellow")
             else:
-                text = Text(line)
-            self.console.print(text, soft_wrap=True)
+                shown = Text(line)
+            self.console.print(shown, soft_wrap=True)
 
     def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
         """Print a panel, and the warnings below it."""
@@ -152,6 +152,7 @@ class Terminal(Screen):
 
     def advance(self, step: int) -> None:
         """Move the bar."""
+        assert self.progress is not None  # steps are taken within `bar`
         self.progress.update(self.progress.task_ids[0], completed=step)
 
     def row(self, row: Row, steps: int, left: str) -> None:
@@ -249,10 +250,9 @@ def open_screen(writes: bool) -> Screen:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):  # not in IPython's terminal
         return Notebook()
-    is_terminal = (
-        sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    )
-    if is_terminal and (sys.stdout.encoding or "").lower().startswith("utf"):
+    if sys.stdout is None or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return Lines()
+    if (sys.stdout.encoding or "").lower().startswith("utf"):
         return Terminal()
     return Lines()
 
