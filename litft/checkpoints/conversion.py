@@ -56,10 +56,12 @@ def mappings_from_hf(
     mappings: dict[tuple, TensorMapping] = {}
     unknown = []
     for name in names:
-        rule, match = _rule_that_reads(rules, name)
-        if rule is None:
+        found = _rule_that_reads(rules, name)
+        if found is None:
             unknown.append(name)
-        elif not isinstance(rule, Drop):
+            continue
+        rule, match = found
+        if not isinstance(rule, Drop):
             # the last number of a stack's name is the position in the stack
             if isinstance(rule, Stack):
                 numbers = match.groups()[:-1]
@@ -120,7 +122,7 @@ def hf_module_name(rule: Rule, numbers: tuple[str, ...]) -> str:
     return fill(pattern, numbers)
 
 
-def tensor_names(rule: Rule, numbers: tuple[str, ...]) -> tuple[str, ...]:
+def tensor_names(rule: Writable | Dequantize, numbers: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of all litft tensors that a rule converts from one Hugging Face tensor."""
     return tuple(fill(pattern, numbers) for pattern in _names(rule))
 
@@ -131,9 +133,9 @@ def _names(rule: Writable | Dequantize) -> tuple[str, ...]:
     return (rule.name,)
 
 
-def _rule_that_reads(rules: Iterable[Rule], hf_name: str) -> tuple[Rule | None, re.Match | None]:
+def _rule_that_reads(rules: Iterable[Rule], hf_name: str) -> tuple[Rule, re.Match] | None:
     for rule in rules:
         match = match_name(rule.hf_name, hf_name)
         if match:
             return rule, match
-    return None, None
+    return None

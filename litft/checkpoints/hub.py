@@ -129,14 +129,17 @@ def fetch(repo: HubId, token: str | None = None, folder: Path | None = None) -> 
         )
     _check_disk_space(folder or _cache_folder(pinned.name), names, sizes, pinned)
     # weights last: once they are complete, all files are
+    snapshots = []
     for patterns in _weights_last(names):
         with translate_hub_errors(repo):
-            snapshot = hub.snapshot_download(
-                pinned.name,
-                revision=pinned.revision,
-                allow_patterns=patterns,
-                token=token,
-                local_dir=folder,
+            snapshots.append(
+                hub.snapshot_download(
+                    pinned.name,
+                    revision=pinned.revision,
+                    allow_patterns=patterns,
+                    token=token,
+                    local_dir=folder,
+                )
             )
     if folder is not None:
         (folder / _ORIGIN_FILE).write_text(json.dumps(pinned._asdict()) + "\n", "utf-8")
@@ -146,7 +149,8 @@ def fetch(repo: HubId, token: str | None = None, folder: Path | None = None) -> 
         ref = _cache_folder(repo.name) / "refs" / (repo.revision or "main")
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(info.sha)
-    return Path(snapshot), pinned
+    # of one commit, so all are the same folder
+    return Path(snapshots[-1]), pinned
 
 
 def pinned_data(repo: HubId) -> HubId:

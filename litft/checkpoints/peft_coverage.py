@@ -91,10 +91,10 @@ def _is_targeted(module: str, config: dict[str, Any]) -> bool:
     excluded = config.get("exclude_modules")
     if excluded and _is_named(module, excluded, "exclude_modules"):
         return False
-    targets = config.get("target_modules")
+    targets = config.get("target_modules") or []
     if targets == "all-linear":
         return True
-    if not _is_named(module, targets or [], "target_modules"):
+    if not _is_named(module, targets, "target_modules"):
         return False
     layers = config.get("layers_to_transform")
     # layers_to_transform limits only names that match by their end

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from litft.checkpoints.adapter_reader import ADAPTER_WEIGHTS, write_adapter_config
 from litft.checkpoints.conversion import mappings_to_hf
@@ -20,6 +20,7 @@ from litft.checkpoints.peft_names import PREFIX, TEXT_NAMES, ModuleNames, target
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_files import write_file
+from litft.model.transformer import GPT
 
 # key of new tokens: rows, not differences
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
@@ -49,7 +50,7 @@ class LoraAdapter:
 
 def write_adapter(
     folder: Path,
-    model: nn.Module,
+    model: GPT,
     rules: list[Rule],
     adapter: LoraAdapter,
     settings: dict[str, Any],
@@ -132,7 +133,7 @@ class _WrittenVocabulary:
 
 
 def _vocabulary(
-    adapter: LoraAdapter, model: nn.Module, targets: dict[str, PeftTarget], read_base: ReadBase
+    adapter: LoraAdapter, model: GPT, targets: dict[str, PeftTarget], read_base: ReadBase
 ) -> _WrittenVocabulary:
     """Return the rows of new tokens as PEFT's trainable tokens, or in whole tables beside LoRA or
     trained tables.
@@ -180,7 +181,7 @@ def _vocabulary(
     return written
 
 
-def base_table(name: str, model: nn.Module) -> str:
+def base_table(name: str, model: GPT) -> str:
     """Return the litft name of the tensor that a module has in the base; a tied head has the
     embedding's."""
     if model.config.tied and name == "lm_head":
@@ -226,7 +227,7 @@ def _lora_config(
             parameters.append(names.of(target.config_name))
         else:
             modules.append(names.of(target.config_name))
-            is_transposed |= target.rule.transposed
+            is_transposed |= target.transposed
     # short names would also match the modules of a vision tower
     if names.is_wrapper and modules:
         adaptable = {}
@@ -255,7 +256,7 @@ def _lora_config(
 
 
 def _extra_config(
-    adapter: LoraAdapter, model: nn.Module, rules: list[Rule], targets: dict[str, PeftTarget]
+    adapter: LoraAdapter, model: GPT, rules: list[Rule], targets: dict[str, PeftTarget]
 ) -> dict[str, Any]:
     """Return the fields of PEFT's config for modules trained in full and for new tokens."""
     config: dict[str, Any] = {}
@@ -284,7 +285,7 @@ def _extra_config(
     return config
 
 
-def _trains_tied_embedding(adapter: LoraAdapter, model: nn.Module) -> bool:
+def _trains_tied_embedding(adapter: LoraAdapter, model: GPT) -> bool:
     """Whether the adapter trains the embedding in full and the head stays tied to it."""
     return model.config.tied and not adapter.untied and "embed.weight" in adapter.trained
 

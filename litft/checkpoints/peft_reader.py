@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from litft.checkpoints.adapter_reader import (
     check_lora_config,
@@ -26,17 +26,21 @@ from litft.checkpoints.peft_format import (
 )
 from litft.checkpoints.peft_names import PREFIX, text_name
 from litft.checkpoints.peft_tables import AdapterReading, split_key, take_vocabulary, update_scale
-from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
+from litft.checkpoints.peft_targets import (
+    LoraWeights,
+    PeftTarget,
+    adaptable_size,
+    peft_targets,
+)
 from litft.checkpoints.rules import Drop, Rule
 from litft.model.mlp import ExpertLinear
+from litft.model.transformer import GPT
 
 # Dimensions: E experts, R rank, N new tokens, C hidden
 # dim, V vocabulary of the base, W that of the adapter
 
 
-def read_adapter(
-    folder: Path, model: nn.Module, rules: list[Rule], read_base: ReadBase
-) -> LoraAdapter:
+def read_adapter(folder: Path, model: GPT, rules: list[Rule], read_base: ReadBase) -> LoraAdapter:
     """Read an adapter folder written by litft or PEFT.
 
     model: the base network, on the meta device. rules: for PEFT's names of its modules. Raises
@@ -91,13 +95,15 @@ def _differs(adapter: LoraAdapter) -> bool:
     # parameters trained in full, and then the rows of new tokens
     embed = adapter.trained.get("embed.weight")
     head = adapter.trained.get("lm_head.weight")
-    if (embed is None) != (head is None):
+    if embed is not None and head is not None:
+        if not torch.equal(embed, head):
+            return True
+    elif embed is not None or head is not None:
         return True
-    if embed is not None and not torch.equal(embed, head):
-        return True
-    embed_rows = adapter.token_rows.get("embed.token_rows")
     head_rows = adapter.token_rows.get("lm_head.token_rows")
-    return head_rows is not None and not torch.equal(embed_rows, head_rows)
+    if head_rows is None:
+        return False
+    return not torch.equal(adapter.token_rows["embed.token_rows"], head_rows)
 
 
 def _stored_tensors(reading: AdapterReading) -> dict[str, Tensor]:
@@ -194,13 +200,13 @@ def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: AdapterReadi
         return LoraWeights(a, b, scale, parts.get("m"))
     # PEFT subtracts from a tied head's weight, which is the embedding, too
     changes_embedding = reading.model.config.tied and target.linears == ("lm_head",)
-    if target.experts or changes_embedding or (init == "olora" and target.rule.transposed):
+    if target.experts or changes_embedding or (init == "olora" and target.transposed):
         reason = f"init_lora_weights {init!r} of {target.name} is not supported"
         raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
 
     # to subtract the initial update is to add ranks with the opposite sign
     weights = [reading.read_base(f"{name}.weight").float() for name in target.linears]
-    weight = target.rule.join_rows(weights)  # (out, in)
+    weight = target.row_rule.join_rows(weights)  # (out, in)
     a0, b0 = _initial_factors(weight, rank, scale, init)
     return LoraWeights(torch.cat((a, a0)), torch.cat((b, -b0), dim=1), scale, parts.get("m"))
 
@@ -271,7 +277,8 @@ def _stack_experts(
     name: str, expert_parts: dict[tuple[int, str], dict[str, Tensor]], reading: AdapterReading
 ) -> LoraWeights:
     """Stack the LoRA weights of single experts; experts without an adapter get zeros."""
-    linear: ExpertLinear = reading.model.get_submodule(name)
+    linear = reading.model.get_submodule(name)
+    assert isinstance(linear, ExpertLinear)  # the target has `experts`
 
     # ranks may differ between experts: smaller ones are padded with zeros
     ranks = []
@@ -309,21 +316,17 @@ def _expert_keys(names: list[str], targets: Iterable[PeftTarget]) -> dict[str, P
     return dict(peft_keys(stacks))
 
 
-def _problem(target: PeftTarget, parts: dict[str, Tensor], model: nn.Module) -> str | None:
+def _problem(target: PeftTarget, parts: dict[str, Tensor], model: GPT) -> str | None:
     """Describe what is wrong with the tensors of a target, or return None."""
     if not {"a", "b"} <= parts.keys():
         lacking = "lora_B" if "a" in parts else "lora_A"
         return f"lacks {lacking}"
-    linears = [model.get_submodule(name) for name in target.linears]
+    sizes = [adaptable_size(model, name) for name in target.linears]
     num_experts = max(target.experts, 1)
 
     # the sizes that the factors must have
-    if target.embedding:
-        in_features = linears[0].num_embeddings
-        out_features = linears[0].embedding_dim
-    else:
-        in_features = linears[0].in_features
-        out_features = sum(linear.out_features for linear in linears)
+    in_features = sizes[0].in_features
+    out_features = sum(size.out_features for size in sizes)
     if target.experts:
         magnitudes = (num_experts, out_features)
     else:

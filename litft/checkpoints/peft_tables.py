@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from litft.checkpoints.adapter_reader import ADAPTER_WEIGHTS, read_token_ids
 from litft.checkpoints.peft_coverage import matching_pattern
 from litft.checkpoints.peft_format import TABLES, TOKEN_ROWS, ReadBase, base_table
 from litft.checkpoints.peft_targets import PeftTarget
 from litft.checkpoints.rules import Rule
+from litft.model.transformer import GPT
 
 _LEAVES = {
     "lora_A.weight": "a",
@@ -45,7 +46,7 @@ class AdapterReading:
     init: str | None  # see `initial_update`
     # modules_to_save, by their names in the text model
     saved: list[str]
-    model: nn.Module
+    model: GPT
     rules: list[Rule]
     targets: dict[str, PeftTarget]  # by litft name
     read_base: ReadBase

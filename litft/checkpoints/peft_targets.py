@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from litft.checkpoints.conversion import hf_tensor_name, rule_of, tensor_names
-from litft.checkpoints.rules import Interleave, Rename, Rule, Split
+from litft.checkpoints.rules import Interleave, Rename, Rule, Split, Writable
 from litft.model.mlp import ExpertLinear
+from litft.model.transformer import GPT
+
+# the modules that LoRA can adapt
+ADAPTABLE = (nn.Linear, ExpertLinear, nn.Embedding)
 
 
 class LoraWeights(NamedTuple):
@@ -33,7 +37,7 @@ class PeftTarget:
     # in the checkpoint; without ".weight" for a module
     name: str
     linears: tuple[str, ...]  # litft names, in the order of the rows
-    rule: Rename | Split | Interleave
+    rule: Writable
     experts: int = 0  # number of stacked experts; 0: a module
     embedding: bool = False
     # whether PEFT adapts it as a parameter, rather than as a module
@@ -48,14 +52,24 @@ class PeftTarget:
         return self.name
 
     @property
+    def row_rule(self) -> Rename | Split | Interleave:
+        """The rule, as one that splits and joins the rows of the Linears; some of llama.cpp's do
+        not."""
+        assert isinstance(self.rule, (Rename, Split, Interleave)), f"{self.name}: {self.rule}"
+        return self.rule
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the checkpoint stores the weight as (in, out)."""
+        return isinstance(self.rule, (Rename, Split)) and self.rule.transposed
+
+    @property
     def swapped(self) -> bool:
         """Whether PEFT takes experts that are stored as (E, in, out) for (E, out, in), and so A for
         B."""
-        return (
-            bool(self.experts)
-            and getattr(self.rule, "transposed", False)
-            and not self.rule.known_to_peft
-        )
+        if not isinstance(self.rule, (Rename, Split)):
+            return False
+        return bool(self.experts) and self.rule.transposed and not self.rule.known_to_peft
 
     def fuse(self, factors: dict[str, LoraWeights]) -> LoraWeights:
         """Combine the factors of the Linears (some may have none) into one pair in PEFT's
@@ -71,8 +85,9 @@ class PeftTarget:
         if loras[0].m is None:
             m = None
         else:
-            columns = [lora.m[..., None] for lora in loras]
-            m = self.rule.join_rows(columns).squeeze(-1)
+            # DoRA is for all Linears or for none
+            columns = [lora.m[..., None] for lora in loras if lora.m is not None]
+            m = self.row_rule.join_rows(columns).squeeze(-1)
 
         # stacked experts, in the layout of PEFT's ParamWrapper
         if self.experts:
@@ -99,7 +114,7 @@ class PeftTarget:
                 block[..., start:end] = lora.b * (lora.scale / scale)
                 start = end
             blocks.append(block)
-        return self.rule.join_rows(blocks)
+        return self.row_rule.join_rows(blocks)
 
     def row_counts(self, loras: list[LoraWeights]) -> list[int]:
         """Return the number of rows of each Linear; `loras`: the LoRA weights of the adapted
@@ -123,13 +138,13 @@ class PeftTarget:
         if m is None:
             magnitudes = [None] * len(self.linears)
         else:
-            magnitudes = [part.squeeze(-1) for part in self.rule.split_rows(m[..., None])]
+            magnitudes = [part.squeeze(-1) for part in self.row_rule.split_rows(m[..., None])]
         factors = {}
 
         # B is zero before training, and then does not tell which ranks belong to a Linear
         untrained = not b.any()
         for name, rows, magnitude in zip(
-            self.linears, self.rule.split_rows(b), magnitudes, strict=True
+            self.linears, self.row_rule.split_rows(b), magnitudes, strict=True
         ):
             used_ranks = rows.flatten(0, -2).any(0) | untrained  # (R,)
             if used_ranks.any() or magnitude is not None:
@@ -139,18 +154,33 @@ class PeftTarget:
         return factors
 
 
-def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
+def adaptable_modules(model: GPT) -> dict[str, nn.Linear | ExpertLinear | nn.Embedding]:
     """Return all modules that can be adapted, by litft name: Linears, stacked Linears and
     embeddings."""
-    kinds = (nn.Linear, ExpertLinear, nn.Embedding)
     modules = {}
     for name, module in model.named_modules():
-        if isinstance(module, kinds):
+        if isinstance(module, ADAPTABLE):
             modules[name] = module
     return modules
 
 
-def peft_targets(model: nn.Module, rules: list[Rule]) -> dict[str, PeftTarget]:
+class AdaptableSize(NamedTuple):
+    """The sizes that a module's factors must have: A (R, in) and B (out, R), for each expert."""
+
+    in_features: int
+    out_features: int
+
+
+def adaptable_size(model: GPT, name: str) -> AdaptableSize:
+    """Return the sizes of a module with a target; an embedding is a Linear with one-hot inputs."""
+    module = model.get_submodule(name)
+    assert isinstance(module, ADAPTABLE)  # only such modules have targets
+    if isinstance(module, nn.Embedding):
+        return AdaptableSize(module.num_embeddings, module.embedding_dim)
+    return AdaptableSize(module.in_features, module.out_features)
+
+
+def peft_targets(model: GPT, rules: list[Rule]) -> dict[str, PeftTarget]:
     """Return the target of each adaptable module, by litft name; `rules`: PEFT's names first, then
     the checkpoint's."""
     targets = {}

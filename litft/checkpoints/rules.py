@@ -258,7 +258,7 @@ class Stack:
         """Return the names of all tensors of the stack, including those missing from the
         checkpoint."""
         # the tensors of a stack differ in the last number alone
-        start, end = match.span(match.lastindex)
+        start, end = match.span(match.re.groups)
         return tuple(f"{name[:start]}{n}{name[end:]}" for n in range(self.count))
 
     def hf_names(self, numbers: tuple[str, ...]) -> tuple[str, ...]:

@@ -96,7 +96,8 @@ def _fp8_weights(
             parts = {"weight": name, "scale": scale, **unused}
             _check_fp8_scale(parts["scale"], metas[parts["scale"]], meta, block)
             dequantize = partial(_call, dequantize_fp8, block=tuple(block))
-            yield name, StoredWeight(parts, tuple(meta.shape), torch.bfloat16, dequantize)
+            rows, columns = meta.shape
+            yield name, StoredWeight(parts, (rows, columns), torch.bfloat16, dequantize)
 
 
 def _check_fp8_scale(name: str, scale: Any, weight: Tensor, block: Iterable[int]) -> None:
@@ -123,8 +124,10 @@ def _check_fp8_scale(name: str, scale: Any, weight: Tensor, block: Iterable[int]
         raise ValueError(f"{name}: expected shape {expected}, found {tuple(scale.shape)}; {_AGAIN}")
 
 
-def _check_part(name: str, meta: Any, dtype: torch.dtype | None, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if a stored tensor has another shape or type. dtype: None for any
+def _check_part(
+    name: str, meta: Tensor | str, dtype: torch.dtype | None, shape: tuple[int, ...]
+) -> Tensor:
+    """Return a stored tensor; raise ValueError if it has another shape or type. dtype: None for any
     floating-point type."""
     if not isinstance(meta, Tensor) or (
         meta.dtype != dtype if dtype else not meta.is_floating_point()
@@ -135,6 +138,7 @@ def _check_part(name: str, meta: Any, dtype: torch.dtype | None, shape: tuple[in
         )
     if tuple(meta.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape}, found {tuple(meta.shape)}; {_AGAIN}")
+    return meta
 
 
 def _dtype_of(meta: Any) -> str:
@@ -210,7 +214,7 @@ def _integer_weights(
             groups = scales.shape[0]
         else:
             groups = 1
-        _check_part(parts["scales"], scales, None, (groups, outputs))
+        scales = _check_part(parts["scales"], scales, None, (groups, outputs))
         _check_part(
             parts["qzeros"], metas[parts["qzeros"]], torch.int32, (groups, outputs // packed)
         )

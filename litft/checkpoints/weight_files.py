@@ -121,7 +121,7 @@ class Checkpoint:
                 {suffix: self._read_stored(part) for suffix, part in stored.parts.items()}
             )[slices]
         if name in self._packed:
-            return self.packed(name).dequantize()[slices]
+            return self._read_packed(name).dequantize()[slices]
         return self._read_stored(name, slices)
 
     def is_packed(self, name: str) -> bool:
@@ -132,6 +132,10 @@ class Checkpoint:
         """Return the quantized tensor of a packed weight, or None for other tensors."""
         if not self.is_packed(name):
             return None
+        return self._read_packed(name)
+
+    def _read_packed(self, name: str) -> QuantizedTensor:
+        """Return the quantized tensor of a packed weight."""
         with self._translate_errors(name):
             parts = {}
             for suffix, stored_name in self._packed[name].items():
@@ -444,14 +448,23 @@ def load_weights(
     """
     for mapping in mappings:
         modules = [model.get_submodule(name.rpartition(".")[0]) for name in mapping.targets]
-        quantized = []
+        # the modules that take quantized data; None for a tensor that is stored as it is
+        quantized: list[QuantizedModule | None] = []
         for module, name in zip(modules, mapping.targets, strict=True):
-            quantized.append(isinstance(module, QuantizedModule) and name.endswith(".weight"))
+            if isinstance(module, QuantizedModule) and name.endswith(".weight"):
+                quantized.append(module)
+            else:
+                quantized.append(None)
+        first = quantized[0]
         device = model.get_parameter(mapping.targets[0]).device
         # stored in bitsandbytes' format: taken over as it is
-        if mapping.is_copy and quantized[0] and (packed := checkpoint.packed(mapping.sources[0])):
-            modules[0].fill(packed.to(device))
-        elif len(modules) == 1 and not quantized[0]:
+        if (
+            mapping.is_copy
+            and first is not None
+            and (packed := checkpoint.packed(mapping.sources[0]))
+        ):
+            first.fill(packed.to(device))
+        elif len(modules) == 1 and first is None:
             # a single target can be read in part, so that a rank reads only its shard
             name = mapping.targets[0]
             placement.copy_in(
@@ -460,10 +473,8 @@ def load_weights(
         else:
             # quantized here, or converted together with others: this needs the whole tensors
             tensors = mapping.convert([checkpoint.read(name) for name in mapping.sources])
-            for name, module, is_quantized, tensor in zip(
-                mapping.targets, modules, quantized, tensors, strict=True
-            ):
-                if is_quantized:
+            for name, module, tensor in zip(mapping.targets, quantized, tensors, strict=True):
+                if module is not None:
                     module.fill(
                         # stacked experts (E, out, in) are quantized as one matrix
                         QuantizedTensor.quantize(

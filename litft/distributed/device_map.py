@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from litft.methods.mixins import mixin_class
+from litft.methods.mixins import change_class
 from litft.model.kv_cache import KVCache, LayerCache
 from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra
@@ -73,18 +73,21 @@ class DeviceMap(WeightPlacement):
 
         Each block moves its inputs to its device; the last one moves its output to the head's.
         """
-        for block, block_device in zip(model.blocks, model.block_devices, strict=True):
-            block.__class__ = mixin_class(PlacedBlock, type(block))
+        placed = [change_class(block, PlacedBlock) for block in model.blocks]
+        for block, block_device in zip(placed, model.block_devices, strict=True):
             block.input_device = block_device
             block.output_device = None
         # the head is next to the embedding
-        model.blocks[-1].output_device = model.embed.weight.device
+        placed[-1].output_device = model.embed.weight.device
         return model
 
 
 class PlacedBlock(nn.Module):
     """Block that moves its inputs to `input_device`, and its output to `output_device` (None: it is
     not moved)."""
+
+    input_device: torch.device
+    output_device: torch.device | None
 
     def forward(
         self,
@@ -101,8 +104,10 @@ class PlacedBlock(nn.Module):
                 item = item._replace(token_input=item.token_input.to(x.device))
             moved.append(item)
         if cos_sin is not None:
-            tables = [table if table is None else table.to(x.device) for table in cos_sin]
-            cos_sin = CosSin(*tables)
+            query_scale = cos_sin.query_scale
+            if query_scale is not None:
+                query_scale = query_scale.to(x.device)
+            cos_sin = CosSin(cos_sin.cos.to(x.device), cos_sin.sin.to(x.device), query_scale)
         if documents is not None:
             documents = documents.to(lambda tensor: tensor.to(x.device))
         x = super().forward(x, cos_sin, documents, cache, *moved)

@@ -13,9 +13,9 @@ import re
 import resource
 import sys
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from litft.errors import is_host_memory_error
 # importing it takes a second, which generation and conversion do not need
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+    from lightning_fabric.strategies.strategy import Strategy
 
 # Multiplications per decode step up to which one thread is as fast as two. Two threads synchronize
 # after every operation, and stall when another program uses one of their cores. Measurements are in
@@ -43,7 +44,8 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
 
     strategy: single, ddp, fsdp or hsdp; None: ddp if there are several devices.
     """
-    from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+    from lightning_fabric.strategies.ddp import DDPStrategy
+    from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 
     accelerator = pick_accelerator(args.accelerator)
     # torch refuses deterministic matrix products in cuBLAS without this setting
@@ -51,8 +53,8 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     is_distributed = args.devices * args.num_nodes > 1
-    timeout = timedelta(seconds=seconds(args.timeout))
-    fabric_strategy: Any = "auto"
+    timeout = limit_of(args.timeout)
+    fabric_strategy: Strategy | str = "auto"
     # build_trained_network shards the network before it loads the weights
     if strategy in ("fsdp", "hsdp"):
         world_size = args.devices * args.num_nodes
@@ -61,23 +63,28 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
         )
     elif is_distributed or strategy == "ddp":
         supported = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-        # broadcast_buffers is the name up to torch 2.12
-        if "forward_sync_buffers" in supported:
-            buffers_flag = "forward_sync_buffers"
-        else:
-            buffers_flag = "broadcast_buffers"
         # bucket views avoid a second copy of all gradients; no initial sync, as all ranks have read
         # the same weights
-        fabric_strategy = DDPStrategy(
-            gradient_as_bucket_view=True, init_sync=False, timeout=timeout, **{buffers_flag: False}
-        )
+        ddp = partial(DDPStrategy, gradient_as_bucket_view=True, init_sync=False, timeout=timeout)
+        # broadcast_buffers is the name up to torch 2.12
+        if "forward_sync_buffers" in supported:
+            fabric_strategy = ddp(forward_sync_buffers=False)
+        else:
+            fabric_strategy = ddp(broadcast_buffers=False)
     return _fabric(accelerator, args.devices, args.num_nodes, fabric_strategy)
+
+
+def limit_of(timeout: str) -> timedelta:
+    """Return the duration of a --timeout."""
+    limit = seconds(timeout)
+    assert limit is not None, timeout  # the check of the flags refuses other texts
+    return timedelta(seconds=limit)
 
 
 def make_inference_fabric(accelerator: str, devices: int) -> "Fabric":
     """Return a Fabric for inference, not launched yet; raise ValueError if the machine lacks the
     devices."""
-    from lightning_fabric.strategies import DDPStrategy
+    from lightning_fabric.strategies.ddp import DDPStrategy
 
     accelerator = pick_accelerator(accelerator)
     return _fabric(
@@ -85,16 +92,18 @@ def make_inference_fabric(accelerator: str, devices: int) -> "Fabric":
     )
 
 
-def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabric":
+def _fabric(accelerator: str, devices: int, nodes: int, strategy: "Strategy | str") -> "Fabric":
     from lightning_fabric import Fabric
-    from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 
     # silence Fabric's banner; litft prints the relevant facts itself
     for name in ("lightning_fabric.utilities.distributed", "lightning_fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     check_devices(accelerator, devices)
     # without this, Fabric would treat any process within a SLURM job as started by srun
-    environment = [LightningEnvironment()] if started_by() is None else []
+    environment = None
+    if started_by() is None:
+        environment = LightningEnvironment()
     return Fabric(
         accelerator=accelerator,
         strategy=strategy,
@@ -337,5 +346,7 @@ def peak_memory(device: torch.device) -> float:
     status = Path("/proc/self/status")
     # on Linux, ru_maxrss also counts the parent process from before exec, if that was larger
     if status.is_file():
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 2**20
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        assert peak is not None  # Linux writes it for every process
+        return int(peak[1]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # in bytes on macOS

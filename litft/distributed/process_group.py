@@ -14,11 +14,13 @@ from uuid import uuid4
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 
-from litft.args import seconds
 from litft.args.processes import is_first_on_node, started_by
+from litft.distributed.devices import limit_of
 from litft.errors import RankError
 from litft.model.placement import is_sharded
+from litft.model.transformer import GPT
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -34,7 +36,8 @@ def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             and not distributed.is_initialized()
         ):
-            _agree_on_port(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), seconds(timeout))
+            rank = int(os.environ["RANK"])
+            _agree_on_port(rank, int(os.environ["WORLD_SIZE"]), limit_of(timeout))
         if fabric.world_size > 1 and started_by() is None and is_first_on_node():
             print(f"starting {fabric.world_size} processes", file=sys.stderr, flush=True)
         fabric.launch()
@@ -50,7 +53,7 @@ def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
         ) from None
 
 
-def _agree_on_port(rank: int, processes: int, timeout: float) -> None:
+def _agree_on_port(rank: int, processes: int, limit: timedelta) -> None:
     """Agree on an unused port, and set MASTER_PORT to it; raise DistStoreError if a process does
     not appear in time.
 
@@ -58,10 +61,10 @@ def _agree_on_port(rank: int, processes: int, timeout: float) -> None:
     dead processes there and wait for them forever. Here each process stores a fresh random token,
     and rank 0 sends the port in reply to that token.
     """
-    limit = timedelta(seconds=timeout)
     address = os.environ["MASTER_ADDR"]
-    deadline = time.monotonic() + timeout
-    store = distributed.TCPStore(
+    deadline = time.monotonic() + limit.total_seconds()
+    # documented in torch.distributed, whose stubs take it for private
+    store = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit
     )
 
@@ -108,7 +111,7 @@ class HostGroup:
 
     def __init__(self, processes: int, timeout: str) -> None:
         self.processes = processes
-        limit = timedelta(seconds=seconds(timeout))
+        limit = limit_of(timeout)
         # checkpoints are written concurrently with training steps and need their own group
         self.group = None
         self.checkpoint_group: distributed.ProcessGroup | None = None
@@ -175,8 +178,11 @@ def sync_gradients(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[N
     A sharded network reduce-scatters the gradients of every micro-batch: unsharded ones would need
     as much memory as the unsharded weights.
     """
-    network = getattr(model, "module", model)
-    if is_sharded(network):
+    from lightning_fabric.wrappers import _FabricModule
+
+    assert isinstance(model, _FabricModule)  # what `fabric.setup` returns
+    network = model.module
+    if isinstance(network, FSDPModule):
         # replicas only need to sync once per step
         network.set_requires_all_reduce(last)
         yield
@@ -186,7 +192,7 @@ def sync_gradients(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[N
 
 
 @contextmanager
-def join_uneven(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
+def join_uneven(model: GPT, hosts: HostGroup) -> Iterator[None]:
     """Within the context, processes may run the network different numbers of times.
 
     A forward pass of a sharded network needs all processes. A process that has finished joins the

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
-from litft.methods.mixins import mixin_class
-from litft.model.config import Config
+from litft.methods.mixins import change_class
+from litft.model.config import Config, ExpertsConfig
 from litft.model.linear import Linear
 from litft.model.norm import Norm
 from litft.model.placement import WeightPlacement, copy_into_local
@@ -98,7 +98,7 @@ class TensorParallelPlacement(WeightPlacement):
         """Return the config of one process's part: fewer heads and hidden units, the same head
         dim."""
 
-        def narrow(experts):
+        def narrow(experts: ExpertsConfig) -> ExpertsConfig:
             return replace(
                 experts,
                 hidden_dim=experts.hidden_dim // self.size,
@@ -129,8 +129,8 @@ class TensorParallelPlacement(WeightPlacement):
         if config.qk_norm and config.qk_norm_over == "all":
             for block in model.blocks:
                 for name, heads in (("q_norm", config.n_heads), ("k_norm", config.n_kv_heads)):
-                    norm = Norm(config.qk_norm, heads, config.head_dim, num_dims=2)
-                    norm.__class__ = mixin_class(NormOverAll, Norm)
+                    whole = Norm(config.qk_norm, heads, config.head_dim, num_dims=2)
+                    norm = change_class(whole, NormOverAll)
                     norm.placement = self
                     setattr(block.attention, name, norm)
         return model
@@ -203,7 +203,7 @@ class TensorParallelPlacement(WeightPlacement):
         """
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in ROW_PARALLEL:
-                module.__class__ = mixin_class(RowParallel, type(module))
+                change_class(module, RowParallel)
         head = model.lm_head
         # a head that a method has changed stays complete
         if type(head) is Linear:
@@ -217,8 +217,7 @@ class TensorParallelPlacement(WeightPlacement):
                 else:
                     rows = full[local_rows].clone()
                 setattr(head, leaf, nn.Parameter(rows, requires_grad=False))
-            head.__class__ = mixin_class(AllGatherHead, Linear)
-            head.rows_per_rank = rows_per_rank
+            change_class(head, AllGatherHead).rows_per_rank = rows_per_rank
         return model
 
 
@@ -239,6 +238,9 @@ class AllGatherHead(nn.Module):
     """Head with `rows_per_rank` rows per process (the last may have fewer); returns the complete
     logits (..., V)."""
 
+    rows_per_rank: int
+    out_features: int  # of the Linear: V
+
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         # all ranks gather the same size: the last one is padded, and its padding cut off again
@@ -247,6 +249,9 @@ class AllGatherHead(nn.Module):
 
 class NormOverAll(nn.Module):
     """Norm over the entries of all heads (B, T, H, D), which are spread over the processes."""
+
+    placement: TensorParallelPlacement
+    shape: tuple[int, ...]  # of the Norm: (H, D) of all processes
 
     def forward(self, x: Tensor) -> Tensor:
         placement = self.placement

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -28,20 +29,25 @@ class BaseFolder(Protocol):
     @property
     def adapter_rules(self) -> list[Rule]:
         """The rules that map litft names to the names in PEFT's adapter files."""
+        ...
 
     @property
     def adapter_names(self) -> ModuleNames:
         """The names of modules in the class that opens the base folder, for adapter files."""
+        ...
 
     def meta_model(self) -> GPT:
         """Create the network on the meta device."""
+        ...
 
-    @property
+    @cached_property
     def outline(self) -> GPT:
         """The network on the meta device, for names and shapes. It must not be changed."""
+        ...
 
     def tensor(self, name: str) -> Tensor:
         """Return the base's tensor with a litft name."""
+        ...
 
 
 class Method:

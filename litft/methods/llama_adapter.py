@@ -1,8 +1,9 @@
 """LLaMA-Adapter v1 (arXiv 2303.16199) and v2 (2304.15010): learned prefixes in attention, and
 scaled and shifted Linears."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,12 @@ class PrefixAttention(Mixin):
     tanh of the paper's code.
     """
 
+    # of the attention, Attention or LatentAttention
+    o_proj: nn.Linear
+    softcap: float | None
+    scale: float | None
+    keys_values: Callable[[Tensor], tuple[Tensor, Tensor]]
+
     def add_prefix(self, length: int) -> None:
         """Register the prefix (1, P, C) and the gate (1,), in fp32."""
         # o_proj exists in every kind of attention; its output has the size of the residual stream
@@ -55,7 +62,8 @@ class PrefixAttention(Mixin):
 
     def add_attended(self, q: Tensor, y: Tensor) -> Tensor:
         """Add attention to the prefix; shapes as in `Attention.add_attended`."""
-        y = super().add_attended(q, y)
+        # of the attention that this class is mixed over
+        y = super().add_attended(q, y)  # pyright: ignore[reportAttributeAccessIssue]
         if not self.enabled:
             return y
         keys, values = self.keys_values(self.adaption_prompt.to(q.dtype))  # (1, K, P, D)
@@ -73,8 +81,15 @@ class PrefixAttention(Mixin):
 class AffineLinear(Mixin):
     """A Linear whose outputs are shifted and scaled: scale * (W x + b + bias)."""
 
+    # of the Linear or ExpertLinear
+    weight: nn.Parameter
+    out_features: int
+    adapter_scale: nn.Parameter
+    adapter_bias: nn.Parameter | None
+
     def add_affine(self, bias: bool) -> None:
         """Register the scale and, if `bias`, the bias, in fp32; (out,), or (E, out) for experts."""
+        shape: tuple[int, ...]
         if isinstance(self, ExpertLinear):
             shape = (self.count, self.out_features)
         else:
@@ -151,9 +166,8 @@ class Adapter(Method):
         """Add the prefixes to `model` and freeze all other parameters."""
         model.requires_grad_(False)
         for index in self.layers:
-            PrefixAttention.mix_over(model.blocks[index].attention).add_prefix(
-                self.args.prompt_length
-            )
+            attention = model.get_submodule(f"blocks.{index}.attention")
+            PrefixAttention.mix_over(attention).add_prefix(self.args.prompt_length)
         self.inject_extra(model, keep)
         self.attach_tokens(model)
 
@@ -337,7 +351,7 @@ class AdapterV2(Adapter):
 PREFIX = ("adaption_prompt", "adaption_gate")
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= LARGEST_SIZE
 
 

@@ -4,7 +4,7 @@ embeddings and experts."""
 import math
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,13 @@ from litft.args import LoRAArgs
 from litft.checkpoints.conversion import hf_module_name, rule_of
 from litft.checkpoints.peft_format import TABLES, LoraAdapter, write_adapter
 from litft.checkpoints.peft_reader import read_adapter
-from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, adaptable_modules, peft_targets
+from litft.checkpoints.peft_targets import (
+    LoraWeights,
+    PeftTarget,
+    adaptable_modules,
+    adaptable_size,
+    peft_targets,
+)
 from litft.checkpoints.rules import Rule
 from litft.methods.base import (
     BaseFolder,
@@ -32,6 +38,8 @@ from litft.model.quantization import KINDS, is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
 
 # C channels, V vocabulary, E experts, N rows of expert inputs, R rank
+
+TrainedBiases = Literal["none", "lora", "all"]  # the values of --lora.bias
 
 
 class LoraSpec(NamedTuple):
@@ -162,7 +170,7 @@ class LoRA(Method):
         module = model.get_submodule(name)
         # PiSSA and OLoRA factor the weight, whose rank is at most its shorter side
         if self.args.init != "default" and not isinstance(module, nn.Embedding):
-            max_rank = min(module.in_features, module.out_features)
+            max_rank = min(adaptable_size(model, name))
             if r > max_rank:
                 raise ValueError(
                     f"--lora.r {r}: --lora.init {self.args.init} allows at most rank {max_rank} "
@@ -219,12 +227,14 @@ class LoRA(Method):
     def factors(self, name: str, values: Values) -> LoraWeights:
         """Return the update of one module; PiSSA and OLoRA subtract the initial product, which
         doubles the rank."""
-        a, b, m, a0, b0 = (values.get(f"{name}.{leaf}") for leaf in LEAVES)
+        a = values[f"{name}.lora_a"]
+        b = values[f"{name}.lora_b"]
+        a0 = values.get(f"{name}.lora_a0")
         if a0 is not None:
             # B A - B0 A0 as one product of twice the rank, for files that have no initial factors
             a = torch.cat((a, a0), dim=-2)
-            b = torch.cat((b, -b0), dim=-1)
-        return LoraWeights(a, b, self.specs[name].scale, m)
+            b = torch.cat((b, -values[f"{name}.lora_b0"]), dim=-1)
+        return LoraWeights(a, b, self.specs[name].scale, values.get(f"{name}.lora_m"))
 
     def write(
         self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]
@@ -272,7 +282,10 @@ class LoRA(Method):
         model = source.outline
         adapter = read_adapter(folder, model, source.adapter_rules, source.tensor)
         # dropout, targets and alpha are not read: specs hold the rank and scale of each module
-        bias = {peft_value: value for value, peft_value in _PEFT_BIAS.items()}[adapter.bias]
+        own_values: dict[str, TrainedBiases] = {
+            peft_value: value for value, peft_value in _PEFT_BIAS.items()
+        }
+        bias = own_values[adapter.bias]
         has_magnitudes = any(weights.m is not None for weights in adapter.factors.values())
         method = cls(LoRAArgs(dora=has_magnitudes, bias=bias))
         method.tokens = {token: [] for token in adapter.tokens}
@@ -336,7 +349,7 @@ class LoRA(Method):
 
 
 # --lora.bias -> PEFT's `bias`
-_PEFT_BIAS = {"none": "none", "lora": "lora_only", "all": "all"}
+_PEFT_BIAS: dict[TrainedBiases, str] = {"none": "none", "lora": "lora_only", "all": "all"}
 
 
 def merged_weight(weight: Tensor, factors: LoraWeights) -> Tensor:

@@ -24,6 +24,19 @@ class LoRALinear(Mixin):
     `lora_b0`, is subtracted, so that W is unchanged.
     """
 
+    # of the Linear
+    weight: nn.Parameter
+    in_features: int
+    out_features: int
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    # of PiSSA and OLoRA
+    lora_a0: nn.Parameter | None
+    lora_b0: nn.Parameter | None
+    lora_m: nn.Parameter | None
+    # DoRA: squared norms of the frozen rows, computed once the weights are loaded
+    base_row_squares: Tensor | None = None
+
     def add_factors(
         self, r: int, scale: float, dropout: float, dora: bool = False, init: str = "default"
     ) -> None:
@@ -37,7 +50,6 @@ class LoRALinear(Mixin):
         self.lora_scale = scale
         self.lora_dropout = dropout
         self.init = init
-        # DoRA: squared norms of the frozen rows, computed once the weights are loaded
         self.base_row_squares = None
 
         def empty_parameter(*shape: int, trained: bool = True) -> nn.Parameter:
@@ -64,7 +76,7 @@ class LoRALinear(Mixin):
         nn.init.zeros_(self.lora_b)
         self.init_factors()
         # kept, so that W + scale * (B A - B0 A0) starts as W
-        if self.lora_a0 is not None:
+        if self.lora_a0 is not None and self.lora_b0 is not None:
             self.lora_a0.copy_(self.lora_a)
             self.lora_b0.copy_(self.lora_b)
         if self.lora_m is not None:
@@ -115,7 +127,7 @@ class LoRALinear(Mixin):
     def _apply(self, fn: Callable, recurse: bool = True) -> "LoRALinear":
         """Move `base_row_squares` with the weight, without changing its dtype."""
         super()._apply(fn, recurse)
-        if getattr(self, "base_row_squares", None) is not None:
+        if self.base_row_squares is not None:
             self.base_row_squares = self.base_row_squares.to(self.weight.device)
         return self
 
@@ -159,7 +171,7 @@ class LoRALinear(Mixin):
         """
         a = self.lora_a
         b = self.lora_b
-        if self.lora_a0 is not None:
+        if self.lora_a0 is not None and self.lora_b0 is not None:
             a = torch.cat((a - self.lora_a0, self.lora_a0), -2)
             b = torch.cat((b, b - self.lora_b0), -1)
         return a.to(dtype), (b * self.lora_scale).to(dtype)
@@ -175,12 +187,13 @@ class LoRALinear(Mixin):
         a = self.lora_a
         b = self.lora_b
         scale = self.lora_scale
-        if self.lora_a0 is not None:
+        if self.lora_a0 is not None and self.lora_b0 is not None:
             a = torch.cat((a, self.lora_a0), dim=-2)
             b = torch.cat((b, -self.lora_b0), dim=-1)
         weight = self.weight_matrix()
         # w A^T, (out, R); the weight is not copied to fp32
         cross = (weight @ a.to(weight.dtype).mT).to(a.dtype)
+        assert self.base_row_squares is not None  # set with the magnitudes, which use the norms
         squares = (
             self.base_row_squares.to(b.device)
             + 2 * scale * (cross * b).sum(-1)
@@ -201,6 +214,8 @@ class LoRALinear(Mixin):
 
 class LoRAExpertLinear(LoRALinear):
     """LoRA for each expert of an ExpertLinear: A (E, R, in), B (E, out, R)."""
+
+    count: int  # of the ExpertLinear: E
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A and scale * B, with the rank padded to a multiple of 8, which grouped_mm
@@ -233,6 +248,10 @@ class LoRAExpertLinear(LoRALinear):
 class LoRAEmbedding(LoRALinear):
     """LoRA for an embedding, seen as a Linear with one-hot inputs: A (R, V), initially zero, and B
     (C, R)."""
+
+    # of the nn.Embedding
+    num_embeddings: int
+    embedding_dim: int
 
     def weight_shape(self) -> tuple[int, ...]:
         """Return (C, V), the transpose of the stored weight's shape."""

@@ -4,7 +4,7 @@ trained."""
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,22 @@ from litft.model.norm import Norm
 from litft.model.quantization import QuantizedModule
 from litft.model.transformer import GPT
 
+M = TypeVar("M", bound=nn.Module)
+
 
 @cache
 def mixin_class(mixin: type, base: type) -> type:
     """Return a subclass of `mixin` and `base`, in this order; the same class for the same
     arguments."""
     return type(f"{mixin.__name__}_{base.__name__}", (mixin, base), {})
+
+
+def change_class(module: nn.Module, mixin: type[M]) -> M:
+    """Change the type of `module` to one that puts `mixin` before its current type; return the
+    module."""
+    module.__class__ = mixin_class(mixin, type(module))
+    assert isinstance(module, mixin)  # a base of its new type
+    return module
 
 
 class Mixin(nn.Module):
@@ -36,11 +46,10 @@ class Mixin(nn.Module):
     reads_weight = False
 
     @classmethod
-    def mix_over(cls, module: nn.Module) -> Any:
+    def mix_over(cls: type[M], module: nn.Module) -> M:
         """Change the type of `module` to one that puts this class before its current type; return
         the module."""
-        module.__class__ = mixin_class(cls, type(module))
-        return module
+        return change_class(module, cls)
 
     def reset_parameters(self) -> None:
         """Initialize the parameters that the mixin has registered; the module's own weights are
@@ -96,6 +105,9 @@ class TrainedWeight(Mixin):
     base's parameters, or the trained ones while the mixin is disabled.
     """
 
+    inactive: dict[str, nn.Parameter]
+    dtype: torch.dtype
+
     def replace_leaf(
         self, leaf: str, trained: nn.Parameter, dtype: torch.dtype, keep: bool
     ) -> None:
@@ -129,6 +141,9 @@ class TrainedLinear(TrainedWeight):
     """An nn.Linear with trained parameters."""
 
     is_plain = True  # see model/linear.py
+    # of the nn.Linear
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
@@ -140,6 +155,10 @@ class TrainedLinear(TrainedWeight):
 class TrainedExpertLinear(TrainedWeight):
     """An ExpertLinear with trained parameters."""
 
+    # of the ExpertLinear
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         bias = self.bias if self.bias is None else self.bias.to(x.dtype)
         return expert_linear(x, self.weight.to(x.dtype), bias, grouping)
@@ -147,6 +166,8 @@ class TrainedExpertLinear(TrainedWeight):
 
 class TrainedEmbedding(TrainedWeight):
     """An nn.Embedding with trained rows."""
+
+    weight: nn.Parameter  # of the nn.Embedding
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight).to(self.dtype)
@@ -197,7 +218,7 @@ def train_parameters(
         # a tied head keeps sharing the embedding's parameter
         for owner in [module, *heads]:
             if not isinstance(owner, TrainedWeight):
-                trained_class(owner).mix_over(owner)
+                owner = trained_class(owner).mix_over(owner)
             owner.replace_leaf(leaf, trained, dtype or frozen.dtype, keep)
 
 

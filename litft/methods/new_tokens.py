@@ -23,6 +23,10 @@ class TokenRows(Mixin):
     """A module with trained `token_rows` (N, C), initialized as in `initial_rows`."""
 
     reads_weight = True
+    weight: nn.Parameter  # (V, C), of the embedding or the head
+    token_rows: nn.Parameter
+    # the ids that the text of each token was encoded as before
+    pieces: list[list[int]]
 
     def reset_parameters(self) -> None:
         """Initialize the rows from the weight and `pieces`, in fp32."""
@@ -32,6 +36,9 @@ class TokenRows(Mixin):
 
 class TokenEmbedding(TokenRows):
     """An embedding that takes the rows of new tokens from `token_rows` (N, C)."""
+
+    num_embeddings: int  # of the nn.Embedding
+    row_of: Tensor  # see `add_rows`
 
     def add_rows(self, ids: Tensor, pieces: list[list[int]], rows: nn.Parameter) -> None:
         """Register `rows` (N, C) for `ids` (N,); pieces: as in `add_tokens`."""
@@ -65,6 +72,11 @@ class TokenHead(TokenRows):
 
     Ids beyond its weight have no bias.
     """
+
+    # of the Linear
+    out_features: int
+    bias: nn.Parameter | None
+    token_ids: Tensor  # (N,)
 
     def add_rows(self, ids: Tensor, pieces: list[list[int]], rows: nn.Parameter) -> None:
         """Register `rows` (N, C) for `ids` (N,); pieces: as in `add_tokens`."""
@@ -118,7 +130,8 @@ def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
 
     def has_duplicate(token: int) -> bool:
         # equal rows have equal norms, so only few rows are compared in full
-        return (table[row_norms == row_norms[token]] == table[token]).all(1).sum() > 1
+        is_equal = (table[row_norms == row_norms[token]] == table[token]).all(1)
+        return bool(is_equal.sum() > 1)
 
     untrained = []
     for token in ids:

@@ -41,7 +41,8 @@ class Result:
     method: Method
     values: Values
     quantize: str | None = None
-    dtype: torch.dtype | None = None  # of the weights before quantization
+    # of the weights before quantization; without `quantize` it is not read
+    dtype: torch.dtype = torch.float32
 
     def config(self, config: Config) -> Config:
         """Return the base's config with the new vocabulary size, untied if the method changes only
@@ -159,12 +160,18 @@ def write_result(
 
     # config.json
     after = result.config(source.config) if result else source.config
-    hf = whole.multimodal if whole else source.hf
-    before = whole.config if whole else source.config
-    hf = _written_config(hf, before, after) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    dtype_name = str(dtype).removeprefix("torch.")
     if whole:
+        multimodal = whole.multimodal
+        assert multimodal is not None  # `whole` is a multimodal model
+        before = whole.config
+        hf = _written_config(multimodal, before, after)
+        hf["torch_dtype"] = dtype_name
         hf["text_config"] = _written_config(hf["text_config"], before, after)
         copy_files(whole.base, folder, PROCESSOR_FILES)
+    else:
+        hf = _written_config(source.hf, source.config, after)
+        hf["torch_dtype"] = dtype_name
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
     return entries
 
