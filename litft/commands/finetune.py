@@ -204,10 +204,9 @@ def prepare(args: FinetuneArgs) -> PlannedRun:
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
     vocab_size = setup.method.vocab_size(source.config)
     max_positions = source.config.max_positions
+    timeout = args.timeout_seconds
     kind = setup.objective.data
-    data = load_data(
-        args.data, setup.tokenizer, vocab_size, max_positions, args.timeout_seconds, kind
-    )
+    data = load_data(args.data, setup.tokenizer, vocab_size, max_positions, timeout, kind)
     for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
         if value and not len(data.val):
             reason = "it needs a validation loss, and nothing is held out"
