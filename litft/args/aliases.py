@@ -307,6 +307,8 @@ ALIASES: dict[str, Alias] = {
 }
 
 
+NO_FP16 = "there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic"
+
 # Lightning's name of a precision -> (our name in full.py, our name in the other methods); a text
 # with spaces is an error
 LIGHTNING: dict[str, tuple[str, str]] = {
@@ -317,10 +319,8 @@ LIGHTNING: dict[str, tuple[str, str]] = {
         "there is no mixed precision with frozen weights: they are bf16 as well; pass bf16",
     ),
     "bf16-true": ("bf16-true", "bf16"),  # trained parameters stay fp32
-    "16-mixed": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",)
-    * 2,
-    "16-true": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",)
-    * 2,
+    "16-mixed": (NO_FP16, NO_FP16),
+    "16-true": (NO_FP16, NO_FP16),
 }
 
 
@@ -366,16 +366,17 @@ def translate(
         "{value}" not in alias.flags or alias.off
     ):
         return alias.off, ""
-    if value in alias.values:
+    if value is not None and value in alias.values:
         return alias.values[value], ""
     # other programs multiply two flags to what is one number here
     if alias.times:
         factor = next((given[other] for other in alias.times if given.get(other)), None)
-        are_counts = all(count and count.isdigit() for count in (value, factor))
-        value = str(int(value) * int(factor)) if are_counts else "N"
+        if value and factor and value.isdigit() and factor.isdigit():
+            value = str(int(value) * int(factor))
+        else:
+            value = "N"
     # a number from the limit on means a count instead of a fraction
-    is_number = bool(value) and value.replace(".", "", 1).isdigit()
-    if is_number and float(value) >= alias.limit:
+    if value and value.replace(".", "", 1).isdigit() and float(value) >= alias.limit:
         value = None
     # both rates are one flag here, so the one that is missing gets its default there
     betas = {beta: given.get(beta) or default for beta, default in BETAS.items()}

@@ -50,7 +50,7 @@ def wrong_types(args: Any, group: str = "") -> list[str]:
         value = getattr(args, name)
         expected = types[name]
         flag = f"{group}{name}"
-        if is_dataclass(expected):
+        if isinstance(expected, type) and is_dataclass(expected):
             # the fields of a group can be checked only if it is one
             is_wrong = not isinstance(value, expected)
             if not is_wrong:

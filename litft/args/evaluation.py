@@ -1,6 +1,6 @@
 """The flags of `run_eval`."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from litft.args.checks import below_minimum
 from litft.args.data import DataArgs
@@ -68,6 +68,6 @@ class RunEvalArgs(OpenArgs):
         """
         # only the flags that open a model; those of generation keep their defaults
         settings = {item.name: getattr(self, item.name) for item in fields(OpenArgs)}
-        return ModelArgs(
-            **settings | {"checkpoint_dir": folder, "base_dir": base_dir}, compile="false"
-        )
+        settings["checkpoint_dir"] = folder
+        settings["base_dir"] = base_dir
+        return replace(ModelArgs(compile="false"), **settings)

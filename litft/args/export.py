@@ -21,6 +21,12 @@ class WriteArgs:
     """Maximum size of a weight file in GB (10^9 bytes). Memory use stays near the size of one
     file."""
 
+    @property
+    def target_dir(self) -> str:
+        """--out_dir, which `problems` requires."""
+        assert self.out_dir is not None
+        return self.out_dir
+
     def problems(self) -> list[str]:
         """Return the problems of the target folder and the shard size."""
         problems = impossible_numbers(self)
@@ -40,6 +46,12 @@ class ConvertArgs(WriteArgs):
     """Read config.json as this model_type, such as llama, if the folder's own model_type is unknown
     but means the same network. Names and shapes of all tensors must fit. The written folder has
     this model_type."""
+
+    @property
+    def source_dir(self) -> str:
+        """--checkpoint_dir, which `problems` requires."""
+        assert self.checkpoint_dir is not None
+        return self.checkpoint_dir
 
     def problems(self) -> list[str]:
         """Return the problems of source and target."""
@@ -106,6 +118,12 @@ class GgufConvertArgs(WriteArgs):
     """The dtype of the written weights. auto: the dtype of the file, or bf16 if its weights are
     quantized."""
 
+    @property
+    def source_dir(self) -> str:
+        """--checkpoint_dir, which `problems` requires."""
+        assert self.checkpoint_dir is not None
+        return self.checkpoint_dir
+
     def problems(self) -> list[str]:
         """Return the problems of source and target."""
         if self.checkpoint_dir:
@@ -135,6 +153,12 @@ class GgufExportArgs:
     dequantized_base: bool = False
     """Merge into the dequantized weights that the adapter was trained on (--quantize), not into the
     original weights."""
+
+    @property
+    def target_dir(self) -> str:
+        """--out_dir, which `problems` requires."""
+        assert self.out_dir is not None
+        return self.out_dir
 
     def problems(self) -> list[str]:
         """Return the problems of the target, and of flags that only apply to merging."""

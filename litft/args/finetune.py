@@ -353,6 +353,19 @@ class FinetuneArgs:
     eval: EvalArgs = field(default_factory=EvalArgs)
     save: SaveArgs = field(default_factory=SaveArgs)
 
+    @property
+    def model_dir(self) -> str:
+        """--checkpoint_dir, which is filled in before a run starts."""
+        assert self.checkpoint_dir is not None
+        return self.checkpoint_dir
+
+    @property
+    def timeout_seconds(self) -> float:
+        """--timeout in seconds; `problems` requires a duration."""
+        timeout = seconds(self.timeout)
+        assert timeout is not None
+        return timeout
+
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
         # the checks below compare numbers, and would fail on text

@@ -1,17 +1,28 @@
 """The types of a command's flags, by name."""
 
 import dataclasses
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
-def types_of_flags(cls: type, prefix: str = "") -> dict[str, Any]:
+def class_of_group(item: dataclasses.Field) -> "type[DataclassInstance] | None":
+    """Return the dataclass of a field that is a group of flags; None for the field of a flag."""
+    if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
+        return item.type
+    return None
+
+
+def types_of_flags(cls: "type[DataclassInstance]", prefix: str = "") -> dict[str, Any]:
     """Return the type of every flag, by dotted name."""
     flag_types = {}
     for item in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(item.type):
-            flag_types |= types_of_flags(item.type, f"{prefix}{item.name}.")
-        else:
+        group_class = class_of_group(item)
+        if group_class is None:
             flag_types[prefix + item.name] = item.type
+        else:
+            flag_types |= types_of_flags(group_class, f"{prefix}{item.name}.")
     return flag_types
 
 

@@ -21,6 +21,12 @@ class DownloadArgs:
     """Access token for private and gated models. Default: HF_TOKEN, or the token stored by `hf auth
     login`."""
 
+    @property
+    def repository(self) -> str:
+        """--repo_id, which `problems` requires."""
+        assert self.repo_id is not None
+        return self.repo_id
+
     def problems(self) -> list[str]:
         """Return a problem if the repository is missing."""
         if self.repo_id:
@@ -59,6 +65,12 @@ class UploadArgs:
     login`."""
     dry_run: bool = False
     """Print the card to stdout and the list of files to stderr, and upload nothing."""
+
+    @property
+    def repository(self) -> str:
+        """--repo_id, which `problems` requires."""
+        assert self.repo_id is not None
+        return self.repo_id
 
     def problems(self) -> list[str]:
         """Return the problems of the repository names."""

@@ -1,26 +1,24 @@
-"""Parse the command line into an arguments dataclass: the only place that uses jsonargparse.
+"""Parse the command line into an arguments dataclass, with jsonargparse's parser of its flags.
 
 In addition to jsonargparse: a boolean flag without a value means true, lists are written `a,b`, and
 one message reports all mistakes and suggests the nearest flag name.
 """
 
-import dataclasses
 import difflib
-import functools
 import json
 import os
 import sys
-from argparse import SUPPRESS
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser
 
 from litft import args as flags
 from litft import run_dir
 from litft.args.aliases import FORMER_FLAGS, optimizer, precision, translate
+from litft.args.build_parser import AnyArgs, args_from, parser_for_help, parser_of
 from litft.args.finetune import FINETUNE
 from litft.args.flag_types import describe_type, is_finetuning, types_of_flags
 from litft.args.foreign_config import in_litfts_terms
@@ -30,13 +28,11 @@ from litft.args.recipes import KEY, is_recipe, names, recipe_file
 DEMO = Path(__file__).parent.parent / "demo"
 MOST_VALUES = 10_000  # of a YAML file
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
 # flags with a list of texts, whose white space counts
 TEXT_LISTS = ("stop",)
 
 
-def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
+def parse(cls: type[AnyArgs], argv: list[str], prog: str | None = None) -> AnyArgs:
     """Return an instance of the dataclass `cls` from flags.
 
     Later flags win, and all win over --config FILE.yaml, and over the recipe of --config NAME.
@@ -48,12 +44,15 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     if issubclass(cls, flags.FinetuneArgs):
         values, invalid = _for_finetuning(values, cls)
         problems = problems + invalid
-    parser = parser_of(cls)
-    parser.prog = prog or Path(sys.argv[0]).name
     words = [f"--{name}={value}" for name, value in values]
     # --help would end the process before the problems are shown
     if not problems:
         words += passthrough
+    if {"-h", "--help"} & set(words):
+        parser = parser_for_help(cls)
+    else:
+        parser = parser_of(cls)
+    parser.prog = prog or Path(sys.argv[0]).name
     try:
         namespace = parser.parse_args(words)
     except (ArgumentError, OverflowError) as error:
@@ -61,8 +60,7 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
         problems += _invalid_values(parser, values, flag_types) or [str(error)]
     if problems:
         raise ValueError("\n".join(problems))
-    namespace.pop("config", None)
-    args = cls(**vars(parser.instantiate(namespace)))
+    args = args_from(namespace, cls)
     for name, value in values:
         if flag_types[name] in (str, str | None) and value != "null":
             group, _, leaf = name.rpartition(".")
@@ -133,56 +131,6 @@ def _is_valid(parser: ArgumentParser, word: str) -> bool:
     return True
 
 
-@functools.cache
-def parser_of(cls: type) -> ArgumentParser:
-    """Return jsonargparse's parser of the dataclass; building one takes 0.2 s."""
-    parser = ArgumentParser(description=cls.__doc__, usage="%(prog)s [flags]", exit_on_error=False)
-    if cls in FINETUNE.values():
-        recipe = ", or the name of a recipe (litft recipes)"
-    else:
-        recipe = ""
-    parser.add_argument(
-        "--config",
-        action="config",
-        help=f"A YAML file of flags, such as a run's config.yaml{recipe}.",
-    )
-    parser.add_class_arguments(cls, as_group=False)
-    groups = []
-    for item in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(item.type):
-            groups.append(item.name)
-    for action in parser._actions:
-        # jsonargparse would accept a file for each group; here only --config does
-        if action.dest in groups:
-            action.help = SUPPRESS
-        # NAME+ would append to a list; here, a list is given as a whole
-        options = []
-        for option in action.option_strings:
-            if not option.endswith("+"):
-                options.append(option)
-        action.option_strings = options
-        if types_of_flags(cls).get(action.dest) in (bool, bool | None):
-            action.metavar = "[true|false]"  # the flag alone means true
-    _put_first(parser, getattr(cls, "main_flags", ()))
-    return parser
-
-
-def _put_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
-    """Move flags into a group of their own, which --help lists first."""
-    group = parser.add_argument_group("the flags that matter most")
-    for name in names:
-        action = parser._option_string_actions.get(f"--{name}")
-        if action is None:
-            continue
-        # argparse has no public way to move a flag to another group
-        for other in parser._action_groups:
-            if action in other._group_actions:
-                other._group_actions.remove(action)
-                break
-        group._group_actions.append(action)
-    parser._action_groups.insert(0, parser._action_groups.pop())
-
-
 def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[str], list[str]]:
     """Return the (name, value) pairs, the problems with the names, and the words to pass on to
     jsonargparse."""
@@ -206,11 +154,14 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
         name = _full_name(name, flag_types)
         if _is_former(name, flag_types):
             if not equals:
-                value = _next_value(words, is_boolean=True)
+                value = _next_boolean(words)
             values.append(_renamed(name, value))
             continue
         if not equals:
-            value = _next_value(words, is_boolean=flag_types.get(name) in (bool, bool | None))
+            if flag_types.get(name) in (bool, bool | None):
+                value = _next_boolean(words)
+            else:
+                value = _next_value(words)
         if name == "config":
             # a file has priority over a recipe of the same name
             if value and is_recipe(value) and not os.path.isfile(value):
@@ -241,13 +192,18 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
     return values, problems, passthrough
 
 
-def _next_value(words: list[str], is_boolean: bool) -> str | None:
-    """Remove the value of a flag from the words after it, and return it; None if it is missing.
+def _next_boolean(words: list[str]) -> str:
+    """Remove the value of a boolean flag from the words after it, and return it.
 
-    A boolean flag alone means true, unless its value is the next word.
+    The flag alone means true, unless its value is the next word.
     """
-    if is_boolean and (not words or words[0].lower() not in ("true", "false")):
-        return "true"
+    if words and words[0].lower() in ("true", "false"):
+        return words.pop(0)
+    return "true"
+
+
+def _next_value(words: list[str]) -> str | None:
+    """Remove the value of a flag from the words after it, and return it; None if it is missing."""
     if words and not words[0].startswith("--"):
         return words.pop(0)
     return None
@@ -341,8 +297,7 @@ def _as_list(value: str, flag_type: Any, keeps_spaces: bool = False) -> str:
         items = None
     if isinstance(items, dict):  # a path with settings
         items = [items]
-    is_list = isinstance(items, list) and all(isinstance(item, str | dict) for item in items)
-    if is_list:
+    if isinstance(items, list) and all(isinstance(item, str | dict) for item in items):
         items = _item_texts(items)
     else:
         items = _items(value, keeps_spaces)
@@ -371,7 +326,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         problem = _problem_of_recipe(str(path), cls)
         if problem:
             return [], [problem]
-        path = recipe_file(path)
+        path = recipe_file(str(path))
     flag_types = types_of_flags(cls)
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}

@@ -28,6 +28,12 @@ class PrepareArgs:
     """What the examples are for: sft, or an objective that learns from preferences."""
     data: DataArgs = field(default_factory=DataArgs)
 
+    @property
+    def source_dir(self) -> str:
+        """--checkpoint_dir, which `problems` requires."""
+        assert self.checkpoint_dir is not None
+        return self.checkpoint_dir
+
     def problems(self) -> list[str]:
         """Return the problems of missing or invalid values."""
         problems = impossible_numbers(self) + self.data.problems()
@@ -95,6 +101,20 @@ class PlanArgs:
     """Number of tokens to train on, for the estimated hours."""
     lora: LoRAArgs = field(default_factory=LoRAArgs)
     adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
+
+    @property
+    def source_dir(self) -> str:
+        """--checkpoint_dir, which `problems` requires."""
+        assert self.checkpoint_dir is not None
+        return self.checkpoint_dir
+
+    @property
+    def budget_bytes(self) -> int:
+        """--budget in bytes, if it is given; `problems` requires a size."""
+        assert self.budget is not None
+        num_bytes = size(self.budget)
+        assert num_bytes is not None
+        return num_bytes
 
     def problems(self) -> list[str]:
         """Return the problems of missing or invalid values."""

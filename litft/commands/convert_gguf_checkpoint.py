@@ -19,7 +19,7 @@ from litft.pretrained.save import write_result
 def read(args: GgufConvertArgs) -> Path:
     """Write a GGUF file's model as a folder, and compare it with the file; raise ValueError for
     unsupported models."""
-    file = GgufFile(Path(args.checkpoint_dir))
+    file = GgufFile(Path(args.source_dir))
     architecture = read_architecture(file)
     try:
         hf = architecture.to_hf() | config_token_ids(file, architecture.vocab_size)
@@ -53,7 +53,7 @@ def read(args: GgufConvertArgs) -> Path:
         Tokenizer(folder)
         compare(folder, write_result(folder, source, dtype, None, args.shard_gb))
 
-    out = write_folder(args.out_dir, fill)
+    out = write_folder(args.target_dir, fill)
     count = len(file.names)
     print(
         f"converted {file.folder} to {out} ({architecture.name} in GGUF, {count} tensors in "

@@ -14,7 +14,7 @@ from litft.pretrained.save import copy_files, write_result
 def convert(args: ConvertArgs) -> Path:
     """Rewrite a base model's folder as safetensors in one dtype, and compare the written tensors
     with the source."""
-    source = resolve(args.checkpoint_dir, family=args.family)
+    source = resolve(args.source_dir, family=args.family)
     if source.adapter:
         raise ValueError(
             f"{source.folder} is an adapter, not a model; merge it into its base with merge_lora"
@@ -32,7 +32,7 @@ def convert(args: ConvertArgs) -> Path:
         copy_files(source.folder, folder)
         compare(folder, entries)
 
-    out = write_folder(args.out_dir, fill)
+    out = write_folder(args.target_dir, fill)
     count = len(Checkpoint(out).names)
     print(
         f"converted {source.folder} to {out} ({count} tensors in {dtype}, each compared)",

@@ -21,7 +21,7 @@ def write(args: GgufExportArgs) -> Path:
         file_names.append(write_file(folder, trained, args))
 
     # the file's name depends on its type, which `fill` finds out
-    out = write_folder(args.out_dir, fill)
+    out = write_folder(args.target_dir, fill)
     print(
         f"exported {trained.path} to "
         f"{out / file_names[0]}{', with a Modelfile for Ollama' if args.merge else ''}",

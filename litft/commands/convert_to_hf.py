@@ -29,7 +29,7 @@ def export(args: ExportArgs) -> Path:
     source = replace(source, text_names=args.text_names)
 
     def fill(partial: Path) -> None:
-        record = base_record(source, Path(args.out_dir))
+        record = base_record(source, Path(args.target_dir))
         settings = trained.settings
         litft_settings = {}
         for name in ("quantize", "precision"):
@@ -40,6 +40,6 @@ def export(args: ExportArgs) -> Path:
             copy_tokenizer(tokenizer, partial)
         check_written(partial, source)
 
-    out = write_folder(args.out_dir, fill)
+    out = write_folder(args.target_dir, fill)
     print(f"exported {trained.path} to {out} (an adapter for {source.base})", file=sys.stderr)
     return out

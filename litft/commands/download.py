@@ -13,7 +13,7 @@ from litft.checkpoints.hub import (
 
 def download(args: DownloadArgs) -> Path:
     """Download a model or adapter from the hub, or resume its download; print its folder."""
-    repo = hub_id(args.repo_id)
+    repo = hub_id(args.repository)
     out = Path(args.out_dir) if args.out_dir else None
     if repo is None:
         raise ValueError(

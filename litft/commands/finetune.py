@@ -11,7 +11,7 @@ import torch
 
 import litft
 from litft import run_dir
-from litft.args import FinetuneArgs, seconds
+from litft.args import FinetuneArgs
 from litft.args.finetune import apply_launcher
 from litft.args.processes import is_first_on_node, is_first_process, launch_id
 from litft.checkpoints.hub import fetch, hub_id, pinned_data
@@ -73,10 +73,9 @@ def run_finetuning(
         hosts = launch(fabric, args.timeout)
         # Only the first process makes the folder. Every process has checked its earlier content in
         # `_resolve`, before the processes met.
+        name = ""
         if fabric.global_rank == 0:
             name = str(named or run_dir.claim(run.setup.method.title))
-        else:
-            name = None
         folder = Path(fabric.broadcast(name))
         if not named and fabric.global_rank == 0:
             lock.enter_context(locked_folder(folder))
@@ -184,7 +183,7 @@ def prepare(args: FinetuneArgs) -> PlannedRun:
     """Prepare the method, the data and the plan, before the processes meet and without reading a
     weight; ValueError."""
     # checks that need no data come first, so that they fail at once
-    source = resolve(args.checkpoint_dir, args.base_dir)
+    source = resolve(args.model_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     source.check()
     if args.save.text_names:
@@ -205,7 +204,7 @@ def prepare(args: FinetuneArgs) -> PlannedRun:
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
     vocab_size = setup.method.vocab_size(source.config)
     max_positions = source.config.max_positions
-    timeout = seconds(args.timeout)
+    timeout = args.timeout_seconds
     kind = setup.objective.data
     data = load_data(args.data, setup.tokenizer, vocab_size, max_positions, timeout, kind)
     for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):

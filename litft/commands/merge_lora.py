@@ -23,9 +23,12 @@ def merge(args: MergeArgs) -> Path:
             f"{source.folder} is not an adapter (it has no adapter_config.json); pass an adapter "
             "or a LoRA run"
         )
+    update = source.read_adapter()
+    # the folder has an adapter
+    assert update is not None
     return write_merged(
         args,
         source.folder,
         source,
-        merge_result(source, source.read_adapter(), source.record, args.dequantized_base),
+        merge_result(source, update, source.record, args.dequantized_base),
     )

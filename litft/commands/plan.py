@@ -9,7 +9,6 @@ from litft.args import (
     FullFinetuneArgs,
     LoRAFinetuneArgs,
     PlanArgs,
-    size,
 )
 from litft.data.dataset import length_limit
 from litft.distributed.devices import num_shards
@@ -45,7 +44,7 @@ def plan(args: PlanArgs) -> None:
 
     # the settings, and how they differ from the flags
     if args.budget:
-        reserve = format_bytes(size(args.budget) - int(USABLE_FRACTION * size(args.budget)))
+        reserve = format_bytes(args.budget_bytes - int(USABLE_FRACTION * args.budget_bytes))
         print(
             f"the fastest settings that fit into {args.budget}, with {reserve} left to CUDA: "
             f"{setting_flags(fit)}"
@@ -84,7 +83,7 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
         "adapter_v2": AdapterV2FinetuneArgs(adapter=args.adapter),
         "full": FullFinetuneArgs(),
     }
-    source = resolve(args.checkpoint_dir)
+    source = resolve(args.source_dir)
     method = method_of(finetuning[args.method])
     if source.adapter:
         raise ValueError(
@@ -147,7 +146,7 @@ def within_budget(
     if weight_options == [("none", "none")] and args.method != "full" and args.strategy == "ddp":
         weight_options += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
     fit, smallest = fastest(
-        make_plan, rows, kinds, weight_options, int(USABLE_FRACTION * size(args.budget))
+        make_plan, rows, kinds, weight_options, int(USABLE_FRACTION * args.budget_bytes)
     )
     if fit is None:
         minimum = (

@@ -17,7 +17,7 @@ def prepare_data(args: PrepareArgs) -> None:
         objective=args.objective,
     )
     finetuning.train.global_batch_size = args.global_batch_size
-    source = resolve(args.checkpoint_dir, args.base_dir)
+    source = resolve(args.source_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     setup = resolve_setup(finetuning, source)
     vocab_size = setup.method.vocab_size(source.config)

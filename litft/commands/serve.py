@@ -14,6 +14,8 @@ def serve(args: ServeArgs) -> None:
     is_first = is_first_on_node()
     with open_listener(args.host, args.port) if is_first else nullcontext() as listener:
         engine = make_engine(args, open_models(args))
+        # this is the first process
+        assert listener is not None
         run_server(engine, args, listener)
         engine.join()
         print("stopped", file=sys.stderr)

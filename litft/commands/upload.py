@@ -38,7 +38,7 @@ def upload(args: UploadArgs) -> None:
 
     # all files in one commit, so that nobody downloads half of them
     hub = import_hub()
-    repo = HubId(args.repo_id)
+    repo = HubId(args.repository)
     with translate_hub_errors(repo):
         api = hub.HfApi(token=args.token, library_name="litft", library_version=__version__)
         page = api.create_repo(repo.name, private=args.private, exist_ok=True)

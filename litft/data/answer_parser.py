@@ -183,8 +183,9 @@ class AnswerParser:
     def _in_content(self, is_last: bool) -> Iterator[AnswerPart]:
         """Return content up to the mark that opens calls."""
         calls = self.format.calls
-        may_call = calls is not None and bool(calls.opening) and not self.gives_up
-        marks = (calls.opening,) if may_call else ()
+        marks: tuple[str, ...] = ()
+        if calls is not None and calls.opening and not self.gives_up:
+            marks = (calls.opening,)
         start, mark = first_mark(self.buffer, marks)
         if mark:
             yield from self._text("content", self.buffer[:start])
@@ -193,12 +194,18 @@ class AnswerParser:
             return
         yield from self._safe_text("content", marks, is_last)
 
+    @property
+    def _call_marks(self) -> CallMarks:
+        """The marks around calls. Without them no state leads to that of a call."""
+        assert self.format.calls is not None
+        return self.format.calls
+
     def _in_call(self, is_last: bool) -> Iterator[AnswerPart]:
         """Read calls once they are complete. The buffer begins with the opening mark.
 
         A closing mark may be a part of an argument: then a later one completes the calls.
         """
-        marks = self.format.calls
+        marks = self._call_marks
         # earlier closing marks of this buffer have been tried
         start = max(self.tried, len(marks.opening))
         while marks.closing and not self.gives_up:
@@ -234,14 +241,14 @@ class AnswerParser:
 
     def _read_calls(self, region: str) -> list[ToolCall]:
         """Return the calls from the opening mark on; none if it is no call."""
-        opening = self.format.calls.opening
+        opening = self._call_marks.opening
         body = region
         if not opening:
             body = _without_prefixes(region)
         elif not opening.startswith("<function"):
             # such a mark is a part of the syntax of its calls
             body = region.removeprefix(opening)
-            if not self.format.calls.closing:  # the mark may come before each call
+            if not self._call_marks.closing:  # the mark may come before each call
                 body = _without_marks(body, opening)
         try:
             calls = read_calls(body.lstrip(), self.tools)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, wraps
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -29,7 +30,7 @@ class _Generation(Extension):
     """transformers' {% generation %} tag, rendered as its content; `assistant_turns` does not need
     it to find the turns."""
 
-    tags = frozenset({"generation"})
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
@@ -54,14 +55,14 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     # not +, which templates use everywhere: what it makes is bounded where it is assigned
     intercepted_binops = frozenset(("*", "**", "%"))
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parse a template, count the steps of its loops, and bound the texts that it assigns."""
         template = super()._parse(source, name, filename)
-        for loop in template.find_all(jinja2.nodes.For):
+        for loop in template.find_all(nodes.For):
             loop.iter = _filtered(loop.iter, "counted", loop.lineno)
-        for assignment in template.find_all(jinja2.nodes.Assign):
+        for assignment in template.find_all(nodes.Assign):
             assignment.node = _filtered(assignment.node, "bounded", assignment.lineno)
-        for block in template.find_all(jinja2.nodes.AssignBlock):
+        for block in template.find_all(nodes.AssignBlock):
             block.filter = _filtered(block.filter, "bounded", block.lineno)
         return template
 
@@ -94,10 +95,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = _with_small_numbers(function)
 
 
-def _filtered(node: jinja2.nodes.Expr | None, name: str, line: int) -> jinja2.nodes.Filter:
+def _filtered(node: nodes.Node | None, name: str, line: int) -> nodes.Filter:
     """Return a node of the syntax tree that applies a filter. node: None for the content of a
     block."""
-    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=line)
+    return nodes.Filter(node, name, [], [], None, None, lineno=line)
 
 
 def _bounded(value: Any) -> Any:

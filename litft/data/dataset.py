@@ -464,4 +464,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     edges = np.arange(first - 1, int(lengths.max()) + width, width)
     counts, _ = np.histogram(lengths, edges + 1)
     edges[-1] = lengths.max()
-    return [tuple(map(int, bar)) for bar in zip(edges[:-1] + 1, edges[1:], counts, strict=True)]
+    bars = []
+    for shortest, longest, count in zip(edges[:-1] + 1, edges[1:], counts, strict=True):
+        bars.append((int(shortest), int(longest), int(count)))
+    return bars

@@ -191,11 +191,15 @@ class Encoder:
             encoded.notes.append(EQUAL)
             return
         for answers, desirable in preferences:
-            sides = [self._encode_answer(answer, encoded) for answer in answers]
-            if any(side is None for side in sides):
+            sides = []
+            for answer in answers:
+                side = self._encode_answer(answer, encoded)
+                if side is not None:
+                    sides.append(side)
+            if len(sides) < len(answers):
                 continue
             cut, lost = cut_together(sides, self.limit, SUPERVISED, ID_MASK)
-            if len(sides) == 2 and np.array_equal(*cut):
+            if len(sides) == 2 and np.array_equal(cut[0], cut[1]):
                 encoded.notes.append(EQUAL)
                 continue
             if lost:
@@ -274,7 +278,7 @@ class Encoder:
         if example.text is not None:
             self._note_controls([example.text], encoded)
             encoded.text = True
-            for span, ids in self._spans(example):
+            for span, ids in self._spans(example, example.text):
                 encoded.units.append(hash64(span))
                 encoded.turns.append(0)
                 encoded.samples.append(np.array(ids, np.uint32) | SUPERVISED)
@@ -368,10 +372,9 @@ class Encoder:
         if texts[0] == texts[1]:
             encoded.notes.append(TOOLS_LOST)
 
-    def _spans(self, example: Example) -> Iterator[tuple[str, list[int]]]:
+    def _spans(self, example: Example, text: str) -> Iterator[tuple[str, list[int]]]:
         """Yield (text, tokens) of each span of SPAN characters, or of the whole text; independent
         of the length limit."""
-        text = example.text
         if not text.strip():
             return
         # tokenized as a whole, so that no token depends on the cuts

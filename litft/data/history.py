@@ -55,7 +55,7 @@ def _is_read(tokenizer: Tokenizer, template: str, spelling: str) -> bool:
     # some templates write reasoning only where thinking is switched on
     for switch in ({}, BOTH_ON):
         try:
-            text = tokenizer.apply_chat_template(messages, **switch)
+            text = tokenizer.apply_chat_template(messages, tools=None, **switch)
         except ValueError:
             continue
         if _REASONING in text and _ANSWER in text and not prints_parts(text):

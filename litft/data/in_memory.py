@@ -16,7 +16,7 @@ from litft.data.readers import drop_nulls
 EXAMPLES = "litft/examples"  # the folder of the files
 
 
-def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = None) -> Path:
+def stored_examples(records: Iterable[object], limit: int | None = None) -> Path:
     """Write records to a JSONL file named by its content in $XDG_DATA_HOME/litft/examples, and
     return its path.
 

@@ -298,7 +298,7 @@ def sharegpt_turn(turn: Any, where: str) -> Message:
         if not isinstance(function_call, list):
             function_call = [function_call]
         calls = _calls(function_call, where)
-        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
     elif isinstance(value, str):
         message = {"role": SHAREGPT_ROLES[speaker], "content": value}
     else:

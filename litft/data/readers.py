@@ -12,13 +12,13 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from litft.data.formats import Record, field_with_records
 from litft.data.messages import json_type
@@ -147,7 +147,7 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def _zst(path: Path) -> BinaryIO:
+def _zst(path: Path) -> io.BufferedIOBase:
     return io.BufferedReader(_Zstandard(path), BLOCK)
 
 
@@ -160,14 +160,14 @@ def _library(name: str, path: Path) -> Any:
         ) from None
 
 
-OPENERS: dict[str, Callable[[Path], BinaryIO]] = {
+OPENERS: dict[str, Callable[[Path], io.BufferedIOBase]] = {
     "": lambda path: path.open("rb"),
     ".gz": gzip.open,
     ".zst": _zst,
 }
 
 
-def _blocks(path: Path, file: BinaryIO) -> Iterator[str]:
+def _blocks(path: Path, file: io.BufferedIOBase) -> Iterator[str]:
     """Yield a file's text block by block; raise ValueError if it is neither UTF-8 nor, with a byte
     order mark, UTF-16."""
     decoder = None
@@ -201,7 +201,7 @@ def _decode(
         ) from None
 
 
-def _lines(path: Path, file: BinaryIO) -> Records:
+def _lines(path: Path, file: io.BufferedIOBase) -> Records:
     """Yield one record per line."""
     for number, line in enumerate(_text_lines(path, file), 1):
         if number == 1 and line.strip() == "[":
@@ -220,7 +220,7 @@ def _lines(path: Path, file: BinaryIO) -> Records:
             yield where, record
 
 
-def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
+def _text_lines(path: Path, file: io.BufferedIOBase) -> Iterator[str]:
     """Yield lines split at line feeds only: JSON strings may contain other line separators."""
     pieces: list[str] = []
     for block in _blocks(path, file):
@@ -239,7 +239,7 @@ class _Values:
     """Parses JSON values from a file's text, keeping no more text in memory than the current value
     needs."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: io.BufferedIOBase) -> None:
         self.path = path
         self.blocks = _blocks(path, file)
         self.decode = json.JSONDecoder().raw_decode
@@ -267,7 +267,10 @@ class _Values:
         """Skip whitespace and return the next character without consuming it; "" at the end of the
         file."""
         while True:
-            self.at = _SPACE.match(self.text, self.at).end()
+            space = _SPACE.match(self.text, self.at)
+            # the pattern matches no space, too
+            assert space is not None
+            self.at = space.end()
             if self.at < len(self.text) or not self.read_more():
                 return self.text[self.at : self.at + 1]
 
@@ -321,7 +324,7 @@ class _Values:
         )
 
 
-def _array(path: Path, file: BinaryIO) -> Records:
+def _array(path: Path, file: io.BufferedIOBase) -> Records:
     """Yield one record per element."""
     values = _Values(path, file)
     first = values.peek()
@@ -359,7 +362,7 @@ def _array_remedy(value: Any) -> str:
     )
 
 
-def _table(separator: str, path: Path, file: BinaryIO) -> Records:
+def _table(separator: str, path: Path, file: io.BufferedIOBase) -> Records:
     """Yield one record per row below the header; quoted cells may contain line breaks.
 
     A header with `;` and without `separator` is read with `;`: Excel writes that where the comma is
@@ -424,7 +427,7 @@ def _without_empty_end(row: list[str], length: int = 0) -> list[str]:
     return row
 
 
-def _parquet(path: Path, file: BinaryIO) -> Records:
+def _parquet(path: Path, file: io.BufferedIOBase) -> Records:
     """Yield one record per row."""
     parquet = _library("pyarrow.parquet", path)
     with _parquet_errors(path):
@@ -476,7 +479,7 @@ def _rows(batch: Any) -> list[Record]:
         return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def drop_nulls(record: Record) -> Record:
+def drop_nulls(record: Mapping[str, Any]) -> Record:
     """Remove null entries of nested objects: an Arrow struct has every field that the same struct
     of another record has."""
     return {name: _without_nulls(value) for name, value in record.items()}
@@ -490,7 +493,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _plain(path: Path, file: BinaryIO) -> Records:
+def _plain(path: Path, file: io.BufferedIOBase) -> Records:
     """Yield the text in parts of at most two blocks, cut at a line end where possible."""
     text = ""
     number = 0
@@ -510,7 +513,7 @@ def _plain(path: Path, file: BinaryIO) -> Records:
         yield f"{path}, part {number}", {"text": text, "begins": number == 0, "ends": True}
 
 
-READERS: dict[str, Callable[[Path, BinaryIO], Records]] = {
+READERS: dict[str, Callable[[Path, io.BufferedIOBase], Records]] = {
     ".json": _array,
     ".jsonl": _lines,
     ".csv": partial(_table, ","),

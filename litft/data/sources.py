@@ -2,6 +2,7 @@
 hub."""
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from glob import glob, has_magic
 from importlib import import_module
@@ -181,7 +182,7 @@ def _set_name(source: File | HubSplit) -> str:
     """Return a name for a validation set: that of the file without its suffixes, or those of the
     data set and the split."""
     if isinstance(source, HubSplit):
-        name = f"{hub_id(source.name).name.rpartition('/')[2]}_{source.split}"
+        name = f"{_dataset_id(source.name).name.rpartition('/')[2]}_{source.split}"
     else:
         name = Path(source.name).name.removesuffix(split_suffixes(Path(source.name))[1])
         name = name.removesuffix(Path(name).suffix)
@@ -204,7 +205,7 @@ def _val_source(item: DataPath, subset: str | None) -> File | HubSplit:
     return source._replace(limit=item.limit, reading=_reading(item))
 
 
-def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File | HubSplit]:
+def _splits(path: str, subset: str | None, split: str | None) -> Mapping[str, File | HubSplit]:
     """Return the training and validation splits that a path has, by "train" and "val".
 
     split: the training split of a data set on the hub, unless the path ends with one,
@@ -337,7 +338,10 @@ def _split_of(file: Path) -> str:
     """Return the split whose name the file's name begins with: train, val, one of OTHER_SPLITS; or
     none, ""."""
     # the letters at the beginning: train of train-00000-of-00003.parquet
-    word = re.match(r"[a-z]*", file.name.lower())[0]
+    letters = re.match(r"[a-z]*", file.name.lower())
+    # the pattern matches no letter, too
+    assert letters is not None
+    word = letters[0]
     for split, names in SPLITS.items():
         if word in names:
             return split
@@ -353,6 +357,13 @@ def hub_dataset(path: str) -> HubId | None:
     if is_local:
         return None
     return hub_id(path.partition(":")[0])
+
+
+def _dataset_id(name: str) -> HubId:
+    """Return the id of a data set that `hub_dataset` has recognized."""
+    dataset_id = hub_id(name)
+    assert dataset_id is not None
+    return dataset_id
 
 
 def _endings() -> list[str]:
@@ -373,7 +384,7 @@ def _load_dataset(name: str, subset: str | None) -> Any:
             "install 'litft[data]'"
         ) from None
     try:
-        dataset_id = hub_id(name)
+        dataset_id = _dataset_id(name)
         return datasets.load_dataset(dataset_id.name, subset, revision=dataset_id.revision)
     except Exception as error:
         # from the network, the hub, or the reader of the files

@@ -78,9 +78,10 @@ class EncodingReport:
         self.formats[encoded.form] = self.formats.get(encoded.form, 0) + 1
         self.answers += encoded.answers
         self.empty_thoughts += encoded.empty_thoughts
-        is_new = encoded.system is not None and encoded.system not in self.systems
-        if is_new and len(self.systems) < MAX_SYSTEMS:
-            self.systems.append(encoded.system)
+        system = encoded.system
+        is_full = len(self.systems) >= MAX_SYSTEMS
+        if system is not None and system not in self.systems and not is_full:
+            self.systems.append(system)
         for name in encoded.unused:
             self.unused[name] = self.unused.get(name, 0) + 1
         for note in encoded.notes:
@@ -419,7 +420,7 @@ class Samples(Sequence[Sample]):
     def digests(self) -> np.ndarray:
         """A hash of the tokens of each sample; windows of texts are read for it."""
         digests = self.sample_index.digests.copy()
-        for i in np.flatnonzero(self.sample_index.units == 0):
+        for i in np.flatnonzero(self.sample_index.units == 0).tolist():
             digests[i] = hash64(self._read(i).tobytes())
         return digests
 

@@ -88,7 +88,7 @@ class Tokenizer:
         self.adds_bos = self._backend.adds_bos(self.bos_id, config.get("add_bos_token"))
         self.stop_ids = _stop_ids(self.generation_folders, self.eos_id)
         # end tokens are special even if the tokenizer file does not mark them so
-        self.special_ids = self._backend.special_ids | (
+        self.special_ids: set[int] = self._backend.special_ids | (
             set(self.stop_ids) & ({self.eos_id} | self.added_ids)
         )
         if not self.stop_ids:
@@ -252,16 +252,22 @@ class Tokenizer:
         if new:
             special = set(filter(NEW_CONTROL.fullmatch, new))
             self._backend.add(new, special)
-            self.special_ids |= {self.token_id(text) for text in special}
+            self.special_ids |= {self._known_id(text) for text in special}
             # cached values that depend on the special tokens
             for name in ("special_texts", "control_text", "structure_ids", "_special_text_by_id"):
                 self.__dict__.pop(name, None)
             self._has_new_tokens = True
         pieces_by_id = {}
         for text, before in zip(texts, pieces, strict=True):
-            pieces_by_id[self.token_id(text)] = before
+            pieces_by_id[self._known_id(text)] = before
         self.new_ids = frozenset(pieces_by_id)
         return pieces_by_id
+
+    def _known_id(self, token: str) -> int:
+        """Return the id of a token that the vocabulary has, such as one just added."""
+        token_id = self.token_id(token)
+        assert token_id is not None
+        return token_id
 
     def save_added(self, folder: Path) -> None:
         """Write the tokenizer files that `add_tokens` has changed into a folder with the other
@@ -275,13 +281,17 @@ class Tokenizer:
         ids = self._backend.encode(check_text(text))
         if bos is None:
             bos = self.adds_bos and ids[:1] != [self.bos_id]
-        for required, kind, token_id in (
-            (bos, "bos_token", self.bos_id),
-            (eos, "eos_token", self.eos_id),
-        ):
-            if required and token_id is None:
-                raise ValueError(f"{self.folder}: tokenizer_config.json names no {kind} to add")
-        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+        if bos:
+            ids = [self._required(self.bos_id, "bos_token"), *ids]
+        if eos:
+            ids = [*ids, self._required(self.eos_id, "eos_token")]
+        return ids
+
+    def _required(self, token_id: int | None, kind: str) -> int:
+        """Return the id of a token to add; raise ValueError if the tokenizer has none."""
+        if token_id is None:
+            raise ValueError(f"{self.folder}: tokenizer_config.json names no {kind} to add")
+        return token_id
 
     def encode_with_boundaries(
         self, text: str, boundaries: list[int]
@@ -416,7 +426,9 @@ class Tokenizer:
             return source
         # a short conversation shows whether the template writes BOS itself
         probe = [{"role": "user", "content": "a"}]
-        text = render(source, probe, day=self.day, **self.special)
+        text = render(
+            source, probe, tools=None, add_generation_prompt=False, day=self.day, **self.special
+        )
         if text.startswith(self.special["bos_token"]):
             return source
         return "{{ bos_token }}" + source

@@ -55,9 +55,9 @@ class FastBackend:
                     "files again"
                 )
         self.size = self.backend.get_vocab_size()
-        added = self.backend.get_added_tokens_decoder().items()
-        self.special_ids = {i for i, token in added if token.special}
-        self._stripping_ids = {i for i, token in added if token.rstrip}
+        added_tokens = self.backend.get_added_tokens_decoder().items()
+        self.special_ids = {i for i, token in added_tokens if token.special}
+        self._stripping_ids = {i for i, token in added_tokens if token.rstrip}
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -91,7 +91,11 @@ class FastBackend:
             [AddedToken(text, normalized=False, special=text in special) for text in texts]
         )
         self.size = self.backend.get_vocab_size()
-        self.special_ids |= {self.backend.token_to_id(text) for text in special}
+        for text in special:
+            token_id = self.backend.token_to_id(text)
+            # it has been added above
+            assert token_id is not None
+            self.special_ids.add(token_id)
 
     def serialized(self) -> tuple[str, bytes]:
         largest = max(self.vocabulary().values(), default=0)
@@ -237,8 +241,10 @@ class SentencePieceBackend:
         # the None at the end makes the last run complete
         for i in [*ids, None]:
             if i is None or i in names:
-                text += self.backend.decode(pending) + names.get(i, "")
+                text += self.backend.decode(pending)
                 pending = []
+                if i is not None:
+                    text += names[i]
             else:
                 pending.append(i)
         return text

@@ -136,7 +136,7 @@ class _Schemas:
 
     def __init__(self, tools: list[dict[str, Any]] | None) -> None:
         self.names = tool_names(tools)
-        self.types: dict[tuple[str, str], set[str]] = {}
+        self.types: dict[tuple[str | None, str], set[str]] = {}
         for tool in tools or ():
             function = tool.get("function", tool)
             if not isinstance(function, dict):

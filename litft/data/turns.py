@@ -117,6 +117,8 @@ def assistant_turns(
             return _generated_texts(render, messages, tools, ends)
         except ValueError:
             pass
+    # the first variant, the conversation as it is, has failed: otherwise there were plain texts
+    assert first_error is not None
     raise first_error
 
 
@@ -220,6 +222,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     # to what the text has after the earlier messages
     if start is None:
         prompt = rendering.usual_prompt
+        # without a usual prompt, `_turn_start` returns the start of the message
+        assert prompt is not None
         before = next(
             (part for part in _before(text, places.first) if _ends_alike(prompt, part)), None
         )

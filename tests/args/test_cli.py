@@ -15,6 +15,7 @@ import litft
 from litft import args as flags
 from litft.args import parser
 from litft.args.aliases import ALIASES, BETAS, explain
+from litft.args.build_parser import PRINT_CONFIG, parser_of
 from litft.args.finetune import FINETUNE, LoRAFinetuneArgs
 from litft.args.flag_types import types_of_flags
 from litft.args.parser import parse
@@ -95,6 +96,12 @@ def test_help_lists_every_flag(command, capsys):
         and listed_flags - {"config", "print_config"}
         == types_of_flags(COMMANDS[command].args).keys()
     )
+
+
+def test_help_describes_print_config_in_jsonargparses_words():
+    described = " ".join(parser_of(flags.RunsArgs).format_help().split())
+    # --print_config=comments needs another package
+    assert PRINT_CONFIG in described.replace("are: comments, ", "are: ")
 
 
 def test_help_is_fast(tmp_path):
