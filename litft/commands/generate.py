@@ -28,27 +28,15 @@ from litft.inference.session import Session, make_drafter, open_session
 def run_generation(args: GenerateArgs) -> None:
     """Complete one prompt on stdout, with timings on stderr, or a file of prompts, all checked
     before the first answer."""
-    key = "completion" if args.num_samples == 1 else "completions"
-    if args.prompts:
-        located_records = read_prompts(Path(args.prompts), args.out, key)
-    else:
-        located_records = [("", {"prompt": args.prompt})]
+    located_records = _located_records(args)
     records = [record for _, record in located_records]
-    answered = sum(map(ends_with_answer, records))
-    if answered:
-        print(
-            f"note: {answered:,} of {len(records):,} records end with an answer, which is left out "
-            "of the prompt",
-            file=sys.stderr,
-        )
     num_done = count_finished(args, records)
     if args.prompts and num_done == len(records):
         print(f"{args.out} already has answers to all {num_done} prompts", file=sys.stderr)
         return
 
     session = open_session(args)
-    tokenizer = session.tokenizer
-    in_template = args.template == "auto" and bool(tokenizer.own_template)
+    in_template = args.template == "auto" and bool(session.tokenizer.own_template)
     # every prompt is checked before the first answer, since a file may take hours
     prompts = [
         encode_prompt(session, where, record, in_template) for where, record in located_records
@@ -64,18 +52,34 @@ def run_generation(args: GenerateArgs) -> None:
     session.limit_threads(rows)
     decoder = session.decoder(rows, capacity)
 
-    chunks = generate_batch(
-        decoder, tokenizer, _requests(session, prompts, numbers, args.num_samples), drafter
-    )
+    requests = _requests(session, prompts, numbers, args.num_samples)
+    chunks = generate_batch(decoder, session.tokenizer, requests, drafter)
     if not args.prompts and args.num_samples == 1:
-        _print_one(tokenizer, prompts[0], chunks)
+        _print_one(session.tokenizer, prompts[0], chunks)
         return
 
-    answers = completed_in_order(tokenizer, prompts[num_done:], chunks, args.num_samples)
+    answers = completed_in_order(session.tokenizer, prompts[num_done:], chunks, args.num_samples)
     if args.prompts:
         _write_all(args, records[num_done:], answers)
     else:
         _print_all(args.num_samples, answers)
+
+
+def _located_records(args: GenerateArgs) -> list[tuple[str, dict[str, Any]]]:
+    """Return the records to answer, each with its place in the file; name those that end with an
+    answer."""
+    if not args.prompts:
+        return [("", {"prompt": args.prompt})]
+    key = "completion" if args.num_samples == 1 else "completions"
+    located_records = read_prompts(Path(args.prompts), args.out, key)
+    answered = sum(ends_with_answer(record) for _, record in located_records)
+    if answered:
+        print(
+            f"note: {answered:,} of {len(located_records):,} records end with an answer, which is "
+            "left out of the prompt",
+            file=sys.stderr,
+        )
+    return located_records
 
 
 def _requests(

@@ -87,32 +87,45 @@ def largest_micro_batch(
     Steps are ranked by an estimate from their total and longest lengths; in long runs only the
     largest ones are laid out.
     """
-    lengths = samples.lengths
-    supervised = samples.supervised
     indices = np.array(order.indices(first, min(num_samples, first + MAX_RANKED)))
     starts = np.arange(0, len(indices), batch_size)
-    estimates = _estimated_slots(lengths[indices], starts, layout, batch_size)
+    estimates = _estimated_slots(samples.lengths[indices], starts, layout, batch_size)
     candidates = np.argsort(-estimates, kind="stable")[: max(16, MAX_LAID_OUT // batch_size)]
 
     # the exact numbers, of the steps with the largest estimates
+    largest = Largest([], 0, False)
+    max_slots = 0
+    for step in candidates:
+        step_indices = indices[starts[step] : starts[step] + batch_size]
+        slots, of_step = _largest_of_step(samples, step_indices, layout)
+        rows = largest.rows
+        if slots > max_slots:
+            max_slots = slots
+            rows = of_step.rows
+        largest = Largest(
+            rows,
+            max(largest.max_targets, of_step.max_targets),
+            largest.accumulates or of_step.accumulates,
+        )
+    return largest
+
+
+def _largest_of_step(samples: Samples, indices: np.ndarray, layout: Layout) -> tuple[int, Largest]:
+    """Return the largest micro-batch of a step of the samples `indices`, and its padded tokens."""
+    lengths = samples.lengths[indices]
+    supervised = samples.supervised[indices]
+    batches = layout.plan(lengths.tolist())
     rows = []
     max_slots = 0
     max_targets = 0
-    accumulates = False
-    for step in candidates:
-        step_indices = indices[starts[step] : starts[step] + batch_size]
-        step_lengths = lengths[step_indices]
-        step_targets = supervised[step_indices]
-        batches = layout.plan(step_lengths.tolist())
-        accumulates |= len(batches) > layout.ranks
-        for batch in batches:
-            num_targets = sum(int(step_targets[row].sum()) for row in batch)
-            max_targets = max(max_targets, num_targets)
-            slots = num_slots(step_lengths, batch)
-            if slots > max_slots:
-                max_slots = slots
-                rows = [step_indices[row].tolist() for row in batch]
-    return Largest(rows, max_targets, accumulates)
+    for batch in batches:
+        num_targets = sum(int(supervised[row].sum()) for row in batch)
+        max_targets = max(max_targets, num_targets)
+        slots = num_slots(lengths, batch)
+        if slots > max_slots:
+            max_slots = slots
+            rows = [indices[row].tolist() for row in batch]
+    return max_slots, Largest(rows, max_targets, len(batches) > layout.ranks)
 
 
 def _estimated_slots(

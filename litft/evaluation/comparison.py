@@ -3,7 +3,9 @@
 import json
 import math
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from litft.args import RunEvalArgs
 from litft.data.dataset import load_data
 from litft.data.packing import Layout
 from litft.data.sample import Sample
+from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
 from litft.evaluation.examples import (
     Name,
@@ -27,6 +30,7 @@ from litft.evaluation.scoring import BLOCK, greedy_request, is_exact, summed_los
 from litft.inference.generation import Completion
 from litft.inference.session import Session
 from litft.model.loss import IGNORED
+from litft.model.transformer import GPT
 
 
 @dataclass
@@ -68,49 +72,33 @@ def score_examples(
     tokenizer = data.tokenizer
     session = session._replace(tokenizer=tokenizer)
     candidates = scored_samples(data, args.data)
-
-    # windows of plain text have no record (0): all are scored
-    selected = [
-        (name, index) for index, name in enumerate(candidates.names) if name in names or not name[0]
-    ][: args.limit]
-    samples = [candidates[index] for _, index in selected]
+    selected = list(islice(_selected(candidates, names), args.limit))
+    samples = [sample for _, sample in selected]
 
     # the scores
     if kind == "supervised":
-        batches = Layout(rows=args.batch_size).iter_batches(samples, BLOCK, 0)
-        loss, count = summed_loss(
-            model, tqdm(batches, f"{subject.name}: loss", disable=None), model.device
-        )
-        mean = float(loss) / float(count)
-        subject.scores |= {
-            "examples": len(samples),
-            "loss": mean,
-            "perplexity": math.exp(min(mean, 700)),
-        }
+        subject.scores |= _loss_scores(subject.name, model, samples, args.batch_size)
     else:
         subject.preferences = PreferenceScores.of(model, samples, args.batch_size, subject.name)
         subject.scores |= subject.preferences.scores()
+        # answers are only shown
         selected = selected[: args.show]
-        samples = samples[: args.show]  # answers are only shown
         shown_log_probs = subject.preferences.log_probs[: args.show].tolist()
-        subject.log_probs = {
-            name: row for (name, _), row in zip(selected, shown_log_probs, strict=True)
-        }
+        subject.log_probs = {}
+        for (name, _), row in zip(selected, shown_log_probs, strict=True):
+            subject.log_probs[name] = row
 
     # the answers, which for preferences are only shown
     examples = []
-    for (name, _), sample in zip(selected, samples, strict=True):
+    for name, sample in selected:
         if sample.answer is not None:
             examples.append(_example(name, sample, sample.answer, tokenizer))
+    answers = {}
     if examples:
         answers = _answers(subject.name, session, examples, args)
-    else:
-        answers = {}
     subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
     if answers and kind == "supervised":
-        pairs = ((answers[example.name], example.expected) for example in examples)
-        matches = [is_exact(answer.text, answer.ended, expected) for answer, expected in pairs]
-        subject.scores |= {"answers": len(matches), "exact_match": sum(matches) / len(matches)}
+        subject.scores |= _exact_match(examples, answers)
     elif kind == "supervised" and any(turn for _, turn, _ in names):
         print(
             f"{subject.name}: no example fits into the length limit with its answer, so "
@@ -118,6 +106,39 @@ def score_examples(
             file=sys.stderr,
         )
     return {example.name: _texts(example, tokenizer) for example in examples}
+
+
+def _selected(candidates: Samples, names: set[Name]) -> Iterator[tuple[Name, Sample]]:
+    """Yield the samples of these names, and all windows of plain text, which have no record (0)."""
+    for index, name in enumerate(candidates.names):
+        if name in names or not name[0]:
+            yield name, candidates[index]
+
+
+def _exact_match(
+    examples: Sequence[EvalExample], answers: Mapping[Name, Completion]
+) -> dict[str, float]:
+    """Return the number of answers, and the share of them that are the expected ones."""
+    num_exact = 0
+    for example in examples:
+        answer = answers[example.name]
+        num_exact += is_exact(answer.text, answer.ended, example.expected)
+    return {"answers": len(examples), "exact_match": num_exact / len(examples)}
+
+
+def _loss_scores(
+    name: str, model: GPT, samples: Sequence[Sample], batch_size: int
+) -> dict[str, float]:
+    """Return the mean loss of all target tokens and its perplexity; name: of the model."""
+    batches = Layout(rows=batch_size).iter_batches(samples, BLOCK, 0)
+    shown_batches = tqdm(batches, f"{name}: loss", disable=None)
+    loss, count = summed_loss(model, shown_batches, model.device)
+    mean = float(loss) / float(count)
+    return {
+        "examples": len(samples),
+        "loss": mean,
+        "perplexity": math.exp(min(mean, 700)),
+    }
 
 
 def _example(

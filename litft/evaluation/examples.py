@@ -148,7 +148,8 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
             _train_files(trained_data)
             run_data[run] = trained_data
         except ValueError:
-            if not args.data.path:
+            # what the model's own run held out is scored; that of an earlier run is only excluded
+            if not args.data.path and run == _run_of(source.folder):
                 raise
             reason = (
                 f"{run} was trained on {_names(trained_data)}, which is not found from this folder"

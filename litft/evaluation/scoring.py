@@ -1,8 +1,8 @@
 """Scoring: the mean loss per target token, and greedy answers with metrics of them, over all
 processes."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict, TypeVar, overload
 
 import torch
@@ -71,6 +71,34 @@ class SampleAnswer(ShownAnswer):
 Metric = Callable[[list[ValidationAnswer]], float]
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A sample to answer: its index, the tokens of its prompt and of the expected answer, and the
+    most tokens of the model's own answer."""
+
+    index: int
+    prompt: list[int]
+    expected: list[int]
+    room: int
+
+
+def _questions(
+    samples: Mapping[int, Sample], min_new_tokens: int, max_new_tokens: int | None
+) -> list[_Question]:
+    """Return the questions of the samples, by index, that have an answer to expect."""
+    questions = []
+    for index, sample in samples.items():
+        # a rejected or undesirable answer is not an expected one
+        if not sample.answer or sample.desirable is False:
+            continue
+        prompt, expected = (ids.tolist() for ids in sample.answer)
+        room = max(len(expected) + ROOM, min_new_tokens)
+        if max_new_tokens is not None:
+            room = min(room, max_new_tokens)
+        questions.append(_Question(index, prompt, expected, room))
+    return questions
+
+
 def validation_answers(
     fabric: Fabric,
     hosts: HostGroup,
@@ -91,7 +119,6 @@ def validation_answers(
     """
     scored: list[tuple[int, ValidationAnswer]] = []
     ranks = fabric.world_size
-    rank = fabric.global_rank
     with eval_mode(model):
         # all ranks loop equally often, also without a
         # sample left, since `before_batch` communicates
@@ -99,28 +126,22 @@ def validation_answers(
             before_batch()
             block = {
                 index: samples[index]
-                for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)
+                for index in range(
+                    start + fabric.global_rank, min(start + ranks * rows, len(samples)), ranks
+                )
             }
-            answered = {}
-            for i, s in block.items():
-                # a rejected or undesirable answer is not an expected one
-                if s.answer and s.desirable is not False:
-                    answered[i] = s.answer
-            questions = [[ids.tolist() for ids in answer] for answer in answered.values()]
-            rooms = [max(len(expected) + ROOM, min_new_tokens) for _, expected in questions]
-            if max_new_tokens is not None:
-                rooms = [min(room, max_new_tokens) for room in rooms]
-            prompts = [(prompt, room) for (prompt, _), room in zip(questions, rooms, strict=True)]
+            questions = _questions(block, min_new_tokens, max_new_tokens)
+            prompts = [(question.prompt, question.room) for question in questions]
             with join_uneven(model, hosts):
                 answers = greedy_answers(model, tokenizer, prompts)
-            for index, (prompt, expected), answer in zip(answered, questions, answers, strict=True):
+            for question, answer in zip(questions, answers, strict=True):
                 scored_answer = ValidationAnswer(
-                    prompt=tokenizer.decode(prompt).strip(),
+                    prompt=tokenizer.decode(question.prompt).strip(),
                     answer=answer.text.strip(),
-                    expected=tokenizer.decode_answer(expected).strip(),
+                    expected=tokenizer.decode_answer(question.expected).strip(),
                     ended=answer.ended,
                 )
-                scored.append((index, scored_answer))
+                scored.append((question.index, scored_answer))
 
     # in the order of the samples, the same on every rank
     of_all = [numbered for of_rank in hosts.all_gather(scored) for numbered in of_rank]

@@ -49,25 +49,13 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GemmaConfig, Gemma2Config
     and Gemma3TextConfig."""
+    hf = _with_defaults(hf)
     is_gemma1 = hf["model_type"] == "gemma"
     is_gemma3 = hf["model_type"] == "gemma3_text"
-    defaults = dict(DEFAULTS)
-    if not is_gemma1:
-        defaults |= DEFAULTS2
-    if is_gemma3:
-        defaults |= DEFAULTS3
-    hf = {**defaults, **hf}
     if hf.get("use_bidirectional_attention"):
         raise ValueError(
             "config.json: use_bidirectional_attention true is not supported; use a causal model"
         )
-    if is_gemma1:
-        hf["hidden_act"] = hf.get("hidden_act", "gelu_pytorch_tanh")
-    else:
-        hf["hidden_act"] = hf["hidden_activation"]
-    if is_gemma1 and hf["hidden_act"] == "gelu":
-        # Gemma 1 files say gelu but mean its tanh approximation
-        hf["hidden_act"] = "gelu_pytorch_tanh"
     # Gemma 3 has a RoPE for each kind of layer, see `ropes_of_types`
     if is_gemma3:
         base = llama.config({**hf, "rope_parameters": None, "rope_scaling": None})
@@ -78,6 +66,30 @@ def config(hf: dict[str, Any]) -> Config:
     base = replace(base, norm=norm, embed_scale=math.sqrt(base.dim), mlp_bias=False)
     if is_gemma1:
         return base
+    return _with_windows(hf, base, norm)
+
+
+def _with_defaults(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with the defaults of their generation, and `hidden_act`."""
+    is_gemma1 = hf["model_type"] == "gemma"
+    defaults = dict(DEFAULTS)
+    if not is_gemma1:
+        defaults |= DEFAULTS2
+    if hf["model_type"] == "gemma3_text":
+        defaults |= DEFAULTS3
+    hf = {**defaults, **hf}
+    if not is_gemma1:
+        hf["hidden_act"] = hf["hidden_activation"]
+    # Gemma 1 files say gelu but mean its tanh approximation
+    elif hf.get("hidden_act", "gelu") == "gelu":
+        hf["hidden_act"] = "gelu_pytorch_tanh"
+    return hf
+
+
+def _with_windows(hf: dict[str, Any], base: Config, norm: NormConfig) -> Config:
+    """Return the config of Gemma 2 and 3: sliding windows, norms of queries and keys or softcaps,
+    and two more norms a block."""
+    is_gemma3 = hf["model_type"] == "gemma3_text"
     # every second layer of Gemma 2 has full attention, every sixth of Gemma 3
     pattern = hf.get("sliding_window_pattern", 6) if is_gemma3 else 2
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % pattern != 0)

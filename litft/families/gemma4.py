@@ -91,28 +91,8 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     # as in transformers, whatever the file says of the last layer
     sliding[-1] = False
     window = window_size(hf)
-    key_is_value = hf.get("attention_k_eq_v", False)
-    experts = None
-    wide = hf.get("global_head_dim", 512)
-    # transformers 5 writes what differs in full attention as overrides, by layer
-    overrides = hf.get("per_layer_config")
-    if overrides and False in sliding:  # as transformers writes it
-        wide = next(iter(overrides.values())).get("head_dim", base.head_dim)
-    # where keys are values, full attention has a number of key heads of its own
-    if key_is_value:
-        global_kv_heads = hf.get("num_global_key_value_heads")
-    else:
-        global_kv_heads = None
-    if overrides and key_is_value:
-        global_kv_heads = next(iter(overrides.values())).get("num_key_value_heads")
-    if hf.get("enable_moe_block"):
-        experts = ExpertsConfig(
-            hf["num_experts"],
-            hf["top_k_experts"],
-            llama.one_size(hf, "moe_intermediate_size"),
-            renormalize=True,
-            beside_dense=True,
-        )
+    experts = _experts(hf)
+    wide, full_kv_heads = _full_attention_sizes(hf, base.head_dim)
     sharing = kv_sharing(sliding, num_layers - hf.get("num_kv_shared_layers", 0))
     layers = []
     for index, slides in enumerate(sliding):
@@ -127,12 +107,48 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
             layer = replace(layer, window=window)
         else:
             layer = replace(
-                layer, head_dim=head_dim, n_kv_heads=global_kv_heads, key_is_value=key_is_value
+                layer,
+                head_dim=head_dim,
+                n_kv_heads=full_kv_heads,
+                key_is_value=hf.get("attention_k_eq_v", False),
             )
         if sharing[index] == "reuse" and hf.get("use_double_wide_mlp"):
             layer = replace(layer, hidden_dim=2 * base.hidden_dim)
         layers.append(layer)
     return tuple(layers)
+
+
+def _full_attention_sizes(hf: dict[str, Any], head_dim: int) -> tuple[int, int | None]:
+    """Return the head size of full attention, and its number of key heads (None: as elsewhere).
+
+    head_dim: of sliding attention.
+    """
+    wide = hf.get("global_head_dim", 512)
+    # where keys are values, full attention has a number of key heads of its own
+    kv_heads = None
+    if hf.get("attention_k_eq_v", False):
+        kv_heads = hf.get("num_global_key_value_heads")
+    # transformers 5 writes what differs in full attention as overrides, by layer
+    overrides = hf.get("per_layer_config")
+    if not overrides:
+        return wide, kv_heads
+    override = next(iter(overrides.values()))
+    wide = override.get("head_dim", head_dim)
+    if hf.get("attention_k_eq_v", False):
+        kv_heads = override.get("num_key_value_heads")
+    return wide, kv_heads
+
+
+def _experts(hf: dict[str, Any]) -> ExpertsConfig | None:
+    if not hf.get("enable_moe_block"):
+        return None
+    return ExpertsConfig(
+        hf["num_experts"],
+        hf["top_k_experts"],
+        llama.one_size(hf, "moe_intermediate_size"),
+        renormalize=True,
+        beside_dense=True,
+    )
 
 
 def window_size(hf: dict[str, Any]) -> int:

@@ -35,24 +35,22 @@ FIELDS = {
 }
 
 
+# of transformers' KimiLinearConfig
+DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "num_experts_per_tok": 8,
+    "n_routed_experts": 256,
+    "rms_norm_eps": 1e-5,
+    "moe_intermediate_size": 1024,
+    "routed_scaling_factor": 2.446,
+    "max_position_embeddings": 1048576,
+}
+
+
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' KimiLinearConfig."""
-    # published files have other names than transformers' class
-    published = {}
-    for name, old in FIELDS.items():
-        if old in hf:
-            published[name] = hf[old]
-    defaults = dict(
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        num_experts_per_tok=8,
-        n_routed_experts=256,
-        rms_norm_eps=1e-5,
-    )
-    defaults |= dict(
-        moe_intermediate_size=1024, routed_scaling_factor=2.446, max_position_embeddings=1048576
-    )
-    hf = {**defaults, **published, **hf}
+    hf = _with_defaults(hf)
     linear = hf.get("linear_attn_config") or {}
     num_layers = hf["num_hidden_layers"]
     latent = deepseek.latent_config(hf)
@@ -66,6 +64,16 @@ def config(hf: dict[str, Any]) -> Config:
     layers = [attention.with_mixer(delta) if kind else attention for kind in is_linear]
     layers = deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf))
     return replace(base, mlp_bias=False, layers=layers)
+
+
+def _with_defaults(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with those that are missing, and with the names of transformers' class."""
+    # published files have other names
+    published = {}
+    for name, old in FIELDS.items():
+        if old in hf:
+            published[name] = hf[old]
+    return {**DEFAULTS, **published, **hf}
 
 
 def _delta(hf: dict[str, Any], eps: float) -> DeltaNetConfig:

@@ -1,6 +1,7 @@
 """Llama 4 (Meta, 2025), the language model: chunked attention, scaled NoPE layers, experts with
 weighted inputs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,12 +30,7 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Llama4TextConfig."""
     hf = {**DEFAULTS, **hf}
     base = llama.config(hf, rope_theta=500000.0)
-    width = base.hidden_dim
-    experts = ExpertsConfig(
-        hf.get("num_local_experts", 16), hf.get("num_experts_per_tok", 1), width, renormalize=False
-    )
-    # scores multiply the input of an expert, not its output
-    experts = replace(experts, scoring="sigmoid", weighted_input=True, shared_dim=width)
+    experts = _experts(hf, base.hidden_dim)
     uses_rope = smollm3.layers_with_rope(hf)
     kinds = {"full_attention": False, "chunked_attention": True}
     # by default, layers with RoPE attend within chunks only
@@ -44,26 +40,8 @@ def config(hf: dict[str, Any]) -> Config:
         chunk = Chunk(size)
     else:
         chunk = None
-    if hf.get("attn_temperature_tuning", True):
-        scale = hf.get("attn_scale", 0.1)
-    else:
-        scale = 0.0
-
-    # layers without RoPE scale their queries by the
-    # position: a RoPE that rotates nothing, but scales
-    nope = RopeConfig(
-        1.0, 0, original_max_positions=hf.get("floor_scale", 8192), query_beta=scale, query_offset=1
-    )
-
-    # by default, each `step`-th layer is a mixture
-    step = hf.get("interleave_moe_layer_step", 1)
-    sparse = hf.get("moe_layers")
-    if sparse is None:
-        sparse = range(step - 1, len(base.layers), step)
-    if any(n >= len(base.layers) for n in sparse):
-        raise ValueError(
-            f"config.json: moe_layers must list numbers of layers, found {sparse!r:.200}"
-        )
+    nope = _scaling_without_rotation(hf)
+    sparse = _sparse_layers(hf, len(base.layers))
     layers = tuple(
         replace(
             layer,
@@ -84,6 +62,44 @@ def config(hf: dict[str, Any]) -> Config:
         hidden_dim=hf.get("intermediate_size_mlp", 16384), rope_interleaved=True, mlp_bias=False
     )
     return replace(base, layers=layers, qk_norm=qk_norm, qk_norm_after_rope=True, **dense)
+
+
+def _experts(hf: dict[str, Any], width: int) -> ExpertsConfig:
+    """Return the experts; their scores multiply the input of an expert, not its output."""
+    return ExpertsConfig(
+        hf.get("num_local_experts", 16),
+        hf.get("num_experts_per_tok", 1),
+        width,
+        renormalize=False,
+        scoring="sigmoid",
+        weighted_input=True,
+        shared_dim=width,
+    )
+
+
+def _scaling_without_rotation(hf: dict[str, Any]) -> RopeConfig:
+    """Return what scales the queries of layers without RoPE by their position: a RoPE of no
+    dimension."""
+    if hf.get("attn_temperature_tuning", True):
+        scale = hf.get("attn_scale", 0.1)
+    else:
+        scale = 0.0
+    return RopeConfig(
+        1.0, 0, original_max_positions=hf.get("floor_scale", 8192), query_beta=scale, query_offset=1
+    )
+
+
+def _sparse_layers(hf: dict[str, Any], num_layers: int) -> Sequence[int]:
+    """Return the numbers of the layers that are a mixture; by default, each `step`-th one."""
+    step = hf.get("interleave_moe_layer_step", 1)
+    sparse = hf.get("moe_layers")
+    if sparse is None:
+        sparse = range(step - 1, num_layers, step)
+    if any(n >= num_layers for n in sparse):
+        raise ValueError(
+            f"config.json: moe_layers must list numbers of layers, found {sparse!r:.200}"
+        )
+    return sparse
 
 
 def rules(config: Config) -> list[Rule]:

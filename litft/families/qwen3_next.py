@@ -72,45 +72,51 @@ def rules(config: Config) -> list[Rule]:
     key head."""
     delta = delta_of(config)
     prefix = "blocks.{}.mixer."
-    # value heads that share a key head
-    values = delta.n_heads // delta.n_key_heads
     q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
-    parts = [f"{prefix}{name}_proj.weight" for name in ("query", "key", "value", "gate")]
-
-    # the fused projections of a linear layer
-    key_width = delta.n_key_heads * delta.key_dim
-    value_width = delta.n_heads * delta.value_dim
-    widths = (key_width, key_width, value_width)
+    widths = _projected_widths(delta)
     convs = (f"{prefix}query_conv.weight", f"{prefix}key_conv.weight", f"{prefix}value_conv.weight")
     layers = f"{MODEL}layers.{{}}."
     linear = f"{layers}linear_attn."
-    if config.model_type == "qwen3_next":
-        # for each key head: its query, its key, then the values and gates of its value heads
-        sizes = (delta.key_dim, delta.key_dim, values * delta.value_dim, values * delta.value_dim)
-        decays = (f"{prefix}beta_proj.weight", f"{prefix}decay_proj.weight")
-        fused: list[Rule] = [
-            Split(f"{linear}in_proj_qkvz.weight", tuple(parts), sizes, delta.n_key_heads),
-            Split(f"{linear}in_proj_ba.weight", decays, (values, values), delta.n_key_heads),
-        ]
-    else:
-        names = {
-            "mixer.gate_proj": "in_proj_z",
-            "mixer.beta_proj": "in_proj_b",
-            "mixer.decay_proj": "in_proj_a",
-        }
-        fused = [
-            Split(f"{linear}in_proj_qkv.weight", tuple(parts[:3]), widths),
-            *llama.rename_modules(names, linear),
-        ]
     return [
         Split(f"{layers}self_attn.q_proj.weight", q_gate, (config.head_dim,) * 2, config.n_heads),
-        *fused,
+        *_projection_rules(config, linear, prefix),
         Split(f"{linear}conv1d.weight", convs, widths, squeezed=1),
         Rename(f"{linear}A_log", f"{prefix}log_rate"),
         Rename(f"{linear}dt_bias", f"{prefix}decay_bias"),
         *llama.rename_modules({"mixer.out_proj": "out_proj", "mixer.norm": "norm"}, linear),
         *qwen2_moe.rules(config, MODEL),
         Drop("{model.visual.|mtp.}{*}"),
+    ]
+
+
+def _projected_widths(delta: DeltaNetConfig) -> tuple[int, int, int]:
+    """Return the widths of all queries, keys and values of a linear layer."""
+    key_width = delta.n_key_heads * delta.key_dim
+    return key_width, key_width, delta.n_heads * delta.value_dim
+
+
+def _projection_rules(config: Config, linear: str, prefix: str) -> list[Rule]:
+    """Return the rules of a linear layer's projections; linear, prefix: the beginnings of their
+    names in a file and here."""
+    delta = delta_of(config)
+    parts = [f"{prefix}{name}_proj.weight" for name in ("query", "key", "value", "gate")]
+    if config.model_type == "qwen3_next":
+        # for each key head: its query, its key, then the values and gates of its value heads
+        values = delta.n_heads // delta.n_key_heads
+        sizes = (delta.key_dim, delta.key_dim, values * delta.value_dim, values * delta.value_dim)
+        decays = (f"{prefix}beta_proj.weight", f"{prefix}decay_proj.weight")
+        return [
+            Split(f"{linear}in_proj_qkvz.weight", tuple(parts), sizes, delta.n_key_heads),
+            Split(f"{linear}in_proj_ba.weight", decays, (values, values), delta.n_key_heads),
+        ]
+    names = {
+        "mixer.gate_proj": "in_proj_z",
+        "mixer.beta_proj": "in_proj_b",
+        "mixer.decay_proj": "in_proj_a",
+    }
+    return [
+        Split(f"{linear}in_proj_qkv.weight", tuple(parts[:3]), _projected_widths(delta)),
+        *llama.rename_modules(names, linear),
     ]
 
 
