@@ -82,12 +82,10 @@ def _paths(examples: Examples, limit: int | None = None) -> list[str]:
     """Return the paths of examples; records are stored in a file."""
     if isinstance(examples, str | PathLike):
         return [fspath(examples)]
-    if (
-        isinstance(examples, list | tuple)
-        and all(isinstance(item, str | PathLike) for item in examples)
-        and examples
-    ):
-        return [fspath(item) for item in examples]
+    if isinstance(examples, list | tuple):
+        paths = [fspath(item) for item in examples if isinstance(item, str | PathLike)]
+        if paths and len(paths) == len(examples):
+            return paths
     return [str(stored_examples(examples, limit))]
 
 
