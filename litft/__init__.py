@@ -5,9 +5,14 @@ are imported on first use to keep --help fast.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litft.environment import TRAINING_SPINS, set_defaults
+
+if TYPE_CHECKING:
+    from litft.inference.streaming import generate, stream
+    from litft.pretrained.load import load
+    from litft.python_api import finetune
 
 __version__ = "0.1.0"
 __all__ = ["finetune", "generate", "load", "stream"]

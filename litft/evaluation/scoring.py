@@ -124,12 +124,9 @@ def validation_answers(
         # sample left, since `before_batch` communicates
         for start in range(0, len(samples), ranks * rows):
             before_batch()
-            block = {
-                index: samples[index]
-                for index in range(
-                    start + fabric.global_rank, min(start + ranks * rows, len(samples)), ranks
-                )
-            }
+            stop = min(start + ranks * rows, len(samples))
+            indices = range(start + fabric.global_rank, stop, ranks)
+            block = {index: samples[index] for index in indices}
             questions = _questions(block, min_new_tokens, max_new_tokens)
             prompts = [(question.prompt, question.room) for question in questions]
             with join_uneven(model, hosts):

@@ -63,7 +63,7 @@ class CardInfo(NamedTuple):
     def base_folder(self) -> Path:
         """The folder of the base model, as recorded by the run or the adapter."""
         if self.args and not self.source.adapter:
-            path = Path(self.args.checkpoint_dir)
+            path = Path(self.args.model_dir)
         else:
             path = self.source.base
         repo = hub_id(path)
@@ -201,10 +201,12 @@ def _about(info: CardInfo) -> Iterator[str]:
 
 def _results(info: CardInfo) -> Iterator[str]:
     """Yield losses and the amount of training, from metrics.csv."""
+    if info.run is None:
+        return
     try:
         with (info.run / "metrics.csv").open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-    except (OSError, TypeError):
+    except OSError:
         return
     # its weights are those of an earlier step
     if info.source.folder.name == "best":
@@ -282,10 +284,10 @@ def _settings(info: CardInfo) -> Iterator[str]:
 def _continues_adapter(args: FinetuneArgs) -> bool:
     """Whether a run continued from an adapter, whose ranks and targets replace those of the
     flags."""
-    if hub_id(args.checkpoint_dir):
+    if hub_id(args.model_dir):
         return False
     try:
-        return resolve(args.checkpoint_dir).adapter is not None
+        return resolve(args.model_dir).adapter is not None
     except ValueError:  # the folder no longer exists
         return False
 

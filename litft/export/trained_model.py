@@ -136,7 +136,7 @@ def write_merged(
             copy_tokenizer(tokenizer, folder)
         check_written(folder, source)
 
-    out = write_folder(args.out_dir, fill)
+    out = write_folder(args.target_dir, fill)
     name = str(dtype).removeprefix("torch.")
     print(
         f"exported {path} to {out} ({'merged with' if result else 'as'} {source.base}, in {name})",
@@ -189,16 +189,15 @@ def _read_step(
 
     # the base, which may have moved since
     args = finetune_args(run)
-    is_available = Path(args.checkpoint_dir).exists() or hub_id(args.checkpoint_dir)
-    if not (is_available or base_dir):
+    if Path(args.model_dir).exists() or hub_id(args.model_dir):
+        source = resolve(args.model_dir, base_dir or args.base_dir)
+    elif base_dir:
+        source = resolve(base_dir)
+    else:
         raise ValueError(
-            f"{run} was trained on {args.checkpoint_dir}, which does not exist; pass its current "
+            f"{run} was trained on {args.model_dir}, which does not exist; pass its current "
             "location as --base_dir"
         )
-    if is_available:
-        source = resolve(args.checkpoint_dir, base_dir or args.base_dir)
-    else:
-        source = resolve(base_dir)
 
     # the checkpoint must fit the settings in the run's config
     setup = resolve_setup(args, source)

@@ -53,7 +53,13 @@ def card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
         raise ValueError(f"{reason}; pass its hub id as --base_model, or merge the adapter first")
     licence = {"license": args.licence} if args.licence else {}
     info = CardInfo(
-        args.repo_id, source, parent if run_args else None, run_args, base, adapter_config, licence
+        args.repository,
+        source,
+        parent if run_args else None,
+        run_args,
+        base,
+        adapter_config,
+        licence,
     )
     if licence:
         return info
@@ -80,6 +86,8 @@ def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:
     # the adapter's base by its name on the hub
     config = info.adapter_config
     if config:
+        # `card_info` refuses an adapter whose base is not on the hub
+        assert base is not None
         settings = {
             name: value for name, value in config.get("litft", {}).items() if name != "base_path"
         }

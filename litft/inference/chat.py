@@ -3,7 +3,7 @@ commands."""
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -98,7 +98,9 @@ class Conversation:
                 return question
         return None
 
-    def answer(self, question: str, notice: Callable[[str], None]) -> Iterator[AnswerStep]:
+    def answer(
+        self, question: str, notice: Callable[[str], None]
+    ) -> Generator[AnswerStep, None, None]:
         """Stream the answer to a question.
 
         Afterwards, or if the caller stops early, both are added to the messages.
@@ -203,7 +205,7 @@ class Conversation:
             return [*ids, *all_ids[boundaries[0] :]]
         return self.tokenizer.encode(self.prompt_text, bos=False)
 
-    def base_answer(self, question: str) -> Iterator[AnswerStep]:
+    def base_answer(self, question: str) -> Generator[AnswerStep, None, None]:
         """Stream the answer of the model without its adapter; the messages stay unchanged."""
         # keys and values differ without the adapter, so the chat's decoder cannot be used
         decoder = self.session.decoder(1, INITIAL_CAPACITY, compiled=False)
@@ -284,7 +286,7 @@ class Chat:
             self.screen.notice(f"--- the model reads\n{conversation.prompt_text}\n---")
             self.screen.notice(f"--- the model says\n{conversation.output_text}\n---")
 
-    def _show(self, steps: Iterator[AnswerStep]) -> None:
+    def _show(self, steps: Generator[AnswerStep, None, None]) -> None:
         """Show an answer as it is generated, then its stats; Ctrl-C stops it."""
         signals_to_catch = (signal.SIGINT,) if self.screen.is_terminal else ()
         # closing ends `answer`, which then adds the partial answer to the messages
@@ -372,15 +374,16 @@ class Chat:
                 f"unknown setting {name or '(no name)'}; use one of {', '.join(names)}, as in /set "
                 "temperature=0.7"
             )
+        if name == "max_new_tokens":
+            count = _number(name, value)
+            if count < 1:
+                raise ValueError(f"max_new_tokens {count}: must be at least 1")
+            self.conversation.session = session._replace(max_new_tokens=count)
+            return
         if value.lower() == "none" and name in ("top_k", "seed"):
             number = None
         else:
             number = _number(name, value)
-        if name == "max_new_tokens":
-            if number < 1:
-                raise ValueError(f"max_new_tokens {number}: must be at least 1")
-            self.conversation.session = session._replace(max_new_tokens=number)
-            return
         sampling = replace(session.sampling, **{name: number})
         problems = sampling.problems()
         if problems:

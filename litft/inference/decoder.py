@@ -146,6 +146,8 @@ class Decoder:
             # the whole prompt is a snapshot that knows its next logits: nothing is computed
             if num_cached == len(ids):
                 self.views[row].copy(cache, len(ids))
+                assert snapshot is not None
+                assert snapshot.logits is not None
                 return snapshot.logits.clone()
         if self._may_hide_nan:
             self._check_weights(longest=len(ids) - num_cached)

@@ -18,8 +18,15 @@ SHARED_INPUTS = {Attention: ("q_proj", "k_proj", "v_proj"), GatedMLP: ("gate_pro
 class FusedLinears(nn.Module):
     """Mixin that computes a module's `projections` with one Linear, `fused`."""
 
+    fused: Linear
+    # the number of outputs of each original Linear
+    widths: list[int]
+
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of the original Linears, which are slices of the fused output."""
+        """Return the outputs of the original Linears, which are slices of the fused output.
+
+        x: (..., number of inputs). Each result: (..., width of its Linear).
+        """
         return self.fused(x).split_with_sizes(self.widths, -1)
 
 
@@ -35,9 +42,10 @@ def fuse_linears(model: GPT, pack: bool = False) -> None:
         names = SHARED_INPUTS.get(type(module), ())
         linears = [getattr(module, name) for name in names]
         if linears and all(type(linear) is Linear for linear in linears):
+            module.__class__ = mixin_class(FusedLinears, type(module))
+            assert isinstance(module, FusedLinears)
             module.fused = _concatenate(linears)
             module.widths = [linear.out_features for linear in linears]
-            module.__class__ = mixin_class(FusedLinears, type(module))
             for name in names:
                 delattr(module, name)
     if pack:
@@ -51,7 +59,7 @@ def pack_weights(models: Sequence[GPT]) -> None:
     A weight that models share is packed once; the plain copy is freed if nothing reads it.
     """
     # id of a plain weight -> (plain, packed); keeping the plain one alive keeps its id unique
-    packed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    packed: dict[int, tuple[Tensor, Tensor]] = {}
     for model in models:
         for module in model.modules():
             if isinstance(module, Linear) and not _has_other_readers(module, model):

@@ -262,7 +262,7 @@ def generate_completions(
     decoder: Decoder,
     tokenizer: Tokenizer,
     requests: Sequence[Request],
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[], object] = lambda: None,
 ) -> list[Completion]:
     """Return all answers, in the order of their requests. done: called after each answer."""
     texts = [""] * len(requests)

@@ -61,7 +61,7 @@ def read_generation_config(folders: Sequence[Path]) -> GenerationConfig:
             path = file
 
     config = read_object(path) if path else {}
-    settings = {}
+    settings: dict[str, Any] = {}
     invalid = []
     for name, types in SETTING_TYPES.items():
         value = config.get(name)
@@ -112,7 +112,8 @@ def _list_setting(
     if is_valid:
         for item in items:
             # type(), since True is an int for isinstance
-            if type(item) is not item_type or item == "" or (item_type is int and item < 0):
+            is_negative = isinstance(item, int) and item < 0
+            if type(item) is not item_type or item == "" or is_negative:
                 is_valid = False
     if not is_valid:
         invalid.append(f"{name} {value!r}")

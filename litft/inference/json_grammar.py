@@ -2,13 +2,16 @@
 answer valid."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from litft.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 try:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -19,7 +22,11 @@ except ModuleNotFoundError as error:
 
 # models write JSON with spaces in these places; without the rule the grammar would admit any white
 # space, without end
-_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPTIONS: "JsonCompileOptions" = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 
 class _Vocabulary:

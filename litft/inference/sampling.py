@@ -130,6 +130,8 @@ class TokenSampler:
         if self.has_penalties:
             # (2, B, 1): the token counts as part of the text and of the answer
             index = tokens[None, :, None].expand(2, -1, -1)
+            # a request with penalties has allocated it
+            assert self.counts is not None
             self.counts[:, self.rows].scatter_add_(
                 2, index, torch.ones_like(index, dtype=torch.int32)
             )
@@ -147,6 +149,7 @@ class TokenSampler:
         if self.bias is not None:
             logits = logits + self.bias[self.rows]
         if self.has_penalties:
+            assert self.counts is not None
             in_text, in_answer = self.counts[:, self.rows]
             # a penalty above 1 lowers both positive and negative logits
             penalized = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)

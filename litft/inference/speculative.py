@@ -33,6 +33,7 @@ class Drafter(Protocol):
 
     def draft(self, text: Sequence[int], settings: Sampling) -> Draft:
         """Return draft tokens that may follow a text."""
+        ...
 
 
 class PromptLookup:

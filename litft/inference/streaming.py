@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from litft.args.sampling import Sampling
@@ -122,7 +122,7 @@ def _sampling(stored: GenerationConfig, given: dict[str, Any], vocab_size: int) 
 
     bias = stored.logit_bias(vocab_size, given.get("logit_bias"))
     # later entries win: the file, then the arguments, then the bias, which has both
-    settings = Sampling(**stored.sampling | given | {"logit_bias": bias})
+    settings = replace(Sampling(**stored.sampling | given), logit_bias=bias)
     problems = settings.problems()
     if problems:
         raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))

@@ -1,6 +1,7 @@
 """Input and output of the chat: a terminal with line editing and Markdown, or plain lines without a
 terminal."""
 
+import io
 import json
 import os
 import sys
@@ -217,7 +218,8 @@ def make_screen() -> ChatScreen:
     """Return a ChatTerminal if stdin and stdout are one, else a plain ChatScreen."""
     if sys.stdin is None:  # closed
         return ChatScreen()
-    sys.stdin.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty() and sys.stdout.isatty():
         return ChatTerminal()
     return ChatScreen()

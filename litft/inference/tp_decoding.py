@@ -69,7 +69,10 @@ class TensorParallelDecoder:
 
         # On the host, with a timeout of its own: between
         # calls, the other ranks wait as long as the user does.
-        self._group = distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        group = distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        # a number would mean that this process is no member, but all are
+        assert isinstance(group, distributed.ProcessGroup)
+        self._group = group
         # pending calls are sent with the next one
         self._decoder_numbers = count()
         self._pending_calls = []

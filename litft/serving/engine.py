@@ -67,7 +67,7 @@ class Engine:
         self._lock = threading.Lock()
         self._numbers = count()
         # from other threads, run in the engine's thread
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._batches: dict[str, Batch] = {}
         self._turns: dict[str, PrefillTurns] = {}  # by model name, as the batches
         self._waiting: dict[int, Job] = {}

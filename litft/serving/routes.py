@@ -429,11 +429,14 @@ def _as_api_error(error: Exception) -> ApiError:
 
 
 async def _api_error(request: HttpRequest, error: Exception) -> Response:
+    # the app calls a handler for errors of its class alone
+    assert isinstance(error, ApiError)
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
     return JSONResponse(error.body, error.status, headers)
 
 
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     reason = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(ApiError(error.status_code, reason).body, error.status_code, error.headers)
 

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 try:
     import uvicorn
+    from uvicorn.config import LOGGING_CONFIG
 
     from litft.serving.routes import KEY_VARIABLE, LOCAL_HOSTS, Endpoint, required_key
 except ModuleNotFoundError as error:
@@ -52,7 +53,7 @@ def run_server(engine: Engine, args: ServeArgs, listener: socket.socket) -> None
 
 def _log_config() -> dict[str, Any]:
     """Return uvicorn's log settings: one line per request, and warnings, all on stderr."""
-    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config = copy.deepcopy(LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
     config["loggers"]["uvicorn.error"]["level"] = "WARNING"
     return config

@@ -130,6 +130,8 @@ def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs
     rank."""
     method, values = trained.adapter()
     sites = _adapter_sites(method, trained)
+    # it refuses all other methods
+    assert isinstance(method, LoRA)
     if args.outtype == "auto":
         outtype = "f32"
     else:

@@ -280,7 +280,7 @@ class GgufArchitecture:
         """Return the factor of cos and sin, if it differs from longrope's default."""
         stated = self.metadata.get("rope.scaling.attn_factor")
         ratio = hf["max_position_embeddings"] / (original_length or hf["max_position_embeddings"])
-        if ratio > 1:
+        if original_length and ratio > 1:
             default = math.sqrt(1 + math.log(ratio) / math.log(original_length))
         else:
             default = 1.0

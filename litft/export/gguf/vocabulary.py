@@ -269,7 +269,8 @@ def _special_ids(stored: dict[str, Any], count: int) -> dict[str, int]:
 
 
 def _pre_tokenizer(stored: dict[str, Any]) -> str:
-    return ALIASES.get(name := stored.get("pre", "gpt-2"), name)
+    name: str = stored.get("pre", "gpt-2")
+    return ALIASES.get(name, name)
 
 
 def _byte_level_bpe(stored: dict[str, Any], tokens: StoredTokens, unknown: str | None) -> Backend:
@@ -293,10 +294,9 @@ def _byte_level_bpe(stored: dict[str, Any], tokens: StoredTokens, unknown: str |
 
     # how text is cut into pieces before the merges
     prefix = bool(stored.get("add_space_prefix", False))
+    steps: list[pre_tokenizers.PreTokenizer] = []
     if split.digits:
-        steps = [pre_tokenizers.Digits(individual_digits=True)]
-    else:
-        steps = []
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
     steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.gpt2))
     if len(steps) == 1:

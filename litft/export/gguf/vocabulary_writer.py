@@ -183,7 +183,9 @@ def _sentencepiece_tokens(
     else:
         from sentencepiece import sentencepiece_model_pb2 as sentencepiece
 
-        model = sentencepiece.ModelProto.FromString(content)
+        # protobuf makes the classes of this module when it is imported
+        proto = sentencepiece.ModelProto  # pyright: ignore[reportAttributeAccessIssue]
+        model = proto.FromString(content)
         if model.trainer_spec.model_type != model.trainer_spec.BPE:
             raise ValueError(
                 f"{tokenizer.folder}: its tokenizer.model is not BPE, the only kind that llama.cpp "

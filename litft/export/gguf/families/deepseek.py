@@ -76,6 +76,9 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     depth = len(config.layers)
     latent = layer.latent
     rope = layer.rope
+    # each layer of these architectures has both
+    assert latent is not None
+    assert rope is not None
     if (
         latent.query_dim is None
         and depth not in (26, 27)
@@ -89,6 +92,8 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     metadata = gguf_latent(latent)
     # the scale of scores is squared: see `yarn_scale`
     if rope.rope_type == "yarn":
+        # YaRN sets it
+        assert layer.attention_scale is not None
         scale = math.sqrt(layer.attention_scale * math.sqrt(latent.head_dim))
         metadata["rope.scaling.yarn_log_multiplier"] = (scale - 1) / math.log(rope.factor)
     return metadata | gguf_experts(config)

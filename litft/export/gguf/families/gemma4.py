@@ -91,6 +91,8 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     # a list only where layers differ
     hidden: Any = [layer.hidden_dim or config.hidden_dim for layer in layers]
     experts = full.experts and (full.experts.count, full.experts.top_k, full.experts.hidden_dim)
+    # every layer is rotated
+    assert sliding.rope is not None
     # in the order of GGUF_FIELDS
     values = (
         [layer.window is not None for layer in layers],

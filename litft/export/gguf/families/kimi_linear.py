@@ -7,7 +7,7 @@ from litft.export.gguf.families import deepseek
 from litft.export.gguf.families.family import GgufFamily
 from litft.families import llama
 from litft.families.kimi_linear import CONVS
-from litft.model.config import Config, LayerConfig
+from litft.model.config import Config, DeltaNetConfig, LatentConfig
 
 GGUF = {"kimi_linear": ("kimi-linear", "KimiLinearForCausalLM")}
 # without RoPE, there is no YaRN
@@ -28,38 +28,40 @@ GGUF_NAMES = {
 }
 
 
-def _gguf_layers(config: Config) -> tuple[LayerConfig, LayerConfig]:
-    """Return a layer of each kind, attention first; raise ValueError for what llama.cpp does not
-    have."""
-    attention = None
+def _latent_and_delta(config: Config) -> tuple[LatentConfig, DeltaNetConfig]:
+    """Return what the two kinds of layers have, latent attention and a delta net; raise ValueError
+    for what llama.cpp does not have."""
+    latent = None
     delta = None
     shared = 0
-    # the first layer of each kind
+    # those of the first layer of each kind
     for layer in reversed(config.layers):
-        if layer.mixer:
-            delta = layer
+        if isinstance(layer.mixer, DeltaNetConfig):
+            delta = layer.mixer
         else:
-            attention = layer
+            latent = layer.latent
         if layer.experts:
             shared = layer.experts.shared_dim
     if (
-        not (attention and delta and shared)
-        or attention.latent.query_dim
-        or delta.mixer.n_heads != config.n_heads
+        latent is None
+        or delta is None
+        or not shared
+        or latent.query_dim
+        or delta.n_heads != config.n_heads
     ):
         reason = (
             "llama.cpp reads Kimi Linear with both kinds of layers, a shared expert, as many heads "
             "in both, no q_lora_rank"
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
-    return attention, delta
+    return latent, delta
 
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
     linear = llama.layers_with(config, lambda layer: layer.mixer, "blk.")
     mixer = "blocks.{}.mixer."
-    width = _gguf_layers(config)[1].mixer.conv_width
+    width = _latent_and_delta(config)[1].conv_width
     return [
         *llama.rename_modules(GGUF_NAMES, linear),
         *(
@@ -79,14 +81,14 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of both kinds of layers and of the experts."""
-    attention, delta = _gguf_layers(config)
+    latent, delta = _latent_and_delta(config)
     # latent attention has one key head, a delta net none
     kinds = [0 if layer.mixer else 1 for layer in config.layers]
-    sizes = dict(zip(GGUF_DELTA, (delta.mixer.conv_width, delta.mixer.key_dim), strict=True))
+    sizes = dict(zip(GGUF_DELTA, (delta.conv_width, delta.key_dim), strict=True))
     # llama.cpp always divides by the sum
     keys = deepseek.GGUF_EXPERTS.keys() - {"expert_weights_norm"}
-    latent = deepseek.gguf_latent(attention.latent) | {"attention.head_count_kv": kinds}
-    return latent | sizes | deepseek.gguf_experts(config, keys)
+    attention = deepseek.gguf_latent(latent) | {"attention.head_count_kv": kinds}
+    return attention | sizes | deepseek.gguf_experts(config, keys)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from litft.checkpoints.rules import Rule
 from litft.export.gguf.families import deepseek, llama
 from litft.export.gguf.families.family import GgufFamily
 from litft.families import llama as llama_family
-from litft.model.config import Config
+from litft.model.config import Config, ShortConvConfig
 
 GGUF = {"lfm2": ("lfm2", "Lfm2ForCausalLM"), "lfm2_moe": ("lfm2moe", "Lfm2MoeForCausalLM")}
 GGUF_LAYERS = {
@@ -36,7 +36,11 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the number of key heads of each layer, 0 for convolutions, their width, and the sizes
     of the experts."""
     # 3: transformers' default, where no layer has a convolution
-    width = next((layer.mixer.width for layer in config.layers if layer.mixer), 3)
+    width = 3
+    for layer in config.layers:
+        if isinstance(layer.mixer, ShortConvConfig):
+            width = layer.mixer.width
+            break
     heads = [0 if layer.mixer else config.n_kv_heads for layer in config.layers]
     metadata = dict(zip(GGUF_LAYERS, (heads, width), strict=True))
     if config.model_type == "lfm2_moe":

@@ -24,7 +24,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     if config.model_type != "ministral3":
         return {}
     rope = config.layers[0].rope
-    if rope.rope_type != "yarn":
+    if rope is None or rope.rope_type != "yarn":
         raise ValueError(
             "llama.cpp's architecture mistral3 needs YaRN, and this model has none; keep the "
             "Hugging Face folder"
