@@ -99,7 +99,11 @@ def _given_paths(examples: Examples) -> list[str]:
 
 def _paths(examples: Examples, limit: int | None = None) -> list[str]:
     """Return the paths of examples; records are stored in a file."""
-    return _given_paths(examples) or [str(stored_examples(examples, limit))]
+    paths = _given_paths(examples)
+    if paths:
+        return paths
+    assert not isinstance(examples, str | PathLike)  # that is a path
+    return [str(stored_examples(examples, limit))]
 
 
 # the signature that editors show has every flag as a keyword

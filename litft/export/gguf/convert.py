@@ -11,7 +11,7 @@ import torch
 
 from litft.args import GgufExportArgs
 from litft.checkpoints.peft_targets import LoraWeights, peft_targets
-from litft.checkpoints.rules import KeysAndValues, Rule, Tile
+from litft.checkpoints.rules import KeysAndValues, Reshape, Rule, Tile
 from litft.checkpoints.weight_files import LazyTensor
 from litft.export.gguf.families import gguf_architecture, gguf_rules
 from litft.export.gguf.files import GgufFile, gguf
@@ -172,10 +172,10 @@ def _fused_pairs(
     fused = {}
     for site in sites:
         target = targets[site]
-        if isinstance(target.rule, Tile | KeysAndValues):
+        if isinstance(target.rule, Tile | KeysAndValues | Reshape):
             raise ValueError(
-                "llama.cpp stores this model's heads in another form than an adapter can; leave "
-                "--merge false out"
+                f"llama.cpp stores {site} in another form than an adapter can; leave --merge false "
+                "out"
             )
         if target.name not in fused:
             fused[target.name] = target.fuse(factors)
