@@ -61,13 +61,13 @@ COMMANDS = {
 
 
 # commands of axolotl, LLaMA-Factory and litgpt
-OTHERS = {
+FOREIGN_COMMANDS = {
     "train": "finetune lora",
     "sft": "finetune lora",
     "inference": "chat",
     "preprocess": "prepare_data",
 }
-OTHERS |= {
+FOREIGN_COMMANDS |= {
     "evaluate": "run_eval",
     "eval": "run_eval",
     "merge-lora": "merge_lora",
@@ -147,7 +147,9 @@ def main() -> None:
     # an unknown command, with the nearest one that there is
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
-        meant = OTHERS.get(typed.split()[0] if typed else "")  # a command of another program
+        meant = FOREIGN_COMMANDS.get(
+            typed.split()[0] if typed else ""
+        )  # a command of another program
         if meant:
             matches = [meant]
         else:

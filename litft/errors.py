@@ -56,10 +56,10 @@ def memory_message(error: BaseException) -> str:
             f"raise the limit of the address space, which is {limit / 2**30:.1f} GiB (ulimit -v); "
             f"or {remedy}"
         )
-    return f"not enough memory ({summary(error)}); {remedy}"
+    return f"not enough memory ({first_line(error)}); {remedy}"
 
 
-def summary(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message, at most 200 characters: compilers
     print many lines."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from litft.args import FINETUNE, FinetuneArgs
 from litft.args.keywords import from_keywords, name_keywords, signature
-from litft.commands.finetune import Callback, Outcome, run_finetuning
+from litft.commands.finetune import Callback, RunResult, run_finetuning
 from litft.data.in_memory import EXAMPLES, stored_examples
 from litft.evaluation.scoring import Metric
 
@@ -29,7 +29,7 @@ def finetune(
     val_data: Examples | None = None,
     metrics: Mapping[str, Metric] | None = None,
     **flags: Any,
-) -> Outcome | None:
+) -> RunResult | None:
     """Fine-tune a model; return the run's folder and its newest metrics, or None after a dry run.
 
     args: all flags as one object, instead of the keywords below and `callback` and `metrics`.

@@ -226,7 +226,7 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
     method = LoRA(args.lora)
     model = base_model(source)
     torch.manual_seed(0)
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     folder.mkdir()
     method.write(folder, source, method.values(model), base_record(source, folder))
@@ -318,7 +318,7 @@ def extract_commit(commit: str, folder: Path) -> Path:
 def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
     """Run the contenders in turns, each round starting with another one, and return the measured
     steps of each by name."""
-    from litft.data.sampler import Sampler
+    from litft.data.sampler import SampleOrder
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -331,7 +331,7 @@ def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
             path.write_text(json.dumps(contender_setup))
             processes[name] = stack.enter_context(ContenderProcess(script, python, path, env))
         rows: dict[str, Rows] = {name: [] for name in processes}
-        order = Sampler([len(json.loads((folder / "samples.json").read_text()))], seed=42)
+        order = SampleOrder([len(json.loads((folder / "samples.json").read_text()))], seed=42)
         names = list(processes)
         batch_size = args.train.global_batch_size
         for step in range(args.warmup + args.steps):

@@ -166,7 +166,7 @@ def planned_peak(cell: Cell, device: str) -> float:
 
     source = resolve(cell.folder)
     method = method_of(FullFinetuneArgs() if cell.method == "full" else LoRAFinetuneArgs())
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     shape = Shape(cell.rows, cell.tokens, accumulated=cell.micro_batches > 1)
     settings = {"recomputed": cell.recomputed, "device": device, "compiled": cell.compiled}
     plan = predict(source, method, cell.precision, cell.quantize, shape, **settings)

@@ -242,7 +242,7 @@ def adapted(base: Path, folder: Path, method: Method, scale: float = 1.0) -> Pat
     Return its folder.
     """
     source = resolve(base)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source, "fp32")
     method.attach(model)
     parameters = method.parameters(model).values()

@@ -49,7 +49,7 @@ def tracked_peak(
         model = GPT(source.config)
         torch.set_default_dtype(torch.float32)
         method.attach(model)
-        method.compute_in(model, precision)
+        method.set_compute_dtype(model, precision)
         for name in method.frozen:
             model.get_parameter(name).requires_grad_(False)
         recompute(model, recomputed)

@@ -3,7 +3,7 @@
 The docstring below a field is its --help text.
 """
 
-from litft.args.checks import impossible_numbers, seconds, size
+from litft.args.checks import impossible_numbers, parse_duration, parse_size
 from litft.args.data import DataArgs
 from litft.args.data_path import Formats
 from litft.args.evaluation import RunEvalArgs
@@ -79,6 +79,6 @@ __all__ = [
     "UploadArgs",
     "WriteArgs",
     "impossible_numbers",
-    "seconds",
-    "size",
+    "parse_duration",
+    "parse_size",
 ]

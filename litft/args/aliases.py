@@ -324,7 +324,7 @@ LIGHTNING: dict[str, tuple[str, str]] = {
 }
 
 
-def precision(value: str, is_full: bool) -> str:
+def translate_precision(value: str, is_full: bool) -> str:
     """Return our name of a precision that may be Lightning's; raise ValueError for one that has no
     counterpart."""
     # full fine-tuning has the first name of a pair, the other methods the second
@@ -334,20 +334,20 @@ def precision(value: str, is_full: bool) -> str:
     return ours
 
 
-def explain(name: str, value: str | None, given: Mapping[str, str | None] = {}) -> str | None:
+def hint_for_flag(name: str, value: str | None, given: Mapping[str, str | None] = {}) -> str | None:
     """Return what another program's flag is here, with its value carried over; None for an unknown
     name.
 
     given: the values of all flags that are given together.
     """
-    translation = translate(name, value, given)
+    translation = translate_flag(name, value, given)
     if translation is None:
         return None
     flags, note = translation
     return f"--{name} does not exist; {f'here it is {flags}' if flags else 'leave it out'}{note}"
 
 
-def translate(
+def translate_flag(
     name: str, value: str | None, given: Mapping[str, str | None] = {}
 ) -> tuple[str, str] | None:
     """Return (flags, note in parentheses) for another program's flag, "" for flags that are not
@@ -385,12 +385,12 @@ def translate(
     return flags, note
 
 
-def optimizer(value: str) -> str:
+def translate_optimizer(value: str) -> str:
     """Return our name of an optimizer that transformers also has, or the value itself."""
-    return OPTIMIZERS.get(value, value)
+    return HF_OPTIMIZER_NAMES.get(value, value)
 
 
-OPTIMIZERS = {  # names of transformers, and ours
+HF_OPTIMIZER_NAMES = {  # names of transformers, and ours
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw",

@@ -137,7 +137,7 @@ def sharding_problems(
     return []
 
 
-def size(text: str) -> int | None:
+def parse_size(text: str) -> int | None:
     """Parse a size (24GiB, 80GB, 500MB) to bytes; return None for other text."""
     match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B", text.strip())
     if not match:
@@ -154,7 +154,7 @@ def size(text: str) -> int | None:
         return None
 
 
-def seconds(text: str) -> float | None:
+def parse_duration(text: str) -> float | None:
     """Parse a duration (1h30m, 90m, 45s, 2d) to seconds; return None for other text."""
     match = re.fullmatch(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip())
     if not match:

@@ -50,7 +50,11 @@ class DataPath:
         unknown = [name for name in settings if name not in TYPES]
         if unknown:
             # axolotl's settings have another name here, or are not needed
-            here = [f"{name!r} is here {OTHERS[name]}" for name in unknown if name in OTHERS]
+            here = [
+                f"{name!r} is here {FOREIGN_SETTINGS[name]}"
+                for name in unknown
+                if name in FOREIGN_SETTINGS
+            ]
             here = "; ".join(here) or f"use {', '.join(TYPES)}"
             raise ValueError(f"{item[:80]}: no setting {', '.join(map(repr, unknown))}; {here}")
         if "path" not in settings:
@@ -110,7 +114,7 @@ TYPES: dict[str, tuple[Any, str]] = {
 
 
 # settings of axolotl's data sets, and what they are here
-OTHERS = {
+FOREIGN_SETTINGS = {
     "type": "format, and detected if it is left out",
     "ds_type": "the ending of the file's name",
     "chat_template": "template",

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from litft.args.checks import (
     below_minimum,
     impossible_numbers,
-    seconds,
+    parse_duration,
     sharding_problems,
     wrong_types,
 )
@@ -31,7 +31,7 @@ Optimizers = Literal[
 
 _BLOCK_REASON = "the 8-bit blocks of a weight's shard differ from those of the whole weight"
 # optimizers that cannot run on shards of a weight, and why
-UNSHARDED = {
+CANNOT_SHARD = {
     "adafactor": "it needs whole rows and columns, and each device holds only a shard",
     "adamw_8bit": _BLOCK_REASON,
     "paged_adamw_8bit": _BLOCK_REASON,
@@ -141,7 +141,7 @@ class TrainArgs:
                 problems.append(f"--train.{name} {getattr(self, name)}: must lie between 0 and 1")
         if self.epochs is not None and self.epochs <= 0:
             problems.append(f"--train.epochs {self.epochs}: must be above 0")
-        if self.max_time is not None and not seconds(self.max_time):
+        if self.max_time is not None and not parse_duration(self.max_time):
             problems.append(
                 f"--train.max_time {self.max_time}: expected a time such as 90m, 1h30m or 45s"
             )
@@ -362,7 +362,7 @@ class FinetuneArgs:
     @property
     def timeout_seconds(self) -> float:
         """--timeout in seconds; `problems` requires a duration."""
-        timeout = seconds(self.timeout)
+        timeout = parse_duration(self.timeout)
         assert timeout is not None
         return timeout
 
@@ -385,7 +385,7 @@ class FinetuneArgs:
                 "--resume and --overwrite exclude each other: one keeps the run, the other deletes "
                 "it"
             )
-        if not 0 < (seconds(self.timeout) or 0) <= 365 * 86400:
+        if not 0 < (parse_duration(self.timeout) or 0) <= 365 * 86400:
             problems.append(
                 f"--timeout {self.timeout}: expected a time such as 30s, 10m or 1h, at most 365d"
             )
@@ -452,8 +452,8 @@ class FinetuneArgs:
         for flag, value, reason in (
             (
                 "optimizer",
-                train.optimizer in UNSHARDED and train.optimizer,
-                UNSHARDED.get(train.optimizer),
+                train.optimizer in CANNOT_SHARD and train.optimizer,
+                CANNOT_SHARD.get(train.optimizer),
             ),
             (
                 "oom_retry",

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import yaml
 
-from litft.args.aliases import translate
+from litft.args.aliases import translate_flag
 from litft.args.data_path import TYPES, Formats
 from litft.args.foreign_defaults import (
     AXOLOTL,
@@ -36,7 +36,7 @@ SETTINGS_OF_DPO = {"rpo_alpha", "precompute_ref_log_probs", "ref_model_init_kwar
 # the name of a turn's speaker -> litft's field of the turns
 TURNS = {"from": "conversations", "human": "conversations"}
 # settings of a data set -> the values that litft has anyway; and what it does instead of others
-USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
+EQUIVALENT_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "ds_type": (("json", "csv", "parquet", "text"), "the ending of the file's name says it"),
     "roles_to_train": (
         (["assistant"], ["gpt"], ["assistant", "gpt"]),
@@ -51,14 +51,14 @@ USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # a type of axolotl with a style of its prompt
 STYLE = re.compile(r"\w+[:.](?!default$)(?P<name>[\w.-]+)")
-FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
+COLUMN_FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
 SPEAKERS = (
     {"role": "role", "content": "content"},
     {"role": "from", "content": "value"},
 )
 
 
-def in_litfts_terms(
+def translate_config(
     entries: Mapping[str, Any],
     texts: Mapping[str, str],
     flag_types: Mapping[str, Any],
@@ -84,7 +84,7 @@ def in_litfts_terms(
             continue
         elif name == "label_smoothing":  # the objective decides whose it is
             given["train.label_smoothing"] = value
-        elif translation := translate(name, texts[name], texts):
+        elif translation := translate_flag(name, texts[name], texts):
             # one setting may be several flags here
             for flag, setting in FLAG.findall(translation[0]):
                 text = setting or "true"
@@ -278,7 +278,9 @@ def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
     for source in (data_set, data_set.get("type")):
         if isinstance(source, Mapping):
             columns |= {
-                field: source[f"field_{field}"] for field in FIELDS if f"field_{field}" in source
+                field: source[f"field_{field}"]
+                for field in COLUMN_FIELDS
+                if f"field_{field}" in source
             }
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 
@@ -287,10 +289,10 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each setting that litft does not have, with what it does instead."""
     # settings that are converted, or that need no note
     known = {
-        *(f"field_{field}" for field in FIELDS),
+        *(f"field_{field}" for field in COLUMN_FIELDS),
         *TYPES,
         *RENAMED,
-        *USUAL,
+        *EQUIVALENT_VALUES,
         "type",
         "field",
         "field_messages",
@@ -298,8 +300,8 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
         "roles",
     }
     for name, value in data_set.items():
-        if name in USUAL and value not in USUAL[name][0]:
-            yield f"{name} {value!r} has no counterpart: {USUAL[name][1]}"
+        if name in EQUIVALENT_VALUES and value not in EQUIVALENT_VALUES[name][0]:
+            yield f"{name} {value!r} has no counterpart: {EQUIVALENT_VALUES[name][1]}"
         elif name == "message_property_mappings" and value not in SPEAKERS:
             yield (
                 f"{name} {value!r} has no counterpart: turns have role and content, or from and "

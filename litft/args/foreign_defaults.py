@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from litft.args.aliases import BETAS, optimizer
+from litft.args.aliases import BETAS, translate_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def defaults_of(
             if flag not in given:
                 missing[flag] = value
 
-    adaptive = optimizer(given.get("train.optimizer", "adamw")) in ADAPTIVE
+    adaptive = translate_optimizer(given.get("train.optimizer", "adamw")) in ADAPTIVE
     if adaptive and "train.betas" not in given:
         missing["train.betas"] = [float(beta) for beta in BETAS.values()]
 

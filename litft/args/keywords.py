@@ -8,27 +8,27 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
-from litft.args.aliases import translate
+from litft.args.aliases import translate_flag
 from litft.args.finetune import FINETUNE, FinetuneArgs
 from litft.args.flag_types import types_of_flags
 from litft.args.parser import parse
 
 # flags with a parameter of their own
-OWN = {"checkpoint_dir": "model", "data.path": "data", "data.val_path": "val_data"}
+PARAMETER_OF_FLAG = {"checkpoint_dir": "model", "data.path": "data", "data.val_path": "val_data"}
 # groups whose names need their prefix to be clear: lora_r
-PREFIXED = ("lora", "adapter")
+PREFIXED_GROUPS = ("lora", "adapter")
 
 
 def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
     """Return {keyword: flag}: the flag's last name, or group_name if several groups have it, or if
     it is a method's."""
-    flags = [flag for flag in types_of_flags(cls) if flag not in OWN]
+    flags = [flag for flag in types_of_flags(cls) if flag not in PARAMETER_OF_FLAG]
     leaves = [flag.rpartition(".")[2] for flag in flags]
     names = {}
     for flag, leaf in zip(flags, leaves, strict=True):
         group = flag.rpartition(".")[0]
         # lora_r rather than r, and a leaf alone only if no other group has it
-        is_clear = not group or (leaves.count(leaf) == 1 and group not in PREFIXED)
+        is_clear = not group or (leaves.count(leaf) == 1 and group not in PREFIXED_GROUPS)
         if is_clear:
             names[leaf] = flag
         else:
@@ -79,21 +79,21 @@ def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
     else:
         text = str(value)
     # a translation is written as on the command line; here it is shown as a keyword
-    translation = translate(name, text)
+    translation = translate_flag(name, text)
     if translation is not None:
         flags, note = translation
         if not flags:
             return f"{message}; leave it out{note}"
         flag, _, setting = flags.removeprefix("--").partition(" ")
         # the model and the data have parameters of their own, which `names` does not contain
-        keyword = OWN.get(flag) or _keyword_of(flag, names)
+        keyword = PARAMETER_OF_FLAG.get(flag) or _keyword_of(flag, names)
         # a flag whose keyword has another form is named as the command has it
         if keyword:
             here = f"{keyword}={_literal(setting)}"
         else:
             here = f"--{flag}"
         return f"{message}; here it is {here}{note}"
-    matches = difflib.get_close_matches(name, [*names, *OWN.values()], n=1)
+    matches = difflib.get_close_matches(name, [*names, *PARAMETER_OF_FLAG.values()], n=1)
     if matches:
         return f"{message}; did you mean {matches[0]}?"
     return message
@@ -123,7 +123,7 @@ def name_keywords(message: str, method: str) -> str:
     --train.max_steps."""
     types = types_of_flags(FINETUNE[method])
     keywords = {flag: name for name, flag in keyword_names(FINETUNE[method]).items()}
-    keywords |= OWN
+    keywords |= PARAMETER_OF_FLAG
 
     def keyword(match: re.Match) -> str:
         name = keywords.get(match[1], match[0])

@@ -4,7 +4,7 @@ import difflib
 import os
 from typing import Any
 
-from litft.args.aliases import explain
+from litft.args.aliases import hint_for_flag
 from litft.args.finetune import FINETUNE
 from litft.args.flag_types import is_finetuning, types_of_flags
 
@@ -15,7 +15,7 @@ def unknown_flag(
     """Return a message about a flag that does not exist: what another program's is called here, or
     the nearest name."""
     # a flag of another program, or one whose value changes nothing
-    if is_finetuning(flag_types) and (message := explain(name, value, given)):
+    if is_finetuning(flag_types) and (message := hint_for_flag(name, value, given)):
         return message
     if is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
         return f"--{name} does not exist; leave it out"

@@ -17,11 +17,16 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from litft import args as flags
 from litft import run_dir
-from litft.args.aliases import FORMER_FLAGS, optimizer, precision, translate
+from litft.args.aliases import (
+    FORMER_FLAGS,
+    translate_flag,
+    translate_optimizer,
+    translate_precision,
+)
 from litft.args.build_parser import AnyArgs, args_from, parser_for_help, parser_of
 from litft.args.finetune import FINETUNE
 from litft.args.flag_types import describe_type, is_finetuning, types_of_flags
-from litft.args.foreign_config import in_litfts_terms
+from litft.args.foreign_config import translate_config
 from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_flag
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
@@ -86,7 +91,7 @@ def _for_finetuning(
     # flags of the resumed run or of the demo come first, so that those on the command line win
     for name, value in implied + values:
         if name == "train.optimizer":
-            renamed.append((name, optimizer(value)))
+            renamed.append((name, translate_optimizer(value)))
         else:
             renamed.append((name, value))
     values, invalid = _with_our_precision(renamed, is_full=cls is flags.FullFinetuneArgs)
@@ -101,7 +106,7 @@ def _with_our_precision(
     try:
         for name, value in values:
             if name == "precision":
-                renamed.append((name, precision(value, is_full)))
+                renamed.append((name, translate_precision(value, is_full)))
             else:
                 renamed.append((name, value))
     except ValueError as error:
@@ -402,13 +407,13 @@ def _config_problems(
     for name in unknown:
         problems.append(f"{path}: {unknown_flag(name, flag_types, brief[name], brief)}")
     # a file of another program: show all of it in litft's terms
-    if is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
+    if is_finetuning(flag_types) and any(translate_flag(name, all_texts[name]) for name in unknown):
         parser = parser_of(cls)
 
         def accepts(name: str, text: str) -> bool:
             return _accepts(parser, name, text, flag_types)
 
-        terms, notes = in_litfts_terms(entries, all_texts, flag_types, accepts)
+        terms, notes = translate_config(entries, all_texts, flag_types, accepts)
         problems += [f"{path}: {note}" for note in notes]
         problems.append(f"{path} in litft's terms, without what has no counterpart:\n\n{terms}\n")
     if all_texts.get("resume") == "true" and "out_dir" not in entries:
@@ -522,7 +527,7 @@ def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str,
     if get_origin(flag_types[name]) is list:
         word = _as_list(text, flag_types[name])
     elif name == "train.optimizer":
-        word = optimizer(text)
+        word = translate_optimizer(text)
     else:
         word = text
     return _is_valid(parser, f"--{name}={word}")

@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from litft.args.checks import LARGEST, below_minimum, impossible_numbers, sharding_problems, size
+from litft.args.checks import (
+    LARGEST,
+    below_minimum,
+    impossible_numbers,
+    parse_size,
+    sharding_problems,
+)
 from litft.args.data import DataArgs
 from litft.args.finetune import Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs, Quantization
@@ -112,7 +118,7 @@ class PlanArgs:
     def budget_bytes(self) -> int:
         """--budget in bytes, if it is given; `problems` requires a size."""
         assert self.budget is not None
-        num_bytes = size(self.budget)
+        num_bytes = parse_size(self.budget)
         assert num_bytes is not None
         return num_bytes
 
@@ -152,7 +158,7 @@ class PlanArgs:
                 f"--max_seq_length {self.max_seq_length} x --micro_batch_size "
                 f"{self.micro_batch_size}: too many tokens"
             )
-        if self.budget is not None and not size(self.budget):
+        if self.budget is not None and not parse_size(self.budget):
             problems.append(f"--budget {self.budget}: expected a size such as 24GiB or 80GB")
         if self.method == "full" and self.quantize != "none":
             problems.append(

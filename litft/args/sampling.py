@@ -62,6 +62,6 @@ class Sampling:
 
 # used if neither the folder nor a flag sets sampling:
 # the tail of a small model's distribution is noise
-USUAL = {"temperature": 0.7, "top_p": 0.9}
+DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.9}
 # the fields that are a single number, each of which is a flag
 NUMBERS = tuple(item.name for item in fields(Sampling) if item.name != "logit_bias")

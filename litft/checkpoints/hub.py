@@ -153,7 +153,7 @@ def fetch(repo: HubId, token: str | None = None, folder: Path | None = None) -> 
     return Path(snapshots[-1]), pinned
 
 
-def pinned_data(repo: HubId) -> HubId:
+def pin_dataset(repo: HubId) -> HubId:
     """Pin a dataset's id to a commit; return it unchanged if the hub is unavailable (`datasets`
     then uses its cache)."""
     if repo.is_pinned:

@@ -191,11 +191,16 @@ def peft_targets(model: GPT, rules: list[Rule]) -> dict[str, PeftTarget]:
         weight_names = tensor_names(rule, numbers)
         linears = tuple(weight.removesuffix(".weight") for weight in weight_names)
         experts = module.count if isinstance(module, ExpertLinear) else 0
-        embedding = isinstance(module, nn.Embedding)
         hf_name = hf_tensor_name(rule, numbers).removesuffix(".weight")
         # routers are parameters in transformers; PEFT takes modules with the names of MLPs for
         # experts, and drops them
         is_mlp = has_experts and hf_name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
-        is_parameter = experts > 0 or name.endswith(".router") or is_mlp
-        targets[name] = PeftTarget(hf_name, linears, rule, experts, embedding, is_parameter)
+        targets[name] = PeftTarget(
+            name=hf_name,
+            linears=linears,
+            rule=rule,
+            experts=experts,
+            embedding=isinstance(module, nn.Embedding),
+            is_parameter=experts > 0 or name.endswith(".router") or is_mlp,
+        )
     return targets

@@ -155,7 +155,7 @@ class Shift(_SingleTensorRule):
 
 
 @dataclass(frozen=True)
-class Tile(_SingleTensorRule):
+class InterleaveValueHeads(_SingleTensorRule):
     """llama.cpp stores the first value head of every key head, then the second of every one, and so
     on (Qwen3.5).
 
@@ -357,7 +357,17 @@ class Drop:
     hf_name: str
 
 
-Writable = Rename | Split | Interleave | Shift | Tile | Squeeze | Reshape | Stack | KeysAndValues
+Writable = (
+    Rename
+    | Split
+    | Interleave
+    | Shift
+    | InterleaveValueHeads
+    | Squeeze
+    | Reshape
+    | Stack
+    | KeysAndValues
+)
 Rule = Writable | Dequantize | Drop
 
 

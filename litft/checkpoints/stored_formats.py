@@ -15,7 +15,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # column of each group of 8 that the i-th lowest 4 bits of a number hold
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AGAIN = "download the folder again"
-METHODS = ("fp8", "gptq", "awq", "compressed-tensors")
+QUANTIZED_FORMATS = ("fp8", "gptq", "awq", "compressed-tensors")
 
 
 @dataclass(frozen=True)

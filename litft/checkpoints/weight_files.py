@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, mappings_to_hf
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.stored_formats import find_stored_weights
-from litft.model.placement import UNSHARDED, WeightPlacement
+from litft.model.placement import SINGLE_DEVICE, WeightPlacement
 from litft.model.quantization import (
     STATES,
     STATISTICS,
@@ -438,7 +438,7 @@ def load_weights(
     checkpoint: Checkpoint,
     mappings: list[TensorMapping],
     dtype: torch.dtype,
-    placement: WeightPlacement = UNSHARDED,
+    placement: WeightPlacement = SINGLE_DEVICE,
 ) -> None:
     """Load the weights into an allocated network, one tensor at a time; if possible, ranks only
     read their own shard.

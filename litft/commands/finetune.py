@@ -14,7 +14,7 @@ from litft import run_dir
 from litft.args import FinetuneArgs
 from litft.args.finetune import apply_launcher
 from litft.args.processes import is_first_on_node, is_first_process, launch_id
-from litft.checkpoints.hub import fetch, hub_id, pinned_data
+from litft.checkpoints.hub import fetch, hub_id, pin_dataset
 from litft.data.dataset import load_data
 from litft.data.sources import hub_dataset
 from litft.distributed.devices import check_devices, make_fabric, pick_accelerator
@@ -25,7 +25,7 @@ from litft.model.quantization import bitsandbytes
 from litft.pretrained.folder import DEMO, resolve
 from litft.training.dry_run import description, dry_run, run_title
 from litft.training.memory.advice import check_memory
-from litft.training.memory.choose import PlannedRun, choose
+from litft.training.memory.choose import PlannedRun, choose_memory_settings
 from litft.training.memory.flops import check_chip, peak_flops
 from litft.training.objectives import OBJECTIVES
 from litft.training.output.loggers import check_logger
@@ -39,7 +39,7 @@ from litft.training.trainer import Trainer
 Callback = Callable[[Row], None]
 
 
-class Outcome(NamedTuple):
+class RunResult(NamedTuple):
     """A finished run: its folder, and the newest value of every column of its metrics.csv."""
 
     folder: Path
@@ -50,12 +50,12 @@ def run_finetuning(
     args: FinetuneArgs,
     callback: Callback | None = None,
     metrics: Mapping[str, Metric] | None = None,
-) -> Outcome | None:
+) -> RunResult | None:
     """Train with these arguments; see `litft.finetune`."""
     _check_metrics(metrics or {})
     # what can be refused is refused before the processes meet and weights are read
     args, named = _resolve(args)
-    run = prepare(args)
+    run = prepare_run(args)
     if args.dry_run:
         check_chip(args.chip)
         dry_run(run)
@@ -84,7 +84,7 @@ def run_finetuning(
         if any(hosts.all_reduce_max(args.resume)):
             resumed = replace(run.setup.args, resume=True, overwrite=False)
             run = replace(run, setup=replace(run.setup, args=resumed))
-        hosts.check_equal(_shared_facts(run))
+        hosts.check_equal(_facts_equal_on_all_ranks(run))
         screen = open_screen(fabric.global_rank == 0)
         # before the weights are read, which takes long
         if fabric.global_rank == 0:
@@ -95,7 +95,7 @@ def run_finetuning(
         observers = Observers(screen, callback)
         trainer = Trainer(Processes(fabric, hosts), run, folder, observers, metrics)
         trainer.fit()
-    return Outcome(folder, trainer.metrics.newest)
+    return RunResult(folder, trainer.metrics.newest)
 
 
 def _check_metrics(metrics: Mapping[str, Metric]) -> None:
@@ -175,11 +175,11 @@ def _pinned(path: str) -> str:
     kept."""
     dataset, (_, colon, split) = hub_dataset(path), path.partition(":")
     if dataset:
-        return f"{pinned_data(dataset)}{colon}{split}"
+        return f"{pin_dataset(dataset)}{colon}{split}"
     return path
 
 
-def prepare(args: FinetuneArgs) -> PlannedRun:
+def prepare_run(args: FinetuneArgs) -> PlannedRun:
     """Prepare the method, the data and the plan, before the processes meet and without reading a
     weight; ValueError."""
     # checks that need no data come first, so that they fail at once
@@ -213,7 +213,7 @@ def prepare(args: FinetuneArgs) -> PlannedRun:
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
     setup = setup.with_data(data)
     schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
-    return choose(setup, schedule, device)
+    return choose_memory_settings(setup, schedule, device)
 
 
 def _check_offload(setup: RunSetup, device: torch.device) -> None:
@@ -234,7 +234,7 @@ def _check_offload(setup: RunSetup, device: torch.device) -> None:
         raise ValueError(f"--train.cpu_offload parameters: {reason}; leave it out")
 
 
-def _shared_facts(run: PlannedRun) -> dict[str, Any]:
+def _facts_equal_on_all_ranks(run: PlannedRun) -> dict[str, Any]:
     """What must be the same on all processes of a run."""
     schedule = run.schedule
     # flags by their names on the command line

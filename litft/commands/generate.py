@@ -36,12 +36,7 @@ def run_generation(args: GenerateArgs) -> None:
         return
 
     session = open_session(args)
-    in_template = args.template == "auto" and bool(session.tokenizer.own_template)
-    # every prompt is checked before the first answer, since a file may take hours
-    prompts = [
-        encode_prompt(session, where, record, in_template) for where, record in located_records
-    ]
-
+    prompts = _encoded(args, session, located_records)
     capacity = max(len(prompt.ids) for prompt in prompts) + session.max_new_tokens
     drafter = make_drafter(args, session, capacity)
 
@@ -52,8 +47,12 @@ def run_generation(args: GenerateArgs) -> None:
     session.limit_threads(rows)
     decoder = session.decoder(rows, capacity)
 
-    requests = _requests(session, prompts, numbers, args.num_samples)
-    chunks = generate_batch(decoder, session.tokenizer, requests, drafter)
+    chunks = generate_batch(
+        decoder,
+        session.tokenizer,
+        _requests(session, prompts, numbers, args.num_samples),
+        drafter,
+    )
     if not args.prompts and args.num_samples == 1:
         _print_one(session.tokenizer, prompts[0], chunks)
         return
@@ -63,6 +62,17 @@ def run_generation(args: GenerateArgs) -> None:
         _write_all(args, records[num_done:], answers)
     else:
         _print_all(args.num_samples, answers)
+
+
+def _encoded(
+    args: GenerateArgs, session: Session, located_records: list[tuple[str, dict[str, Any]]]
+) -> list[Prompt]:
+    """Return the prompts; each is checked before the first answer, since a file may take hours."""
+    in_template = args.template == "auto" and bool(session.tokenizer.own_template)
+    prompts = []
+    for where, record in located_records:
+        prompts.append(encode_prompt(session, where, record, in_template))
+    return prompts
 
 
 def _located_records(args: GenerateArgs) -> list[tuple[str, dict[str, Any]]]:

@@ -89,7 +89,7 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
         raise ValueError(
             f"{source.adapter} is an adapter; pass its base, {source.base}, and the method's flags"
         )
-    method.choose(source.outline, source.adapter_rules)
+    method.select_targets(source.outline, source.adapter_rules)
     source.check_length("--max_seq_length", args.max_seq_length)
     tokens = length_limit(args.max_seq_length, source.config.max_positions)
     shards = num_shards(args, args.strategy)

@@ -16,13 +16,14 @@ import numpy as np
 
 from litft.args import DataArgs
 from litft.data.chat_template import STYLES, mentions_variable
-from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, WITHOUT, Encoder
+from litft.data.encoder import Encoder
 from litft.data.formats import FORMATS
-from litft.data.preferences import EQUAL, FIELDS
-from litft.data.sources import File, HubSplit, locate
+from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, WITHOUT
+from litft.data.preferences import PREFERENCE_FIELDS
+from litft.data.sources import File, HubSplit, find_sources
 from litft.data.token_cache import prepare_store
 from litft.data.token_store import EncodingReport, Samples, TokenStore
-from litft.data.tokenizer import CONTROL, Tokenizer
+from litft.data.tokenizer import CONTROL_TOKEN, Tokenizer
 
 # what decides the split; a resumed run must use the same rule
 SPLIT_RULE = "by content"
@@ -140,7 +141,7 @@ def load_data(
     limit = length_limit(args.max_seq_length, context)
     policy = args.mask_prompt, args.train_on == "last", args.reasoning
     encoder = Encoder(tokenizer, limit, args.format, _columns(args.columns, kind), *policy, kind)
-    train, val = locate(args)
+    train, val = find_sources(args)
     val_names = [name for name, _ in val]
     val = [file for _, file in val]
     files = list(dict.fromkeys([*train, *val]))
@@ -283,7 +284,7 @@ def _columns(items: list[str], kind: str) -> dict[str, str]:
     pairs = (item.split("=", 1) for item in items)
     columns = {field.strip(): file_name.strip() for field, file_name in pairs}
     fields = sorted({name for form in FORMATS.values() for name in form.fields + form.optional})
-    fields = fields if kind == "supervised" else sorted(FIELDS)
+    fields = fields if kind == "supervised" else sorted(PREFERENCE_FIELDS)
     unknown = []
     for field in columns:
         if field not in fields:
@@ -405,7 +406,7 @@ def with_arguments(source: str, items: list[str]) -> str:
 
 def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
     """Return the control tokens in the template that the tokenizer splits into several tokens."""
-    control_tokens = dict.fromkeys(CONTROL.findall(tokenizer.chat_template))
+    control_tokens = dict.fromkeys(CONTROL_TOKEN.findall(tokenizer.chat_template))
     return [text for text in control_tokens if tokenizer.token_id(text) is None]
 
 

@@ -16,7 +16,7 @@ from xxhash import xxh3_64
 
 from litft.atomic import atomic_write
 
-CHUNK = 1 << 22  # bytes that are read at once
+HASHED_BYTES = 1 << 22  # bytes that are read at once
 # ns: a file written this shortly before it was hashed may change again without a new timestamp
 SETTLED = 2 * 10**9
 
@@ -81,7 +81,7 @@ def _hash_and_cache(path: Path, entry: Path) -> str:
 def _hash_file(path: Path) -> str:
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(CHUNK):
+        while block := file.read(HASHED_BYTES):
             sha256.update(block)
     return sha256.hexdigest()
 
@@ -95,6 +95,6 @@ def file_hash(path: Path) -> str:
     """Return the XXH3 of a file's content. Raises OSError if it cannot be read."""
     computed = xxh3_64()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(HASHED_BYTES):
             computed.update(chunk)
     return computed.hexdigest()

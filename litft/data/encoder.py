@@ -13,6 +13,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from litft.data.chat_template import Message, mentions_variable
+from litft.data.encoded import Encoded, hash64
 from litft.data.formats import (
     COMMON_FIELDS,
     FORMATS,
@@ -26,7 +27,25 @@ from litft.data.formats import (
     unused_fields,
 )
 from litft.data.messages import LEARNED_ENTRIES
-from litft.data.preferences import EQUAL, PROMPT_CUT, cut_together, read_fields, to_preferences
+from litft.data.notes import (
+    BLANK,
+    CONTROL,
+    CUT,
+    CUT_AWAY,
+    EMPTY,
+    EMPTY_PROMPT,
+    EMPTY_TURN,
+    END_TEXT,
+    EQUAL,
+    MASKED,
+    OTHER_PROMPT,
+    PROMPT_CUT,
+    TOOLS_LOST,
+    UNANSWERED,
+    WITHIN_TOKEN,
+    WITHOUT,
+)
+from litft.data.preferences import cut_together, read_fields, to_preferences
 from litft.data.reasoning import drop_reasoning
 from litft.data.sample import ID_MASK, IN_ANSWER, SUPERVISED
 from litft.data.tokenizer import Tokenizer
@@ -36,61 +55,10 @@ from litft.data.turns import Turn, assistant_turns
 # messages; from here on, those beyond the length limit are not rendered
 LONG_CONVERSATION = 40
 
-# notes on what happens to examples; reports print them after a count
-CUT = "cut to the length limit"
-CUT_AWAY = "skipped: no part of an answer is within the length limit"
-MASKED = "skipped: every turn is masked"
-EMPTY = "skipped: the answer is empty"
-BLANK = "skipped: no text"
-EMPTY_TURN = "with an empty answer, which is excluded from the loss"
-EMPTY_PROMPT = "with an empty prompt"
-UNANSWERED = "ending in a turn without an answer, which is dropped"
-CONTROL = "containing the text of a control token, which is encoded as that token"
-OTHER_PROMPT = (
-    "with an answer whose prompt opens a thought when it is generated, but not in training (give "
-    "reasoning, or another --data.template)"
-)
-WITHIN_TOKEN = (
-    "with a prompt that ends within a token, so that it has other tokens when it is generated from "
-    "(move spaces from the end of the prompt to the beginning of the answer)"
-)
-TOOLS_LOST = "with tools, which the chat template leaves out"
-WITHOUT = "without the field"
-END_TEXT = "with an end token written after an answer, which is removed"
-
-
 # a prompt whose last token may go on into the answer
 ENDS_IN_WORD = re.compile(r"[\w ]$")
 # characters of a divided text that go into the same split
 SPAN = 2048
-
-
-@dataclass
-class Encoded:
-    """The samples of a record, or the error."""
-
-    where: str
-    form: str = ""
-    samples: list[np.ndarray] = field(default_factory=list)
-    # of each sample: the hash that decides its split
-    units: list[int] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)  # of each sample: see Samples.names
-    # of each pair: the number of tokens of the chosen answer
-    first_sizes: list[int] = field(default_factory=list)
-    labels: list[bool] = field(default_factory=list)  # of each answer with a label
-    # the samples are the consecutive spans of a text
-    text: bool = False
-    notes: list[str] = field(default_factory=list)
-    ends: set[int] = field(default_factory=set)  # the tokens that end its answers
-    # the system prompt of its conversation; empty without one, None for a text
-    system: str | None = None
-    # of a record of token ids whose last token is learned
-    last_token: int | None = None
-    answers: int = 0  # answers that are learned
-    # those with an empty thought of the template, which is not learned
-    empty_thoughts: int = 0
-    unused: list[str] = field(default_factory=list)  # fields with a value that nothing reads
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -605,10 +573,3 @@ def unit_hash(example: Example) -> int:
     # a record stays on its side of the split if only its mask changes
     messages = [_without_learned(message) for message in example.messages]
     return hash64(json.dumps([messages, example.tools], sort_keys=True))
-
-
-def hash64(data: str | bytes) -> int:
-    """Return a 64-bit hash of text or bytes."""
-    if isinstance(data, str):
-        data = data.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

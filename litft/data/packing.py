@@ -84,7 +84,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a set of samples becomes micro-batches."""
 
     rows: int  # the most rows of a micro-batch
@@ -112,7 +112,7 @@ class Layout:
         bounds = [len(rows) * i // count for i in range(count + 1)]
         return [rows[bounds[i] : bounds[i + 1]] for i in range(count)]
 
-    def halved(self, longest: int) -> "Layout | None":
+    def halved(self, longest: int) -> "BatchLayout | None":
         """Return a layout with half the rows, or with half the tokens of a single row, but at least
         `longest`.
 

@@ -23,16 +23,12 @@ from litft.data.formats import (
 from litft.data.messages import check_messages, json_type, read_tools, sharegpt_turn, text_field
 from litft.data.tokenizer_backends import common_prefix_length
 
-# notes on what happens to preferences, see encoder.py
-EQUAL = "skipped: both answers are equal"
-PROMPT_CUT = "with the beginning of the prompt cut to the length limit"
-
 QUESTIONS = ("prompt", "question", "instruction")  # fields that may have the prompt as text
 # fields that may have it as messages, and their formats
 CONVERSATIONS = {"conversations": "sharegpt", "messages": "messages"}
 ANSWERS = ("chosen", "rejected", "completion", "label")
 # of records with preferences; `read_fields` says which of them one record uses
-FIELDS = (*ANSWERS, *QUESTIONS, "input", *CONVERSATIONS, "system", "tools")
+PREFERENCE_FIELDS = (*ANSWERS, *QUESTIONS, "input", *CONVERSATIONS, "system", "tools")
 # of dialogues as one text, as in Anthropic/hh-rlhf
 _HUMAN_ASSISTANT = re.compile(r"\n\n(Human|Assistant):")
 

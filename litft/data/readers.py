@@ -24,7 +24,7 @@ from litft.data.formats import Record, field_with_records
 from litft.data.messages import json_type
 
 # bytes read at once; a text file becomes records of about this size
-BLOCK = 1 << 20
+READ_BYTES = 1 << 20
 # bytes of a .zst file, which may be a thousand times as many of text
 COMPRESSED_BLOCK = 1 << 11
 # characters after an error in JSON that may end within a word, an escape or a number
@@ -148,7 +148,7 @@ class _Zstandard(io.RawIOBase):
 
 
 def _zst(path: Path) -> io.BufferedIOBase:
-    return io.BufferedReader(_Zstandard(path), BLOCK)
+    return io.BufferedReader(_Zstandard(path), READ_BYTES)
 
 
 def _library(name: str, path: Path) -> Any:
@@ -172,7 +172,7 @@ def _blocks(path: Path, file: io.BufferedIOBase) -> Iterator[str]:
     order mark, UTF-16."""
     decoder = None
     offset = 0
-    while block := file.read(BLOCK):
+    while block := file.read(READ_BYTES):
         if decoder is None:
             if block.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
                 raise ValueError(f"{path} is UTF-32 text; save it as UTF-8")
@@ -499,9 +499,9 @@ def _plain(path: Path, file: io.BufferedIOBase) -> Records:
     number = 0
     for block in _blocks(path, file):
         text += block
-        if len(text) >= 2 * BLOCK:
+        if len(text) >= 2 * READ_BYTES:
             # at least one block is kept, so that the last part is not a short one
-            cut = text.rfind("\n", 0, BLOCK) + 1 or BLOCK
+            cut = text.rfind("\n", 0, READ_BYTES) + 1 or READ_BYTES
             yield (
                 f"{path}, part {number}",
                 {"text": text[:cut], "begins": number == 0, "ends": False},

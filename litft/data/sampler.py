@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from litft.data.packing import Layout, num_slots
+from litft.data.packing import BatchLayout, num_slots
 from litft.data.token_store import Samples
 
 # samples of a run that `largest_micro_batch` ranks by an estimate, and that it lays out
@@ -20,7 +20,7 @@ MAX_RANKED = 2_000_000
 MAX_LAID_OUT = 200_000
 
 
-class Sampler:
+class SampleOrder:
     """The endless stream of sample indices: each epoch is a permutation of its own, from (seed,
     epoch).
 
@@ -75,8 +75,8 @@ class Largest(NamedTuple):
 
 def largest_micro_batch(
     samples: Samples,
-    order: Sampler,
-    layout: Layout,
+    order: SampleOrder,
+    layout: BatchLayout,
     num_samples: int,
     batch_size: int,
     first: int = 0,
@@ -110,7 +110,9 @@ def largest_micro_batch(
     return largest
 
 
-def _largest_of_step(samples: Samples, indices: np.ndarray, layout: Layout) -> tuple[int, Largest]:
+def _largest_of_step(
+    samples: Samples, indices: np.ndarray, layout: BatchLayout
+) -> tuple[int, Largest]:
     """Return the largest micro-batch of a step of the samples `indices`, and its padded tokens."""
     lengths = samples.lengths[indices]
     supervised = samples.supervised[indices]
@@ -129,7 +131,7 @@ def _largest_of_step(samples: Samples, indices: np.ndarray, layout: Layout) -> t
 
 
 def _estimated_slots(
-    lengths: np.ndarray, starts: np.ndarray, layout: Layout, batch_size: int
+    lengths: np.ndarray, starts: np.ndarray, layout: BatchLayout, batch_size: int
 ) -> np.ndarray:
     """Estimate the slots of the largest micro-batch of each step, from the sum and the maximum of
     its lengths; starts: of each step among the lengths."""

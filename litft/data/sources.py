@@ -28,7 +28,7 @@ OTHER_SPLITS = ("test", "testing", "eval", "evaluation")  # names of files that 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
 
 
-class Reading(NamedTuple):
+class ReadOptions(NamedTuple):
     """How the records of a file are read, where that differs from the flags."""
 
     format: str | None = None
@@ -43,7 +43,7 @@ class File(NamedTuple):
     # of the file, or of the folder or pattern that names several
     name: str
     limit: int | None = None  # the most records to read
-    reading: Reading = Reading()
+    reading: ReadOptions = ReadOptions()
     parts: tuple[str, ...] = ()  # the files, if there are several
 
     @property
@@ -72,7 +72,7 @@ class HubSplit(NamedTuple):
     subset: str | None
     split: str
     limit: int | None = None
-    reading: Reading = Reading()
+    reading: ReadOptions = ReadOptions()
 
     @property
     def label(self) -> str:
@@ -93,7 +93,7 @@ class HubSplit(NamedTuple):
         return " ".join(digest_of(Path(file["filename"])) for file in self.dataset().cache_files)
 
 
-def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File | HubSplit]]]:
+def find_sources(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File | HubSplit]]]:
     """Return the training files, one for each path, and the validation files, possibly none, with
     the names of their sets.
 
@@ -174,8 +174,8 @@ def _with_names(named: list[tuple[str, File | HubSplit]]) -> list[tuple[str, Fil
     return named
 
 
-def _reading(item: DataPath) -> Reading:
-    return Reading(item.format, tuple(item.columns.items()), item.template)
+def _reading(item: DataPath) -> ReadOptions:
+    return ReadOptions(item.format, tuple(item.columns.items()), item.template)
 
 
 def _set_name(source: File | HubSplit) -> str:

@@ -31,7 +31,8 @@ from tqdm import tqdm
 from litft.args.processes import cores
 from litft.atomic import atomic_folder
 from litft.data.digests import cache_folder
-from litft.data.encoder import Encoded, Encoder
+from litft.data.encoded import Encoded
+from litft.data.encoder import Encoder
 from litft.data.readers import Records
 from litft.data.sources import File, HubSplit
 from litft.data.token_store import MAX_NAMED, EncodingReport, TokenStore, TokenStoreWriter
@@ -40,7 +41,7 @@ from litft.errors import RankError
 SKIP_HINT = "--data.skip_bad allows a share of bad records"
 # records that a process tokenizes at once; files of
 # more than eight chunks are tokenized in parallel
-CHUNK = 250
+RECORDS_PER_TASK = 250
 # linux/prctl.h: the signal sent to a process when its parent dies
 PR_SET_PDEATHSIG = 1
 # one process reads and writes for all, which is about a sixteenth of the work
@@ -174,7 +175,7 @@ def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:
 def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded]:
     """Yield the encoding of each record, in order; many records are encoded by several
     processes."""
-    chunks = iter(lambda: list(islice(records, CHUNK)), [])
+    chunks = iter(lambda: list(islice(records, RECORDS_PER_TASK)), [])
     # a ninth chunk shows that the file is long enough to pay for the start of processes
     first_chunks = list(islice(chunks, 9))
     workers = min(cores(), MAX_PROCESSES)

@@ -19,7 +19,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from litft.data.digests import file_hash
-from litft.data.encoder import Encoded, hash64
+from litft.data.encoded import Encoded, hash64
 from litft.data.sample import ID_MASK, SUPERVISED, Sample, to_sample
 
 # an entry's kind: an example; a text or its first span; a later span of it

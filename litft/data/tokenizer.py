@@ -25,9 +25,11 @@ CONTENT_END = "qzxcontentendxzq"  # in no text
 
 # matches control tokens of chat templates: <|im_end|>,
 # <start_of_turn>, Gemma 4's <|turn> and <turn|>
-CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>|<\|[^|<>\s]+>|<[^|<>\s]+\|>")
+CONTROL_TOKEN = re.compile(
+    r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>|<\|[^|<>\s]+>|<[^|<>\s]+\|>"
+)
 # and Mistral's [TOOL_CALLS], which other tokenizers have as plain text
-NEW_CONTROL = re.compile(rf"{CONTROL.pattern}|\[/?[A-Z][A-Z_]+\]")
+NEW_CONTROL = re.compile(rf"{CONTROL_TOKEN.pattern}|\[/?[A-Z][A-Z_]+\]")
 
 
 class Tokenizer:

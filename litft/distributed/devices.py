@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from litft.args import FinetuneArgs, PlanArgs, seconds
+from litft.args import FinetuneArgs, PlanArgs, parse_duration
 from litft.args.processes import cores, is_first_on_node, started_by
 from litft.errors import is_host_memory_error
 
@@ -76,7 +76,7 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
 
 def limit_of(timeout: str) -> timedelta:
     """Return the duration of a --timeout."""
-    limit = seconds(timeout)
+    limit = parse_duration(timeout)
     assert limit is not None, timeout  # the check of the flags refuses other texts
     return timedelta(seconds=limit)
 

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
-    """Start and connect the processes, and return their HostGroup; raise RankError if they do not
-    all connect in time."""
+def launch(fabric: "Fabric", timeout: str) -> "CpuProcessGroup":
+    """Start and connect the processes, and return how they agree.
+
+    Raise RankError if they do not all connect in time.
+    """
     try:
         if (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -41,7 +43,7 @@ def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
         if fabric.world_size > 1 and started_by() is None and is_first_on_node():
             print(f"starting {fabric.world_size} processes", file=sys.stderr, flush=True)
         fabric.launch()
-        return HostGroup(fabric.world_size, timeout)
+        return CpuProcessGroup(fabric.world_size, timeout)
     except (distributed.DistStoreError, distributed.DistNetworkError) as error:
         reason = str(error).split("\n")[0][:200]
         remedy = (
@@ -103,10 +105,10 @@ class Processes:
     """The processes of a run: Fabric for their devices, and a group for what they decide."""
 
     fabric: "Fabric"
-    hosts: "HostGroup"
+    hosts: "CpuProcessGroup"
 
 
-class HostGroup:
+class CpuProcessGroup:
     """gloo groups for small values on the host: communication does not wait for a GPU."""
 
     def __init__(self, processes: int, timeout: str) -> None:
@@ -192,7 +194,7 @@ def sync_gradients(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[N
 
 
 @contextmanager
-def join_uneven(model: GPT, hosts: HostGroup) -> Iterator[None]:
+def join_uneven(model: GPT, hosts: CpuProcessGroup) -> Iterator[None]:
     """Within the context, processes may run the network different numbers of times.
 
     A forward pass of a sharded network needs all processes. A process that has finished joins the

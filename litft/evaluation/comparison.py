@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from litft.args import RunEvalArgs
 from litft.data.dataset import load_data
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ from litft.evaluation.examples import (
     scored_samples,
 )
 from litft.evaluation.preferences import PreferenceScores
-from litft.evaluation.scoring import BLOCK, greedy_request, is_exact, summed_loss
+from litft.evaluation.scoring import SAMPLES_PER_PASS, greedy_request, is_exact, summed_loss
 from litft.inference.generation import Completion
 from litft.inference.session import Session
 from litft.model.loss import IGNORED
@@ -65,34 +65,34 @@ def score_examples(
 
     Return the texts of each: its prompt, and the answers that the data has.
     """
-    model = session.model
-    sizes = model.config.vocab_size, model.config.max_positions
-    data = load_data(args.data, session.tokenizer, *sizes, kind=kind)
+    config = session.model.config
+    data = load_data(
+        args.data, session.tokenizer, config.vocab_size, config.max_positions, kind=kind
+    )
     # with the template and the stop tokens of the data
-    tokenizer = data.tokenizer
-    session = session._replace(tokenizer=tokenizer)
-    candidates = scored_samples(data, args.data)
-    selected = list(islice(_selected(candidates, names), args.limit))
+    session = session._replace(tokenizer=data.tokenizer)
+    selected = list(islice(_selected(scored_samples(data, args.data), names), args.limit))
     samples = [sample for _, sample in selected]
 
     # the scores
     if kind == "supervised":
-        subject.scores |= _loss_scores(subject.name, model, samples, args.batch_size)
+        subject.scores |= _loss_scores(subject.name, session.model, samples, args.batch_size)
     else:
-        subject.preferences = PreferenceScores.of(model, samples, args.batch_size, subject.name)
+        subject.preferences = PreferenceScores.of(
+            session.model, samples, args.batch_size, subject.name
+        )
         subject.scores |= subject.preferences.scores()
         # answers are only shown
         selected = selected[: args.show]
         shown_log_probs = subject.preferences.log_probs[: args.show].tolist()
-        subject.log_probs = {}
-        for (name, _), row in zip(selected, shown_log_probs, strict=True):
-            subject.log_probs[name] = row
+        shown_names = [name for name, _ in selected]
+        subject.log_probs = dict(zip(shown_names, shown_log_probs, strict=True))
 
     # the answers, which for preferences are only shown
     examples = []
     for name, sample in selected:
         if sample.answer is not None:
-            examples.append(_example(name, sample, sample.answer, tokenizer))
+            examples.append(_example(name, sample, sample.answer, data.tokenizer))
     answers = {}
     if examples:
         answers = _answers(subject.name, session, examples, args)
@@ -105,7 +105,7 @@ def score_examples(
             "exact_match is not computed",
             file=sys.stderr,
         )
-    return {example.name: _texts(example, tokenizer) for example in examples}
+    return {example.name: _texts(example, data.tokenizer) for example in examples}
 
 
 def _selected(candidates: Samples, names: set[Name]) -> Iterator[tuple[Name, Sample]]:
@@ -130,7 +130,7 @@ def _loss_scores(
     name: str, model: GPT, samples: Sequence[Sample], batch_size: int
 ) -> dict[str, float]:
     """Return the mean loss of all target tokens and its perplexity; name: of the model."""
-    batches = Layout(rows=batch_size).iter_batches(samples, BLOCK, 0)
+    batches = BatchLayout(rows=batch_size).iter_batches(samples, SAMPLES_PER_PASS, 0)
     shown_batches = tqdm(batches, f"{name}: loss", disable=None)
     loss, count = summed_loss(model, shown_batches, model.device)
     mean = float(loss) / float(count)

@@ -13,7 +13,7 @@ from litft.args.preference import DATA_KINDS
 from litft.checkpoints.hub import hub_id
 from litft.data.dataset import DataSplits, length_limit, load_data
 from litft.data.formats import preference_kind, rename_columns
-from litft.data.sources import File, HubSplit, locate
+from litft.data.sources import File, HubSplit, find_sources
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
 from litft.inference.session import source_of
@@ -84,7 +84,7 @@ def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
     trained_data = finetune_args(run).data
     names = [item.split("=", 1)[1] for item in trained_data.columns]
     # of the first record only, as the file may be large
-    _, record = next(iter(locate(data)[0][0].records()), ("", {}))
+    _, record = next(iter(find_sources(data)[0][0].records()), ("", {}))
     if not names or not isinstance(record, dict) or any(name not in record for name in names):
         return data
     print(
@@ -110,7 +110,7 @@ def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
         return DATA_KINDS[objective]
 
     # by the fields of the first record
-    first_file = locate(args.data)[0][0]
+    first_file = find_sources(args.data)[0][0]
     _, record = next(iter(first_file.records()), ("", {}))
     if not isinstance(record, dict):
         return "supervised"
@@ -241,12 +241,12 @@ def _train_files(data: DataArgs) -> set[str]:
     their path."""
     if not data.path:
         return set()
-    return _digests(locate(data)[0])
+    return _digests(find_sources(data)[0])
 
 
 def _val_files(data: DataArgs) -> set[str]:
     """Return ids of the validation files, see `_train_files`."""
-    return _digests([file for _, file in locate(data)[1]])
+    return _digests([file for _, file in find_sources(data)[1]])
 
 
 def _digests(files: list[File | HubSplit]) -> set[str]:
@@ -255,7 +255,7 @@ def _digests(files: list[File | HubSplit]) -> set[str]:
 
 def _scored_part(data: DataArgs) -> str:
     """Describe which part of the data is scored."""
-    files = locate(data)[1]
+    files = find_sources(data)[1]
     if files:
         return f"scoring its validation examples, {', '.join(file.label for _, file in files)}"
     if not data.val_fraction:
@@ -271,7 +271,7 @@ def scored_samples(data: DataSplits, args: DataArgs) -> Samples:
 
     Raise ValueError if no held-out sample can be read.
     """
-    if not len(data.val) and (args.val_fraction or locate(args)[1]):
+    if not len(data.val) and (args.val_fraction or find_sources(args)[1]):
         reason = "nothing was held out, or all held-out examples exceed the length limit"
         raise ValueError(
             f"{_names(args)}: {reason}; raise --data.max_seq_length, or name other files"

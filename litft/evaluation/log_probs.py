@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from litft.data.packing import Layout, MicroBatch
+from litft.data.packing import BatchLayout, MicroBatch
 from litft.data.sample import Sample
 from litft.model.transformer import eval_mode
 
@@ -29,7 +29,7 @@ def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Ten
 def document_log_probs(
     model: nn.Module,
     samples: Sequence[Sample],
-    layout: Layout,
+    layout: BatchLayout,
     device: torch.device,
     rank: int = 0,
     before_batch: Callable[[], object] = lambda: None,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.evaluation.log_probs import document_log_probs, wins
 from litft.model.transformer import GPT
@@ -33,7 +33,7 @@ class PreferenceScores:
             labels = torch.tensor([sample.desirable for sample in samples])
         with tqdm(total=-(-len(samples) // rows), desc=f"{name}: preferences", disable=None) as bar:
             log_probs, lengths = document_log_probs(
-                model, samples, Layout(rows), model.device, before_batch=bar.update
+                model, samples, BatchLayout(rows), model.device, before_batch=bar.update
             )
         return cls(log_probs.cpu(), lengths.cpu(), labels)
 

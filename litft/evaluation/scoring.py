@@ -1,7 +1,7 @@
 """Scoring: the mean loss per target token, and greedy answers with metrics of them, over all
 processes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict, TypeVar, overload
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from litft.args.sampling import Sampling
 from litft.data.chat_template import Message, last_user_message
-from litft.data.packing import Layout, MicroBatch
+from litft.data.packing import BatchLayout, MicroBatch
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import HostGroup, join_uneven, sum_over_processes
+from litft.distributed.process_group import CpuProcessGroup, join_uneven, sum_over_processes
 from litft.evaluation.log_probs import document_log_probs
 from litft.inference.decoder import Decoder
 from litft.inference.generation import Completion, Request, generate_completions
@@ -24,7 +24,7 @@ from litft.model.transformer import GPT, eval_mode
 T = TypeVar("T")
 
 # samples that a rank loads and lays out at once
-BLOCK = 64
+SAMPLES_PER_PASS = 64
 # tokens that a greedy answer may be longer than the expected one
 ROOM = 8
 MAX_ANSWER_ROWS = 16  # generated at once
@@ -83,11 +83,15 @@ class _Question:
 
 
 def _questions(
-    samples: Mapping[int, Sample], min_new_tokens: int, max_new_tokens: int | None
+    samples: Sequence[Sample],
+    indices: range,
+    min_new_tokens: int,
+    max_new_tokens: int | None,
 ) -> list[_Question]:
-    """Return the questions of the samples, by index, that have an answer to expect."""
+    """Return the questions of the samples with these indices that have an answer to expect."""
     questions = []
-    for index, sample in samples.items():
+    for index in indices:
+        sample = samples[index]
         # a rejected or undesirable answer is not an expected one
         if not sample.answer or sample.desirable is False:
             continue
@@ -99,9 +103,20 @@ def _questions(
     return questions
 
 
+def _scored_answer(
+    tokenizer: Tokenizer, question: _Question, answer: Completion
+) -> ValidationAnswer:
+    return ValidationAnswer(
+        prompt=tokenizer.decode(question.prompt).strip(),
+        answer=answer.text.strip(),
+        expected=tokenizer.decode_answer(question.expected).strip(),
+        ended=answer.ended,
+    )
+
+
 def validation_answers(
     fabric: Fabric,
-    hosts: HostGroup,
+    hosts: CpuProcessGroup,
     model: GPT,
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
@@ -126,26 +141,19 @@ def validation_answers(
             before_batch()
             stop = min(start + ranks * rows, len(samples))
             indices = range(start + fabric.global_rank, stop, ranks)
-            block = {index: samples[index] for index in indices}
-            questions = _questions(block, min_new_tokens, max_new_tokens)
+            questions = _questions(samples, indices, min_new_tokens, max_new_tokens)
             prompts = [(question.prompt, question.room) for question in questions]
             with join_uneven(model, hosts):
                 answers = greedy_answers(model, tokenizer, prompts)
             for question, answer in zip(questions, answers, strict=True):
-                scored_answer = ValidationAnswer(
-                    prompt=tokenizer.decode(question.prompt).strip(),
-                    answer=answer.text.strip(),
-                    expected=tokenizer.decode_answer(question.expected).strip(),
-                    ended=answer.ended,
-                )
-                scored.append((question.index, scored_answer))
+                scored.append((question.index, _scored_answer(tokenizer, question, answer)))
 
     # in the order of the samples, the same on every rank
     of_all = [numbered for of_rank in hosts.all_gather(scored) for numbered in of_rank]
     return [answer for _, answer in sorted(of_all, key=lambda numbered: numbered[0])]
 
 
-def answer_rows(layout: Layout, samples: Sequence[Sample], min_new_tokens: int = 0) -> int:
+def answer_rows(layout: BatchLayout, samples: Sequence[Sample], min_new_tokens: int = 0) -> int:
     """Return how many answers to the samples to generate at once; min_new_tokens: as in
     `validation_answers`.
 
@@ -178,7 +186,7 @@ def hardest_examples(
     model: GPT,
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
-    layout: Layout,
+    layout: BatchLayout,
     count: int,
     before_batch: Callable[[], None] = lambda: None,
 ) -> list[HardExample]:

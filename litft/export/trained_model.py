@@ -12,7 +12,7 @@ from litft.checkpoints.hub import hub_id
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.export.model_folder import write_folder, written_dtype
-from litft.methods import Method, Values
+from litft.methods import AdapterTensors, Method
 from litft.model.quantization import KINDS
 from litft.pretrained.folder import PretrainedFolder, resolve
 from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
@@ -26,7 +26,7 @@ class TrainedModel(NamedTuple):
     path: Path  # of the run or checkpoint, for messages
     source: PretrainedFolder
     # the method and its trained values; None: a folder with a full model
-    update: tuple[Method, Values] | None
+    update: tuple[Method, AdapterTensors] | None
     # recorded in the adapter or the checkpoint, such as quantize and precision
     settings: dict[str, Any]
     tokenizer: Tokenizer | None
@@ -41,7 +41,7 @@ class TrainedModel(NamedTuple):
             return merge_result(self.source, self.update, self.settings, dequantized)
         return None
 
-    def adapter(self) -> tuple[Method, Values]:
+    def adapter(self) -> tuple[Method, AdapterTensors]:
         """Return the method and its values; raise ValueError if this is a full model."""
         if self.update is None or self.update[0].saves_full_model:
             raise ValueError(
@@ -71,7 +71,7 @@ def read_trained(args: MergeArgs | GgufExportArgs) -> TrainedModel:
 
 def merge_result(
     source: PretrainedFolder,
-    update: tuple[Method, Values],
+    update: tuple[Method, AdapterTensors],
     settings: dict[str, Any],
     dequantized: bool,
 ) -> Result:
@@ -175,7 +175,7 @@ def _whole_model(source: PretrainedFolder, base_dir: str | None) -> PretrainedFo
 
 def _read_step(
     step: Path, base_dir: str | None
-) -> tuple[PretrainedFolder, tuple[Method, Values], dict[str, Any], Tokenizer | None]:
+) -> tuple[PretrainedFolder, tuple[Method, AdapterTensors], dict[str, Any], Tokenizer | None]:
     """Return the base, the method and its values, the recorded settings and the tokenizer of a
     checkpoint of a run."""
     run = step.resolve().parent.parent

@@ -174,7 +174,7 @@ def _with_one_rope(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 # families whose network others have under another model_type, as code in the model's repository
-LOOKALIKES = (
+COMMON_ARCHITECTURES = (
     "llama",
     "qwen2",
     "qwen3",
@@ -193,7 +193,7 @@ _NOT_THE_NETWORK = (
 ).split()
 
 
-def as_family(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
+def with_model_type(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return config.json with another model_type, and without the code that transformers would run
     for its own."""
     kept = {}

@@ -268,9 +268,9 @@ class Chat:
         elif line.strip().lower() in ("quit", "exit") and self.screen.is_terminal:
             self.screen.notice("/quit ends the chat")
         elif line:
-            self.say(line)
+            self.show(line)
 
-    def say(self, question: str) -> None:
+    def show(self, question: str) -> None:
         """Show the answer to a question; a question that is too long is dropped."""
         conversation = self.conversation
         try:
@@ -328,7 +328,7 @@ class Chat:
         question = self.conversation.undo()
         if question is None:
             raise ValueError("there is no question to answer again")
-        self.say(question)
+        self.show(question)
 
     def do_system(self, rest: str) -> None:
         """TEXT: set the system message; none: remove it; without TEXT: show it"""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.distributed.devices import is_out_of_memory
-from litft.errors import summary
+from litft.errors import first_line
 from litft.inference.state_snapshots import RowStates, Snapshot, best_start, take_snapshot
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
@@ -380,7 +380,7 @@ class Decoder:
                 if not self.compiled or is_out_of_memory(error):
                     raise
                 warnings.warn(
-                    f"decoding runs uncompiled, since torch.compile fails: {summary(error)}",
+                    f"decoding runs uncompiled, since torch.compile fails: {first_line(error)}",
                     stacklevel=2,
                 )
                 self._forward_chunk = self._forward_token = self.model

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from litft.methods.mixins import TrainedWeight, mixin_class
+from litft.methods.mixins import TrainedWeight, subclass_with
 from litft.model.blocks import Attention
 from litft.model.linear import Linear
 from litft.model.mlp import GatedMLP
@@ -42,7 +42,7 @@ def fuse_linears(model: GPT, pack: bool = False) -> None:
         names = SHARED_INPUTS.get(type(module), ())
         linears = [getattr(module, name) for name in names]
         if linears and all(type(linear) is Linear for linear in linears):
-            module.__class__ = mixin_class(FusedLinears, type(module))
+            module.__class__ = subclass_with(FusedLinears, type(module))
             assert isinstance(module, FusedLinears)
             module.fused = _concatenate(linears)
             module.widths = [linear.out_features for linear in linears]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from litft.args import Sampling
-from litft.args.sampling import USUAL
+from litft.args.sampling import DEFAULT_SAMPLING
 from litft.model.config_file import read_object
 
 MAX_NEW_TOKENS = 256
@@ -84,7 +84,7 @@ def read_generation_config(folders: Sequence[Path]) -> GenerationConfig:
         settings = {"top_k": 50} | settings
     elif not settings.keys() & {"temperature", "top_k", "top_p", "min_p"}:
         # the file says nothing about sampling
-        settings |= USUAL
+        settings |= DEFAULT_SAMPLING
 
     settings["top_k"] = settings.get("top_k") or None  # 0: all
     max_new_tokens = settings.pop("max_new_tokens", MAX_NEW_TOKENS)

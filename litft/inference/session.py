@@ -33,7 +33,7 @@ from litft.inference.generation_config import SETTING_TYPES, read_generation_con
 from litft.inference.speculative import Drafter, DraftModel, PromptLookup
 from litft.inference.tp_decoding import TensorParallelDecoder, make_tp_decoder
 from litft.methods import disabled
-from litft.model.placement import UNSHARDED, WeightPlacement
+from litft.model.placement import SINGLE_DEVICE, WeightPlacement
 from litft.model.transformer import GPT
 from litft.pretrained.folder import PretrainedFolder, resolve
 from litft.pretrained.load import load_models, load_network
@@ -247,7 +247,7 @@ def _devices(
         tp_decoder = make_tp_decoder(args.devices, args.accelerator, source)
         if tp_decoder:
             return (tp_decoder.device, tp_decoder.placement, tp_decoder)
-        return (first_device, UNSHARDED, None)
+        return (first_device, SINGLE_DEVICE, None)
 
     # one process, whose layers are on several devices
     launcher = started_by()

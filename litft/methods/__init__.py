@@ -18,13 +18,13 @@ from litft.args import (
     LoRAFinetuneArgs,
 )
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
-from litft.methods.base import BaseFolder, Method, Values
+from litft.methods.base import AdapterTensors, BaseFolder, Method
 from litft.methods.full import Full
 from litft.methods.llama_adapter import Adapter, AdapterV2
 from litft.methods.lora import LoRA
 from litft.methods.mixins import detach, disabled
 
-__all__ = ["Adapter", "AdapterV2", "Full", "LoRA", "Method", "Values", "detach", "disabled"]
+__all__ = ["Adapter", "AdapterTensors", "AdapterV2", "Full", "LoRA", "Method", "detach", "disabled"]
 
 # the flags of a fine-tuning command -> its method
 METHODS = {
@@ -42,7 +42,7 @@ def method_of(args: FinetuneArgs) -> Method:
     return METHODS[type(args)](args)
 
 
-def read_method(folder: Path, source: BaseFolder) -> tuple[Method, Values]:
+def read_method(folder: Path, source: BaseFolder) -> tuple[Method, AdapterTensors]:
     """Read an adapter folder written by litft or PEFT: the method and its learned values.
 
     Raise ValueError if the folder's `peft_type` is not supported.

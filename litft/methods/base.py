@@ -13,13 +13,13 @@ from litft.checkpoints.conversion import mappings_to_hf
 from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.methods.mixins import mixins
-from litft.methods.new_tokens import ROWS, add_tokens, extend_table
+from litft.methods.new_tokens import TOKEN_ROW_PARAMETERS, add_tokens, extend_table
 from litft.model.config import Config
-from litft.model.placement import UNSHARDED, WeightPlacement, summon_full
+from litft.model.placement import SINGLE_DEVICE, WeightPlacement, summon_full
 from litft.model.transformer import GPT
 
 # the learned tensors of a method, by litft name, as stored in checkpoints and adapter files
-Values = dict[str, Tensor]
+AdapterTensors = dict[str, Tensor]
 
 
 class BaseFolder(Protocol):
@@ -95,7 +95,7 @@ class Method:
         # names of `parameters` that are not trained (--train.freeze), but saved
         self.frozen: set[str] = set()
 
-    def choose(self, model: GPT, rules: list[Rule]) -> None:
+    def select_targets(self, model: GPT, rules: list[Rule]) -> None:
         """Select what to train from the flags; raise ValueError if they select nothing.
 
         model: on the meta device. rules: map litft names to the names in PEFT's adapter files.
@@ -141,7 +141,7 @@ class Method:
             with summon_full(module, *ignored):
                 module.reset_parameters()
 
-    def compute_in(self, model: GPT, precision: str) -> None:
+    def set_compute_dtype(self, model: GPT, precision: str) -> None:
         """Make the network compute in `precision` if its weights are stored in another dtype."""
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
@@ -153,31 +153,33 @@ class Method:
         """Return the factor of a parameter's learning rate."""
         return 1.0
 
-    def values(self, model: GPT) -> Values:
+    def values(self, model: GPT) -> AdapterTensors:
         """Return the current values of `parameters`, detached but not copied."""
         return {name: parameter.detach() for name, parameter in self.parameters(model).items()}
 
-    def load(self, model: GPT, values: Values, placement: WeightPlacement = UNSHARDED) -> None:
+    def load(
+        self, model: GPT, values: AdapterTensors, placement: WeightPlacement = SINGLE_DEVICE
+    ) -> None:
         """Attach the method and fill its parameters with `values`."""
         self.attach(model)
         for name, parameter in self.parameters(model).items():
             placement.copy_in(name, parameter, values[name].__getitem__)
 
     def write(
-        self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]
+        self, folder: Path, source: BaseFolder, values: AdapterTensors, record: dict[str, Any]
     ) -> None:
         """Write an adapter folder; `record` is added to the method's fields in
         adapter_config.json."""
         raise NotImplementedError
 
-    def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
+    def merged(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
         """Return the merged tensor of `name`, given the base's tensor `weight`.
 
         Call `check_merge` first.
         """
         return self.add_token_rows(name, values.get(name, weight), values)
 
-    def check_merge(self, names: list[str], values: Values) -> None:
+    def check_merge(self, names: list[str], values: AdapterTensors) -> None:
         """Raise ValueError if the learned values cannot be merged into base parameters with these
         names."""
 
@@ -212,16 +214,16 @@ class Method:
         if not self.tokens:
             return ()
         if config.tied and not self.untied:
-            return ROWS[:1]
-        return ROWS
+            return TOKEN_ROW_PARAMETERS[:1]
+        return TOKEN_ROW_PARAMETERS
 
-    def add_token_rows(self, name: str, weight: Tensor, values: Values) -> Tensor:
+    def add_token_rows(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
         """Insert the rows of new tokens into a merged embedding or head; return other tensors
         unchanged."""
         if not self.tokens or name not in ("embed.weight", "lm_head.weight", "lm_head.bias"):
             return weight
         # a shared parameter is stored under the embedding's name
-        rows = values.get(f"{name.partition('.')[0]}.token_rows", values[ROWS[0]])
+        rows = values.get(f"{name.partition('.')[0]}.token_rows", values[TOKEN_ROW_PARAMETERS[0]])
         # a bias has no trained rows: it is only extended by zeros
         if name.endswith("bias"):
             rows = None

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litft.methods.base import Method, Values
-from litft.methods.mixins import train_parameters
+from litft.methods.base import AdapterTensors, Method
+from litft.methods.mixins import make_trainable
 from litft.methods.new_tokens import initial_rows
 from litft.model.mlp import CONSTANTS, stored_dtype
 from litft.model.placement import summon_full
@@ -52,7 +52,7 @@ class Full(Method):
                 if bias is not None:
                     bias[self.base_vocab_size :] = 0
 
-    def compute_in(self, model: GPT, precision: str) -> None:
+    def set_compute_dtype(self, model: GPT, precision: str) -> None:
         """For bf16, keep trained parameters in fp32 and round them at each use; frozen parameters
         are stored in bf16."""
         if precision == "bf16":
@@ -62,7 +62,7 @@ class Full(Method):
                     names.append(name)
             # keep=False: there is no adapter that could be
             # disabled, and a copy of the base costs memory
-            train_parameters(model, names, torch.bfloat16, keep=False)
+            make_trainable(model, names, torch.bfloat16, keep=False)
             for name in self.frozen:
                 parameter = model.get_parameter(name)
                 parameter.data = parameter.data.to(stored_dtype(name, torch.bfloat16))
@@ -71,7 +71,7 @@ class Full(Method):
         """Return all parameters of the network; a tied head's weight appears once."""
         return dict(model.named_parameters())
 
-    def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
+    def merged(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
         """Return the trained tensor; a frozen one comes from the base, because training may have
         rounded it."""
         if name in self.frozen:

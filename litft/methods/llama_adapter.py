@@ -19,8 +19,8 @@ from litft.checkpoints.adapter_reader import (
 )
 from litft.checkpoints.peft_format import write_tensors
 from litft.checkpoints.rules import Rule
-from litft.methods.base import BaseFolder, Method, Values
-from litft.methods.mixins import Mixin, norm_names, train_parameters
+from litft.methods.base import AdapterTensors, BaseFolder, Method
+from litft.methods.mixins import Mixin, make_trainable, norm_names
 from litft.model.attention_eager import eager_attention
 from litft.model.config import Config
 from litft.model.mlp import ExpertLinear, Grouping, by_expert
@@ -141,7 +141,7 @@ class Adapter(Method):
         super().__init__(args)
         self.layers: list[int] = []
 
-    def choose(self, model: GPT, rules: list[Rule]) -> None:
+    def select_targets(self, model: GPT, rules: list[Rule]) -> None:
         """Select the layers with a prefix; raise ValueError if `start_layer` is beyond the last
         layer."""
         num_layers = len(model.blocks)
@@ -167,7 +167,7 @@ class Adapter(Method):
         model.requires_grad_(False)
         for index in self.layers:
             attention = model.get_submodule(f"blocks.{index}.attention")
-            PrefixAttention.mix_over(attention).add_prefix(self.args.prompt_length)
+            PrefixAttention.convert_module(attention).add_prefix(self.args.prompt_length)
         self.inject_extra(model, keep)
         self.attach_tokens(model)
 
@@ -183,7 +183,7 @@ class Adapter(Method):
         return {name: model.get_parameter(name) for name in names} | self.token_rows(model)
 
     def write(
-        self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]
+        self, folder: Path, source: BaseFolder, values: AdapterTensors, record: dict[str, Any]
     ) -> None:
         """Write PEFT's two files, or, if PEFT would compute another output, files with a
         `peft_type` that PEFT rejects."""
@@ -210,7 +210,7 @@ class Adapter(Method):
         write_tensors(folder, values, config | record)
 
     @classmethod
-    def read(cls, folder: Path, source: BaseFolder) -> tuple["Adapter", Values]:
+    def read(cls, folder: Path, source: BaseFolder) -> tuple["Adapter", AdapterTensors]:
         """Read a folder of litft or of PEFT's AdaptionPrompt; raise ValueError if it does not fit
         the base model."""
         config = read_adapter_config(folder)
@@ -238,11 +238,11 @@ class Adapter(Method):
         _check_values(values, method.parameters(model), folder / ADAPTER_WEIGHTS)
         return method, values
 
-    def select_extra(self, model: GPT, values: Values) -> None:
+    def select_extra(self, model: GPT, values: AdapterTensors) -> None:
         """Infer from the names in an adapter file what a subclass trains in addition to prefixes
         and new tokens."""
 
-    def check_merge(self, names: list[str], values: Values) -> None:
+    def check_merge(self, names: list[str], values: AdapterTensors) -> None:
         """Raise ValueError if a gate is not zero: a prefix cannot be expressed as a change of
         weights."""
         # a prefix whose gate is 0 adds nothing, and can be left out
@@ -270,9 +270,9 @@ class AdapterV2(Adapter):
         self.linears: list[str] = []
         self.norms: list[str] = []
 
-    def choose(self, model: GPT, rules: list[Rule]) -> None:
+    def select_targets(self, model: GPT, rules: list[Rule]) -> None:
         """Select the layers with a prefix as in v1, all Linears and all norms."""
-        super().choose(model, rules)
+        super().select_targets(model, rules)
         self.linears = []
         for name, module in model.named_modules():
             if isinstance(module, (nn.Linear, ExpertLinear)):
@@ -283,8 +283,8 @@ class AdapterV2(Adapter):
         """Add scales and biases, and make the norms trainable."""
         # also in quantized modules, which are subclasses of nn.Linear and ExpertLinear
         for name in self.linears:
-            AffineLinear.mix_over(model.get_submodule(name)).add_affine(self.args.bias)
-        train_parameters(model, self.norms, keep=keep)
+            AffineLinear.convert_module(model.get_submodule(name)).add_affine(self.args.bias)
+        make_trainable(model, self.norms, keep=keep)
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return v1's parameters, scales, biases and norms."""
@@ -296,17 +296,17 @@ class AdapterV2(Adapter):
         names += self.norms
         return super().parameters(model) | {name: model.get_parameter(name) for name in names}
 
-    def select_extra(self, model: GPT, values: Values) -> None:
+    def select_extra(self, model: GPT, values: AdapterTensors) -> None:
         """Select all Linears and norms; train biases if the adapter file has any."""
         # `choose` selects Linears and norms, but also layers; those of the file are restored below
         layers = self.layers
         self.args.bias = any(name.endswith(".adapter_bias") for name in values)
         # `choose` refuses a layer that the model does not have
         self.args.start_layer = min(self.args.start_layer, len(model.blocks) - 1)
-        self.choose(model, [])
+        self.select_targets(model, [])
         self.layers = layers
 
-    def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
+    def merged(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
         """Return scale * W or scale * (b + bias), in fp32; norms are replaced."""
         module, _, leaf = name.rpartition(".")
         scale = values.get(f"{module}.adapter_scale")
@@ -327,7 +327,7 @@ class AdapterV2(Adapter):
                 weight[ids] = base_weight.float()[ids]
         return super().merged(name, weight, values)
 
-    def check_merge(self, names: list[str], values: Values) -> None:
+    def check_merge(self, names: list[str], values: AdapterTensors) -> None:
         """Raise ValueError as in v1, or if a Linear with a learned bias has no bias among the
         parameters `names`."""
         super().check_merge(names, values)
@@ -355,7 +355,7 @@ def _is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= LARGEST_SIZE
 
 
-def _check_values(values: Values, parameters: dict[str, nn.Parameter], path: Path) -> None:
+def _check_values(values: AdapterTensors, parameters: dict[str, nn.Parameter], path: Path) -> None:
     """Raise ValueError if the values of a file do not fit the parameters, or are not finite."""
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     stored = {name: tuple(value.shape) for name, value in values.items()}

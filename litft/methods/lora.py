@@ -22,16 +22,16 @@ from litft.checkpoints.peft_targets import (
 )
 from litft.checkpoints.rules import Rule
 from litft.methods.base import (
+    AdapterTensors,
     BaseFolder,
     Method,
-    Values,
     match_patterns,
     pattern_matches,
     with_fused,
 )
-from litft.methods.lora_modules import LEAVES, lora_class, norm_ratios
-from litft.methods.mixins import train_parameters
-from litft.methods.new_tokens import ROWS
+from litft.methods.lora_modules import LORA_PARAMETERS, lora_class, norm_ratios
+from litft.methods.mixins import make_trainable
+from litft.methods.new_tokens import TOKEN_ROW_PARAMETERS
 from litft.model.mixers.mamba2 import Mamba2
 from litft.model.mlp import ROUTERS
 from litft.model.quantization import KINDS, is_quantizable, quantize_dequantize
@@ -67,7 +67,7 @@ class LoRA(Method):
         self.specs: dict[str, LoraSpec] = {}
         self.trained: list[str] = []
 
-    def choose(self, model: GPT, rules: list[Rule]) -> None:
+    def select_targets(self, model: GPT, rules: list[Rule]) -> None:
         """Select the modules of `targets` and `modules_to_save`; raise ValueError if a pattern
         matches nothing."""
         # litft name -> name in the checkpoint, for every
@@ -192,12 +192,12 @@ class LoRA(Method):
         """Add A and B to the adapted modules, make `trained` trainable, and freeze all other
         parameters."""
         model.requires_grad_(False)
-        train_parameters(model, self.trained, keep=keep, untied=self.untied)
+        make_trainable(model, self.trained, keep=keep, untied=self.untied)
         for name, spec in self.specs.items():
             module = model.get_submodule(name)
             # PiSSA and OLoRA are defined for matrices of Linears
             init = "default" if isinstance(module, nn.Embedding) else self.args.init
-            lora_class(module).mix_over(module).add_factors(
+            lora_class(module).convert_module(module).add_factors(
                 *spec, self.args.dropout, self.args.dora, init
             )
         # last: rows of new tokens replace the output of an adapted embedding or head
@@ -209,7 +209,7 @@ class LoRA(Method):
         parameters = {}
         for name in self.specs:
             module = model.get_submodule(name)
-            for leaf in LEAVES:
+            for leaf in LORA_PARAMETERS:
                 factor = getattr(module, leaf)
                 if factor is not None:
                     parameters[f"{name}.{leaf}"] = factor
@@ -224,7 +224,7 @@ class LoRA(Method):
             return self.args.lr_ratio
         return 1.0
 
-    def factors(self, name: str, values: Values) -> LoraWeights:
+    def factors(self, name: str, values: AdapterTensors) -> LoraWeights:
         """Return the update of one module; PiSSA and OLoRA subtract the initial product, which
         doubles the rank."""
         a = values[f"{name}.lora_a"]
@@ -237,7 +237,7 @@ class LoRA(Method):
         return LoraWeights(a, b, self.specs[name].scale, values.get(f"{name}.lora_m"))
 
     def write(
-        self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]
+        self, folder: Path, source: BaseFolder, values: AdapterTensors, record: dict[str, Any]
     ) -> None:
         """Write PEFT's two files, adapter_config.json and adapter_model.safetensors."""
         values = {name: value.cpu() for name, value in values.items()}
@@ -249,7 +249,7 @@ class LoRA(Method):
             factors |= _unadapted_linears(factors, targets, source, record.get("litft", {}))
 
         rows = {}
-        for name in ROWS:
+        for name in TOKEN_ROW_PARAMETERS:
             if name in values:
                 rows[name] = values[name]
         trained = {name: values[name] for name in self.trained}
@@ -277,7 +277,7 @@ class LoRA(Method):
         )
 
     @classmethod
-    def read(cls, folder: Path, source: BaseFolder) -> tuple["LoRA", Values]:
+    def read(cls, folder: Path, source: BaseFolder) -> tuple["LoRA", AdapterTensors]:
         """Read PEFT's two files, written by litft or by PEFT."""
         model = source.outline
         adapter = read_adapter(folder, model, source.adapter_rules, source.tensor)
@@ -299,9 +299,9 @@ class LoRA(Method):
             if weights:
                 method.specs[name] = LoraSpec(weights.a.size(-2), weights.scale)
 
-        factors: Values = {}
+        factors: AdapterTensors = {}
         for name in method.specs:
-            for leaf in LEAVES[:3]:
+            for leaf in LORA_PARAMETERS[:3]:
                 # lora_a, lora_b and lora_m are the fields a, b and m
                 value = getattr(adapter.factors[name], leaf[-1])
                 if value is not None:
@@ -314,7 +314,7 @@ class LoRA(Method):
         self.args.dropout = args.dropout
         self.args.lr_ratio = args.lr_ratio
 
-    def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
+    def merged(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
         """Return W + scale * B A for the weight of an adapted module, with DoRA's row norms, in
         fp32."""
         module_name, _, leaf = name.rpartition(".")

@@ -13,7 +13,7 @@ from litft.model.mlp import ExpertLinear, Grouping, by_expert, expert_linear
 from litft.model.quantization import dense_weight
 
 # parameters of a LoRA module: A, B, DoRA's magnitudes, and the initial A and B of PiSSA and OLoRA
-LEAVES = ("lora_a", "lora_b", "lora_m", "lora_a0", "lora_b0")
+LORA_PARAMETERS = ("lora_a", "lora_b", "lora_m", "lora_a0", "lora_b0")
 
 
 class LoRALinear(Mixin):
@@ -134,7 +134,7 @@ class LoRALinear(Mixin):
     def remove(self) -> None:
         """Undo `add_factors`."""
         del self.lora_scale, self.lora_dropout, self.init, self.base_row_squares
-        for name in LEAVES:
+        for name in LORA_PARAMETERS:
             delattr(self, name)
 
     def forward(self, x: Tensor, *grouping: Grouping) -> Tensor:

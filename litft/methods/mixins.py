@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @cache
-def mixin_class(mixin: type, base: type) -> type:
+def subclass_with(mixin: type, base: type) -> type:
     """Return a subclass of `mixin` and `base`, in this order; the same class for the same
     arguments."""
     return type(f"{mixin.__name__}_{base.__name__}", (mixin, base), {})
@@ -28,7 +28,7 @@ def mixin_class(mixin: type, base: type) -> type:
 def change_class(module: nn.Module, mixin: type[M]) -> M:
     """Change the type of `module` to one that puts `mixin` before its current type; return the
     module."""
-    module.__class__ = mixin_class(mixin, type(module))
+    module.__class__ = subclass_with(mixin, type(module))
     assert isinstance(module, mixin)  # a base of its new type
     return module
 
@@ -46,7 +46,7 @@ class Mixin(nn.Module):
     reads_weight = False
 
     @classmethod
-    def mix_over(cls: type[M], module: nn.Module) -> M:
+    def convert_module(cls: type[M], module: nn.Module) -> M:
         """Change the type of `module` to one that puts this class before its current type; return
         the module."""
         return change_class(module, cls)
@@ -189,7 +189,7 @@ def trained_class(module: nn.Module) -> type[TrainedWeight]:
     return TrainedWeight
 
 
-def train_parameters(
+def make_trainable(
     model: GPT,
     names: Iterable[str],
     dtype: torch.dtype | None = None,
@@ -218,7 +218,7 @@ def train_parameters(
         # a tied head keeps sharing the embedding's parameter
         for owner in [module, *heads]:
             if not isinstance(owner, TrainedWeight):
-                owner = trained_class(owner).mix_over(owner)
+                owner = trained_class(owner).convert_module(owner)
             owner.replace_leaf(leaf, trained, dtype or frozen.dtype, keep)
 
 

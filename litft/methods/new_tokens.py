@@ -16,7 +16,7 @@ from litft.model.transformer import GPT
 # B batch, T tokens, C channels, V vocabulary, N new tokens
 
 # the second exists only if the head is not tied
-ROWS = ("embed.token_rows", "lm_head.token_rows")
+TOKEN_ROW_PARAMETERS = ("embed.token_rows", "lm_head.token_rows")
 
 
 class TokenRows(Mixin):
@@ -153,8 +153,8 @@ def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]], untied: bool
         head_rows = embed_rows
     else:
         head_rows = _empty_rows(model, len(ids))
-    TokenEmbedding.mix_over(model.embed).add_rows(id_tensor, pieces, embed_rows)
-    TokenHead.mix_over(model.lm_head).add_rows(id_tensor, pieces, head_rows)
+    TokenEmbedding.convert_module(model.embed).add_rows(id_tensor, pieces, embed_rows)
+    TokenHead.convert_module(model.lm_head).add_rows(id_tensor, pieces, head_rows)
     model.set_vocabulary(max(model.config.vocab_size, max(ids) + 1))
 
 

@@ -168,7 +168,7 @@ KIMI_ATTENTION = _object(
 )
 LAYER = _object({"head_dim": DIMENSION, "num_key_value_heads": COUNT})
 
-FIELDS: dict[str, FieldType] = {
+FIELD_TYPES: dict[str, FieldType] = {
     **_all(
         DIMENSION,
         "hidden_size n_embd d_model ffn_dim shared_expert_intermediate_size query_pre_attn_scalar "
@@ -283,7 +283,7 @@ def declared_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the declared fields of config.json; raise ValueError listing every one with a wrong
     type or range."""
     problems: list[str] = []
-    declared = _checked(hf, FIELDS, "", problems)
+    declared = _checked(hf, FIELD_TYPES, "", problems)
     if problems:
         raise ValueError("\n".join(f"config.json: {problem}" for problem in problems))
     return declared
@@ -291,7 +291,7 @@ def declared_fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 def undeclared_fields(hf: dict[str, Any]) -> list[str]:
     """Return the names of fields in config.json that no family reads."""
-    return sorted(name for name in hf if name not in FIELDS)
+    return sorted(name for name in hf if name not in FIELD_TYPES)
 
 
 def _checked(

@@ -14,7 +14,7 @@ from litft.model.device_type import device_type, is_planned
 
 IGNORED = -100
 # rows of logits per chunk: 1,024 x 128,256 x 2 bytes = 0.26 GB for Llama 3 in bf16
-CHUNK = 1024
+LOGIT_ROWS = 1024
 # fp32 logits per softmax: on a CPU they stay in its cache between passes
 SOFTMAX_CHUNK = {"cpu": 2**20, "cuda": 2**24}
 
@@ -99,7 +99,9 @@ def _head_losses(
 ) -> Iterator[Tensor]:
     """Yield the losses of each chunk of tokens with a head that computes its own logits, which
     backward computes again."""
-    for hidden_chunk, target_chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+    for hidden_chunk, target_chunk in zip(
+        hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True
+    ):
         yield checkpoint(
             _head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False
         )
@@ -237,8 +239,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _chunks(hidden: Tensor) -> Iterator[slice]:
     """Yield the slices of CHUNK tokens that hidden (N, C) is divided into."""
-    for start in range(0, hidden.size(0), CHUNK):
-        yield slice(start, start + CHUNK)
+    for start in range(0, hidden.size(0), LOGIT_ROWS):
+        yield slice(start, start + LOGIT_ROWS)
 
 
 class _HeadGradients:

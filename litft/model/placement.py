@@ -114,7 +114,7 @@ class WeightPlacement:
         return model
 
 
-UNSHARDED = WeightPlacement()  # no sharding except FSDP's
+SINGLE_DEVICE = WeightPlacement()  # no sharding except FSDP's
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 
 from litft.checkpoints.weight_files import load_weights, packed_modules
-from litft.model.placement import UNSHARDED, WeightPlacement
+from litft.model.placement import SINGLE_DEVICE, WeightPlacement
 from litft.model.quantization import quantize_modules
 from litft.model.transformer import GPT
 from litft.pretrained.folder import PretrainedFolder
@@ -17,7 +17,7 @@ def base_model(
     device: torch.device | str = "cpu",
     quantize: str | None = None,
     unquantized: Collection[str] = (),
-    placement: WeightPlacement = UNSHARDED,
+    placement: WeightPlacement = SINGLE_DEVICE,
 ) -> GPT:
     """Load the base model in eval mode, with all parameters frozen."""
     model = unfilled_model(source, precision, quantize, unquantized, placement).requires_grad_(
@@ -32,7 +32,7 @@ def unfilled_model(
     precision: str | None,
     quantize: str | None = None,
     unquantized: Collection[str] = (),
-    placement: WeightPlacement = UNSHARDED,
+    placement: WeightPlacement = SINGLE_DEVICE,
 ) -> GPT:
     """Create the base network on the meta device, with quantized Linears except for those in
     `unquantized`."""
@@ -54,7 +54,7 @@ def fill_model(
     model: GPT,
     precision: str | None,
     device: torch.device | str,
-    placement: WeightPlacement = UNSHARDED,
+    placement: WeightPlacement = SINGLE_DEVICE,
 ) -> None:
     """Allocate the network from `unfilled_model` on `device` and load its weights.
 

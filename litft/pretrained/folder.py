@@ -18,24 +18,24 @@ from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, untran
 from litft.checkpoints.hub import HubId, downloaded_from
 from litft.checkpoints.peft_names import TEXT_NAMES, ModuleNames
 from litft.checkpoints.rules import Rule
-from litft.checkpoints.stored_formats import METHODS, check_method
+from litft.checkpoints.stored_formats import QUANTIZED_FORMATS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.families import (
-    LOOKALIKES,
-    as_family,
+    COMMON_ARCHITECTURES,
     families,
     family,
     peft_rules,
     read_config,
     text_config,
+    with_model_type,
     wrapper_names,
 )
 from litft.methods import Method, read_method
 from litft.model.config import Config
 from litft.model.config_file import read_object
-from litft.model.placement import UNSHARDED, WeightPlacement
+from litft.model.placement import SINGLE_DEVICE, WeightPlacement
 from litft.model.transformer import GPT, default_dtype
 
 # fields of config.json that say whether head and embedding are one tensor; LFM2 has the second
@@ -152,7 +152,7 @@ class PretrainedFolder:
         return DTYPES[precision]
 
     def meta_model(
-        self, dtype: torch.dtype = torch.float32, placement: WeightPlacement = UNSHARDED
+        self, dtype: torch.dtype = torch.float32, placement: WeightPlacement = SINGLE_DEVICE
     ) -> GPT:
         """Create the unquantized network on the meta device."""
         with torch.device("meta"), default_dtype(dtype):
@@ -275,7 +275,7 @@ def resolve(
     hf = text_config(read_config_json(base))
     if family is None and str(hf.get("model_type")) not in families():
         _refuse_unknown(base, hf)
-    hf = hf if family is None else as_family(hf, family)
+    hf = hf if family is None else with_model_type(hf, family)
     source = _with_own_head(PretrainedFolder(folder, base, adapter, hf, read_config(hf)))
     _check_quantization(base, hf.get("quantization_config") or {})
     if adapter:
@@ -329,9 +329,9 @@ def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
     fitting = []
 
     # families for which the tensors would fit
-    for model_type in LOOKALIKES:
+    for model_type in COMMON_ARCHITECTURES:
         try:
-            renamed = as_family(hf, model_type)
+            renamed = with_model_type(hf, model_type)
             PretrainedFolder(base, base, None, renamed, read_config(renamed)).check()
             fitting.append(model_type)
         except (ValueError, TypeError):
@@ -355,7 +355,7 @@ def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
 
 def _check_quantization(base: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError if the weights are quantized in a way that cannot be read."""
-    supported = ("mxfp4", "bitsandbytes", *METHODS)
+    supported = ("mxfp4", "bitsandbytes", *QUANTIZED_FORMATS)
     kind = settings.get("quant_method")
     if kind not in (None, *supported):
         reason = f"its weights are quantized ({kind}), but litft only reads {', '.join(supported)}"

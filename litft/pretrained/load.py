@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from litft.data.tokenizer import Tokenizer
-from litft.model.placement import UNSHARDED, WeightPlacement
+from litft.model.placement import SINGLE_DEVICE, WeightPlacement
 from litft.model.quantization import KINDS
 from litft.model.transformer import GPT
 from litft.pretrained.build import base_model
@@ -21,7 +21,7 @@ def load_network(
     precision: str | None,
     device: torch.device | str,
     quantize: str | None,
-    placement: WeightPlacement = UNSHARDED,
+    placement: WeightPlacement = SINGLE_DEVICE,
 ) -> GPT:
     """Load the network, or this rank's shard of it, with the adapter if the folder is one."""
     return load_models([source], precision, device, quantize, placement)[0]
@@ -32,7 +32,7 @@ def load_models(
     precision: str | None,
     device: torch.device | str,
     quantize: str | None,
-    placement: WeightPlacement = UNSHARDED,
+    placement: WeightPlacement = SINGLE_DEVICE,
 ) -> list[GPT]:
     """Load the network of each folder for inference; all have the same base model and share its
     tensors.

@@ -24,7 +24,7 @@ from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_files import LazyTensor, write_weights
 from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.families import family
-from litft.methods import Method, Values, read_method
+from litft.methods import AdapterTensors, Method, read_method
 from litft.model.config import Config
 from litft.model.mlp import stored_dtype
 from litft.model.placement import full_tensor
@@ -39,7 +39,7 @@ class Result:
     training."""
 
     method: Method
-    values: Values
+    values: AdapterTensors
     quantize: str | None = None
     # of the weights before quantization; without `quantize` it is not read
     dtype: torch.dtype = torch.float32

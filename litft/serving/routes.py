@@ -44,13 +44,13 @@ REQUEST_TIMEOUT = 60
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 # The page loads its own files only, and connects to this server only. Scripts within HTML never
 # run, and HTML is inserted only as DOMPurify returns it.
-POLICY = (
+PAGE_POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for "
     "'script'; trusted-types dompurify"
 )
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": PAGE_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # an upgrade may change any of the files

@@ -28,7 +28,7 @@ from litft.args import ServeArgs
 from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
 from litft.distributed.devices import device_memory, is_out_of_memory
-from litft.errors import summary
+from litft.errors import first_line
 from litft.inference.session import Session, missing_template_note, open_sessions, source_of
 from litft.pretrained.folder import resolve
 from litft.serving.engine import Engine
@@ -92,7 +92,7 @@ def make_engine(args: ServeArgs, models: dict[str, Session]) -> Engine:
         if not is_out_of_memory(error):
             raise
         raise ValueError(
-            f"not enough memory for the KV cache ({summary(error)}); {remedy}"
+            f"not enough memory for the KV cache ({first_line(error)}); {remedy}"
         ) from None
     return engine
 

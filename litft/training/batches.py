@@ -18,7 +18,7 @@ from lightning_fabric import Fabric
 from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.data.token_store import Samples
 from litft.distributed.process_group import sum_over_processes
@@ -29,10 +29,10 @@ from litft.training.schedule import Schedule
 
 FOLDER = "reference"  # within the run's folder
 # samples of a process that are laid out at once, and written together
-BLOCK = 64
+SAMPLES_AT_ONCE = 64
 
 
-class Mismatches(Sequence[Sample]):
+class KLPairs(Sequence[Sample]):
     """The prompts of samples, each with the answer of another one; read on access."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Mismatches(Sequence[Sample]):
         return self.samples.mismatched(*self.partners(position), self.limit)
 
 
-class Referenced(Sequence[Sample]):
+class SamplesWithReference(Sequence[Sample]):
     """A lazy view of samples that adds log-probabilities in the reference model, one for each
     document, and the samples of KTO's KL term."""
 
@@ -60,7 +60,7 @@ class Referenced(Sequence[Sample]):
         samples: Sequence[Sample],
         all_values: Mapping[str, np.ndarray],
         name: str,
-        mismatches: "Referenced | None" = None,
+        mismatches: "SamplesWithReference | None" = None,
     ) -> None:
         self.samples = samples
         # by name of the part; empty until they are computed
@@ -102,8 +102,8 @@ class Batches:
 
         # training pairs positions of the stream, validation pairs examples
         if objective.needs_mismatches:
-            of_train = Mismatches(data.train, self._train_partners, data.limit, schedule.samples)
-            of_val = Mismatches(
+            of_train = KLPairs(data.train, self._train_partners, data.limit, schedule.samples)
+            of_val = KLPairs(
                 data.val,
                 lambda index: (index, (index + 1) % len(data.val)),
                 data.limit,
@@ -146,14 +146,14 @@ class Batches:
         return self._referenced("val", self.schedule.data.val, mismatches)
 
     def _referenced(
-        self, name: str, samples: Sequence[Sample], mismatches: Referenced | None = None
+        self, name: str, samples: Sequence[Sample], mismatches: SamplesWithReference | None = None
     ) -> Sequence[Sample]:
         if self.parts:
-            return Referenced(samples, self.values, name, mismatches)
+            return SamplesWithReference(samples, self.values, name, mismatches)
         return samples
 
-    def _mismatches(self, name: str) -> Referenced:
-        return Referenced(self.parts[name][0], self.values, name)
+    def _mismatches(self, name: str) -> SamplesWithReference:
+        return SamplesWithReference(self.parts[name][0], self.values, name)
 
     def compute_references(
         self,
@@ -192,7 +192,7 @@ class Batches:
                 )
 
             # written block by block: an interrupted run loses one block at most
-            size = BLOCK * fabric.world_size
+            size = SAMPLES_AT_ONCE * fabric.world_size
             with _bar(len(missing), title, fabric) as bar:
                 for start in range(0, len(missing), size):
                     block = missing[start : start + size]
@@ -226,7 +226,7 @@ def _bar(total: int, title: str, fabric: Fabric) -> tqdm:
 def log_probs(
     fabric: Fabric,
     model: GPT,
-    layout: Layout,
+    layout: BatchLayout,
     samples: list[Sample],
     before_batch: Callable[[], None] = lambda: None,
 ) -> np.ndarray:

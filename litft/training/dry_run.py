@@ -23,7 +23,7 @@ from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_
 from litft.model.loss import IGNORED
 from litft.model.mixers import kernels
 from litft.training.intervals import FEWEST_VALIDATIONS, num_measured, validation_interval
-from litft.training.memory.choose import PlannedRun, Settings
+from litft.training.memory.choose import MemorySettings, PlannedRun
 from litft.training.memory.communication import UTILIZATION
 from litft.training.memory.flops import chip_peak_flops, peak_flops
 from litft.training.memory.plan import format_bytes, process_line
@@ -131,7 +131,7 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
     return lines
 
 
-def _device_lines(setup: RunSetup, settings: Settings) -> list[str]:
+def _device_lines(setup: RunSetup, settings: MemorySettings) -> list[str]:
     """What a user may not have noticed of the device."""
     if setup.args.accelerator == "auto" and settings.device.type == "cpu":
         return [no_gpu_line()]
@@ -221,7 +221,16 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
             "questions, unless --eval.prompts has others"
         )
 
-    # problems of the tokenizer, the template and the split
+    yield from _tokenizer_notes(data, tokenizer)
+    if len(data.duplicates):
+        yield (
+            f"warning: {len(data.duplicates):,} training examples are also in the validation set, "
+            "token for token; the validation loss will look better than it is"
+        )
+
+
+def _tokenizer_notes(data: DataSplits, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the problems of the tokenizer and the template with this data."""
     unknown = unknown_tokens(tokenizer)
     if unknown:
         texts = ",".join(unknown)
@@ -237,11 +246,6 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     note = tokenizer.portability_note()
     if note:
         yield note
-    if len(data.duplicates):
-        yield (
-            f"warning: {len(data.duplicates):,} training examples are also in the validation set, "
-            "token for token; the validation loss will look better than it is"
-        )
 
 
 def _by_weight(data: DataSplits) -> str:
@@ -385,10 +389,8 @@ def time_line(
     """The time of `flops` FLOPs on `devices` chips with `peak` FLOP/s each; times `slower`."""
     time = "whose peak is not known"
     if peak:
-        time = (
-            f"{duration(flops * slower / (peak * UTILIZATION * devices))} at {UTILIZATION:.0%} of "
-            "its peak"
-        )
+        seconds = flops * slower / (peak * UTILIZATION * devices)
+        time = f"{format_duration(seconds)} at {UTILIZATION:.0%} of its peak"
         time += ", without validations and saving"
     if flops >= 1e13:
         size = f"{flops / 1e12:,.0f}"
@@ -397,7 +399,7 @@ def time_line(
     return f"{what}: {size} TFLOPs; on {devices} x {chip}, {time}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time in the largest unit that fits, with two digits."""
     if 0 < seconds < 1:
         return "under 1 s"

@@ -50,7 +50,7 @@ def build_trained_network(
         setup.source, storage, setup.args.quantize, setup.method.unquantized_modules()
     )
     setup.method.attach(model, keep=False)
-    setup.method.compute_in(model, precision)
+    setup.method.set_compute_dtype(model, precision)
     for name in setup.method.frozen:
         model.get_parameter(name).requires_grad_(False)
 

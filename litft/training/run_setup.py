@@ -13,7 +13,7 @@ from litft.checkpoints.adapter_reader import adapter_digest
 from litft.data.dataset import DataSplits
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import pick_full_precision, pick_precision
-from litft.methods import Method, Values, method_of
+from litft.methods import AdapterTensors, Method, method_of
 from litft.methods.base import pattern_matches
 from litft.methods.new_tokens import untrained_ids
 from litft.model.mlp import CONSTANTS
@@ -21,11 +21,13 @@ from litft.pretrained.folder import PretrainedFolder, fingerprint
 from litft.training.objectives import Objective, objective_of
 
 # flags that a resumed run must share with its beginning, or it would silently become another run
-SHARED = (
+FLAGS_FIXED_ON_RESUME = (
     "global_batch_size learning_rate lr_schedule warmup_fraction warmup_steps min_lr_ratio".split()
 )
-SHARED += "weight_decay betas eps max_grad_norm freeze label_smoothing neftune_alpha".split()
-SHARED += "optimizer decay_fraction compile".split()
+FLAGS_FIXED_ON_RESUME += (
+    "weight_decay betas eps max_grad_norm freeze label_smoothing neftune_alpha".split()
+)
+FLAGS_FIXED_ON_RESUME += "optimizer decay_fraction compile".split()
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class RunSetup:
     # a new one, or that of the adapter that training continues from
     method: Method
     # the values of that adapter
-    initial_values: Values | None
+    initial_values: AdapterTensors | None
     quantize: str  # the kind, or "none"
 
     def with_data(self, data: DataSplits) -> "RunSetup":
@@ -102,7 +104,7 @@ class RunSetup:
             "method": self.method.title,
             "quantize": self.quantize,
             **objective,
-            **{f"train.{name}": flags["train"][name] for name in SHARED},
+            **{f"train.{name}": flags["train"][name] for name in FLAGS_FIXED_ON_RESUME},
             **{f"{self.method.name}.{name}": value for name, value in method_flags.items()},
             "data.new_tokens": self.args.data.new_tokens,
             "base model": fingerprint(self.source.checkpoint),
@@ -156,14 +158,14 @@ def _with_defaults(args: FinetuneArgs, objective: Objective) -> FinetuneArgs:
     )
 
 
-def _method(args: FinetuneArgs, source: PretrainedFolder) -> tuple[Method, Values | None]:
+def _method(args: FinetuneArgs, source: PretrainedFolder) -> tuple[Method, AdapterTensors | None]:
     """Return the method, and the values of the adapter that training continues from."""
     method = method_of(args)
 
     # a new method
     adapter = source.read_adapter()
     if adapter is None:
-        method.choose(source.outline, source.adapter_rules)
+        method.select_targets(source.outline, source.adapter_rules)
         return method, None
     saved_method, values = adapter
 
@@ -188,7 +190,7 @@ def _method(args: FinetuneArgs, source: PretrainedFolder) -> tuple[Method, Value
     return adapter
 
 
-def _merge_remedy(source: PretrainedFolder, method: Method, values: Values) -> str:
+def _merge_remedy(source: PretrainedFolder, method: Method, values: AdapterTensors) -> str:
     """Return the advice for a user who wants another method on top of this adapter."""
     try:
         method.check_merge([name for name, _ in source.outline.named_parameters()], values)

@@ -6,8 +6,8 @@ import numpy as np
 
 from litft.args import FinetuneArgs, LoRAFinetuneArgs, TrainArgs
 from litft.data.dataset import DataSplits
-from litft.data.packing import Layout, num_slots
-from litft.data.sampler import Sampler, largest_micro_batch
+from litft.data.packing import BatchLayout, num_slots
+from litft.data.sampler import SampleOrder, largest_micro_batch
 from litft.training.memory.flops import Flops
 from litft.training.memory.trace import Shape
 from litft.training.objectives import Objective
@@ -33,7 +33,7 @@ class Schedule:
         )
         self.val_fraction = args.data.val_fraction
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None
-        self.order = Sampler(data.train.sizes, args.seed, data.weights)
+        self.order = SampleOrder(data.train.sizes, args.seed, data.weights)
         if not self.is_by_epochs and self.size > LARGEST_STEP * self.order.size:
             raise ValueError(
                 f"--train.global_batch_size {self.size:,}: a step would have each of the "
@@ -42,9 +42,9 @@ class Schedule:
             )
         self.samples = planned_samples(args.train, self.order.size)
         self.layout = initial_layout(args, data, ranks)
-        self.go_on(0, 0)
+        self.resume_at(0, 0)
 
-    def go_on(self, step: int, samples: int) -> None:
+    def resume_at(self, step: int, samples: int) -> None:
         """Start after `step` steps that have seen `samples` samples.
 
         If a finished run is extended, its last step may have had fewer samples: so the position is
@@ -54,15 +54,15 @@ class Schedule:
         self.steps = step + max(0, -(-(self.samples - samples) // self.size))
         # a finished run has no step to lay out
         if samples < self.samples:
-            self.lay_out(self.layout)
+            self.set_layout(self.layout)
 
-    def laid_out(self, layout: Layout) -> "Schedule":
+    def laid_out(self, layout: BatchLayout) -> "Schedule":
         """Return the schedule with its steps laid out as `layout` says."""
         other = copy.copy(self)
-        other.lay_out(layout)
+        other.set_layout(layout)
         return other
 
-    def lay_out(self, layout: Layout) -> None:
+    def set_layout(self, layout: BatchLayout) -> None:
         """Lay the steps out as `layout` says, and find the largest micro-batch."""
         self.layout = layout
         position = self.origin[1]
@@ -136,7 +136,7 @@ class Schedule:
         return flops_of_numbers * self.samples / len(numbers)
 
 
-def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
+def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> BatchLayout:
     """The layout that the flags ask for; without packing where no two samples fit into a row."""
     rows = args.train.micro_batch_size
     two_shortest = np.sort(data.train.lengths)[:2]
@@ -147,8 +147,8 @@ def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
         else:
             rows = 4
     if packs:
-        return Layout(rows, data.limit, ranks)
-    return Layout(rows, None, ranks)
+        return BatchLayout(rows, data.limit, ranks)
+    return BatchLayout(rows, None, ranks)
 
 
 def planned_samples(train: TrainArgs, size: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from litft import run_dir
-from litft.args import seconds
+from litft.args import parse_duration
 from litft.args.parser import method_name
 from litft.data.packing import MicroBatch
 from litft.data.sample import Sample
@@ -32,7 +32,7 @@ from litft.model.placement import full_tensor
 from litft.signals import Signals
 from litft.training.batches import Batches
 from litft.training.divergence import DivergenceGuard
-from litft.training.dry_run import duration
+from litft.training.dry_run import format_duration
 from litft.training.intervals import checkpoint_is_due, num_measured, validation_interval
 from litft.training.lr_schedule import learning_rate
 from litft.training.memory.choose import PlannedRun
@@ -44,7 +44,7 @@ from litft.training.objectives import Objective, Totals
 from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
 from litft.training.optimizers.wrapped import unwrapped_in_backward
 from litft.training.output.recorder import Observers, Recorder
-from litft.training.output.screen import beginning, end, open_screen
+from litft.training.output.screen import open_screen, shorten, shorten_left
 from litft.training.validation import Measured, Validation, measured_indices
 
 
@@ -85,9 +85,9 @@ class Trainer:
     The pieces it is made of: `PlannedRun` says what the run is, which samples a step has and what
     memory decided; `build_trained_network` builds the network, `Batches` reads the samples,
     `MemoryProbe` tries the largest micro-batch, `Validation` measures, `DivergenceGuard` looks at
-    losses, `Recorder` writes the run's folder, `HostGroup` is how the processes agree. `self.model`
-    is the network; the `model` and `optimizer` that methods take are Fabric's wrappers of the
-    network and of the optimizer.
+    losses, `Recorder` writes the run's folder, `CpuProcessGroup` is how the processes agree.
+    `self.model` is the network; the `model` and `optimizer` that methods take are Fabric's wrappers
+    of the network and of the optimizer.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Trainer:
             observers = Observers(open_screen(fabric.global_rank == 0))
         self.screen = observers.screen
         self.say = self.screen.say
-        with self.screen.doing(f"reading the weights of {setup.source.folder}"):
+        with self.screen.showing_activity(f"reading the weights of {setup.source.folder}"):
             network = build_trained_network(setup, run.settings.precision, fabric.device, self.mesh)
         prepare_blocks(setup, network, run.settings.recomputed, fabric.device)
         self.model = network.model
@@ -152,7 +152,7 @@ class Trainer:
 
         # finished steps, and those that were finished before this process began
         self.step = self.start_step = 0
-        self.time_limit = seconds(self.args.train.max_time or "") or math.inf
+        self.time_limit = parse_duration(self.args.train.max_time or "") or math.inf
         # seconds of the run, the same on all processes
         self.elapsed = 0.0
         self.start_time = time.monotonic()
@@ -175,7 +175,7 @@ class Trainer:
                 # before training, or after a resumed step: the run may have been interrupted within
                 # this validation
                 if self.step == 0 or self._validation_is_due():
-                    with self.screen.doing("validating before the first step"):
+                    with self.screen.showing_activity("validating before the first step"):
                         self._validate(optimizer)
                     self._log(pace=0.0)
                     self.recorder.report_progress(self.step)
@@ -191,7 +191,7 @@ class Trainer:
                         self._after_step(optimizer)
                 if self.step < self.schedule.steps:
                     self.say(f"step {self.step}: {reason}")
-                with self.screen.doing("validating"):
+                with self.screen.showing_activity("validating"):
                     self._validate(optimizer)
             self._finish(optimizer)
 
@@ -244,7 +244,7 @@ class Trainer:
 
         # the largest micro-batch comes first: what does not
         # fit, or does not compile, fails before training
-        with self.screen.doing(
+        with self.screen.showing_activity(
             f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"
         ):
             self.probe.try_largest(model, optimizer, resumed=self.start_step > 0)
@@ -265,7 +265,7 @@ class Trainer:
         self.saved_at = self.elapsed
         # the clock goes on from where the checkpoint was saved
         self.start_time -= self.elapsed
-        self.schedule.go_on(self.start_step, progress["samples"])
+        self.schedule.resume_at(self.start_step, progress["samples"])
         return [f"warning: {reason}; using the checkpoint before it" for reason in damaged]
 
     def _train_step(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -367,7 +367,7 @@ class Trainer:
         self._check_signals()
         validate = self._validation_is_due() and step < self.schedule.steps
         if validate:
-            with self.screen.doing("validating"):
+            with self.screen.showing_activity("validating"):
                 self._validate(optimizer)
         if self._end_reason():
             return  # saved after the last validation
@@ -455,7 +455,7 @@ class Trainer:
             if is_end and step:
                 validation.find_hardest(self.schedule.layout, self.args.train.global_batch_size)
             for item in [] if has_answers else validation.generate_answers(step):
-                self.say(f"  {end(item['prompt'])}\n  -> {beginning(item['answer'])}")
+                self.say(f"  {shorten_left(item['prompt'])}\n  -> {shorten(item['answer'])}")
             if (
                 self.args.save.best
                 and step
@@ -473,7 +473,7 @@ class Trainer:
         steps = self._projected_steps(self.step)
         left = max(0.0, min(pace * (steps - self.step), self.time_limit - self.elapsed))
         if self.metrics.last:
-            self.screen.row(self.metrics.last, steps, duration(left) if pace else "")
+            self.screen.row(self.metrics.last, steps, format_duration(left) if pace else "")
         self.screen.record(rows)
 
     def _check_signals(self) -> None:
@@ -511,7 +511,7 @@ class Trainer:
         """Write the last state, best/, final/ and the report."""
         self._save_state(optimizer)
         if self.recorder.is_writer:
-            self.recorder.place_best(self.step)
+            self.recorder.publish_best(self.step)
         with averaged_weights(optimizer):
             self.recorder.write_final()
         if self.recorder.is_writer:

@@ -13,12 +13,12 @@ from lightning_fabric import Fabric
 from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
 from litft.data.dataset import DataSplits
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import Processes, sum_over_processes
 from litft.evaluation.scoring import (
-    BLOCK,
+    SAMPLES_PER_PASS,
     HardExample,
     Metric,
     SampleAnswer,
@@ -147,7 +147,7 @@ class Validation:
         metrics = {name: name.replace("_", " ") for name in self.metrics if name != "exact_match"}
         return {f"val_loss_{name}": f"loss on {name}" for name in self.sets} | metrics
 
-    def measure(self, step: int, layout: Layout, batch_size: int) -> Row:
+    def measure(self, step: int, layout: BatchLayout, batch_size: int) -> Row:
         """Return the scores after `step` steps, and the metrics of the model's answers."""
         measured = measured_indices(self.data, self.args, batch_size)
         sets = {name: Selection(self.samples, indices) for name, indices in measured.items()}
@@ -182,7 +182,7 @@ class Validation:
             if name not in self.metrics or not math.isnan(value)
         }
 
-    def find_hardest(self, layout: Layout, batch_size: int) -> None:
+    def find_hardest(self, layout: BatchLayout, batch_size: int) -> None:
         """Find the validation examples with the largest losses, among at most SEARCHED of the
         measured ones.
 
@@ -220,7 +220,7 @@ class Validation:
             ]
 
     def _measure_sets(
-        self, step: int, layout: Layout, sets: Mapping[str, Sequence[Sample]]
+        self, step: int, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]
     ) -> None:
         """Measure the loss and the scores of each set, and of all together."""
         subject = self.fabric, self.objective, self.model
@@ -430,7 +430,7 @@ def validation_scores(
     objective: Objective,
     model: GPT,
     samples: Sequence[Sample],
-    layout: Layout,
+    layout: BatchLayout,
     before_batch: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Return the objective's loss and scores over the samples of all ranks. before_batch: called
@@ -440,7 +440,9 @@ def validation_scores(
         objective.before_step(fabric, model, samples, layout, before_batch)
         totals = objective.totals(samples)
         values = torch.zeros(1 + len(objective.scores), dtype=torch.float64, device=fabric.device)
-        for batch in layout.iter_batches(samples, BLOCK * fabric.world_size, fabric.global_rank):
+        for batch in layout.iter_batches(
+            samples, SAMPLES_PER_PASS * fabric.world_size, fabric.global_rank
+        ):
             before_batch()
             values += objective(model, batch.to(fabric.device), totals)
     return sum_over_processes(fabric, values).tolist()

@@ -10,7 +10,6 @@ from turns import Contender, Sample, run_contender
 # `Sample` has had several homes, and other commits of litft are peers, too: packing has it in all
 import litft.data.packing as data
 from litft.args import PreferenceArgs
-from litft.data.packing import Layout
 from litft.distributed.devices import pick_accelerator
 from litft.training.objectives import OBJECTIVES
 from litft.training.trainer import accumulate
@@ -29,16 +28,30 @@ FORMER_MODULES = {
 }
 
 
+# what names were before
+FORMER_NAMES = {"BatchLayout": "Layout", "select_targets": "choose"}
+
+
 def member(module: str, name: str) -> Any:
-    """Return what a module of litft defines, also of a commit that had it in another module."""
+    """Return what a module of litft defines, also of a commit that had it in another module or
+    under another name."""
     try:
-        return getattr(import_module(module), name)
+        home = import_module(module)
     except ModuleNotFoundError:
-        return getattr(import_module(FORMER_MODULES[module]), name)
+        home = import_module(FORMER_MODULES[module])
+    return attribute(home, name)
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """Return an attribute that earlier commits may have under another name."""
+    if hasattr(owner, name):
+        return getattr(owner, name)
+    return getattr(owner, FORMER_NAMES[name])
 
 
 resolve = member("litft.pretrained.folder", "resolve")
 log_probs = member("litft.training.batches", "log_probs")
+batch_layout = member("litft.data.packing", "BatchLayout")
 
 
 def base_model(source: Any, *settings: Any) -> torch.nn.Module:
@@ -69,7 +82,7 @@ class Litft(Contender):
         self.transform_blocks(model, setup)
         self.fabric = Fabric(accelerator=pick_accelerator(device), devices=1)
         self.model = self.fabric.setup_module(model).train()
-        self.layout = Layout(setup["rows"], setup["room"])
+        self.layout = batch_layout(setup["rows"], setup["room"])
         self.objective = OBJECTIVES[setup["objective"]](PreferenceArgs())
         if not setup["adapter"]:
             from litft.args import TrainArgs
@@ -112,7 +125,7 @@ class Litft(Contender):
         }
         method = method_of(finetune_args[setup["method"]])
         source = resolve(setup["checkpoint_dir"])
-        method.choose(source.meta_model(), source.adapter_rules)
+        attribute(method, "select_targets")(source.meta_model(), source.adapter_rules)
         storage = method.storage(setup["precision"])
         quantize = setup["quantize"]
         if setup["random"]:
@@ -120,7 +133,7 @@ class Litft(Contender):
         else:
             model = base_model(source, storage, device, quantize, method.unquantized_modules())
         method.attach(model, keep=False)  # as in training
-        method.compute_in(model, setup["precision"])
+        method.set_compute_dtype(model, setup["precision"])
         return model, method, method.parameters(model)
 
     def transform_blocks(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:

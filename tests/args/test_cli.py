@@ -14,7 +14,7 @@ from conftest import ROOT, refused, script
 import litft
 from litft import args as flags
 from litft.args import parser
-from litft.args.aliases import ALIASES, BETAS, explain
+from litft.args.aliases import ALIASES, BETAS, hint_for_flag
 from litft.args.build_parser import PRINT_CONFIG, parser_of
 from litft.args.finetune import FINETUNE, LoRAFinetuneArgs
 from litft.args.flag_types import types_of_flags
@@ -512,7 +512,7 @@ def test_flags_of_other_programs_are_translated(capsys):
         assert (names or alias.note) and set(names) <= types.keys(), name
         assert parser._full_name(name, types) not in types, f"{name} is a flag here"
         value = "N" if alias.times else "7" if alias.limit > 7 else "VALUE"
-        assert alias.flags.format(value=value, **BETAS) in explain(name, "7")
+        assert alias.flags.format(value=value, **BETAS) in hint_for_flag(name, "7")
     with pytest.raises(ValueError) as error:
         parser.parse(
             LoRAFinetuneArgs, "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split()
@@ -524,15 +524,15 @@ def test_flags_of_other_programs_are_translated(capsys):
     assert lines[3] == "--lora.rank does not exist; here it is --lora.r 3"
     off = {"bf16": "--precision fp32", "train_on_inputs": "--data.mask_prompt true"}
     for name, expected in off.items():
-        assert explain(name, "false") == f"--{name} does not exist; here it is {expected}"
-    assert "--data.val_fraction VALUE (a fraction of the examples, not a count)" in explain(
+        assert hint_for_flag(name, "false") == f"--{name} does not exist; here it is {expected}"
+    assert "--data.val_fraction VALUE (a fraction of the examples, not a count)" in hint_for_flag(
         "val_set_size", "200"
     )
-    assert "--data.val_fraction 0.1 (" in explain("val_set_size", "0.1")
-    assert explain("load_in_4bit", "false") == "--load_in_4bit does not exist; leave it out"
-    assert explain("use_dora", "false") == "--use_dora does not exist; leave it out"
+    assert "--data.val_fraction 0.1 (" in hint_for_flag("val_set_size", "0.1")
+    assert hint_for_flag("load_in_4bit", "false") == "--load_in_4bit does not exist; leave it out"
+    assert hint_for_flag("use_dora", "false") == "--use_dora does not exist; leave it out"
     assert (
-        explain("flash_attention", "true")
+        hint_for_flag("flash_attention", "true")
         == "--flash_attention does not exist; leave it out (the fastest attention is chosen)"
     )
     args = parser.parse(

@@ -67,7 +67,7 @@ def write_random_adapter(folder, out, **values):
     torch.manual_seed(5)
     source = resolve(folder)
     model, method = base_model(source), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **values}))
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     perturb(method.parameters(model).values())
     out.mkdir(exist_ok=True)
@@ -165,7 +165,7 @@ def test_experts_factors_are_initialized_like_those_of_linears(folder):
     zero."""
     source = resolve(folder)
     model, method = base_model(source), LoRA(LoRAArgs(r=16))
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     for name in method.specs:
         module = model.get_submodule(name)

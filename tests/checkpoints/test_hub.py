@@ -329,7 +329,7 @@ def test_a_missing_network_is_reported(tmp_path):
 def test_data_is_pinned_if_the_hub_is_reachable(online):
     _, _, env = online
     code = (
-        "from litft.checkpoints.hub import *; print(*map(pinned_data, [HubId('me/data'), "
+        "from litft.checkpoints.hub import *; print(*map(pin_dataset, [HubId('me/data'), "
         "HubId('me/data', 'e' * 40)]))"
     )
     result = subprocess.run(

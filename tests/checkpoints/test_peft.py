@@ -24,7 +24,7 @@ def attached(folder, precision=None, **values):
     """Return (model, method, source) for a model with fresh LoRA factors."""
     source, method = resolve(folder), LoRA(LoRAArgs(**values))
     model = base_model(source, precision)
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     return model, method, source
 
@@ -162,7 +162,7 @@ def test_a_small_update_survives_a_bf16_base(tiny):
 
     linear = torch.nn.Linear(64, 64, bias=False).bfloat16()
     x, weight = torch.randn(200, 64).bfloat16(), linear.weight.double()
-    LoRALinear.mix_over(linear).add_factors(4, 1.0, 0.0)
+    LoRALinear.convert_module(linear).add_factors(4, 1.0, 0.0)
     linear.reset_parameters()
     linear.lora_b.copy_(torch.randn(64, 4) * 2e-3)
     update = (x.double() @ linear.lora_a.double().T) @ linear.lora_b.double().T
@@ -182,7 +182,7 @@ def test_dora_leaves_a_row_of_zeros_unchanged(tiny):
     model, method = base_model(source), LoRA(LoRAArgs(dora=True))
     model.blocks[1].attention.o_proj.weight[3] = 0.0
     expected = model(TOKENS)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     method.attach(model)
     assert torch.equal(model(TOKENS), expected)
 
@@ -193,7 +193,7 @@ def test_the_loss_includes_new_tokens_of_a_trained_head(tiny):
     source = resolve(tiny)
     method = LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["lm_head"]))
     method.tokens = {512: [3], 40: [4]}
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source)
     method.attach(model)
     tokens = TOKENS.masked_fill(TOKENS % 3 == 0, 512)
@@ -228,7 +228,7 @@ def test_invalid_ranks_and_unknown_modules_are_reported(tiny):
         (dict(r=65, init="pissa"), "--lora.r 65: --lora.init pissa allows at most rank 32"),
     ):
         with pytest.raises(ValueError, match=message):
-            LoRA(LoRAArgs(**values)).choose(source.meta_model(), source.adapter_rules)
+            LoRA(LoRAArgs(**values)).select_targets(source.meta_model(), source.adapter_rules)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_invalid_ranks_and_unknown_modules_are_reported(tiny):
 def test_an_unknown_target_is_reported(tiny, targets, message):
     source = resolve(tiny)
     with pytest.raises(ValueError, match=message):
-        LoRA(LoRAArgs(targets=targets)).choose(source.meta_model(), source.adapter_rules)
+        LoRA(LoRAArgs(targets=targets)).select_targets(source.meta_model(), source.adapter_rules)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def folders(make_model):
 def attached(folder, method):
     """Return (model, source) with a method whose parameters are all nonzero."""
     source = resolve(folder)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source, "fp32")
     torch.manual_seed(0)
     method.attach(model)

@@ -95,7 +95,7 @@ def write_random_adapter(folder, out, tokens=0, text_names=False, **flags):
 
         source = dataclasses.replace(source, text_names=True)
     model, method = base_model(source), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **flags}))
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.tokens = {96 + number: [number] for number in range(tokens)}
     method.attach(model)
     perturb(method.parameters(model).values())

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from conftest import ROOT, script
 
-from litft.args import FINETUNE, PlanArgs, size
+from litft.args import FINETUNE, PlanArgs, parse_size
 from litft.args.parser import parse
 from litft.args.recipes import RECIPES, Recipe, names, recipes
 from litft.commands.plan import plan_on_paper
@@ -42,7 +42,7 @@ def test_a_recipe_fits_into_its_memory_and_states_it(recipe):
     fit = plan_on_paper(args).fit
     assert (fit.rows, fit.recomputed) == (args.micro_batch_size, args.activation_checkpointing)
     assert (fit.quantize, fit.cpu_offload) == (args.quantize, "none")
-    assert fit.plan.memory.peak <= USABLE_FRACTION * size(recipe.memory_of_gpu)
+    assert fit.plan.memory.peak <= USABLE_FRACTION * parse_size(recipe.memory_of_gpu)
     stated = float(recipe.planned_peak.removesuffix(" GiB")) * 2**30
     # cuBLAS's workspace depends on torch's version
     assert abs(stated - fit.plan.memory.peak) <= 0.09 * 2**30

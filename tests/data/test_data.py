@@ -27,7 +27,8 @@ from litft.data import digests, encoder, token_cache
 from litft.data.chat_template import STYLES
 from litft.data.dataset import histogram, load_data
 from litft.data.digests import digest_of
-from litft.data.encoder import (
+from litft.data.encoder import Encoder
+from litft.data.notes import (
     CONTROL,
     CUT,
     CUT_AWAY,
@@ -36,7 +37,6 @@ from litft.data.encoder import (
     MASKED,
     UNANSWERED,
     WITHIN_TOKEN,
-    Encoder,
 )
 from litft.data.readers import read_records
 from litft.data.sample import ID_MASK, SUPERVISED, to_sample
@@ -592,7 +592,7 @@ def test_an_example_with_a_truncated_answer_has_another_name(tmp_path, tiny):
 
 
 def test_several_paths_with_weights(tmp_path, tiny):
-    from litft.data.sampler import Sampler
+    from litft.data.sampler import SampleOrder
 
     tokenizer = Tokenizer(tiny)
     paths = []
@@ -607,7 +607,7 @@ def test_several_paths_with_weights(tmp_path, tiny):
         )
     args = DataArgs(path=paths, weights=[0.5, 2], val_fraction=0.0)
     data = load_data(args, tokenizer, 512, 256)
-    sampler = Sampler(data.train.sizes, 1, data.weights)
+    sampler = SampleOrder(data.train.sizes, 1, data.weights)
     assert data.train.sizes == [10, 6] and sampler.size == 17
     for epoch in range(3):
         drawn = sampler.indices(17 * epoch, 17 * (epoch + 1))

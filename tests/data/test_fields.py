@@ -8,8 +8,9 @@ from quirks import QUIRKS
 
 from litft.args import DataArgs
 from litft.data.dataset import load_data
-from litft.data.encoder import EMPTY_PROMPT, TOOLS_LOST, Encoder
+from litft.data.encoder import Encoder
 from litft.data.formats import to_example
+from litft.data.notes import EMPTY_PROMPT, TOOLS_LOST
 from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
 from litft.training.dry_run import file_line

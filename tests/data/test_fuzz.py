@@ -13,7 +13,8 @@ from quirks import QUIRKS
 from test_files import write
 
 from litft.data.chat_template import STYLES
-from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, Encoder
+from litft.data.encoder import Encoder
+from litft.data.notes import BLANK, CUT_AWAY, EMPTY, MASKED
 from litft.data.readers import read_records
 from litft.data.tokenizer import Tokenizer
 

@@ -9,8 +9,9 @@ from conftest import script, write_records
 
 from litft.args import DataArgs
 from litft.data.dataset import load_data
-from litft.data.encoder import CUT, EMPTY, Encoder
-from litft.data.preferences import EQUAL, PROMPT_CUT, to_preferences
+from litft.data.encoder import Encoder
+from litft.data.notes import CUT, EMPTY, EQUAL, PROMPT_CUT
+from litft.data.preferences import to_preferences
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
 

@@ -9,9 +9,9 @@ from parity import ROWS
 import litft
 from litft.args import DataArgs
 from litft.data.dataset import load_data
-from litft.data.packing import Layout, collate, pack
+from litft.data.packing import BatchLayout, collate, pack
 from litft.data.sample import Sample
-from litft.data.sampler import Sampler
+from litft.data.sampler import SampleOrder
 from litft.data.tokenizer import Tokenizer
 from litft.model.attention import attend
 from litft.model.attention_eager import attention_mask, eager_attention
@@ -52,13 +52,13 @@ def test_packed_alpaca_rows_are_95_percent_full(shared, checkpoints, count):
     tokenizer = Tokenizer(checkpoints["SmolLM2-135M-Instruct"])
     args = DataArgs(path=[str(shared / "data" / "alpaca_2k.json")], val_fraction=0.0)
     train = load_data(args, tokenizer, 49152, 8192).train
-    sampler, lengths = Sampler(train.sizes, 42), train.lengths
+    sampler, lengths = SampleOrder(train.sizes, 42), train.lengths
     for ranks in (1, 2):
         for step in range(len(train) // count):
             step_lengths = [
                 int(lengths[i]) for i in sampler.indices(step * count, (step + 1) * count)
             ]
-            batches = Layout(1, 2048, ranks).plan(step_lengths)
+            batches = BatchLayout(1, 2048, ranks).plan(step_lengths)
             slots = sum(
                 len(rows) * max(sum(step_lengths[i] for i in row) for row in rows)
                 for rows in batches
@@ -83,7 +83,7 @@ def test_a_packed_loss_is_the_sum_of_single_losses(make_model, family):
     single_losses = [
         model(sample.tokens[None], targets=sample.targets[None])[0] for sample in samples
     ]
-    for layout in (Layout(1, 512), Layout(2, 100), Layout(4, 60)):
+    for layout in (BatchLayout(1, 512), BatchLayout(2, 100), BatchLayout(4, 60)):
         packed = [model(batch.tokens, **batch.inputs()) for batch in layout.batches(samples)]
         assert float(sum(loss for loss, _ in packed)) == pytest.approx(
             float(sum(single_losses)), rel=1e-6

@@ -25,7 +25,7 @@ import litft.training.memory.choose
 from litft.args import DataArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, TrainArgs
 from litft.args.finetune import apply_launcher
 from litft.args.processes import cores
-from litft.commands.finetune import prepare
+from litft.commands.finetune import prepare_run
 from litft.commands.plan import plan_on_paper
 from litft.data.dataset import load_data
 from litft.distributed.devices import cgroup_limit, check_devices, device_memory
@@ -34,7 +34,7 @@ from litft.methods import method_of
 from litft.model.placement import local_slices, placement
 from litft.pretrained.folder import resolve
 from litft.training.dry_run import plan_lines
-from litft.training.memory.choose import choose
+from litft.training.memory.choose import choose_memory_settings
 from litft.training.memory.communication import Cluster, communication_volume
 from litft.training.memory.plan import predict
 from litft.training.memory.trace import Shape
@@ -492,7 +492,7 @@ def plan_with_memory(tiny, examples, monkeypatch):
         )
         setup = resolve_setup(args, resolve(tiny))
         data = load_data(args.data, setup.tokenizer, 512, 256)
-        run = choose(setup, Schedule(args, data, 2), torch.device("cpu"))
+        run = choose_memory_settings(setup, Schedule(args, data, 2), torch.device("cpu"))
         return run.settings, list(plan_lines(run, 1e12)), run.schedule
 
     return plan
@@ -632,7 +632,7 @@ def test_more_processes_than_cores_are_reported_at_once(tiny, capsys, monkeypatc
         match=f"--devices {4 * count + 1}: .* this machine has {count} cores; pass at most "
         f"{4 * count}",
     ):
-        prepare(
+        prepare_run(
             LoRAFinetuneArgs(
                 checkpoint_dir=str(tiny), data=DataArgs(path=["nowhere"]), devices=4 * count + 1
             )
@@ -777,7 +777,7 @@ def test_a_sharded_plan_counts_the_memory_of_each_device(tiny):
     source = resolve(tiny)
     args = FullFinetuneArgs(checkpoint_dir=str(tiny))
     method = method_of(args)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     shape = Shape(2, 64)
     full, half = (predict(source, method, "fp32", "none", shape, shards=n) for n in (1, 2))
     model = source.meta_model()

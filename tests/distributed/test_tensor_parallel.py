@@ -85,7 +85,7 @@ def test_every_method(folders, tmp_path):
         source = resolve(folders[f"{family}: {variation}"])
         for index, name in enumerate(METHODS if family == "llama" else EVERYWHERE):
             method = METHODS[name]()
-            method.choose(source.meta_model(), source.adapter_rules)
+            method.select_targets(source.meta_model(), source.adapter_rules)
             model = base_model(source, "fp32", unquantized=method.unquantized_modules())
             method.attach(model)
             perturb(method.parameters(model).values())

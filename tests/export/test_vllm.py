@@ -145,7 +145,7 @@ def write_adapter(base, folder):
     model = base_model(source)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     method = LoRA(LoRAArgs(r=8, alpha=16, targets=targets))
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     change(method.parameters(model).values())
     folder.mkdir()
@@ -307,7 +307,7 @@ def test_vllm_applies_an_adapter_of_a_multimodal_base(tmp_path, name):
         shutil.copy(path, base)
     source = resolve(base)
     model, method = base_model(source), LoRA(LoRAArgs(r=8, alpha=16))
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     change(method.parameters(model).values())
     adapter.mkdir()

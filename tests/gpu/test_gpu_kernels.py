@@ -95,7 +95,7 @@ def test_grouped_products_equal_a_loop(dtype, limit, in_dim, out_dim):
 @pytest.mark.parametrize("softcap", [None, 15.0])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_loss_equals_the_unchunked_form(monkeypatch, softcap, compiled):
-    monkeypatch.setattr(loss, "CHUNK", 64)
+    monkeypatch.setattr(loss, "LOGIT_ROWS", 64)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 150, 32, generator=generator).to(CUDA, torch.bfloat16).requires_grad_()
     head = torch.nn.Linear(32, 4000, bias=False).to(CUDA, torch.bfloat16).requires_grad_(False)

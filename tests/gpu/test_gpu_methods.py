@@ -80,7 +80,7 @@ def test_ten_steps_equal_the_cpus(name, kind):
     if kind != "none" and method.saves_full_model:
         pytest.skip("full fine-tuning quantizes nothing")
     model = base()
-    method.choose(model, RULES)
+    method.select_targets(model, RULES)
     if kind != "none":
         quantize(model, kind, method.unquantized_modules())
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_ten_steps_equal_the_cpus(name, kind):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_recomputed_and_compiled_steps_equal_the_cpus(kind, compiled):
     method, model = METHODS["lora"](), base()
-    method.choose(model, RULES)
+    method.select_targets(model, RULES)
     torch.manual_seed(0)
     method.attach(model, keep=False)
     on_gpu = copy.deepcopy(model).to(CUDA)
@@ -114,7 +114,7 @@ def test_recomputed_and_compiled_steps_equal_the_cpus(kind, compiled):
 def test_every_optimizer_takes_the_cpus_steps(name):
     """fp32 weights; 8-bit moments are rounded in another order."""
     method, model = Full(FullFinetuneArgs()), base()
-    method.choose(model, RULES)
+    method.select_targets(model, RULES)
     method.attach(model, keep=False)
     on_gpu = copy.deepcopy(model).to(CUDA)
     args = TrainArgs(optimizer=name, learning_rate={"adafactor": 1e-1, "sgd": 3e-2}.get(name, 3e-3))
@@ -127,7 +127,7 @@ def test_every_optimizer_takes_the_cpus_steps(name):
 def test_bf16_weights_are_rounded_stochastically(in_backward):
     """The mean of many rounded updates is the exact one, and no step waits for the GPU."""
     method, model = Full(FullFinetuneArgs()), base().to(CUDA, torch.bfloat16)
-    method.choose(model, RULES)
+    method.select_targets(model, RULES)
     method.attach(model, keep=False)
     args = TrainArgs(learning_rate=1e-2, optimizer_in_backward=in_backward, max_grad_norm=0.0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -9,7 +9,7 @@ import transformers
 from parity import ROWS, TINY, draw, redraw
 
 from gpu.comparisons import CUDA, check, error, skip_host_counts
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.families import read_config
 from litft.model.kv_cache import KVCache
@@ -39,7 +39,7 @@ def network(family, variation):
 def batch(packed):
     """Return five samples in two rows, packed, or in five rows with padding."""
     tokens = [draw(length, seed=length) for length in (20, 9, 14, 5, 31)]
-    layout = Layout(2 if packed else 5, 40 if packed else None)
+    layout = BatchLayout(2 if packed else 5, 40 if packed else None)
     (batch,) = layout.batches([Sample(each[:-1], each[1:]) for each in tokens])
     return batch
 

@@ -263,7 +263,7 @@ def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(checkp
     session = open_session(checkpoints["stories"], 8)
     expected = ask(Conversation(session), "Hello")
     method = Adapter(AdapterArgs())
-    method.choose(session.model, [])
+    method.select_targets(session.model, [])
     method.attach(session.model)
     for block in session.model.blocks:
         if hasattr(block.attention, "adaption_gate"):

@@ -179,7 +179,7 @@ def test_weights_under_an_adapter_are_packed(case, dora):
     for pack in (False, True):
         model, _ = litft.load(case.folder, precision="fp32")
         method = LoRA(LoRAArgs(r=4, targets=["v_proj", "o_proj"], dora=dora))
-        method.choose(model, resolve(case.folder).adapter_rules)
+        method.select_targets(model, resolve(case.folder).adapter_rules)
         torch.manual_seed(0)
         method.attach(model)
         perturb(method.parameters(model).values())

@@ -170,7 +170,7 @@ def folders(make_model):
 def attached(folder, name, kind):
     """Return (model, method, source) for a model with a fresh method."""
     source, method = resolve(folder), METHODS[name]()
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source, "fp32", quantize=kind, unquantized=method.unquantized_modules())
     torch.manual_seed(3)
     method.attach(model)
@@ -341,7 +341,7 @@ def test_adapter_v2_merges_scales_into_biases(make_model, tmp_path):
     """All Linears of this family have biases: each output is scale * (W x + b + adapter bias)."""
     _, folder = make_model(transformers.PhiConfig, **ROWS["phi"][1]["partial"])
     source, method = resolve(folder), AdapterV2(AdapterV2Args(prompt_length=0, bias=True))
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source, "fp32")
     method.attach(model)
     out = merged_folder(model, method, source, tmp_path)
@@ -354,7 +354,7 @@ def test_a_fully_trained_tied_head_has_no_lora_factors(make_model, tmp_path):
     _, folder = make_model(transformers.LlamaConfig, tie_word_embeddings=True)
     source = resolve(folder)
     method = LoRA(LoRAArgs(targets=["q_proj", "lm_head"], modules_to_save=["embed"]))
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     assert all(name.endswith("q_proj") for name in method.specs)
     model = base_model(source, "fp32")
     method.attach(model)
@@ -377,7 +377,7 @@ def test_correction_biases_stay_in_fp32_and_unchanged(make_model, tmp_path):
     }
     model = unfilled_model(source, method.storage("bf16"))
     method.attach(model, keep=False)
-    method.compute_in(model, "bf16")
+    method.set_compute_dtype(model, "bf16")
     fill_model(source, model, method.storage("bf16"), "cpu")
     name = "blocks.1.mlp.correction_bias"
     assert (

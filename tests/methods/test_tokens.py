@@ -15,7 +15,7 @@ from litft.data.encoder import Encoder
 from litft.data.sample import ID_MASK, SUPERVISED, to_sample
 from litft.data.tokenizer import Tokenizer
 from litft.methods.lora import LoRA
-from litft.methods.new_tokens import ROWS, extend_table, initial_rows, untrained_ids
+from litft.methods.new_tokens import TOKEN_ROW_PARAMETERS, extend_table, initial_rows, untrained_ids
 from litft.model.transformer import add_neftune_noise
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
@@ -165,9 +165,13 @@ def test_the_plan_counts_the_rows_of_new_tokens_that_are_trained(tiny):
     """Also if --train.freeze names them: the network of the plan has no such rows."""
     source = resolve(tiny)
     counts = []
-    for tokens, frozen in (({}, set()), ({512: [1], 513: [2]}, set()), ({512: [1]}, set(ROWS))):
+    for tokens, frozen in (
+        ({}, set()),
+        ({512: [1], 513: [2]}, set()),
+        ({512: [1]}, set(TOKEN_ROW_PARAMETERS)),
+    ):
         method = LoRA(LoRAArgs(r=4))
-        method.choose(source.outline, source.adapter_rules)
+        method.select_targets(source.outline, source.adapter_rules)
         method.tokens = tokens
         method.frozen = frozen
         counts.append(predict(source, method, "fp32", "none", Shape(1, 8, False)).trained)

@@ -21,7 +21,7 @@ def unchunked_loss(hidden, head, targets, softcap=None, smoothing=0.0):
 @pytest.fixture
 def batch(monkeypatch):
     """Hidden states, and targets of which a third is ignored, split into many chunks."""
-    monkeypatch.setattr(loss_module, "CHUNK", 7)
+    monkeypatch.setattr(loss_module, "LOGIT_ROWS", 7)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 17, 12, generator=generator)
     targets = torch.randint(50, (3, 17), generator=generator)
@@ -134,7 +134,7 @@ def test_without_targets_loss_and_gradients_are_zero():
 def test_bf16_accumulates_in_fp32(monkeypatch):
     """In bf16, a sum of 4,000 losses of about 7 stops growing at 2,048, where its resolution is
     16."""
-    monkeypatch.setattr(loss_module, "CHUNK", 8)
+    monkeypatch.setattr(loss_module, "LOGIT_ROWS", 8)
     hidden, targets = torch.randn(1, 4000, 16).bfloat16(), torch.randint(1000, (1, 4000))
     head = nn.Linear(16, 1000, bias=False).bfloat16().requires_grad_(False)
     value, _ = summed_cross_entropy(hidden, head, targets)

@@ -155,7 +155,7 @@ def test_unquantized_layers_of_a_quantized_checkpoint_stay_unquantized(make_mode
 def test_quantization_statistics_move_with_the_weights(tiny, kind):
     """Those of quantized weights and the row norms of DoRA, with unchanged dtypes."""
     source, method = resolve(tiny), LoRA(LoRAArgs(dora=True))
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source, "fp32", quantize=kind)
     method.attach(model)
     before = model(TOKENS)

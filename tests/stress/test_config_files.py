@@ -12,7 +12,7 @@ import transformers
 from mistakes import failure
 
 from litft.families import family, read_config
-from litft.model.config_fields import FIELDS
+from litft.model.config_fields import FIELD_TYPES
 from litft.model.transformer import GPT
 
 VALUES = [None, True, False, "", "x", "auto", 0, 1, 2, 3, 7, -1, 100_000, 10**9, 10**30]
@@ -56,7 +56,9 @@ def mutated(text, generator):
     content = json.loads(text)
     for _ in range(generator.choice((1, 1, 1, 2, 3))):
         place = content
-        read = [name for name in content if name in FIELDS]  # most mistakes in what litft reads
+        read = [
+            name for name in content if name in FIELD_TYPES
+        ]  # most mistakes in what litft reads
         name = generator.choice(sorted(read if read and generator.random() < 0.9 else content))
         while isinstance(place[name], dict) and place[name] and generator.random() < 0.8:
             place = place[name]

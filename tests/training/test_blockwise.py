@@ -8,7 +8,7 @@ from graphs import counted_graphs
 from torch import nn
 
 from litft.args import LoRAArgs, LoRAFinetuneArgs, TrainArgs
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.methods import LoRA
 from litft.model.config import NormConfig
@@ -32,7 +32,7 @@ from litft.training.memory_saving.cpu_offload import offload_activations, offloa
 def learner(folder, quantize=None, **lora):
     """Return a model with LoRA whose B is not zero, and the LoRA parameters."""
     source, method = resolve(folder), LoRA(LoRAArgs(r=4, **lora))
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     torch.manual_seed(0)
     model = base_model(source, "fp32", "cpu", quantize).train()
     method.attach(model)
@@ -46,7 +46,7 @@ def batches(row_tokens=128, rows=1, seed=0):
     """Return the micro-batches of six samples."""
     torch.manual_seed(seed)
     samples = [Sample(*torch.randint(512, (2, length))) for length in (30, 61, 44, 17, 80, 25)]
-    return Layout(rows, row_tokens).batches(samples)
+    return BatchLayout(rows, row_tokens).batches(samples)
 
 
 def gradients(model, parameters, micro_batches):

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 import litft
 from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
-from litft.commands.finetune import prepare
+from litft.commands.finetune import prepare_run
 from litft.methods import AdapterV2, Full, LoRA
 from litft.model.norm import Norm
 from litft.pretrained.build import base_model
@@ -62,7 +62,7 @@ def displacement(folder, precision, make=make_optimizer):
     source, method = resolve(folder), Full(FullFinetuneArgs())
     model = base_model(source, method.storage(precision))
     method.attach(model)
-    method.compute_in(model, precision)
+    method.set_compute_dtype(model, precision)
     parameters = method.parameters(model)
     before = {name: p.detach().float().clone() for name, p in parameters.items() if p.dim() == 2}
     optimizer = make(TrainArgs(), method, parameters)
@@ -133,7 +133,7 @@ def test_stochastic_rounding_equals_adamw_for_fp32_weights():
 
 def test_rates_and_decay_by_kind(tiny):
     source, method = resolve(tiny), LoRA(LoRAArgs(lr_ratio=16.0, dora=True))
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source)
     method.attach(model)
     parameters = method.parameters(model)
@@ -154,7 +154,7 @@ def test_rates_and_decay_by_kind(tiny):
 def test_vectors_of_stacked_experts_do_not_decay(make_model):
     _, folder = make_model(transformers.Qwen3MoeConfig, **ROWS["qwen3_moe"][1]["renormalized"])
     source, method = resolve(folder), AdapterV2(AdapterV2Args())
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source)
     method.attach(model)
     parameters = method.parameters(model)
@@ -195,7 +195,7 @@ def trainable(folder, precision="fp32"):
     source, method = resolve(folder), Full(FullFinetuneArgs())
     model = base_model(source, method.storage(precision))
     method.attach(model)
-    method.compute_in(model, precision)
+    method.set_compute_dtype(model, precision)
     return model, method, method.parameters(model)
 
 
@@ -589,14 +589,14 @@ def test_optimizer_in_backward_needs_one_micro_batch_in_every_step(tiny, tmp_pat
     with pytest.raises(
         ValueError, match=f"the 4 examples of step {step + 1} are several micro-batches"
     ):
-        prepare(args)
-    prepare(replace(args, train=replace(args.train, max_steps=step)))
+        prepare_run(args)
+    prepare_run(replace(args, train=replace(args.train, max_steps=step)))
 
 
 def step_of_longest_example(args):
     """Return the step that contains the longest example."""
     without_flag = replace(args, train=replace(args.train, optimizer_in_backward=False))
-    schedule = prepare(without_flag).schedule
+    schedule = prepare_run(without_flag).schedule
     longest = int(schedule.data.train.lengths.argmax())
     return next(step for step in range(schedule.steps) if longest in schedule.step_indices(step))
 

@@ -31,7 +31,7 @@ from litft.methods import LoRA, method_of
 from litft.model.quantization import QuantizedLinear
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
-from litft.training.memory.choose import choose
+from litft.training.memory.choose import choose_memory_settings
 from litft.training.memory.flops import Flops, chip_peak_flops, peak_flops
 from litft.training.memory.plan import predict
 from litft.training.memory.trace import Shape
@@ -45,7 +45,7 @@ def test_flops_of_a_tiny_llama(tiny):
     trained weight."""
     source = resolve(tiny)
     model, method = base_model(source), LoRA(LoRAArgs(r=4))
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     tokens = torch.zeros(10, dtype=torch.int64)
     targets = torch.tensor([-100] * 7 + [1, 2, 3])
@@ -67,7 +67,7 @@ def test_flops_of_experts(make_model):
     )
     source = resolve(make_model(Qwen3MoeConfig, **values)[1])
     model, method = base_model(source), LoRA(LoRAArgs(r=4))
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     linears = 32 * 32 * 2 + 32 * 16 * 2 + 32 * 5 + 2 * 3 * 32 * 24
     factors = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * 3 * (32 + 24))
@@ -168,7 +168,7 @@ def test_planned_memory_matches_training_steps(case, recomputed):
     source = resolve(config_folder(name))
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method = method_of(args)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     planned = predict(
         source, method, precision, "none", shape, recomputed=recomputed, device="cpu"
     ).memory.peak
@@ -192,7 +192,7 @@ def test_planned_memory_matches_training_steps(case, recomputed):
 def test_planned_memory_matches_real_tensors(checkpoints, args, recomputed):
     """Within 3 % on a small model that is trained with real tensors."""
     source, method, shape = resolve(checkpoints["stories15M"]), method_of(args), Shape(2, 200, True)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     planned = predict(
         source, method, "fp32", "none", shape, recomputed=recomputed, device="cpu"
     ).memory.peak
@@ -245,7 +245,7 @@ def test_memory_of_large_micro_batches_of_a_parallel_block(layers):
     )
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method, shape = method_of(args), Shape(4, 2048)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     planned = predict(source, method, "bf16", "none", shape, device="cpu").memory.peak
     assert planned == pytest.approx(
         tracked_peak(source, method, args.train, "bf16", shape), rel=0.005
@@ -255,7 +255,7 @@ def test_memory_of_large_micro_batches_of_a_parallel_block(layers):
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_every_optimizer_in_backward_has_a_plan(tiny, optimizer):
     source, method = resolve(tiny), method_of(FullFinetuneArgs())
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     for precision in ("fp32", "bf16-true") if optimizer != "schedule_free" else ("fp32",):
         values = dict(optimizer=optimizer, in_backward=True)
         assert predict(source, method, precision, "none", Shape(1, 8), **values).memory.peak > 0
@@ -278,7 +278,7 @@ LARGE = "llama-3-8b"
 def test_printed_parts_add_up_to_the_peak(values):
     """The parts add up at whichever moment of the step the peak occurs."""
     source, method = first_layers(2), method_of(LoRAFinetuneArgs())
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     memory = predict(source, method, "bf16", "none", Shape(8, 512, True), **values).memory
     printed = re.search(r"^([\d.]+) GiB at its peak, .*\((.*?)\)", memory.line())
     parts = [float(part.rpartition(" ")[2]) for part in printed[2].split(", ")]
@@ -415,7 +415,7 @@ def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeyp
             "device_memory",
             lambda device, processes, available=available: available,
         )
-        run = choose(setup, Schedule(args, data, 1), torch.device("cpu"))
+        run = choose_memory_settings(setup, Schedule(args, data, 1), torch.device("cpu"))
         choices.append((run.schedule.layout.rows, run.settings.recomputed))
         assert available == 1 or run.settings.plan.memory.peak <= 0.9 * available
     assert choices[0] == (32, "none") and choices[-1] == (1, "full")
@@ -427,7 +427,7 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
     """The plan has as many bytes as the loaded model."""
     source = resolve(checkpoints["demo"])
     method = method_of(LORA)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     memory = predict(source, method, "fp32", kind, Shape(1, 64)).memory
     model = base_model(source, "fp32", "cpu", kind)
     total = sum(
@@ -453,7 +453,7 @@ def test_a_trained_embedding_makes_the_blocks_save_activations(checkpoints):
     source, activations = resolve(checkpoints["demo"]), {}
     for targets in (["q_proj"], ["embed"], ["lm_head"]):
         method = method_of(LoRAFinetuneArgs(lora=LoRAArgs(targets=targets)))
-        method.choose(source.meta_model(), source.adapter_rules)
+        method.select_targets(source.meta_model(), source.adapter_rules)
         activations[targets[0]] = predict(
             source, method, "fp32", "none", Shape(1, 64)
         ).memory.activations
@@ -476,7 +476,7 @@ def test_the_parameters_of_real_models_are_counted():
     }
     for name, count in published_counts.items():
         source, method = resolve(config_folder(name)), method_of(LORA)
-        method.choose(source.meta_model(), source.adapter_rules)
+        method.select_targets(source.meta_model(), source.adapter_rules)
         plan = predict(source, method, "bf16", "none", Shape(1, 128))
         assert plan.parameters == count
         assert plan.memory.weights == pytest.approx(2 * count + 4 * plan.trained, rel=1e-3)
@@ -484,7 +484,7 @@ def test_the_parameters_of_real_models_are_counted():
 
 def test_a_frozen_parameter_has_no_gradient_in_the_plan(tiny):
     source, method = resolve(tiny), method_of(LORA)
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     unfrozen = predict(source, method, "fp32", "none", Shape(1, 64))
     method.frozen = {
         name for name in method.parameters(attached(source, method)) if name.startswith("blocks.0.")
@@ -526,7 +526,7 @@ def test_the_plan_of_a_gpu_traces_its_kernels():
     7.20 GiB were measured with torch's CUDA allocator (torch 2.15, scripts/plan_accuracy.py).
     """
     source, method = resolve(config_folder("gemma-2-2b")), LoRA(LoRAArgs())
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.select_targets(source.meta_model(), source.adapter_rules)
     on_gpu, on_cpu = (
         predict(
             source,
@@ -549,7 +549,7 @@ def test_blocks_that_save_nothing_are_planned_without_activations():
     planned = []
     for targets in (["blocks.25.*"], ["all-linear"]):
         method = LoRA(LoRAArgs(targets=targets))
-        method.choose(source.meta_model(), source.adapter_rules)
+        method.select_targets(source.meta_model(), source.adapter_rules)
         planned.append(
             predict(
                 source, method, "bf16", "none", Shape(1, 512), device="cuda", compiled=True

@@ -37,7 +37,7 @@ from litft.args import (
     SaveArgs,
     TrainArgs,
 )
-from litft.commands.finetune import prepare, run_finetuning
+from litft.commands.finetune import prepare_run, run_finetuning
 from litft.data.packing import collate
 from litft.data.sample import Sample
 from litft.evaluation.log_probs import wins
@@ -152,9 +152,9 @@ def test_ktos_loss_equals_the_closed_form():
     samples = [answer(2, True, -2.1), answer(1, False, -0.5), answer(3, True, -4.0)]
     samples = [replace(sample, mismatch=answer(1, True, -1.3)) for sample in samples]
     objective = OBJECTIVES["kto"](ARGS)
-    from litft.data.packing import Layout
+    from litft.data.packing import BatchLayout
 
-    objective.before_step(OneProcess(), Given([0.5, 0.9, 0.7]), samples, Layout(8))
+    objective.before_step(OneProcess(), Given([0.5, 0.9, 0.7]), samples, BatchLayout(8))
     kl = (3 * 1.3 - 0.5 - 0.9 - 0.7) / 3
     assert float(objective.kl) == pytest.approx(kl)
     values = objective(Given(LOSSES[:6]), collate([samples]), objective.totals(samples))
@@ -169,7 +169,7 @@ def test_ktos_loss_equals_the_closed_form():
     assert scores["chosen_reward"] == pytest.approx(0.4 * (ratios[0] + ratios[2]) / 2, rel=1e-6)
     assert scores["rejected_reward"] == pytest.approx(0.4 * ratios[1], rel=1e-6)
     assert scores["kl"] == pytest.approx(kl) and scores["accuracy"] == 1
-    objective.before_step(OneProcess(), Given([1.5, 1.9, 1.7]), samples, Layout(8))
+    objective.before_step(OneProcess(), Given([1.5, 1.9, 1.7]), samples, BatchLayout(8))
     assert float(objective.kl) == 0  # a negative estimate
 
 
@@ -241,7 +241,7 @@ METHODS = [
 def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path, kind, values):
     args = flags(tiny, pairs, tmp_path / "run", kind, **values)
     run_finetuning(args)
-    data, model = prepare(args).schedule.data, litft.load(tiny, precision="fp32")[0]
+    data, model = prepare_run(args).schedule.data, litft.load(tiny, precision="fp32")[0]
     for part, samples in (("train", data.train), ("val", data.val)):
         stored = reference_of(tmp_path / "run", part)
         assert len(stored) == min(32, len(samples))
@@ -259,7 +259,7 @@ def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(tiny, pairs, t
     copy_tokenizer(tiny, adapter)
     args = flags(adapter, pairs, tmp_path / "run")
     run_finetuning(args)
-    data, model = prepare(args).schedule.data, litft.load(adapter, precision="fp32")[0]
+    data, model = prepare_run(args).schedule.data, litft.load(adapter, precision="fp32")[0]
     base = litft.load(tiny, precision="fp32")[0]
     stored = reference_of(tmp_path / "run")
     for index, actual in stored.items():
@@ -273,7 +273,7 @@ def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tm
     run_finetuning(args)
     assert rows_of(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
     data, model = (
-        prepare(args).schedule.data,
+        prepare_run(args).schedule.data,
         litft.load(tiny, precision="fp32", quantize=quantize)[0],
     )
     for index, actual in reference_of(tmp_path / "run").items():
@@ -496,7 +496,7 @@ def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
     )
     partners = {}
     for seed in (42, 42, 43):
-        run = prepare(replace(args, seed=seed))
+        run = prepare_run(replace(args, seed=seed))
         schedule = run.schedule
         batches = Batches(run.setup.objective, schedule, [])
         drawn = [batches._train_partners(position) for position in range(schedule.samples)]
@@ -571,11 +571,11 @@ def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_
     }
     for (kind, objective), rate in expected.items():
         args = flags(tiny, pairs, tmp_path / "run", kind, objective, train={"learning_rate": None})
-        assert prepare(args).setup.args.train.learning_rate == pytest.approx(rate)
+        assert prepare_run(args).setup.args.train.learning_rate == pytest.approx(rate)
     supervised = LoRAFinetuneArgs(
         checkpoint_dir=str(tiny), data=DataArgs(path=[str(ROOT / "litft" / "demo")])
     )
-    assert prepare(supervised).setup.args.train.learning_rate == 2e-4
+    assert prepare_run(supervised).setup.args.train.learning_rate == 2e-4
 
 
 def test_rounding_errors_are_ties():
@@ -599,7 +599,7 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
     )
     assert scores["tuned"]["accuracy over the base"] == last["val_accuracy"]
     data, model = (
-        prepare(flags(tiny, pairs, tmp_path / "x")).schedule.data,
+        prepare_run(flags(tiny, pairs, tmp_path / "x")).schedule.data,
         litft.load(tiny, precision="fp32")[0],
     )
     expected = np.array([plain_log_probs(model, data.val[n]) for n in range(len(data.val))])
@@ -637,7 +637,7 @@ def test_answers_with_labels_are_scored_by_label(tiny, tmp_path):
         "scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path
     )
     written = json.loads((tmp_path / "scores.json").read_text())
-    data = prepare(args).schedule.data.val
+    data = prepare_run(args).schedule.data.val
     folders = {"base": tiny, "tuned": tmp_path / "run" / "final"}
     models = {name: litft.load(folder, precision="fp32")[0] for name, folder in folders.items()}
     sums = {

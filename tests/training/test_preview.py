@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from conftest import config_folder, rows_of, script, write_records
 
-from litft.data.packing import Layout, num_slots
-from litft.data.sampler import Sampler, largest_micro_batch
+from litft.data.packing import BatchLayout, num_slots
+from litft.data.sampler import SampleOrder, largest_micro_batch
 
 RECORDS = [
     {"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 7)}
@@ -300,14 +300,14 @@ def test_a_plan_needs_only_a_config(tmp_path):
     assert "full fine-tuning changes every weight" in done.stderr
 
 
-@pytest.mark.parametrize("layout", [Layout(4), Layout(1, 100), Layout(3, 60, 2)])
+@pytest.mark.parametrize("layout", [BatchLayout(4), BatchLayout(1, 100), BatchLayout(3, 60, 2)])
 def test_the_largest_micro_batch_of_a_run_is_found(layout):
     """Compare with all micro-batches of all steps."""
     generator = np.random.default_rng(0)
     for _ in range(20):
         lengths = generator.integers(1, 60, generator.integers(5, 200))
         order, size = (
-            Sampler([len(lengths)], int(generator.integers(100))),
+            SampleOrder([len(lengths)], int(generator.integers(100))),
             int(generator.integers(1, 20)),
         )
         samples = SimpleNamespace(

@@ -20,7 +20,7 @@ import litft
 from litft.args import DataArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.packing import collate
-from litft.data.sampler import Sampler
+from litft.data.sampler import SampleOrder
 from litft.evaluation.scoring import evenly_spaced
 from litft.training.lr_schedule import learning_rate
 
@@ -103,7 +103,7 @@ def train_with_peft(folder, data) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
     held_out = evenly_spaced(data.val, VALIDATION)
     before = mean_loss(model, held_out)
-    order = Sampler([len(data.train)], 42)
+    order = SampleOrder([len(data.train)], 42)
     for step in range(STEPS):
         samples = [data.train[i] for i in order.indices(step * BATCH, (step + 1) * BATCH)]
         optimizer.param_groups[0]["lr"] = learning_rate(TrainArgs(learning_rate=RATE), step, STEPS)

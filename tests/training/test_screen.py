@@ -12,7 +12,7 @@ import pytest
 from conftest import ENV, ROOT, start
 from rich.console import Console
 
-from litft.training.output.screen import Lines, Screen, Terminal, beginning, end, open_screen
+from litft.training.output.screen import Lines, Screen, Terminal, open_screen, shorten, shorten_left
 
 ROW = {
     "step": 7.0,
@@ -30,12 +30,12 @@ def show_everything(screen: Screen) -> None:
     screen.header(
         "LoRA on base[v2]", "out/[/a]", ["80 examples [of 90]", "warning: a tensor is odd"]
     )
-    with screen.doing("reading models/[v2]/base"):
+    with screen.showing_activity("reading models/[v2]/base"):
         pass
     with screen.bar(5, 10, "first step"):
         screen.advance(7)
         screen.row(ROW, 10, "3 minutes")
-        with screen.doing("validating"):
+        with screen.showing_activity("validating"):
             pass
         screen.say("step 7: validation loss 1.1")
     screen.results({"validation loss": ["2.0000", "1.1000"]}, ["9 s of training"])
@@ -102,8 +102,8 @@ def test_a_terminal_shows_a_panel_a_bar_and_a_table(width, monkeypatch):
 
 def test_long_texts_are_shortened_to_the_side_that_matters():
     text = "a " * 60 + "z"
-    assert beginning(text, 5) == "a a a..." and end(text, 5) == "...a a z"
-    assert end("short") == beginning("short") == "short"
+    assert shorten(text, 5) == "a a a..." and shorten_left(text, 5) == "...a a z"
+    assert shorten_left("short") == shorten("short") == "short"
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from litft.args import (
     LoRAFinetuneArgs,
     SaveArgs,
     TrainArgs,
-    seconds,
+    parse_duration,
 )
 from litft.commands.runs import read_run
 from litft.errors import Interrupted
@@ -297,7 +297,7 @@ def test_max_time_ends_a_run_with_a_decayed_learning_rate(args):
 
 def test_durations_are_parsed():
     parsed = {
-        text: seconds(text)
+        text: parse_duration(text)
         for text in ("90m", "1h30m", "45s", "1.5h", "2d", "1h 3", "5", "", "h", "1.2.3s", "0s")
     }
     assert parsed == {
@@ -340,11 +340,11 @@ def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
 
 
 def test_a_nan_loss_ends_the_run_and_names_its_examples(poisoned):
-    from litft.data.sampler import Sampler
+    from litft.data.sampler import SampleOrder
 
     with pytest.raises(ValueError, match="is nan, so training cannot continue") as error:
         litft.finetune(poisoned)
-    order = Sampler([30], poisoned.seed).indices(0, 48)
+    order = SampleOrder([30], poisoned.seed).indices(0, 48)
     step = order.index(17) // 4
     examples = ", ".join(map(str, order[step * 4 : step * 4 + 4]))
     assert f"step {step + 1}: " in str(

@@ -16,9 +16,9 @@ import litft
 import litft.training.trainer
 from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
 from litft.data.dataset import load_data
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
-from litft.data.sampler import Sampler
+from litft.data.sampler import SampleOrder
 from litft.methods import LoRA
 from litft.model.loss import IGNORED
 from litft.pretrained.build import base_model
@@ -94,7 +94,7 @@ def trainable(folder, head: bool = False):
         base_model(source),
         LoRA(LoRAArgs(r=4, alpha=8, targets=["all-linear"] + ["lm_head"] * head)),
     )
-    method.choose(model, source.adapter_rules)
+    method.select_targets(model, source.adapter_rules)
     method.attach(model)
     torch.manual_seed(1)
     parameters = method.parameters(model)
@@ -117,7 +117,7 @@ def gradients(
     fabric, objective, layout = (
         Fabric(accelerator="cpu", devices=1),
         make_objective(name),
-        Layout(rows, row_tokens),
+        BatchLayout(rows, row_tokens),
     )
     samples = samples_of(name, count)
     objective.before_step(fabric, model, samples, layout)
@@ -163,7 +163,7 @@ def test_the_samples_are_ragged_enough_to_detect_means_of_means(tiny):
     them."""
     _, expected = gradients(tiny, 8)
     model, parameters = trainable(tiny)
-    for batch in Layout(2).batches(ragged()):
+    for batch in BatchLayout(2).batches(ragged()):
         loss, count = model(batch.tokens, targets=batch.targets)
         (loss / count / 4).backward()
     assert distance({name: p.grad for name, p in parameters.items()}, expected) > 1e-3
@@ -225,7 +225,7 @@ def test_gradients_do_not_depend_on_processes(tiny, tmp_path):
 def test_every_rank_runs_the_same_number_of_micro_batches():
     samples = ragged(11)
     for rows, ranks, row_tokens in product((1, 2, 3, 4, 16), (1, 2, 3, 5), (None, 60, 128)):
-        layout = Layout(rows, row_tokens, ranks)
+        layout = BatchLayout(rows, row_tokens, ranks)
         batches = [layout.batches(samples, rank) for rank in range(ranks)]
         assert len({len(group) for group in batches}) == 1
         assert all(batch.tokens.size(0) <= rows for group in batches for batch in group)
@@ -237,12 +237,12 @@ def test_every_rank_runs_the_same_number_of_micro_batches():
 
 
 def test_each_epoch_is_a_permutation():
-    sampler = Sampler([10], seed=3)
+    sampler = SampleOrder([10], seed=3)
     stream = sampler.indices(0, 30)
     assert all(sorted(stream[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
     assert stream[:10] != stream[10:20] != stream[20:]
-    assert Sampler([10], seed=3).indices(7, 25) == stream[7:25]
-    assert Sampler([10], seed=4).indices(0, 10) not in (stream[:10], stream[10:20])
+    assert SampleOrder([10], seed=3).indices(7, 25) == stream[7:25]
+    assert SampleOrder([10], seed=4).indices(0, 10) not in (stream[:10], stream[10:20])
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])
@@ -359,7 +359,7 @@ def test_a_run_writes_what_the_readme_says(uninterrupted, examples, tiny):
 def test_the_loss_of_a_step_is_measured_before_its_update(uninterrupted, examples, tiny):
     model, tokenizer = litft.load(tiny)
     data = load_data(DataArgs(path=[str(examples)], val_fraction=0.2), tokenizer, 512, 256)
-    first = data.train[Sampler([len(data.train)], 42).indices(0, 1)[0]]
+    first = data.train[SampleOrder([len(data.train)], 42).indices(0, 1)[0]]
     with torch.no_grad():
         loss, count = model(first.tokens[None], targets=first.targets[None])
         val = [model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val]
@@ -500,11 +500,11 @@ def test_a_step_reads_no_value_from_the_device(name, row_tokens):
     source = replace(source, config=replace(source.config, layers=source.config.layers[:2]))
     for with_indices in (True, False):
         model, method = source.meta_model().bfloat16(), LoRA(LoRAArgs(r=4, dropout=0.1))
-        method.choose(model, source.adapter_rules)
+        method.select_targets(model, source.adapter_rules)
         method.attach(model)
         model.train().neftune_alpha = 5.0
         batches = [
-            batch.to(torch.device("meta")) for batch in Layout(4, row_tokens).batches(ragged())
+            batch.to(torch.device("meta")) for batch in BatchLayout(4, row_tokens).batches(ragged())
         ]
         if not with_indices:  # the mistake that this test detects
             with pytest.raises(NotImplementedError, match="nonzero"):

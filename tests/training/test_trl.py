@@ -10,7 +10,7 @@ from conftest import STORIES, adapted, copy_tokenizer, rows_of
 from safetensors.torch import load_file
 
 from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
-from litft.commands.finetune import prepare, run_finetuning
+from litft.commands.finetune import prepare_run, run_finetuning
 from litft.distributed.devices import make_fabric
 from litft.distributed.process_group import Processes, launch
 from litft.methods.lora import LoRA
@@ -105,7 +105,7 @@ def flags(adapter: Path, data: Path, objective: str) -> LoRAFinetuneArgs:
 
 def first_gradients(args: LoRAFinetuneArgs, folder: Path) -> dict[str, torch.Tensor]:
     """The gradients of litft's first step, by the names that PEFT gives the factors."""
-    run = prepare(args)
+    run = prepare_run(args)
     setup = run.setup
     schedule = run.schedule
     fabric = make_fabric(args, run.settings.strategy)
@@ -220,7 +220,7 @@ def test_gradients_and_ten_losses_equal_trls(objective, adapter, tmp_path, monke
 
     data = write_data(tmp_path, objective)
     args = flags(adapter, data, objective)
-    schedule = prepare(args).schedule
+    schedule = prepare_run(args).schedule
     order = schedule.order.indices(0, BATCH)
 
     def of_trl(self, position: int) -> tuple[int, int]:

@@ -11,9 +11,9 @@ import litft
 from litft.args import DataArgs, EvalArgs, PreferenceArgs
 from litft.data.chat_template import STYLES
 from litft.data.dataset import load_data
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import HostGroup, Processes
+from litft.distributed.process_group import CpuProcessGroup, Processes
 from litft.evaluation.scoring import (
     evenly_spaced,
     exact_match,
@@ -67,7 +67,7 @@ def last_greedy_token(model, prompt, count):
 @pytest.fixture(scope="module")
 def single_process():
     fabric = Fabric(accelerator="cpu", devices=1)
-    return fabric, HostGroup(1, "60s")
+    return fabric, CpuProcessGroup(1, "60s")
 
 
 def matches_one_by_one(model, tokenizer, samples):
@@ -100,15 +100,17 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     args = EvalArgs(max_batches=2, exact_match=True, max_new_tokens=0)
     measured = Measured(tokenizer, replace(data, val=samples), args)
     validation = Validation(Processes(*single_process), model, measured, tmp_path / "samples.jsonl")
-    row = validation.measure(0, Layout(rows=3), 2)
+    row = validation.measure(0, BatchLayout(rows=3), 2)
     assert (
         row["exact_match"]
         == sum(expected) / 4
         != sum(matches_one_by_one(model, tokenizer, samples)) / 12
     )
     # not only before the first step
-    assert validation.measure(7, Layout(rows=3), 2)["exact_match"] == row["exact_match"]
-    (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples[::3], Layout(rows=1))
+    assert validation.measure(7, BatchLayout(rows=3), 2)["exact_match"] == row["exact_match"]
+    (loss,) = validation_scores(
+        single_process[0], SUPERVISED, model, samples[::3], BatchLayout(rows=1)
+    )
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -128,7 +130,9 @@ def test_the_loss_is_a_mean_over_target_tokens(model_and_samples, single_process
     ) / len(samples)
     assert abs(mean_of_means / expected - 1) > 1e-3
     for rows in (1, 5):
-        (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples, Layout(rows))
+        (loss,) = validation_scores(
+            single_process[0], SUPERVISED, model, samples, BatchLayout(rows)
+        )
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
@@ -150,7 +154,9 @@ def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process)
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(rows=1), Layout(rows=5), Layout(rows=1, row_tokens=256)], ids=str
+    "layout",
+    [BatchLayout(rows=1), BatchLayout(rows=5), BatchLayout(rows=1, row_tokens=256)],
+    ids=str,
 )
 @torch.no_grad()
 def test_the_hardest_examples_have_the_largest_losses(model_and_samples, single_process, layout):
@@ -190,7 +196,7 @@ def test_the_models_own_answers_are_short(model_and_samples, single_process, tmp
         measured = Measured(tokenizer, replace(data, val=samples), args)
         validation = Validation(Processes(*single_process), model, measured, path)
         validation.before_batch = lambda: batches.append(1)
-        validation.find_hardest(Layout(rows=1, row_tokens=2048), 4)
+        validation.find_hardest(BatchLayout(rows=1, row_tokens=2048), 4)
         owns = [example.own for example in validation.hardest]
         if not max_new_tokens:
             assert len(owns) == 5 and not any(owns)

@@ -11,7 +11,7 @@ import torch
 
 from litft.args import GgufExportArgs
 from litft.checkpoints.peft_targets import LoraWeights, peft_targets
-from litft.checkpoints.rules import KeysAndValues, Reshape, Rule, Tile
+from litft.checkpoints.rules import InterleaveValueHeads, KeysAndValues, Reshape, Rule
 from litft.checkpoints.weight_files import LazyTensor
 from litft.export.gguf.families import gguf_architecture, gguf_rules
 from litft.export.gguf.files import GgufFile, gguf
@@ -33,7 +33,7 @@ OUTTYPES = {
     "bf16": (_TYPES.BF16, _FILE_TYPES.MOSTLY_BF16),
     "q8_0": (_TYPES.Q8_0, _FILE_TYPES.MOSTLY_Q8_0),
 }
-BLOCK = 32  # columns per scale in Q8_0
+Q8_0_BLOCK = 32  # columns per scale in Q8_0
 QUANTIZATION_VERSION = 2
 
 
@@ -172,7 +172,7 @@ def _fused_pairs(
     fused = {}
     for site in sites:
         target = targets[site]
-        if isinstance(target.rule, Tile | KeysAndValues | Reshape):
+        if isinstance(target.rule, InterleaveValueHeads | KeysAndValues | Reshape):
             raise ValueError(
                 f"llama.cpp stores {site} in another form than an adapter can; leave --merge false "
                 "out"
@@ -253,7 +253,7 @@ def _tensor_type(entry: LazyTensor, outtype: _TYPES) -> _TYPES:
     is_weight = entry.name.endswith((".weight", ".lora_a", ".lora_b"))
     if entry.like.dim() < 2 or FP32.search(entry.name) or not is_weight:
         return _TYPES.F32
-    if outtype == _TYPES.Q8_0 and entry.like.size(-1) % BLOCK:
+    if outtype == _TYPES.Q8_0 and entry.like.size(-1) % Q8_0_BLOCK:
         return _TYPES.F16
     return outtype
 

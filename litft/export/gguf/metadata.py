@@ -24,7 +24,7 @@ from litft.model.rope_config import RopeConfig
 from litft.model.transformer import GPT
 
 # GGUF keys, without the architecture's name in front, and their fields in config.json
-FIELDS = {
+CONFIG_FIELD_OF_KEY = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -126,7 +126,7 @@ class GgufArchitecture:
         """Return the content of config.json; raise ValueError for architectures that litft does not
         support."""
         self._check()
-        fields = FIELDS | gguf_fields(self.name)
+        fields = CONFIG_FIELD_OF_KEY | gguf_fields(self.name)
         hf = {}
         for key, name in fields.items():
             if key in self.metadata:
@@ -168,7 +168,7 @@ class GgufArchitecture:
 
         # values: integers in general, floats and lists where the key allows it
         own_keys = gguf_fields(name)  # whose values may be floats
-        for key in (*FIELDS, *OTHER_KEYS, *FLOAT_KEYS, *own_keys):
+        for key in (*CONFIG_FIELD_OF_KEY, *OTHER_KEYS, *FLOAT_KEYS, *own_keys):
             value = metadata.get(key, 1)
             if (
                 isinstance(value, list)

@@ -82,7 +82,7 @@ PRE_TOKENIZERS = {
     "exaone-moe": PreTokenizer((_ENGLISH + _KOREAN,), gpt2=False),
     "deepseek-v3": PreTokenizer(_DEEPSEEK, gpt2=False),
 }
-ALIASES = {
+PRE_TOKENIZER_NAMES = {
     **dict.fromkeys("llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split(), "llama-bpe"),
     **dict.fromkeys(
         "phi-2 mpt olmo jina-es jina-de gigachat a.x-4.0 mellum exaone4 granite-docling".split(),
@@ -270,14 +270,14 @@ def _special_ids(stored: dict[str, Any], count: int) -> dict[str, int]:
 
 def _pre_tokenizer(stored: dict[str, Any]) -> str:
     name: str = stored.get("pre", "gpt-2")
-    return ALIASES.get(name, name)
+    return PRE_TOKENIZER_NAMES.get(name, name)
 
 
 def _byte_level_bpe(stored: dict[str, Any], tokens: StoredTokens, unknown: str | None) -> Backend:
     """Return a byte-level BPE tokenizer."""
     pre = _pre_tokenizer(stored)
     if pre not in PRE_TOKENIZERS:
-        supported = ", ".join([*PRE_TOKENIZERS, *ALIASES])
+        supported = ", ".join([*PRE_TOKENIZERS, *PRE_TOKENIZER_NAMES])
         raise ValueError(
             f"llama.cpp's pre-tokenizer {pre!r} is not supported; supported: {supported}"
         )

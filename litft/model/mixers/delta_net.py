@@ -10,7 +10,7 @@ from litft.model.config import Config, DeltaNetConfig
 from litft.model.kv_cache import LayerCache
 from litft.model.linear import Linear
 from litft.model.mixers.mixer import CausalConv, GatedNorm, Mixer, causal_conv
-from litft.model.mixers.recurrence import CHUNK, recurrence
+from litft.model.mixers.recurrence import CHUNK_TOKENS, recurrence
 from litft.model.packed_sequences import PackedSequences
 
 # B batch, T tokens, C channels, H value heads, G key heads, K key dim, V value dim
@@ -51,14 +51,17 @@ class DeltaNet(Mixer):
         gate = "sigmoid" if delta.row_decay else "silu"
         self.norm = GatedNorm(delta.value_dim, delta.norm_eps, gate, gate_first=False)
         self.flops_per_token = (
-            2 * delta.n_heads * (2 * CHUNK + 2 * delta.key_dim) * (delta.key_dim + delta.value_dim)
+            2
+            * delta.n_heads
+            * (2 * CHUNK_TOKENS + 2 * delta.key_dim)
+            * (delta.key_dim + delta.value_dim)
         )
 
     def forward(
         self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
         """See Mixer."""
-        y = self.run_mix(documents, cache, *self.mix_inputs(x))
+        y = self.recompute_mix(documents, cache, *self.mix_inputs(x))
         if self.delta.row_decay:
             gate = self.gate_proj(self.gate_a_proj(x))
         else:

@@ -9,7 +9,7 @@ from litft.model.config import Config, Mamba2Config
 from litft.model.kv_cache import LayerCache
 from litft.model.linear import Linear
 from litft.model.mixers.mixer import CausalConv, GatedNorm, Mixer, causal_conv
-from litft.model.mixers.recurrence import CHUNK, recurrence
+from litft.model.mixers.recurrence import CHUNK_TOKENS, recurrence
 from litft.model.norm import scaled
 from litft.model.packed_sequences import PackedSequences
 
@@ -50,7 +50,10 @@ class Mamba2(Mixer):
                 parts.append(torch.full((size,), scale, device="cpu"))
             self.register_buffer("conv_scales", torch.cat(parts), persistent=False)
         self.flops_per_token = (
-            2 * mamba.n_heads * (CHUNK + 2 * mamba.state_dim) * (mamba.state_dim + mamba.head_dim)
+            2
+            * mamba.n_heads
+            * (CHUNK_TOKENS + 2 * mamba.state_dim)
+            * (mamba.state_dim + mamba.head_dim)
         )
 
     def forward(
@@ -60,7 +63,7 @@ class Mamba2(Mixer):
         mamba = self.mamba
         gate, conv, step = self.projections(scaled(x, mamba.input_scale))
         parameters = self.conv.weight, self.conv.bias, self.log_rate, self.step_bias, self.skip
-        y = self.run_mix(documents, cache, conv, step, *parameters)
+        y = self.recompute_mix(documents, cache, conv, step, *parameters)
         if self.norm is None:
             y = y * F.silu(gate)
         else:

@@ -40,7 +40,7 @@ class Mixer(nn.Module):
         """Return what the mixer computes from its projections and parameters."""
         raise NotImplementedError
 
-    def run_mix(
+    def recompute_mix(
         self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
     ) -> Tensor:
         """Return `mix`; inputs: all tensors that may need a gradient."""

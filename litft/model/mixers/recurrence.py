@@ -26,7 +26,7 @@ from litft.model.packed_sequences import PackedSequences
 # B batch, T tokens, H heads, G groups of R heads that share queries and keys, K key dim, V value
 # dim, N chunks of L tokens
 
-CHUNK = 64  # tokens
+CHUNK_TOKENS = 64  # tokens
 
 
 def recurrence(
@@ -181,7 +181,7 @@ class _Decays(NamedTuple):
 
 def _decays(g: Tensor, ids: Tensor | None) -> _Decays:
     """Compute the decays of the log decays g (B, G, R, N, L, K or 1) of single tokens."""
-    visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
+    visible = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=g.device).tril()
     if ids is None:
         enters = leaves = passes = None
         total = g.cumsum(-2)
@@ -282,7 +282,7 @@ def _row_decay_pairs(
     scores = (rows * k[..., None, :, :]).sum(-1)
     scores = scores[..., None, None]  # (B, G, R, N, 1 or 2, L, 1, 1)
     size = 1
-    while size < CHUNK:
+    while size < CHUNK_TOKENS:
         after, before = _neighbours(total, visible, size)
         # (B, G, R, N, 1 or 2, L / 2 size, size, K)
         right = rows.unflatten(-2, (-1, 2, size))[..., 1, :, :]
@@ -313,7 +313,7 @@ def _neighbours(total: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tens
     if visible.dim() > 2:  # documents
         # A token that the boundary token does not see, or that does not see it, is of another
         # document: no pair may pass the boundary.
-        starts = torch.arange(0, CHUNK, 2 * size, device=total.device)[:, None]
+        starts = torch.arange(0, CHUNK_TOKENS, 2 * size, device=total.device)[:, None]
         ends = starts + size - 1
         left_tokens = starts + torch.arange(size, device=total.device)
         right_tokens = left_tokens + size
@@ -327,8 +327,8 @@ def _neighbours(total: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tens
 def _in_chunks(x: Tensor, groups: int) -> Tensor:
     """(B, T, H, .) -> (B, G, H / G, N, L, .) in fp32, padded with zeros."""
     # padding leaves the state as it is: a log decay of 0 keeps it, and zeros add nothing
-    padded = F.pad(x.float(), (0, 0, 0, 0, 0, -x.size(1) % CHUNK))
-    return padded.transpose(1, 2).unflatten(2, (-1, CHUNK)).unflatten(1, (groups, -1))
+    padded = F.pad(x.float(), (0, 0, 0, 0, 0, -x.size(1) % CHUNK_TOKENS))
+    return padded.transpose(1, 2).unflatten(2, (-1, CHUNK_TOKENS)).unflatten(1, (groups, -1))
 
 
 def _masked_exp(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -346,9 +346,9 @@ def _document_masks(ids: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
     """Return which tokens of a chunk see each other, the chunk's first state and its last, and
     which chunks pass it on."""
     # the padding belongs to the last document, so that it ends no document
-    padding = -ids.size(1) % CHUNK
+    padding = -ids.size(1) % CHUNK_TOKENS
     padded = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1)
-    ids = padded.unflatten(1, (-1, CHUNK))[:, None, None]  # (B, 1, 1, N, L)
+    ids = padded.unflatten(1, (-1, CHUNK_TOKENS))[:, None, None]  # (B, 1, 1, N, L)
     first = ids[..., :1, 0]
     last = ids[..., -1:]
     # the document of the token before each chunk; nothing enters the first chunk

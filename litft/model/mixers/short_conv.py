@@ -24,7 +24,7 @@ class ShortConv(Mixer):
     ) -> Tensor:
         """See Mixer."""
         return self.out_proj(
-            self.run_mix(documents, cache, self.in_proj(x), self.conv.weight, self.conv.bias)
+            self.recompute_mix(documents, cache, self.in_proj(x), self.conv.weight, self.conv.bias)
         )
 
     def mix(

@@ -133,5 +133,5 @@ def _options(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
 def _lora(setup: RunSetup) -> Method:
     """Return LoRA with default settings for the same model."""
     method = copy.copy(method_of(LoRAFinetuneArgs()))
-    method.choose(setup.source.outline, setup.source.adapter_rules)
+    method.select_targets(setup.source.outline, setup.source.adapter_rules)
     return method

@@ -17,7 +17,7 @@ from litft.training.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """How a run uses the devices, and the memory that it needs of each."""
 
     device: torch.device
@@ -38,7 +38,7 @@ class PlannedRun:
 
     setup: RunSetup
     schedule: Schedule
-    settings: Settings
+    settings: MemorySettings
 
 
 def planned_shape(schedule: Schedule, strategy: str) -> Shape:
@@ -48,7 +48,7 @@ def planned_shape(schedule: Schedule, strategy: str) -> Shape:
     return shape._replace(accumulated=shape.accumulated or strategy == "ddp")
 
 
-def choose(setup: RunSetup, schedule: Schedule, device: torch.device) -> PlannedRun:
+def choose_memory_settings(setup: RunSetup, schedule: Schedule, device: torch.device) -> PlannedRun:
     """Choose what the flags leave open, by the device's memory: also the rows of a micro-batch, by
     which the run's schedule is laid out.
 
@@ -90,7 +90,7 @@ def choose(setup: RunSetup, schedule: Schedule, device: torch.device) -> Planned
     chosen = fit or smallest
     chosen_schedule = with_rows(chosen.rows)
     _check(args, chosen_schedule, strategy, reason)
-    settings = Settings(
+    settings = MemorySettings(
         device=device,
         strategy=strategy,
         reason=reason,

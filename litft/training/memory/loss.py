@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from litft.model.device_type import device_type
-from litft.model.loss import CHUNK, summed_cross_entropy, token_cross_entropy
+from litft.model.loss import LOGIT_ROWS, summed_cross_entropy, token_cross_entropy
 from litft.model.transformer import GPT
 from litft.training.memory.trace import AllocationTracker, Shape, stepping_in_backward
 from litft.training.optimizers.make import OptimizerInBackward
@@ -28,7 +28,7 @@ def trace_loss(
     num_tokens = shape.rows * shape.tokens
     head = model.lm_head
     count = min(shape.max_targets or num_tokens, num_tokens)
-    rows = min(count, CHUNK)  # the loss is computed chunk by chunk
+    rows = min(count, LOGIT_ROWS)  # the loss is computed chunk by chunk
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     targets = torch.zeros(1, rows, dtype=torch.int64)
     target_indices = torch.arange(rows)

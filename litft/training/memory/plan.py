@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from litft.args import Optimizers
 from litft.distributed.devices import DTYPES
 from litft.methods import Method
-from litft.methods.new_tokens import ROWS
+from litft.methods.new_tokens import TOKEN_ROW_PARAMETERS
 from litft.model.config import Config
 from litft.model.device_type import planned_for
 from litft.model.mixers import kernels
@@ -28,7 +28,7 @@ from litft.model.transformer import GPT, default_dtype
 from litft.pretrained.folder import PretrainedFolder
 from litft.training.memory.flops import Flops
 from litft.training.memory.loss import trace_loss
-from litft.training.memory.residence import Residence, residence
+from litft.training.memory.residence import MemoryPlacement, residence
 from litft.training.memory.trace import (
     Shape,
     backward_optimizer,
@@ -258,7 +258,7 @@ def _without_new_tokens(method: Method) -> Method:
     """Return a copy without new tokens: they need real ids, and their few rows do not matter."""
     method = copy.copy(method)
     method.tokens = {}
-    method.frozen = method.frozen - set(ROWS)
+    method.frozen = method.frozen - set(TOKEN_ROW_PARAMETERS)
     return method
 
 
@@ -275,7 +275,7 @@ def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[
         model = GPT(source.config)
     parameters = _num_elements(model.parameters())
     method.attach(model, keep=False)
-    method.compute_in(model, precision)
+    method.set_compute_dtype(model, precision)
     for name in method.frozen:
         model.get_parameter(name).requires_grad_(False)
     return model, parameters
@@ -348,7 +348,7 @@ def _update_bytes(
     trained: dict[str, nn.Parameter],
     shards: int,
     in_backward: bool,
-    place: Residence,
+    place: MemoryPlacement,
 ) -> _UpdateBytes:
     """Return the bytes of updating the trained parameters."""
     state = state_bytes(optimizer, trained) // shards
@@ -363,7 +363,7 @@ def _update_bytes(
     return _UpdateBytes(gradients, state, stepping)
 
 
-def _on_host(place: Residence, weights: int, update: _UpdateBytes) -> int:
+def _on_host(place: MemoryPlacement, weights: int, update: _UpdateBytes) -> int:
     """Return the bytes that are offloaded, of the weights with their gradients and of the
     optimizer's state."""
     size = 0

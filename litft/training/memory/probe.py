@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from litft.data.packing import MicroBatch
 from litft.distributed.devices import is_out_of_memory
 from litft.distributed.process_group import Processes, sync_gradients
-from litft.errors import RankError, summary
+from litft.errors import RankError, first_line
 from litft.model.placement import local
 from litft.training.memory.advice import remedies
 from litft.training.memory.choose import PlannedRun
@@ -59,7 +59,7 @@ class MemoryProbe:
                 if not out_of_memory and not is_compiled(self.network.model):
                     raise
                 if not out_of_memory:
-                    run_uncompiled(self.network.model, summary(error))
+                    run_uncompiled(self.network.model, first_line(error))
                     optimizer.zero_grad(set_to_none=True)
                     continue
                 reason = str(error)
@@ -127,7 +127,7 @@ class MemoryProbe:
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         before = self.schedule.shape()
-        self.schedule.lay_out(smaller)
+        self.schedule.set_layout(smaller)
         self.say(
             f"micro-batches of up to {before} do not fit into memory; continuing with "
             f"{self.schedule.shape()}"

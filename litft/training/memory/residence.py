@@ -6,7 +6,7 @@ Used by the memory plan, and by the probe of the largest micro-batch before the 
 from typing import NamedTuple
 
 
-class Residence(NamedTuple):
+class MemoryPlacement(NamedTuple):
     """What is stored on the device; the rest is in host memory."""
 
     # with their gradients; of a sharded network only
@@ -16,10 +16,10 @@ class Residence(NamedTuple):
     activations: bool
 
 
-def residence(optimizer: str, cpu_offload: str, sharded: bool, device: str) -> Residence:
+def residence(optimizer: str, cpu_offload: str, sharded: bool, device: str) -> MemoryPlacement:
     """Return the residence for a run's flags and device type (cpu or cuda)."""
     # FSDP2's offload policy covers all sharded tensors
     offloaded = sharded and cpu_offload == "parameters"
     # CUDA moves it to the host when memory is short
     paged = optimizer.startswith("paged") and device == "cuda"
-    return Residence(not offloaded, not offloaded and not paged, cpu_offload != "activations")
+    return MemoryPlacement(not offloaded, not offloaded and not paged, cpu_offload != "activations")

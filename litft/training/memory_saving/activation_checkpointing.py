@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from litft.methods.mixins import mixin_class
+from litft.methods.mixins import subclass_with
 from litft.model.transformer import GPT
 
 # in decreasing order of speed and of memory
@@ -38,7 +38,7 @@ def recompute(model: GPT, kind: str) -> None:
             mlps.append(block.mlp)
     modules = {"none": [], "selective": mlps, "full": list(model.blocks)}[kind]
     for module in modules:
-        module.__class__ = mixin_class(Recomputed, type(module))
+        module.__class__ = subclass_with(Recomputed, type(module))
         # dropout must draw the same mask again when the module is recomputed
         module.uses_rng = any(getattr(child, "lora_dropout", 0.0) for child in module.modules())
 

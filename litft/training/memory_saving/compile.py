@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from litft.methods.mixins import mixin_class
+from litft.methods.mixins import subclass_with
 from litft.model.config import Chunk
 from litft.model.kv_cache import KVCache
 from litft.model.packed_sequences import PackedSequences
@@ -72,7 +72,7 @@ class Compiled(GPT):
 def compile_blocks(model: GPT) -> None:
     """Compile the loss and each block, for any number of tokens and documents; identical blocks
     share a graph."""
-    model.__class__ = mixin_class(Compiled, type(model))
+    model.__class__ = subclass_with(Compiled, type(model))
     model.compiled_loss = True
     # LoRA's scale is a constant, though `dynamic` would make it an input
     torch._dynamo.config.specialize_float = True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from litft.methods.mixins import mixin_class
+from litft.methods.mixins import subclass_with
 from litft.model.transformer import GPT
 
 MIN_OFFLOAD_BYTES = 2**20  # smaller tensors stay on the device
@@ -139,7 +139,7 @@ class ActivationOffload(nn.Module):
 
 def offload_activations(model: GPT, device: torch.device) -> None:
     """Make `model` keep its activations in host memory between forward and backward."""
-    model.__class__ = mixin_class(ActivationOffload, type(model))
+    model.__class__ = subclass_with(ActivationOffload, type(model))
     assert isinstance(model, ActivationOffload)
     model.copies = HostCopies(device)
 
@@ -256,7 +256,7 @@ def offload_parameters(model: GPT, device: torch.device) -> None:
         if id(tensor) not in offloaded:
             tensor.data = tensor.data.to(device)
     for number, block in enumerate(model.blocks):
-        block.__class__ = mixin_class(FetchedBlock, type(block))
+        block.__class__ = subclass_with(FetchedBlock, type(block))
         assert isinstance(block, FetchedBlock)
         block.weights = weights
         block.number = number

@@ -7,7 +7,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from litft.data.packing import Layout, MicroBatch
+from litft.data.packing import BatchLayout, MicroBatch
 from litft.data.sample import Sample
 from litft.distributed.process_group import sum_over_processes
 from litft.evaluation.log_probs import document_log_probs, sequence_log_probs, wins
@@ -61,7 +61,7 @@ class KTO(Objective):
         fabric: Fabric,
         model: nn.Module,
         samples: Sequence[Sample],
-        layout: Layout,
+        layout: BatchLayout,
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute the KL divergence over the step's samples with the answers of others."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from litft.args import PreferenceArgs
 from litft.args.preference import DATA_KINDS, DataKind
-from litft.data.packing import Layout, MicroBatch
+from litft.data.packing import BatchLayout, MicroBatch
 from litft.data.sample import Sample
 
 # learning rate of LoRA divided by that of full fine-tuning (https://thinkingmachines.ai/blog/lora)
@@ -118,7 +118,7 @@ class Objective:
         fabric: Fabric,
         model: nn.Module,
         samples: Sequence[Sample],
-        layout: Layout,
+        layout: BatchLayout,
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute what the losses of all of a step's micro-batches depend on.

@@ -34,7 +34,7 @@ from litft.model.config_file import read_object
 from litft.model.placement import full_tensor
 from litft.pretrained.folder import base_record
 from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
-from litft.training.dry_run import description, duration, method_title, run_title
+from litft.training.dry_run import description, format_duration, method_title, run_title
 from litft.training.intervals import num_measured
 from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import peak_flops
@@ -181,7 +181,7 @@ class Recorder:
         # a run from its beginning keeps no row, not even that of step 0
         self.metrics.truncate(start_step or -1)
         run_checkpoints.delete_after(self.folder, start_step)
-        self.place_best(start_step)
+        self.publish_best(start_step)
         for path in self.folder.glob("best-*.partial"):
             shutil.rmtree(path)
 
@@ -263,7 +263,7 @@ class Recorder:
 
         def when_written() -> None:
             run_checkpoints.prune(self.folder, self.args.save.keep_last)
-            self.place_best(step)
+            self.publish_best(step)
 
         # on a CPU, the copy of a whole model that writing in the background needs would take memory
         # from the steps
@@ -309,7 +309,7 @@ class Recorder:
         if self.is_writer:
             run_dir.delete_previous_final(self.folder)
 
-    def place_best(self, step: int) -> None:
+    def publish_best(self, step: int) -> None:
         """Give what was best after `step` steps the name best/."""
         for best_step, path in self._preliminary_bests():
             if best_step <= step:
@@ -530,7 +530,7 @@ class Recorder:
         seconds = self.metrics.seconds
         if seconds:
             tiles += [
-                SummaryTile("training time", duration(seconds)),
+                SummaryTile("training time", format_duration(seconds)),
                 SummaryTile("tokens per second", f"{tokens / seconds:,.0f}"),
             ]
         memory = newest.get("memory_gib")

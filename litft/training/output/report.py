@@ -26,7 +26,7 @@ STYLE, SCRIPT = (
 )
 DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 # no other script runs
-POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
+REPORT_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
 CONTROLS = (
     "<div class=controls><label><input type=checkbox id=logarithmic> logarithmic "
     "loss</label><label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 "
@@ -149,7 +149,7 @@ def write_report(folder: Path, report: Report) -> None:
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{REPORT_POLICY}">'
         f"<title>{html.escape(report.title)}</title><style>{STYLE}</style></head>"
     )
     body = f"<body><main>{''.join(filter(None, parts))}</main><script>{SCRIPT}</script></body>"

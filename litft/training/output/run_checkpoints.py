@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.optim import Optimizer
 
 from litft.atomic import replace_folder
-from litft.distributed.process_group import HostGroup
+from litft.distributed.process_group import CpuProcessGroup
 from litft.run_dir import checkpoint_step, checkpoints
 from litft.training.optimizers.make import StochasticRounding, averaged_weights
 from litft.training.output.file_hashes import (
@@ -221,7 +221,9 @@ def read_progress(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(folder, error) from None
 
 
-def check_files(folder: Path, progress: dict[str, Any], hosts: HostGroup | None = None) -> None:
+def check_files(
+    folder: Path, progress: dict[str, Any], hosts: CpuProcessGroup | None = None
+) -> None:
     """Read all files once and compare their hashes.
 
     Each process reads a part of them; all have the same result.
@@ -329,7 +331,7 @@ def restore_newest(
     identity: dict[str, Any],
     parameters: dict[str, nn.Parameter],
     optimizer: Optimizer,
-    hosts: HostGroup | None = None,
+    hosts: CpuProcessGroup | None = None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Restore parameters and optimizer in place from the newest readable checkpoint, with all
     processes.

@@ -32,7 +32,7 @@ class Screen:
         """Print what the run is about to do."""
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def showing_activity(self, what: str) -> Iterator[None]:
         """Show the current activity while the context is open."""
         yield
 
@@ -123,7 +123,7 @@ class Terminal(Screen):
                 self.say(line)
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def showing_activity(self, what: str) -> Iterator[None]:
         """Show a spinner, or the text next to the bar instead of the newest row, if there is
         one."""
         if self.progress is None:
@@ -268,12 +268,12 @@ def _scores(row: Row, separator: str = ", ") -> str:
     return separator.join([f"loss {row['loss']:.4g}", *scores])
 
 
-def end(text: str, width: int = 100) -> str:
+def shorten_left(text: str, width: int = 100) -> str:
     """Return the end of a text on one line: of a prompt, whose question comes last."""
-    return beginning(text[::-1], width)[::-1]
+    return shorten(text[::-1], width)[::-1]
 
 
-def beginning(text: str, width: int = 100) -> str:
+def shorten(text: str, width: int = 100) -> str:
     """Return the beginning of a text on one line."""
     text = " ".join(text.split())
     if len(text) <= width:

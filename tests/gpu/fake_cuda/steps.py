@@ -46,17 +46,17 @@ from litft.args import (  # noqa: E402
     TrainArgs,
 )
 from litft.data.dataset import DataSplits  # noqa: E402
-from litft.data.packing import Layout, MicroBatch  # noqa: E402
+from litft.data.packing import BatchLayout, MicroBatch  # noqa: E402
 from litft.data.sample import Sample  # noqa: E402
 from litft.data.tokenizer import Tokenizer  # noqa: E402
 from litft.distributed.devices import lacks_bf16, make_fabric, pick_accelerator  # noqa: E402
 from litft.distributed.process_group import Processes, launch  # noqa: E402
 from litft.families import families, read_config  # noqa: E402
 from litft.model.mixers import kernels  # noqa: E402
-from litft.model.placement import UNSHARDED  # noqa: E402
+from litft.model.placement import SINGLE_DEVICE  # noqa: E402
 from litft.pretrained.folder import DEMO, PretrainedFolder  # noqa: E402
 from litft.training import network  # noqa: E402
-from litft.training.memory.choose import PlannedRun, Settings  # noqa: E402
+from litft.training.memory.choose import MemorySettings, PlannedRun  # noqa: E402
 from litft.training.optimizers.make import make_optimizer  # noqa: E402
 from litft.training.run_setup import resolve_setup  # noqa: E402
 from litft.training.schedule import Schedule  # noqa: E402
@@ -128,7 +128,7 @@ class UnreadFolder(PretrainedFolder):
 
 def unfilled(source: Any, model: Any, precision: Any, device: Any) -> None:
     """Allocate the network."""
-    UNSHARDED.allocate(model, device)
+    SINGLE_DEVICE.allocate(model, device)
     model.rotaries.to_empty(device=device)
 
 
@@ -155,9 +155,9 @@ class FourSamples(Sequence):
 def real_on_the_host(mode: FakeTensorMode) -> Iterator[None]:
     """Within the context, the order of samples and their micro-batches are real; these then become
     fake, on the host."""
-    collate_rows, step_indices = Layout.collate_rows, Schedule.step_indices
+    collate_rows, step_indices = BatchLayout.collate_rows, Schedule.step_indices
 
-    def collate(self: Layout, rows: list[list[Sample]]) -> MicroBatch:
+    def collate(self: BatchLayout, rows: list[list[Sample]]) -> MicroBatch:
         with unset_fake_temporarily():
             batch = collate_rows(self, rows)
         return MicroBatch(
@@ -169,7 +169,7 @@ def real_on_the_host(mode: FakeTensorMode) -> Iterator[None]:
             return step_indices(self, step)
 
     with (
-        mock.patch.object(Layout, "collate_rows", collate),
+        mock.patch.object(BatchLayout, "collate_rows", collate),
         mock.patch.object(Schedule, "step_indices", indices),
     ):
         yield
@@ -201,7 +201,7 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
     ):
         device = torch.device(pick_accelerator("cuda"), 0)
         recomputed = args.train.activation_checkpointing
-        settings = Settings(
+        settings = MemorySettings(
             device, "single", "", 1, setup.precision(device), recomputed, None, 1.0, 80 * 2**30
         )
         if args.precision == "auto":

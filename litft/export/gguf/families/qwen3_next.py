@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from litft.checkpoints.rules import Rename, Rule, Shift, Split, Tile
+from litft.checkpoints.rules import InterleaveValueHeads, Rename, Rule, Shift, Split
 from litft.export.gguf.families import llama, qwen2_moe
 from litft.export.gguf.families.family import GgufFamily
 from litft.families.qwen3_next import delta_of
@@ -44,13 +44,17 @@ def gguf_rules(config: Config) -> list[Rule]:
     def qkv_names(leaf: str) -> tuple[str, ...]:
         return tuple(f"{prefix}{part}_{leaf}.weight" for part in ("query", "key", "value"))
 
-    def tile(gguf_name: str, name: str | tuple[str, ...], *sizes: int, **settings: bool) -> Tile:
+    def tile(
+        gguf_name: str, name: str | tuple[str, ...], *sizes: int, **settings: bool
+    ) -> InterleaveValueHeads:
         # the number of rows shows which tensors have one number for each head
         if sizes == (heads,):
             head_dim = 1
         else:
             head_dim = delta.value_dim
-        return Tile(f"blk.{{}}.{gguf_name}", name, sizes, key_heads, head_dim, **settings)
+        return InterleaveValueHeads(
+            f"blk.{{}}.{gguf_name}", name, sizes, key_heads, head_dim, **settings
+        )
 
     beta = f"{prefix}beta_proj.weight"
     decay = f"{prefix}decay_proj.weight"

@@ -1,0 +1,26 @@
+"""Notes on what happened to examples; reports print them after a count."""
+
+CUT = "cut to the length limit"
+CUT_AWAY = "skipped: no part of an answer is within the length limit"
+MASKED = "skipped: every turn is masked"
+EMPTY = "skipped: the answer is empty"
+BLANK = "skipped: no text"
+EMPTY_TURN = "with an empty answer, which is excluded from the loss"
+EMPTY_PROMPT = "with an empty prompt"
+UNANSWERED = "ending in a turn without an answer, which is dropped"
+CONTROL = "containing the text of a control token, which is encoded as that token"
+OTHER_PROMPT = (
+    "with an answer whose prompt opens a thought when it is generated, but not in training (give "
+    "reasoning, or another --data.template)"
+)
+WITHIN_TOKEN = (
+    "with a prompt that ends within a token, so that it has other tokens when it is generated from "
+    "(move spaces from the end of the prompt to the beginning of the answer)"
+)
+TOOLS_LOST = "with tools, which the chat template leaves out"
+WITHOUT = "without the field"
+END_TEXT = "with an end token written after an answer, which is removed"
+
+# of preferences
+EQUAL = "skipped: both answers are equal"
+PROMPT_CUT = "with the beginning of the prompt cut to the length limit"
