@@ -74,8 +74,8 @@ LONGEST = (
     "test_plan.py",
     "test_methods.py",
     "test_serve.py",
-    "test_watching.py",
-    "test_preview.py",
+    "test_reporting.py",
+    "test_dry_run.py",
     "test_eval.py",
 )
 

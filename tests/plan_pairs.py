@@ -20,7 +20,7 @@ from shutil import copyfile
 
 import torch
 import transformers
-from tracked import tracked_peak
+from tracked_memory import tracked_peak
 
 from litft.args import (
     AdapterArgs,

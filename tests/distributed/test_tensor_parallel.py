@@ -6,7 +6,7 @@ import torch
 import transformers
 from method_cases import FAMILIES, METHODS, save_result, tokens_for
 from parity import ROWS, draw, perturb, relative
-from parts import logits
+from tp_logits import logits
 
 import litft
 from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides

@@ -12,7 +12,7 @@ import plan_pairs
 import pytest
 import torch
 from conftest import ENV, config_folder, script
-from tracked import tracked_peak
+from tracked_memory import tracked_peak
 from transformers import Qwen3MoeConfig
 
 import litft.training.memory.choose

@@ -1,6 +1,6 @@
 """Compute the logits of models that are split over several processes.
 
-`logits` starts `python parts.py CASES OUT` once per process; the processes find each other as under
+`logits` starts `python tp_logits.py CASES OUT` once per process; the processes find each other as under
 torchrun.
 """
 

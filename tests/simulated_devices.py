@@ -1,7 +1,7 @@
 """Simulated devices: their tensors compute on the CPU, but refuse to be mixed with those of another
 device.
 
-`python elsewhere.py MODEL` compares a model whose layers are on two such devices and the CPU with
+`python simulated_devices.py MODEL` compares a model whose layers are on two such devices and the CPU with
 one on the CPU only.
 """
 

@@ -47,7 +47,7 @@ def test_activations_move_between_devices(make_model, family):
     CPU."""
     config_class, variations = ROWS[family]
     folder = make_model(getattr(transformers, config_class), **variations[SPREAD[family]])[1]
-    done = script("tests/elsewhere.py", folder, cwd=folder)
+    done = script("tests/simulated_devices.py", folder, cwd=folder)
     assert "as it should: " in done.stdout
 
 
