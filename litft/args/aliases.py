@@ -67,11 +67,14 @@ _ENDS = Alias("", "the template says how answers end, and padding needs no token
 ALIASES: dict[str, Alias] = {
     # model and output
     "model": Alias("--checkpoint_dir {value}", _LOAD),
-    "model_name": Alias("--checkpoint_dir {value}", _LOAD),
+    **dict.fromkeys(
+        ("model_name", "model_id", "model_path", "pretrained_model_name_or_path"),
+        Alias("--checkpoint_dir {value}", _LOAD),
+    ),
     "model_name_or_path": Alias("--checkpoint_dir {value}", _LOAD),
     "base_model": Alias("--checkpoint_dir {value}", _LOAD),
     "adapter_name_or_path": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
-    "output_dir": Alias("--out_dir {value}"),
+    **dict.fromkeys(("output_dir", "save_path", "save_dir"), Alias("--out_dir {value}")),
     "overwrite_output_dir": Alias("--overwrite"),
     "resume_from_checkpoint": Alias(
         "--resume --out_dir RUN", "a run continues from its newest checkpoint"
@@ -129,6 +132,11 @@ ALIASES: dict[str, Alias] = {
     "train_file": Alias("--data.path {value}"),
     "validation_file": Alias("--data.val_path {value}"),
     "eval_dataset": Alias("--data.val_path {value}"),
+    "dataset_config_name": Alias("--data.subset {value}", "of a data set of the hub"),
+    "dataset_config": Alias("--data.subset {value}", "of a data set of the hub"),
+    "dataset_split": Alias("--data.split {value}", "of a data set of the hub"),
+    "show": Alias("--dry_run", "it shows examples; scripts/prepare_data.py --show 5 shows more"),
+    "budget": Alias("", "scripts/plan.py --budget 24GB chooses settings for a GPU's memory"),
     "max_samples": Alias("--data.limit {value}", "the first records of each path"),
     "max_train_samples": Alias("--data.limit {value}", "the first records of each path"),
     "val_set_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
@@ -161,8 +169,9 @@ ALIASES: dict[str, Alias] = {
     "num_train_epochs": Alias("--train.epochs {value}"),
     "num_epochs": Alias("--train.epochs {value}"),
     "per_device_train_batch_size": Alias("--train.micro_batch_size {value}", _MICRO),
-    "batch_size": Alias(
-        "--train.global_batch_size {value}", "the examples of a step on all devices"
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size"),
+        Alias("--train.global_batch_size {value}", "the examples of a step on all devices"),
     ),
     "gradient_accumulation_steps": Alias(
         "--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES
@@ -285,7 +294,9 @@ ALIASES: dict[str, Alias] = {
         "", "sequences are not divided over devices; shorter ones fit with packing"
     ),
     "num_processes": Alias("--devices {value}"),
-    "gpus": Alias("--devices {value}"),
+    **dict.fromkeys(
+        ("gpus", "num_gpus", "n_gpu", "n_gpus", "nproc_per_node"), Alias("--devices {value}")
+    ),
     # preferences
     "rl": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
     **dict.fromkeys(
