@@ -238,7 +238,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _chunks(hidden: Tensor) -> Iterator[slice]:
-    """Yield the slices of CHUNK tokens that hidden (N, C) is divided into."""
+    """Yield the slices of LOGIT_ROWS tokens that hidden (N, C) is divided into."""
     for start in range(0, hidden.size(0), LOGIT_ROWS):
         yield slice(start, start + LOGIT_ROWS)
 

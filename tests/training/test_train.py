@@ -174,7 +174,7 @@ import sys, torch
 sys.path[:0] = [{tests!r}, {tests!r} + "/training"]
 from litft.args import LoRAFinetuneArgs
 from litft.distributed.devices import make_fabric
-from litft.data.packing import Layout
+from litft.data.packing import BatchLayout
 from litft.training.trainer import accumulate
 from test_train import LAYOUTS, make_objective, samples_of, trainable
 fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
@@ -185,7 +185,7 @@ for head in (False, True):
     networks[head] = model, parameters, *fabric.setup(model, torch.optim.SGD(parameters.values(), 0.1))
 for name, (kind, count, rows, room) in LAYOUTS.items():
     model, parameters, wrapped, optimizer = networks["head" in name]
-    samples, objective, layout = samples_of(kind, count), make_objective(kind), Layout(rows, room, 2)
+    samples, objective, layout = samples_of(kind, count), make_objective(kind), BatchLayout(rows, room, 2)
     batches = layout.batches(samples, fabric.global_rank)
     optimizer.zero_grad()
     objective.before_step(fabric, model, samples, layout)
