@@ -64,8 +64,8 @@ class Method:
     1. `choose` selects what to train, on a meta model. When training continues from an adapter,
        `read` and `update_args` replace it. The caller then sets `tokens` and `frozen`.
     2. The network is built in the dtype `storage(precision)`, and quantized except for
-       `unquantized_modules`. `attach` adds the method's modules, then `set_compute_dtype` sets the compute
-       dtype.
+       `unquantized_modules`. `attach` adds the method's modules, then `set_compute_dtype` sets the
+       compute dtype.
     3. The network is sharded and filled, and `reset_parameters` initializes what `attach` has
     added.
     4. The optimizer updates the `parameters` that require gradients, at the learning rate times
