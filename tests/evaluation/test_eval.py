@@ -650,6 +650,21 @@ def finetuned_run(folder, tmp_path, name, **data):
     return litft.finetune(args).folder
 
 
+def test_the_data_of_an_earlier_run_may_be_gone(folder, tmp_path, monkeypatch):
+    """What the model's own run held out is scored, with a warning about the earlier run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        records = [{"prompt": f"{name} {n}?", "completion": "Lily"} for n in range(20)]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    first = finetuned_run(folder, tmp_path, "one", path=["first.jsonl"], val_fraction=0.3)
+    second = finetuned_run(first, tmp_path, "two", path=["second.jsonl"], val_fraction=0.3)
+    (tmp_path / "first.jsonl").unlink()
+    output, done = run_eval(tmp_path, "--checkpoint_dir", second, "--max_new_tokens", "1")
+    assert 0 < len(output["answers"]) < 20
+    assert "one was trained on first.jsonl, which is not found from this folder" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys):
     """A part of its files, another seed or another run would count training examples as held
