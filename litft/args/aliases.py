@@ -142,6 +142,7 @@ ALIASES: dict[str, Alias] = {
     "val_set_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
     "val_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
     "val_split_fraction": Alias("--data.val_fraction {value}"),
+    "test_split_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
     "cutoff_len": Alias("--data.max_seq_length {value}"),
     "max_length": Alias("--data.max_seq_length {value}"),
     "sequence_len": Alias("--data.max_seq_length {value}"),
@@ -213,6 +214,7 @@ ALIASES: dict[str, Alias] = {
     "adam_beta2": Alias("--train.betas {adam_beta1},{value}", "both rates together"),
     "adam_epsilon": Alias("--train.eps {value}"),
     "cosine_min_lr_ratio": Alias("--train.min_lr_ratio {value}"),
+    "min_lr_rate": Alias("--train.min_lr_ratio {value}"),
     "min_lr": Alias("--train.min_lr_ratio R", "a fraction of the peak learning rate"),
     "optim": Alias(
         "--train.optimizer {value}", "adamw, adamw_8bit, lion, adafactor, muon, sgd, schedule_free"
@@ -254,6 +256,7 @@ ALIASES: dict[str, Alias] = {
     "adapter": Alias(
         "", "the command says the method: finetune/lora.py", values={"qlora": "--quantize nf4"}
     ),
+    "pissa_init": Alias("--lora.init pissa"),
     "init_lora_weights": Alias("--lora.init {value}", "default, pissa or olora"),
     "loraplus_lr_ratio": Alias("--lora.lr_ratio {value}"),
     # precision, memory and devices
@@ -309,8 +312,15 @@ ALIASES: dict[str, Alias] = {
     "pref_ftx": _ADDED_LOSS,
     "rpo_alpha": _ADDED_LOSS,
     "cpo_alpha": _ADDED_LOSS,
-    "kto_chosen_weight": Alias("--preference.desirable_weight {value}"),
-    "kto_rejected_weight": Alias("--preference.undesirable_weight {value}"),
+    "orpo_alpha": Alias("--preference.orpo_lambda {value}"),
+    **dict.fromkeys(
+        ("kto_chosen_weight", "kto_desirable_weight"),
+        Alias("--preference.desirable_weight {value}"),
+    ),
+    **dict.fromkeys(
+        ("kto_rejected_weight", "kto_undesirable_weight"),
+        Alias("--preference.undesirable_weight {value}"),
+    ),
     "simpo_gamma": Alias("--preference.gamma {value}"),
     "precompute_ref_log_probs": Alias(
         "--objective dpo", "the reference is always computed before the first step"

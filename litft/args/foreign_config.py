@@ -3,59 +3,37 @@
 It is printed after the error messages about the file's names, to replace the file.
 """
 
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import yaml
 
 from litft.args.aliases import translate_flag
-from litft.args.data_path import TYPES, Formats
+from litft.args.foreign_data import data_paths
 from litft.args.foreign_defaults import (
     AXOLOTL,
+    HELD_OUT,
     LLAMA_FACTORY,
     TRL,
     ForeignProgram,
     defaults_of,
     program_of,
 )
-from litft.args.preference import DATA_KINDS
+from litft.args.preference import DATA_KINDS, USED_BY
 
 FLAG = re.compile(r"--([\w.]+)(?: (?!--)(.*?))?(?= --|$)")  # a name and its value in a translation
 PLACEHOLDERS = ("N", "R", "RUN", "VALUE", "FILE.jinja", "NAMES")  # of values that do not carry over
 # a new run does not need them: the strategy is chosen
 OMITTED = ("resume", "strategy")
-# the loss names the objective first
-READ_LATER = ("stage",)
+LOSS_MASKS_OF_TRL = ("completion_only_loss", "assistant_only_loss")
+# settings whose meaning depends on others
+READ_TOGETHER = ("stage", "label_smoothing", "lr_scheduler_kwargs.min_lr", *LOSS_MASKS_OF_TRL)
 DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
-RENAMED = {"data_files": "path", "name": "subset", "train_on_split": "split"}
 # settings that only TRL's DPO has
-SETTINGS_OF_DPO = {"rpo_alpha", "precompute_ref_log_probs", "ref_model_init_kwargs"}
-# the name of a turn's speaker -> litft's field of the turns
-TURNS = {"from": "conversations", "human": "conversations"}
-# settings of a data set -> the values that litft has anyway; and what it does instead of others
-EQUIVALENT_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "ds_type": (("json", "csv", "parquet", "text"), "the ending of the file's name says it"),
-    "roles_to_train": (
-        (["assistant"], ["gpt"], ["assistant", "gpt"]),
-        "only the assistant's turns are learned",
-    ),
-    "train_on_eos": (("turn",), "the end of each answer is learned"),
-    "train_on_eot": (("turn",), "the end of each answer is learned"),
-    "chat_template": (
-        ("tokenizer_default",),
-        "--data.template, or template of this item, is a name or a Jinja file",
-    ),
-}
-# a type of axolotl with a style of its prompt
-STYLE = re.compile(r"\w+[:.](?!default$)(?P<name>[\w.-]+)")
-COLUMN_FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
-SPEAKERS = (
-    {"role": "role", "content": "content"},
-    {"role": "from", "content": "value"},
-)
+SETTINGS_OF_DPO = {"preference.beta", "rpo_alpha", "precompute_ref_log_probs"}
+# flags that are of no use in learning from preferences
+SUPERVISED_ONLY = ("data.mask_prompt", "data.format", "train.label_smoothing")
 
 
 def translate_config(
@@ -79,11 +57,9 @@ def translate_config(
             if value is not None:
                 given[name] = value
         elif name in DATA:
-            given[DATA[name]] = _data_paths(value, notes)
-        elif name in READ_LATER:
+            given[DATA[name]] = data_paths(value, notes)
+        elif name in READ_TOGETHER:
             continue
-        elif name == "label_smoothing":  # the objective decides whose it is
-            given["train.label_smoothing"] = value
         elif translation := translate_flag(name, texts[name], texts):
             # one setting may be several flags here
             for flag, setting in FLAG.findall(translation[0]):
@@ -103,13 +79,15 @@ def translate_config(
             f"{', '.join(dict.fromkeys(of_lora))}: settings of finetune/lora.py, which this "
             "command does not have"
         )
-    _set_objective(given, entries)
     program = program_of(entries)
+    _set_objective(given, entries)
+    _read_together(given, entries, notes)
     if program is not None:
         for flag, value in defaults_of(program, given, entries).items():
             if flag in flag_types:
                 given[flag] = value
         _settle_differences(given, entries, program, notes)
+        _note_packing(entries, notes)
     elif {"lr_scheduler", "lr_scheduler_type"} & entries.keys():
         # the schedules of other programs end at 0
         given.setdefault("train.min_lr_ratio", 0.0)
@@ -123,16 +101,6 @@ def translate_config(
     return text, list(dict.fromkeys(notes))
 
 
-def _data_paths(data_sets: Any, notes: list[str]) -> list[Any]:
-    """Return the items of `data.path` for axolotl's data sets; add notes on what is lost."""
-    paths = []
-    for data_set in data_sets if isinstance(data_sets, list) else [data_sets]:
-        for path, lost in data_items(data_set):
-            paths.append(path)
-            notes.extend(lost)
-    return paths
-
-
 def _set_objective(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
     """Set the objective, and give beta the name that it has with this objective."""
     if "objective" not in given:
@@ -141,12 +109,62 @@ def _set_objective(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
             given["objective"] = entries["stage"]
         elif not SETTINGS_OF_DPO.isdisjoint(entries):
             given["objective"] = "dpo"
-    # one setting elsewhere: of the vocabulary's targets, or of the order of a pair
-    if given.get("objective", "sft") != "sft" and "train.label_smoothing" in given:
-        given["preference.label_smoothing"] = given.pop("train.label_smoothing")
     # the weight of the odds ratio is called beta elsewhere
     if given.get("objective") == "orpo" and "preference.beta" in given:
         given["preference.orpo_lambda"] = given.pop("preference.beta")
+
+
+def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: list[str]) -> None:
+    """Read the settings whose meaning depends on others."""
+    objective = given.get("objective", "sft")
+    # both masks apply: what is left is learned
+    masks = [entries[name] for name in LOSS_MASKS_OF_TRL if entries.get(name) is not None]
+    if masks:
+        given["data.mask_prompt"] = any(masks)
+    # of the vocabulary's targets, or of the order of a pair
+    smoothing = entries.get("label_smoothing")
+    if smoothing is not None and objective == "sft":
+        given["train.label_smoothing"] = smoothing
+    elif smoothing is not None:
+        given["preference.label_smoothing"] = smoothing
+
+    # other programs ignore what an objective does not use, and litft refuses it
+    if objective != "sft":
+        for flag in SUPERVISED_ONLY:
+            given.pop(flag, None)
+    for flag in list(given):
+        group, _, name = flag.rpartition(".")
+        if group == "preference" and objective not in USED_BY[name]:
+            notes.append(f"--{flag} {given.pop(flag)} is of no use with {objective}")
+
+    # a number below 1 is how transformers says: no limit
+    max_steps = given.get("train.max_steps")
+    if isinstance(max_steps, int) and max_steps < 1:
+        del given["train.max_steps"]
+    # transformers 5 takes a number below 1 for a share of the run
+    warmup = given.get("train.warmup_steps")
+    if isinstance(warmup, float) and 0 < warmup < 1:
+        given["train.warmup_fraction"] = given.pop("train.warmup_steps")
+    # the lowest rate, as a fraction of the highest
+    lowest = entries.get("lr_scheduler_kwargs.min_lr")
+    highest = given.get("train.learning_rate")
+    if lowest is not None and highest:
+        given["train.min_lr_ratio"] = float(lowest) / float(highest)
+    for name in HELD_OUT:
+        if entries.get(name) and "data.val_fraction" not in given:
+            notes.append(
+                f"{name}: {entries[name]} is a number of examples; --data.val_fraction is a share "
+                "of them"
+            )
+
+
+def _note_packing(entries: Mapping[str, Any], notes: list[str]) -> None:
+    """Note that a step has packed rows there, and examples here."""
+    if any(entries.get(name) is True for name in ("sample_packing", "packing", "data.packing")):
+        notes.append(
+            "packing: a step has packed rows there, of several examples each, and "
+            "--train.global_batch_size counts examples; raise it, or the step count is larger here"
+        )
 
 
 def _settle_differences(
@@ -167,9 +185,23 @@ def _settle_differences(
             notes.append(
                 f"template: {template} is a name of LLaMA-Factory; the model's own template is used"
             )
+        tuning = entries.get("finetuning_type", "lora")
+        if tuning != "lora":
+            notes.append(f"finetuning_type: {tuning} is another command here, finetune/full.py")
+        if entries.get("stage") not in ("sft", None, *DATA_KINDS):
+            notes.append(
+                f"stage: {entries['stage']} has no counterpart; plain texts are learned with "
+                "--data.format text"
+            )
     if program is TRL:
+        if "max_length" in entries and entries["max_length"] is None:
+            given.pop("data.max_seq_length", None)
+            notes.append(
+                "max_length: null means no limit in TRL; here it is the model's context, at most "
+                "2048, or --data.max_seq_length"
+            )
         is_sft = given.get("objective", "sft") == "sft"
-        if is_sft and not {"assistant_only_loss", "completion_only_loss"} & entries.keys():
+        if is_sft and "data.mask_prompt" not in given:
             notes.append(
                 "assistant_only_loss: TRL learns all of a conversation by default, litft the "
                 "answers; --data.mask_prompt false learns all"
@@ -210,43 +242,6 @@ def _settle_lora(
         )
 
 
-def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
-    """Yield the items of `data.path` for one of axolotl's data sets, each a path or a mapping, and
-    notes on what is lost."""
-    if not isinstance(data_set, Mapping):
-        yield data_set, []
-        return
-    settings: dict[str, Any] = {}
-    for name, value in data_set.items():
-        name = RENAMED.get(name, name)
-        if name in TYPES and value is not None:
-            settings[name] = value
-    # in axolotl, `type` says both the fields and the prompt that is made of them
-    if data_set.get("type") in get_args(Formats):
-        settings["format"] = data_set["type"]
-    if data_set.get("type") == "alpaca":  # which is a prompt there, too
-        settings["template"] = "alpaca"
-    # plain texts, even beside the fields of a conversation
-    if data_set.get("type") == "completion":
-        settings["format"] = "text"
-    columns = _columns(data_set)
-    if columns:
-        settings["columns"] = columns
-    files = settings.get("path")
-    for path in files if isinstance(files, list) else [files]:
-        # only data sets on the hub have splits; a path with a suffix is a file, even if it is
-        # missing on this machine
-        is_file = Path(str(path)).suffix != "" or os.path.exists(str(path))
-        kept = {}
-        for n, v in (settings | {"path": path}).items():
-            if not (is_file and n in ("split", "subset")):
-                kept[n] = v
-        yield (
-            (path if kept.keys() == {"path"} else kept),
-            [f"{path}: {note}" for note in _losses(data_set)],
-        )
-
-
 def _share_template(data: dict[str, Any]) -> None:
     """Move a template that all paths have to the data as a whole, so that chatting uses it, too."""
     items = data.get("path", [])
@@ -257,90 +252,6 @@ def _share_template(data: dict[str, Any]) -> None:
         data["path"] = [
             {name: value for name, value in item.items() if name != "template"} for item in items
         ]
-
-
-def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
-    """Return litft's names of fields that the data set names otherwise."""
-    columns: dict[str, Any] = {}
-    # the field of plain texts
-    if "field" in data_set:
-        columns["text"] = data_set["field"]
-    turns = data_set.get("field_messages")
-    if turns is not None:
-        properties = data_set.get("message_property_mappings")
-        speaker = data_set.get("message_field_role")
-        if isinstance(properties, Mapping):
-            speaker = properties.get("role", speaker)
-        # the name of the field with the turns says which form they have
-        usual = "conversations" if turns == "conversations" else "messages"
-        columns[TURNS.get(str(speaker), usual)] = turns
-    # a `type` may also be a mapping with the names of the fields
-    for source in (data_set, data_set.get("type")):
-        if isinstance(source, Mapping):
-            columns |= {
-                field: source[f"field_{field}"]
-                for field in COLUMN_FIELDS
-                if f"field_{field}" in source
-            }
-    return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-
-
-def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note for each setting that litft does not have, with what it does instead."""
-    # settings that are converted, or that need no note
-    known = {
-        *(f"field_{field}" for field in COLUMN_FIELDS),
-        *TYPES,
-        *RENAMED,
-        *EQUIVALENT_VALUES,
-        "type",
-        "field",
-        "field_messages",
-        "message_property_mappings",
-        "roles",
-    }
-    for name, value in data_set.items():
-        if name in EQUIVALENT_VALUES and value not in EQUIVALENT_VALUES[name][0]:
-            yield f"{name} {value!r} has no counterpart: {EQUIVALENT_VALUES[name][1]}"
-        elif name == "message_property_mappings" and value not in SPEAKERS:
-            yield (
-                f"{name} {value!r} has no counterpart: turns have role and content, or from and "
-                "value; rename them"
-            )
-        # axolotl's usual roles are those that litft knows
-        elif name == "roles" and value not in (
-            None,
-            {"user": ["human", "user"], "assistant": ["gpt", "assistant"]},
-        ):
-            yield (
-                f"roles {value!r} has no counterpart: rename the speakers in the file, to user and "
-                "assistant"
-            )
-        elif name not in known and not str(name).startswith("message_field"):
-            yield f"{name} has no counterpart"
-    if (
-        isinstance(prompt := data_set.get("type"), Mapping)
-        and {"format", "no_input_format", "system_prompt"} & prompt.keys()
-    ):
-        yield (
-            "the format of its type has no counterpart: the model's template is used; `template` "
-            "names another"
-        )
-    # such as train[:1000]
-    if str(data_set.get("split", "train")) != "train" and Path(str(data_set.get("path"))).suffix:
-        yield (
-            f"split {data_set['split']!r} has no counterpart for a file: `limit` takes its first "
-            "records"
-        )
-    # alpaca:mistral, chatml.intel: the part after the kind is a way to write the prompt
-    style = STYLE.fullmatch(str(data_set.get("type")))
-    if style:
-        yield (
-            f"type {data_set['type']}: {style['name']} has no counterpart: the model's template is "
-            "used; `template` names another"
-        )
-    if data_set.get("type") == "input_output":
-        yield "type input_output (segments) is not supported: use records of input_ids and labels"
 
 
 def _value(text: str) -> Any:

@@ -79,6 +79,8 @@ REPLACED_BY = {
     "train.warmup_fraction": "train.warmup_steps",
     "data.val_fraction": "data.val_path",
 }
+# settings with a share of the examples to hold out, or their number
+HELD_OUT = ("val_set_size", "val_size", "test_split_size")
 ADAPTIVE = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion")
 
 
@@ -101,6 +103,9 @@ def defaults_of(
     for flag, value in program.defaults.items():
         if flag not in given and REPLACED_BY.get(flag) not in given:
             missing[flag] = value
+    # a count of held-out examples has no counterpart, but some are held out
+    if any(entries.get(name) for name in HELD_OUT):
+        missing.pop("data.val_fraction", None)
 
     # epochs beside a number of steps that ends the run by itself
     if given.get("train.max_steps") and program.steps_replace_epochs:

@@ -790,6 +790,91 @@ def test_what_differs_is_converted(text, expected, tmp_path):
         assert "here it is --data.path ... (a list whose items may" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected", "note"),
+    [
+        # both masks of TRL apply
+        (
+            "model_name_or_path: m\ncompletion_only_loss: true\nassistant_only_loss: false",
+            {"data.mask_prompt": True},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nassistant_only_loss: false",
+            {"data.mask_prompt": False},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nmax_length: null\nmax_steps: -1\nnum_train_epochs: 2",
+            {"data.max_seq_length": None, "train.max_steps": None, "train.epochs": 2},
+            "max_length: null means no limit in TRL",
+        ),
+        (
+            "model_name_or_path: m\nrpo_alpha: 0.5\ncompletion_only_loss: true\nbeta: 0.2\n"
+            "label_smoothing_factor: 0.2",
+            {"objective": "dpo", "data.mask_prompt": None, "train.label_smoothing": None}
+            | {"preference.beta": 0.2, "preference.label_smoothing": None},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nwarmup_steps: 0.1\nlearning_rate: 2.0e-5\n"
+            "lr_scheduler_kwargs: {min_lr: 1.0e-6}",
+            {"train.warmup_fraction": 0.1, "train.warmup_steps": None}
+            | {"train.min_lr_ratio": pytest.approx(0.05)},
+            "",
+        ),
+        (
+            "base_model: m\nrl: orpo\norpo_alpha: 0.5\nsample_packing: true",
+            {"preference.orpo_lambda": 0.5},
+            "packing: a step has packed rows there",
+        ),
+        (
+            "base_model: m\nrl: kto\nkto_desirable_weight: 0.2\ndpo_label_smoothing: 0.1",
+            {"preference.desirable_weight": 0.2, "preference.label_smoothing": None},
+            "--preference.label_smoothing 0.1 is of no use with kto",
+        ),
+        (
+            "base_model: m\nval_set_size: 100",
+            {"data.val_fraction": None},
+            "val_set_size: 100 is a number of examples",
+        ),
+        (
+            "base_model: m\ndatasets: [{path: a.jsonl, message_field_training: learn}]",
+            {"data.val_fraction": 0.0},
+            "a.jsonl: message_field_training 'learn' has no counterpart",
+        ),
+        (
+            "finetuning_type: freeze\nstage: pt\npissa_init: true",
+            {"lora.init": "pissa", "objective": None},
+            "stage: pt has no counterpart",
+        ),
+    ],
+)
+def test_settings_whose_meaning_depends_on_others(text, expected, note, tmp_path):
+    """None: litft's default. The converted file is accepted as it is."""
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
+    message = str(error.value)
+    assert note in message
+    # what follows are errors in values of the other file
+    converted = message.partition("no counterpart:\n\n")[2].partition("\n\n")[0]
+    tree = yaml.safe_load(converted)
+    for flag, value in expected.items():
+        group, _, name = flag.rpartition(".")
+        assert tree.get(group, {}).get(name) == value if group else tree.get(name) == value, flag
+    (tmp_path / "b.yaml").write_text(converted)
+    words = [
+        "--config",
+        str(tmp_path / "b.yaml"),
+        "--data.path",
+        "a.jsonl",
+        "--checkpoint_dir",
+        "m",
+    ]
+    parser.parse(LoRAFinetuneArgs, words)
+
+
 def test_configs_of_other_commands_and_resume_in_a_file(tmp_path):
     (tmp_path / "a.yaml").write_text("resume: true\n")
     with pytest.raises(
