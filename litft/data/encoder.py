@@ -32,6 +32,7 @@ from litft.data.notes import (
     CONTROL,
     CUT,
     CUT_AWAY,
+    EARLIER_TURNS,
     EMPTY,
     EMPTY_PROMPT,
     EMPTY_TURN,
@@ -209,6 +210,8 @@ class Encoder:
         for turn in turns:
             if turn.message in supervised:
                 self._mark_targets(stored, turn, encoded)
+        if not supervised <= {turn.message for turn in turns}:
+            encoded.notes.append(EARLIER_TURNS)
         last = turns[-1]
         stored[self._answer_start(last) : last.end] |= IN_ANSWER
         encoded.ends.add(ids[last.end - 1])

@@ -185,13 +185,17 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
             f"{where}: {reason}; add --objective kto, or name the format with --data.format to "
             "ignore it"
         )
-    # prefer formats whose fields are not empty: a table may have columns of several formats
-    for filled in (True, False):
-        for name, form in FORMATS.items():
-            if not all(field in record for field in form.fields):
-                continue
-            if not filled or not any(record[field] in (None, "") for field in form.fields):
-                return name
+    # a table may have columns of several formats, which are empty in the records of the others; an
+    # empty answer alone does not make a record one of another format
+    matching = []
+    for name, form in FORMATS.items():
+        if all(field in record for field in form.fields):
+            matching.append(name)
+    for name in matching:
+        if any(record[field] not in (None, "") for field in FORMATS[name].fields):
+            return name
+    if matching:
+        return matching[0]
 
     # the message: the remedies are tried from the most general to the most specific, and the last
     # one that applies is shown

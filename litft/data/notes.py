@@ -17,6 +17,10 @@ WITHIN_TOKEN = (
     "with a prompt that ends within a token, so that it has other tokens when it is generated from "
     "(move spaces from the end of the prompt to the beginning of the answer)"
 )
+EARLIER_TURNS = (
+    "with an answer of several turns, of which only the last is compared: the template renders the "
+    "others differently once it follows (another --data.template may not)"
+)
 TOOLS_LOST = "with tools, which the chat template leaves out"
 WITHOUT = "without the field"
 END_TEXT = "with an end token written after an answer, which is removed"

@@ -253,3 +253,22 @@ def test_real_files(shared, name, form, count, turns):
     } == {form}
     messages = [to_example(record, where, "").messages for where, record in records]
     assert turns is None or sum(map(len, messages)) == turns
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        # an empty answer is that of its format, also beside a rendered text
+        ({"instruction": "a", "input": "", "output": "", "text": "a text"}, "alpaca"),
+        ({"instruction": "", "input": "b", "output": "c", "text": "a text"}, "alpaca"),
+        ({"prompt": "a", "completion": None, "text": "a text"}, "prompt"),
+        # columns of another format are empty
+        ({"instruction": None, "output": None, "question": "a", "answer": "b"}, "question"),
+        ({"instruction": "", "output": "", "text": "a text"}, "text"),
+        ({"instruction": "", "output": ""}, "alpaca"),
+    ],
+)
+def test_an_empty_answer_does_not_change_the_format(record, expected):
+    from litft.data.formats import detect_format
+
+    assert detect_format(record, "here") == expected

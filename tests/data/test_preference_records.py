@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from conftest import script, write_records
+from quirks import QUIRKS
 
 from litft.args import DataArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Encoder
-from litft.data.notes import CUT, EMPTY, EQUAL, PROMPT_CUT
+from litft.data.notes import CUT, EARLIER_TURNS, EMPTY, EQUAL, PROMPT_CUT
 from litft.data.preferences import to_preferences
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
@@ -353,3 +354,20 @@ def test_preferences_without_an_objective_are_pointed_to_it(tiny, tmp_path):
 )
 def test_a_second_prompt_is_named(encoder, record, unused):
     assert encoder("here", record).unused == unused
+
+
+def test_answers_of_several_turns_that_are_not_one_text_are_noted(tokenizer_folder):
+    """The template renders the first turn without its reasoning once the second follows, so only
+    the second is compared."""
+    first = GOOD | {"reasoning_content": "One more is two."}
+    record = {"prompt": [USER], "chosen": [first, MORE, GOOD], "rejected": [BAD]}
+    tokenizer = Tokenizer(tokenizer_folder("bytes"))
+    tokenizer.use_template(QUIRKS["thoughts of earlier answers are dropped"])
+    encoded = Encoder(tokenizer, 4096, kind="pairs")("here", record)
+    assert encoded.error is None and EARLIER_TURNS in encoded.notes
+
+    # a template that renders both turns in one text
+    record = {"prompt": [USER], "chosen": [GOOD, MORE, GOOD], "rejected": [BAD]}
+    tokenizer = Tokenizer(tokenizer_folder("header"))
+    encoded = Encoder(tokenizer, 4096, kind="pairs")("here", record)
+    assert encoded.error is None and EARLIER_TURNS not in encoded.notes
