@@ -18,6 +18,8 @@ from litft.inference.detokenizer import Detokenizer
 from litft.inference.sampling import Constraint, TokenSampler
 from litft.inference.speculative import Drafter, speculative_rounds
 
+# B rows, V vocabulary
+
 # stop token or text; max_new_tokens; context full
 FinishReason = Literal["stop", "length", "context"]
 
@@ -479,6 +481,8 @@ class PendingTokens:
     likely tokens."""
 
     def __init__(self, tokens: Tensor, logits: Tensor, num_top: int = 0) -> None:
+        """Start the copy of tokens (B,), their log-probabilities in logits (B, V), and the most
+        likely tokens."""
         # (B, 1), or with the most likely ones (B, 1 + num_top)
         ids = tokens[:, None]
         if num_top:

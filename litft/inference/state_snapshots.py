@@ -54,7 +54,8 @@ class RowStates:
 
 
 def take_snapshot(cache: KVCache, length: int, logits: Tensor | None = None) -> Snapshot:
-    """Copy the states of a cache with one row."""
+    """Copy the states (1, ...) of a cache with one row, and the logits (V,) of the next token, if
+    any."""
     states = [state.clone() for state in cache.states()]
     if logits is not None:
         logits = logits.clone()

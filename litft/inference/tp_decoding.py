@@ -41,7 +41,7 @@ LEADER_VARIABLE = "LITFT_LEADER"
 # timeout between calls: rank 0 may wait for the user
 IDLE_TIMEOUT = timedelta(days=365)
 
-# B rows, V vocabulary
+# B rows, T tokens of a call, V vocabulary
 
 
 class TensorParallelDecoder:
@@ -218,10 +218,14 @@ class LeadingDecoder(Decoder):
             super().reserve(tokens)
 
     def prefill(self, row: int, ids: Sequence[int], max_length: int | None = None) -> Tensor:
+        """Replace the text of a row on every rank; return the logits (V,), see
+        `Decoder.prefill`."""
         with self.tp_decoder.call(self.number, "prefill", row, list(ids), max_length):
             return super().prefill(row, ids, max_length)
 
     def extend(self, row: int, ids: Sequence[int], *cache: Any) -> Tensor:
+        """Append T tokens to a row on every rank; return the logits (T, V), or (1, V) with a cache,
+        see `Decoder.extend`."""
         with self.tp_decoder.call(self.number, "extend", row, list(ids)):
             return super().extend(row, ids, *cache)
 
@@ -234,6 +238,8 @@ class LeadingDecoder(Decoder):
         super().truncate(row, length)
 
     def step(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
+        """Run a decode step with tokens (B,) on every rank; return the logits (B, V), see
+        `Decoder.step`."""
         with self.tp_decoder.call(self.number, "step", list(active)):
             distributed.broadcast(tokens, 0)
             return super().step(tokens, active)

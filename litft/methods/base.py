@@ -18,6 +18,8 @@ from litft.model.config import Config
 from litft.model.placement import SINGLE_DEVICE, WeightPlacement, summon_full
 from litft.model.transformer import GPT
 
+# C channels, V vocabulary
+
 # the learned tensors of a method, by litft name, as stored in checkpoints and adapter files
 AdapterTensors = dict[str, Tensor]
 
@@ -46,7 +48,7 @@ class BaseFolder(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Return the base's tensor with a litft name."""
+        """Return the base's tensor, of any shape, with a litft name."""
         ...
 
 
@@ -173,9 +175,10 @@ class Method:
         raise NotImplementedError
 
     def merged(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
-        """Return the merged tensor of `name`, given the base's tensor `weight`.
+        """Return the merged tensor of `name`, given the base's tensor `weight`, of any shape.
 
-        Call `check_merge` first.
+        The shape stays, but for the rows of new tokens that embedding and head get. Call
+        `check_merge` first.
         """
         return self.add_token_rows(name, values.get(name, weight), values)
 
@@ -218,8 +221,11 @@ class Method:
         return TOKEN_ROW_PARAMETERS
 
     def add_token_rows(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
-        """Insert the rows of new tokens into a merged embedding or head; return other tensors
-        unchanged."""
+        """Insert the rows of new tokens into a merged embedding or head (V, C), or a head's bias
+        (V,); return other tensors, of any shape, unchanged.
+
+        One that gets rows then has max(V, largest new id + 1) of them.
+        """
         if not self.tokens or name not in ("embed.weight", "lm_head.weight", "lm_head.bias"):
             return weight
         # a shared parameter is stored under the embedding's name

@@ -72,8 +72,11 @@ class Full(Method):
         return dict(model.named_parameters())
 
     def merged(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
-        """Return the trained tensor; a frozen one comes from the base, because training may have
-        rounded it."""
+        """Return the trained tensor of `name`, of any shape; embedding and head have the rows of
+        new tokens already.
+
+        A frozen one is `weight`, from the base, because training may have rounded it.
+        """
         if name in self.frozen:
             return weight
         return values[name]

@@ -27,7 +27,7 @@ from litft.model.mlp import ExpertLinear, Grouping, by_expert
 from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, H query heads, K
-# key/value heads, D head dim, P prefix length, E experts
+# key/value heads, D head dim, P prefix length, E experts, N rows of expert inputs
 
 
 class PrefixAttention(Mixin):
@@ -61,7 +61,11 @@ class PrefixAttention(Mixin):
         nn.init.zeros_(self.adaption_gate)
 
     def add_attended(self, q: Tensor, y: Tensor) -> Tensor:
-        """Add attention to the prefix; shapes as in `Attention.add_attended`."""
+        """Return y (B, H, T, D) plus attention of q (B, H, T, D) to the prefix.
+
+        In latent attention the heads of q are longer than those of y; see
+        `LatentAttention.add_attended`.
+        """
         # of the attention that this class is mixed over
         y = super().add_attended(q, y)  # pyright: ignore[reportAttributeAccessIssue]
         if not self.enabled:
@@ -108,6 +112,10 @@ class AffineLinear(Mixin):
             nn.init.zeros_(self.adapter_bias)
 
     def forward(self, x: Tensor, *grouping: Grouping) -> Tensor:
+        """Return scale * (W x + b + bias), (..., out), for x (..., in).
+
+        Experts take x (N, in), its rows sorted by expert, and a grouping; they return (N, out).
+        """
         y = super().forward(x, *grouping)
         if not self.enabled:
             return y
@@ -307,7 +315,12 @@ class AdapterV2(Adapter):
         self.layers = layers
 
     def merged(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
-        """Return scale * W or scale * (b + bias), in fp32; norms are replaced."""
+        """Return scale * W or scale * (b + bias) of a Linear, in fp32 and the base's shape; norms
+        are replaced.
+
+        weight: W (out, in) and b (out,), or (E, out, in) and (E, out) of experts; other tensors may
+        have any shape. New tokens lengthen embedding and head as in `add_token_rows`.
+        """
         module, _, leaf = name.rpartition(".")
         scale = values.get(f"{module}.adapter_scale")
         if scale is not None:

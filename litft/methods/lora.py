@@ -316,7 +316,12 @@ class LoRA(Method):
 
     def merged(self, name: str, weight: Tensor, values: AdapterTensors) -> Tensor:
         """Return W + scale * B A for the weight of an adapted module, with DoRA's row norms, in
-        fp32."""
+        fp32.
+
+        weight: (out, in), (E, out, in) of experts, or a table (V, C) of tokens or positions; the
+        result has the same shape, but for the rows of new tokens. Tensors of other modules may have
+        any shape.
+        """
         module_name, _, leaf = name.rpartition(".")
         # modules_to_save and trained biases replace the base's tensor
         weight = values.get(name, weight)

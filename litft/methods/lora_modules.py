@@ -12,6 +12,8 @@ from litft.methods.mixins import Mixin
 from litft.model.mlp import ExpertLinear, Grouping, by_expert, expert_linear
 from litft.model.quantization import dense_weight
 
+# C channels, V vocabulary, E experts, N rows of expert inputs, R rank
+
 # parameters of a LoRA module: A, B, DoRA's magnitudes, and the initial A and B of PiSSA and OLoRA
 LORA_PARAMETERS = ("lora_a", "lora_b", "lora_m", "lora_a0", "lora_b0")
 
@@ -121,7 +123,10 @@ class LoRALinear(Mixin):
         return (self.out_features, self.in_features)
 
     def weight_matrix(self) -> Tensor:
-        """Return the base's weight (out, in), dequantized if necessary."""
+        """Return the base's weight (out, in), dequantized if necessary.
+
+        Experts have (E, out, in). A sharded weight must have been gathered.
+        """
         return dense_weight(self)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "LoRALinear":
@@ -138,6 +143,12 @@ class LoRALinear(Mixin):
             delattr(self, name)
 
     def forward(self, x: Tensor, *grouping: Grouping) -> Tensor:
+        """Return the module's output (..., out) plus the update, with DoRA's row norms, for x
+        (..., in).
+
+        Experts take x (N, in) and a grouping, and return (N, out). An embedding takes tokens (...)
+        and returns (..., C).
+        """
         y = super().forward(x, *grouping)
         if not self.enabled:
             return y
@@ -155,15 +166,16 @@ class LoRALinear(Mixin):
         return torch.addcmul(y, y - self.broadcast_rows(bias, *grouping), change)
 
     def add_update(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return y (..., out) plus the update, rounded once: `addmm` accumulates in fp32, so that a
-        small update is kept."""
+        """Return y (..., out) plus the update for x (..., in), rounded once: `addmm` accumulates in
+        fp32, so that a small update is kept."""
         # A (R, in), B (out, R)
         a, b = self.factors(x.dtype)
         projected = F.linear(F.dropout(x, self.lora_dropout, self.training), a)  # (..., R)
         return torch.addmm(y.flatten(0, -2), projected.flatten(0, -2), b.mT).view_as(y)
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A and scale * B in `dtype`.
+        """Return A (R, in) and scale * B (out, R) in `dtype`; experts have A (E, R, in) and B
+        (E, out, R).
 
         For PiSSA and OLoRA the update has twice the rank: scale * (B A - B0 A0) = scale * (B (A -
         A0) + (B - B0) A0). The differences are computed in fp32; after rounding A and A0 little of
@@ -178,8 +190,8 @@ class LoRALinear(Mixin):
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
-        """Return the 2-norm (out,) of each row of W + scale * B A, as a constant (arXiv 2402.09353,
-        section 4.3).
+        """Return the 2-norm of each row of W + scale * B A, (out,), or (E, out) for experts, as a
+        constant (arXiv 2402.09353, section 4.3).
 
         |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b^T needs no matrix of W's size,
         except a dequantized W.
@@ -203,8 +215,11 @@ class LoRALinear(Mixin):
         return self.sum_over_ranks(squares).clamp(min=0).sqrt()
 
     def sum_over_ranks(self, squares: Tensor) -> Tensor:
-        """Return the squared norms (out,) of full rows; overridden for tensor parallelism, where
-        rows are sharded."""
+        """Return the squared norms of full rows, (out,), or (E, out) for experts, given those of
+        this process's part of each row.
+
+        Overridden for tensor parallelism, where rows are sharded.
+        """
         return squares
 
     def broadcast_rows(self, values: Tensor) -> Tensor:
@@ -218,8 +233,8 @@ class LoRAExpertLinear(LoRALinear):
     count: int  # of the ExpertLinear: E
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A and scale * B, with the rank padded to a multiple of 8, which grouped_mm
-        requires on a GPU."""
+        """Return A (E, R, in) and scale * B (E, out, R), with the rank padded to a multiple of 8,
+        which grouped_mm requires on a GPU."""
         a, b = super().factors(dtype)
         padding = -a.size(-2) % 8
         # rows and columns of zeros change no product
@@ -232,7 +247,7 @@ class LoRAExpertLinear(LoRALinear):
         return (self.count, self.out_features, self.in_features)
 
     def add_update(self, y: Tensor, x: Tensor, grouping: Grouping) -> Tensor:
-        """Return y (N, out), its rows sorted by expert, plus each expert's update."""
+        """Return y (N, out), its rows sorted by expert, plus each expert's update for x (N, in)."""
         if not self.lora_a.numel():  # rank 0: only DoRA's magnitudes
             return y
         a, b = self.factors(x.dtype)
@@ -267,7 +282,7 @@ class LoRAEmbedding(LoRALinear):
         nn.init.normal_(self.lora_b)
 
     def add_update(self, y: Tensor, tokens: Tensor) -> Tensor:
-        """Return y (..., C) plus the update.
+        """Return y (..., C) plus the update for tokens (...).
 
         Dropout is not applied: on one-hot inputs it would drop whole tokens.
         """
@@ -287,5 +302,6 @@ def lora_class(module: nn.Module) -> type[LoRALinear]:
 
 
 def norm_ratios(target_norms: Tensor, norms: Tensor) -> Tensor:
-    """Return the factors that scale rows from `norms` to `target_norms`; 1 for a row of zeros."""
+    """Return the factors that scale rows from `norms` to `target_norms`, all in one shape, (out,)
+    or (E, out); 1 for a row of zeros."""
     return torch.where(norms == 0, 1.0, target_norms / torch.where(norms == 0, 1.0, norms))

@@ -15,6 +15,8 @@ from litft.model.norm import Norm
 from litft.model.quantization import QuantizedModule
 from litft.model.transformer import GPT
 
+# C channels, N rows of expert inputs
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -146,6 +148,7 @@ class TrainedLinear(TrainedWeight):
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b, (..., out), for x (..., in), in the dtype of x."""
         weight = self.weight.to(x.dtype)
         if self.bias is None:
             return F.linear(x, weight)
@@ -160,6 +163,7 @@ class TrainedExpertLinear(TrainedWeight):
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
+        """Apply to x (N, in), sorted by expert; return (N, out) in the dtype of x."""
         bias = self.bias if self.bias is None else self.bias.to(x.dtype)
         return expert_linear(x, self.weight.to(x.dtype), bias, grouping)
 
@@ -170,6 +174,7 @@ class TrainedEmbedding(TrainedWeight):
     weight: nn.Parameter  # of the nn.Embedding
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the rows (..., C) of tokens (...) in the compute dtype."""
         return F.embedding(tokens, self.weight).to(self.dtype)
 
 

@@ -52,6 +52,7 @@ class TokenEmbedding(TokenRows):
         self.register_buffer("row_of", row_of, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings (B, T, C) of tokens (B, T), whose ids may be beyond the table."""
         # ids beyond the table look up any row, which is replaced below
         y = super().forward(tokens.clamp(max=self.num_embeddings - 1))
         if not self.enabled:
@@ -88,6 +89,8 @@ class TokenHead(TokenRows):
         self.num_beyond = max(0, int(ids.max()) + 1 - self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (..., V) of x (..., C), where V includes the new tokens if the rows are
+        enabled."""
         logits = super().forward(x)  # (..., V)
         if not self.enabled:
             return logits

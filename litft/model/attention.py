@@ -16,7 +16,8 @@ from litft.model.device_type import device_type, is_planned
 from litft.model.kv_cache import LayerCache
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
-# B batch, T queries, S keys, H query heads, K key/value heads, D head dim, N documents
+# B batch, T queries, S keys, H query heads, K key/value heads, D head dim, V value
+# dim, N documents
 
 
 class _GQAArguments(TypedDict, total=False):
@@ -159,8 +160,8 @@ def _cu_seqlens(q: Tensor, documents: PackedSequences | None) -> Tensor:
 
 
 def supports_varlen(q: Tensor) -> bool:
-    """Return whether the GPU kernel for packed sequences computes with queries of this device,
-    dtype and head size."""
+    """Return whether the GPU kernel for packed sequences computes with queries (B, H, T, D) of this
+    device, dtype and head size."""
     in_half = q.dtype in (torch.bfloat16, torch.float16)
     if not in_half or q.size(3) > MAX_VARLEN_HEAD_DIM:
         return False

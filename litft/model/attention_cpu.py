@@ -56,7 +56,7 @@ class DocumentGroups(NamedTuple):
         return rows.index_select(0, self.inverse_index)
 
     def zero_padding_(self, rows: Tensor) -> Tensor:
-        """Set the padding rows to zero in place."""
+        """Set the padding rows of `rows` (R, W) to zero in place; return `rows`."""
         if self.padding_rows is None:
             return rows
         return rows.index_fill_(0, self.padding_rows, 0)
@@ -217,7 +217,10 @@ def attend_documents_backward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q (B, H, T, D), k and v (B, K, T, D), in their shapes.
+
+    grad, out: (B, H, T, D). lse: (B, H, T). cu_seqlens: (N + 1,). window: as in `attend_documents`.
+    """
     batch, heads, _, width = q.shape
     bounds = tuple(cu_seqlens.tolist())
     if q.dtype == torch.bfloat16 and not window:

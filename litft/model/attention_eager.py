@@ -6,6 +6,8 @@ from torch import Tensor
 from litft.model.kv_cache import causal_mask
 from litft.model.packed_sequences import PackedSequences
 
+# B batch, T queries, S keys, H query heads, K key/value heads, D head dim, V value dim
+
 
 def attention_mask(
     q: Tensor, k: Tensor, documents: PackedSequences | None, window: int | None
@@ -29,8 +31,13 @@ def eager_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention without a fused kernel, softmax in fp32: for softcaps and sinks, and as the
-    reference in tests."""
+    """Compute attention of q (B, H, T, D) over k (B, K, S, D) and v (B, K, S, V) without a fused
+    kernel; return (B, H, T, V).
+
+    The softmax is in fp32. This form serves softcaps and sinks, and is the reference in tests.
+    mask: booleans that broadcast to (B, H, T, S). sinks: (H,). In k and v of a prefix that all rows
+    share, B is 1.
+    """
     groups = q.size(1) // k.size(1)
     k = k.repeat_interleave(groups, dim=1)
     v = v.repeat_interleave(groups, dim=1)

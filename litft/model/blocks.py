@@ -100,6 +100,7 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         extra: BlockExtra | None = None,
     ) -> Tensor:
+        """Return (B, T, C) for x (B, T, C)."""
         if self.kv_sharing == "reuse":
             return self.reuse(x, cos_sin, documents, cache, extra)
         # (B, T, heads, D)
@@ -157,8 +158,10 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def apply_rotary(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, ...]:
-        """Rotate queries and keys; in a decode step both at once, since each operation adds
-        latency."""
+        """Rotate queries (B, H, T, D) and keys (B, K, T, D); return both in their shapes.
+
+        In a decode step both are rotated at once, since each operation adds latency.
+        """
         if q.size(2) > 1:
             return self.rotate(q, cos_sin.cos, cos_sin.sin), self.rotate(
                 k, cos_sin.cos, cos_sin.sin
@@ -267,6 +270,7 @@ class Block(nn.Module):
         cache: LayerCache | None,
         extra: BlockExtra | None = None,
     ) -> Tensor:
+        """Return the residual stream after the block, (B, T, C), for x (B, T, C)."""
         if self.attention is not None or self.mixer is not None:
             y = self.mix(apply_norm(self.attention_norm, x), cos_sin, documents, cache, extra)
             x = x + scaled(apply_norm(self.attention_post_norm, y), self.scale)
@@ -292,8 +296,8 @@ class Block(nn.Module):
         cache: LayerCache | None,
         extra: BlockExtra | None,
     ) -> Tensor:
-        """Return what attention, a recurrent mixer, or the sum of both computes from x (B, T,
-        C)."""
+        """Return what attention, a recurrent mixer, or the sum of both computes from x (B, T, C),
+        in the same shape."""
         extras = () if extra is None else (extra,)
         if self.mixer is None:
             assert self.attention is not None  # `forward` asks only a block with one of the two
@@ -329,6 +333,7 @@ class PostNormBlock(Block):
         documents: PackedSequences | None,
         cache: LayerCache | None,
     ) -> Tensor:
+        """Return the residual stream after the block, (B, T, C), for x (B, T, C)."""
         x = self.attention_post_norm(x + self.attention(x, cos_sin, documents, cache))
         return self.mlp_post_norm(x + self.mlp(x))
 
@@ -349,6 +354,7 @@ class ParallelBlock(Block):
         documents: PackedSequences | None,
         cache: LayerCache | None,
     ) -> Tensor:
+        """Return the residual stream after the block, (B, T, C), for x (B, T, C)."""
         y = self.attention_norm(x)
         attended = x + self.attention(y, cos_sin, documents, cache)
         # a norm of the MLP's input

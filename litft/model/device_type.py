@@ -10,7 +10,8 @@ _planned: str | None = None
 
 
 def device_type(tensor: Tensor) -> str:
-    """Return cpu, cuda or meta: the device of a tensor, or the one that is planned for."""
+    """Return cpu, cuda or meta: the device of a tensor of any shape, or the one that is planned
+    for."""
     return _planned or tensor.device.type
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from litft.model.config import Chunk, Config
 
-# B batch, K key/value heads, S capacity in tokens, D head dim, T tokens of a call
+# B batch, K key/value heads, S capacity in tokens, D head dim, T tokens of a call, N keys that a
+# call attends to
 
 
 class Call(NamedTuple):
@@ -37,13 +38,19 @@ class LayerCache:
     each."""
 
     def __init__(self, cache: "KVCache", keys: Tensor, values: Tensor, *states: Tensor) -> None:
+        """Keep the keys and values (B, K, S, D), and the states (B, ...), that belong to one layer.
+
+        The sizes are those of `Config.cache_shape`: K is 0 without attention, and latent attention
+        has K = 1, longer keys, and values of size 0.
+        """
         self.cache = cache
         self.keys = keys
         self.values = values
         self.states = states
 
     def store(self, number: int, state: Tensor) -> None:
-        """Replace a state of the rows that this call computes."""
+        """Replace state `number`, (B, ...), by `state` in the same shape, in the rows that this
+        call computes."""
         active = self.cache.call.active
         if active is not None:
             active = active.to(state.device).view(-1, *(1,) * (state.dim() - 1))
@@ -53,8 +60,8 @@ class LayerCache:
     def update(
         self, keys: Tensor, values: Tensor, window: int | Chunk | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store (B, K, T, D); return all keys and values to attend to, (B, K, S, D), and a mask if
-        one is needed."""
+        """Store keys and values (B, K, T, D); return those to attend to, (B, K, N, D) each, and a
+        mask (B or 1, 1, T, N) if one is needed."""
         start, end, positions, *_ = self.cache.call
         if positions is None:
             self.keys[:, :, start:end] = keys
@@ -68,8 +75,12 @@ class LayerCache:
         return self.read(window)
 
     def read(self, window: int | Chunk | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all keys and values, and a mask if one is needed, after another layer has stored
-        those of this call."""
+        """Return the keys and values to attend to, (B, K, N, D) each, and a mask (B or 1, 1, T, N)
+        if one is needed.
+
+        N is the end of the call, or with positions the number of key positions, at most the
+        capacity. Another layer has stored the keys and values of this call.
+        """
         mask = self.cache.call.masks.get(window)
         end = self.cache.call.end
         return (
@@ -169,14 +180,15 @@ class KVCache:
         self.restore(other.states())
 
     def states(self) -> list[Tensor]:
-        """Return the states of all recurrent mixers."""
+        """Return the states of all recurrent mixers, (B, ...) each, in the shapes of their
+        `state_shapes`."""
         states = []
         for layer in self.layers:
             states += layer.states
         return states
 
     def restore(self, states: Sequence[Tensor]) -> None:
-        """Copy `states`, as from the method of that name, into this cache."""
+        """Copy `states`, (B, ...) each, as from the method of that name, into this cache."""
         for state, source in zip(self.states(), states, strict=True):
             state.copy_(source)
 

@@ -94,8 +94,8 @@ class LatentAttention(nn.Module):
         return self.expand(torch.cat((apply_norm(self.kv_a_norm, latents), k_rope), -1)[:, None])
 
     def expand(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of every head of latent vectors and shared keys (B, 1, T, R +
-        D)."""
+        """Return the keys (B, H, S, N + D) and values (B, H, S, V) of every head, given latent
+        vectors and shared keys (B, 1, S, R + D)."""
         latents, k_rope = keys.split((self.latent.dim, self.latent.rope_dim), dim=-1)
         kv = self.kv_b_proj(latents[:, 0]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         k_nope, v = kv.split((self.latent.nope_dim, self.latent.value_dim), dim=-1)

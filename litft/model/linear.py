@@ -18,6 +18,7 @@ class Linear(nn.Linear):
     reads_weight = False
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b, (..., out), for x (..., in)."""
         if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
@@ -32,7 +33,7 @@ class Linear(nn.Linear):
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether oneDNN is available and has kernels for this weight."""
+    """Return whether oneDNN is available and has kernels for this weight (out, in)."""
     supported = torch.backends.mkldnn.is_available() and weight.is_cpu and not weight.requires_grad
     # not every CPU has kernels for bf16
     if weight.dtype == torch.bfloat16:

@@ -18,7 +18,7 @@ LOGIT_ROWS = 1024
 # fp32 logits per softmax: on a CPU they stay in its cache between passes
 SOFTMAX_CHUNK = {"cpu": 2**20, "cuda": 2**24}
 
-# N supervised tokens, C channels, V vocabulary
+# B batch, T tokens, N supervised tokens, n of them in a chunk, C channels, V vocabulary
 
 
 def summed_cross_entropy(
@@ -131,7 +131,7 @@ def _head_loss(
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Limit logits smoothly to (-softcap, softcap)."""
+    """Limit logits of any shape smoothly to (-softcap, softcap)."""
     if softcap is None:
         return logits
     return softcap * torch.tanh(logits / softcap)
@@ -175,8 +175,11 @@ def _softmax_loss(
 def fused_softmax_loss(
     logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool
 ) -> Tensor:
-    """Do the same as `_softmax_loss`, in operations that a compiler fuses into few kernels without
-    fp32 logits in memory."""
+    """Return the fp32 losses (n,) of logits (n, V) against targets (n,), like `_softmax_loss`; in
+    training, replace the logits by their gradient.
+
+    A compiler fuses these operations into few kernels without fp32 logits in memory.
+    """
     scores = apply_softcap(logits.float(), softcap)
     log_sums = scores.logsumexp(-1, keepdim=True)
     losses = (log_sums - (1 - smoothing) * scores.gather(-1, targets[:, None]))[:, 0]

@@ -14,7 +14,8 @@ from litft.model.config import Config, ExpertsConfig, LayerConfig, NormConfig
 from litft.model.linear import Linear
 from litft.model.norm import Norm, scaled
 
-# B batch, T tokens, C channels, E experts, N rows: B x T x top_k, one per token and selected expert
+# B batch, T tokens, C channels, I hidden size of an MLP, E experts, N rows: B x T x top_k, one per
+# token and selected expert
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -41,6 +42,7 @@ class XIELU(nn.Module):
         self.eps = nn.Parameter(torch.full((), -1e-6))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the activation of each entry of x, which may have any shape."""
         alpha_p = F.softplus(self.alpha_p)
         beta = self.beta.detach()
         alpha_n = beta + F.softplus(self.alpha_n)
@@ -63,7 +65,11 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def activation(config: Config) -> Callable[[Tensor], Tensor]:
-    """Return the activation that config.json names; raise ValueError if it is not supported."""
+    """Return the activation that config.json names, a function of the entries of a tensor of any
+    shape.
+
+    Raises ValueError if it is not supported.
+    """
     if config.activation == "xielu":
         return XIELU()
     if config.activation not in ACTIVATIONS:
@@ -76,7 +82,10 @@ def activation(config: Config) -> Callable[[Tensor], Tensor]:
 
 def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """Return activation(gate) * up or, with a limit, gpt-oss's clamped activation(gate) * (up + 1)
-    (arXiv 2508.10925)."""
+    (arXiv 2508.10925).
+
+    The function takes a gate and an up of one shape, which may be any shape.
+    """
     act = activation(config)
     limit = config.activation_limit
     if limit is None:
@@ -126,16 +135,18 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (..., C) for x (..., C); a shared expert reads x as (B T, C)."""
         gate, up = self.projections(x)
         y = self.down_proj(self.activate(scaled(gate, self.gate_scale), up))
         return scaled(y, self.out_scale)
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the hidden values (B, T, I) from gate and up."""
+        """Return the hidden values (..., I) from gate and up, (..., I) each."""
         return self.gated(gate, up)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return gate and up; overridden where one matrix computes both."""
+        """Return gate and up, (..., I) each, of x (..., C); overridden where one matrix computes
+        both."""
         return self.gate_proj(x), self.up_proj(x)
 
 
@@ -151,7 +162,7 @@ class SparseMLP(GatedMLP):
         self.deviations = NormalDist().inv_cdf(sparsity)
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See GatedMLP."""
+        """Return the hidden values (..., I) from gate and up, (..., I) each; see GatedMLP."""
         # (B, T, 1): of each token's gate values
         threshold = (
             gate.mean(-1, keepdim=True)
@@ -170,14 +181,18 @@ class PlainMLP(nn.Module):
         self.down_proj = Linear(hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (..., C) for x (..., C); a shared expert reads x as (B T, C)."""
         return self.down_proj(self.activation(self.up_proj(x)))
 
 
 def route(
     logits: Tensor, experts: ExpertsConfig, correction_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Select experts from router logits (tokens, E); return their weights and indices, (tokens,
-    top_k) each."""
+    """Select experts from router logits (B T, E); return their weights and indices, (B T, top_k)
+    each.
+
+    correction_bias: (E,).
+    """
     if experts.scoring == "sparsemixer":
         return _sparse_mixer(logits, experts.jitter)
 
@@ -274,9 +289,10 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grou
 
 @torch.library.custom_op("litft::looped_product", mutates_args=())
 def looped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Do the same as `grouped_product`, expert by expert.
+    """Return the same as `grouped_product`, (N, out), expert by expert, for x (N, in) and weight
+    (E, in, out).
 
-    On a GPU the host waits for it, to read the number of rows.
+    ends: (E,), as in `Grouping`. On a GPU the host waits for it, to read the number of rows.
     """
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat(
@@ -286,8 +302,8 @@ def looped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("litft::looped_outer_product", mutates_args=())
 def looped_outer_product(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """Return x^T y over the rows of each expert, (E, in, out): the gradient of `looped_product`'s
-    weight."""
+    """Return x^T y, (E, in, out), over each expert's rows of x (N, in) and y (N, out): the gradient
+    of `looped_product`'s weight."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.stack(
         [rows.mT @ others for rows, others in zip(x.split(counts), y.split(counts), strict=True)]
@@ -419,7 +435,7 @@ class MoE(nn.Module):
         return route(scores, self.config, self.correction_bias.detach())
 
     def expert_inputs(self, flat: Tensor) -> Tensor:
-        """Return what the experts read of flat (B T, C)."""
+        """Return what the experts read of flat (B T, C), in the same shape."""
         return flat
 
     def forward(self, x: Tensor) -> Tensor:
@@ -467,14 +483,15 @@ class ScaledMoE(MoE):
         self.norm = Norm(config.norm, config.dim)
 
     def select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """See MoE."""
+        """Return the weights and indices of the experts of each token of flat (B T, C),
+        (B T, top_k) each; see MoE."""
         # the router's input has a root mean square of 1 / sqrt(C), times a trained scale
         inputs = self.router_norm(flat) * self.router_scale.to(flat.dtype) * flat.size(-1) ** -0.5
         weights, chosen = route(self.router(inputs), self.config)
         return weights * self.expert_scale.to(weights.dtype)[chosen], chosen
 
     def expert_inputs(self, flat: Tensor) -> Tensor:
-        """See MoE."""
+        """Return what the experts read of flat (B T, C), in the same shape; see MoE."""
         return self.norm(flat)
 
 
@@ -490,6 +507,7 @@ class DenseBesideExperts(nn.Module):
         self.moe_post_norm = Norm(config.norm, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of both parts, (B, T, C), for x (B, T, C)."""
         return self.dense_post_norm(self.dense(self.dense_norm(x))) + self.moe_post_norm(
             self.moe(x)
         )

@@ -72,13 +72,16 @@ class Norm(nn.Module):
         return y.to(x.dtype)
 
     def in_fp32(self, parameter: Tensor | None) -> Tensor | None:
-        """Return the weight or the bias in fp32, in the shape in which it is applied."""
+        """Return the weight or the bias, stored flat or not, as (*shape) in fp32."""
         if parameter is None:
             return None
         return parameter.float().view(self.shape)
 
     def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Normalize fp32 input."""
+        """Normalize fp32 x (..., *normalized_shape) and return the same shape.
+
+        weight, bias: (*normalized_shape), or None.
+        """
         if self.norm.kind == "layer":
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.norm.eps)
         y = F.rms_norm(x, self.normalized_shape, weight, self.norm.eps)
@@ -88,14 +91,15 @@ class Norm(nn.Module):
 
 
 def apply_norm(norm: Norm | None, x: Tensor) -> Tensor:
-    """Apply a norm, if the architecture has one here; otherwise return x."""
+    """Apply a norm to x (..., *norm.shape), if the architecture has one here; otherwise return
+    x."""
     if norm is None:
         return x
     return norm(x)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
-    """Return x * scale, or x itself if scale is 1."""
+    """Return x * scale, or x itself if scale is 1, for x of any shape."""
     if scale == 1:
         return x
     return x * scale

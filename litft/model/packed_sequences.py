@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+# B batch, T tokens, N documents
+
 
 class PackedSequences(NamedTuple):
     """Which tokens of a batch may attend to each other.
@@ -41,8 +43,11 @@ class PackedSequences(NamedTuple):
         return cls(ids, row_cu_seqlens(rows, length, device))
 
     def to(self, move: Callable[[Tensor], Tensor]) -> "PackedSequences":
-        """Return a copy with tensors moved to a device by `move`, but for those that stay on the
-        CPU."""
+        """Return a copy with ids (B, T) and cu_seqlens (N + 1,) moved to a device by `move`, which
+        keeps their shapes.
+
+        The tensors that stay on the CPU, and masks, are not moved.
+        """
         return self._replace(ids=move(self.ids), cu_seqlens=move(self.cu_seqlens))
 
     def chunked(self, size: int) -> "PackedSequences":
@@ -117,5 +122,5 @@ def document_lengths(ids: Tensor) -> Tensor:
 
 
 def row_cu_seqlens(rows: int, length: int, device: torch.device) -> Tensor:
-    """Return cu_seqlens (rows + 1,) int32 for a batch in which each row is one document."""
+    """Return cu_seqlens (B + 1,) int32 for a batch of B rows, each of which is one document."""
     return torch.arange(rows + 1, device=device, dtype=torch.int32) * length

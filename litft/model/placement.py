@@ -32,8 +32,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of a tensor that this process holds, as in torch.chunk: the last shard may
-    be shorter or empty."""
+    """Return the slices of a tensor of any shape that this process holds, one for each dimension.
+
+    As in torch.chunk, the last shard may be shorter or empty.
+    """
     slices = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(slices)
@@ -48,22 +50,26 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor, without a copy."""
+    """Return this process's part of a tensor of any shape, without a copy.
+
+    The part is smaller along the sharded dimension; a tensor that is not sharded is returned as it
+    is.
+    """
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on every process; a collective call."""
+    """Return the whole tensor, of any shape, on every process; a collective call."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor
 
 
 def shard_as(tensor: Tensor, local_part: Tensor) -> Tensor:
-    """Return a tensor with the sharding and shape of `tensor`, of which this process holds
-    `local_part`."""
+    """Return a tensor with the sharding and shape of `tensor`, of any shape, of which this process
+    holds `local_part`, in the shape of `local(tensor)`."""
     if not isinstance(tensor, DTensor):
         return local_part
     return DTensor.from_local(
@@ -77,8 +83,12 @@ def shard_as(tensor: Tensor, local_part: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_into_local(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Fill this process's part of a tensor with `read(slices)`, which may return fewer rows than
-    the tensor has."""
+    """Fill this process's part of a tensor of any shape with `read(slices)`, for slices as from
+    `local_slices`.
+
+    The values have the shape of the slices, or fewer rows, as from a file that lacks those of new
+    tokens.
+    """
     local_part = local(tensor)
     if local_part.numel():
         values = read(local_slices(tensor))
@@ -101,11 +111,12 @@ class WeightPlacement:
     def copy_in(
         self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]
     ) -> None:
-        """Fill this process's part of a tensor; see `copy_into_local`."""
+        """Fill this process's part of a tensor of any shape; see `copy_into_local`."""
         copy_into_local(tensor, read)
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the part of a whole tensor to quantize for this process."""
+        """Return the part of a whole tensor, of any shape, to quantize for this process: here all
+        of it."""
         return tensor
 
     def connect(self, model: GPT) -> GPT:

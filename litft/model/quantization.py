@@ -41,7 +41,7 @@ STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbyt
 UNQUANTIZED = (*ROUTERS, ".altup.modality", ".altup.prediction", ".altup.correction")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights per scale
 
-# E experts, N rows
+# E experts, N rows, S scales, one for each block of weights, Z scales of scales
 
 
 @cache
@@ -80,7 +80,7 @@ class QuantizedTensor:
 
     @classmethod
     def quantize(cls, weight: Tensor, kind: str) -> "QuantizedTensor":
-        """Quantize a matrix on its device."""
+        """Quantize a matrix (out, in) on its device."""
         functional = bitsandbytes().functional
         weight = weight.contiguous()  # the CUDA kernels ignore strides
         if kind == "int8":
@@ -97,7 +97,9 @@ class QuantizedTensor:
         """Build from one layer's tensors in a folder, by name suffix (`weight`, `weight.absmax`,
         ... or `SCB`).
 
-        Raises ValueError if their shapes do not match.
+        int8: a weight (out, in) and SCB (out,). 4 bits: a weight of any shape with two values a
+        byte, and the tensors of bitsandbytes' `QuantState`. Raises ValueError if their shapes do
+        not match.
         """
         if "SCB" in tensors:
             quantized = cls(tensors["weight"], tensors["SCB"].float())
@@ -122,7 +124,7 @@ class QuantizedTensor:
         return cls(tensors["weight"], state)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the matrix (out, in)."""
+        """Return the matrix (out, in) in `dtype`."""
         functional = bitsandbytes().functional
         if isinstance(self.state, Tensor):
             return functional.int8_vectorwise_dequant(self.data, self.state).to(dtype)
@@ -142,7 +144,12 @@ class QuantizedTensor:
 
     def components(self) -> tuple[list[Tensor], list[int], str]:
         """Return `state` as operator arguments: tensors, integers that begin with the matrix's
-        shape, and the kind."""
+        (out, in), and the kind.
+
+        The tensors of int8 are the row maxima (out,). Those of 4 bits are the scales (S,) and a
+        table (16,), and with double quantization also the scales of the scales (Z,), their table
+        (256,) and their offset, a scalar.
+        """
         if isinstance(self.state, Tensor):
             return [self.state], [*self.data.shape], "int8"
         state, inner = self.state, self.state.state2
@@ -158,7 +165,11 @@ class QuantizedTensor:
     def from_components(
         cls, data: Tensor, tensors: list[Tensor], numbers: list[int], kind: str
     ) -> "QuantizedTensor":
-        """Build from `data` and the result of `components`."""
+        """Build from `data` and the result of `components`, whose shapes the tensors have.
+
+        data: int8 (out, in), or bytes of two 4-bit values each, a column of half of out * in rows,
+        rounded up.
+        """
         if kind == "int8":
             return cls(data, tensors[0])
         make_state = bitsandbytes().functional.QuantState
@@ -227,13 +238,15 @@ def quantized_matmul(
     ends: Tensor | None,
     transpose: bool,
 ) -> Tensor:
-    """Compute x W^T for a quantized W, or x W with `transpose`, as the backward does.
+    """Return x W^T, (..., out), for x (..., in) and a quantized W (out, in); with `transpose`, x W,
+    (..., in), for x (..., out), as in the backward.
 
     No dense copy of W is saved.
 
-    statistics, numbers, kind: from `QuantizedTensor.components`. ends: for experts, whose matrices
-    are concatenated by rows, as in `Grouping`. This is a single operator for the compiler, which
-    cannot trace dequantization.
+    data, statistics, numbers, kind: from a QuantizedTensor and its `components`. ends: for experts,
+    (E,), as in `Grouping`; their matrices are concatenated by rows to W (E out, in), and x is
+    (N, in) or (N, out). This is a single operator for the compiler, which cannot trace
+    dequantization.
     """
     weight = QuantizedTensor.from_components(data, statistics, numbers, kind).dequantize(x.dtype)
     if ends is None:
@@ -302,8 +315,11 @@ class QuantizedModule(nn.Module):
         return self
 
     def components(self, device: torch.device) -> tuple[list[Tensor], list[int], str]:
-        """Return `QuantizedTensor.components` on a device; offloaded statistics are moved there
-        once and stay there."""
+        """Return `QuantizedTensor.components`, with its shapes, on a device.
+
+        Offloaded statistics are moved there once and stay there. For experts the matrix is
+        (E out, in).
+        """
         components = self.quantized.components()
         if components[0][0].device != device:
             self.state = _state_to(self.state, device)
@@ -335,6 +351,7 @@ class QuantizedLinear(QuantizedModule, nn.Linear):
     """A frozen Linear in 4 or 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b, (..., out), for x (..., in)."""
         y = quantized_matmul(x, self.weight, *self.components(x.device), None, False)
         if self.bias is None:
             return y
@@ -400,7 +417,8 @@ def quantize_dequantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor
 
 
 def stored_shape(state: Tensor) -> tuple[int, ...]:
-    """Return a layer's shape from its `quant_state` tensor in a folder."""
+    """Return a layer's shape from its `quant_state` tensor in a folder, the bytes (N,) of a JSON
+    text."""
     return tuple(json.loads(bytes(state.tolist()))["shape"])
 
 

@@ -182,7 +182,8 @@ class GPT(nn.Module):
     def prepare_documents(
         self, documents: PackedSequences | None, tokens: Tensor
     ) -> PackedSequences | None:
-        """Return the documents to pass to the blocks; overridden for compiled blocks."""
+        """Return the documents of tokens (B, T) to pass to the blocks; overridden for compiled
+        blocks."""
         return documents
 
     def layer_documents(
@@ -221,7 +222,8 @@ class GPT(nn.Module):
         return [(BlockExtra(token_input, shared),) for token_input in inputs]
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the input of the residual stream.
+        """Return the input of the residual stream, (B, T, C), for tokens (B, T) at positions
+        (B or 1, T).
 
         The scale is rounded to the weights' dtype, as in Gemma's training.
         """

@@ -60,7 +60,7 @@ class DeltaNet(Mixer):
     def forward(
         self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
-        """See Mixer."""
+        """Return the mixed x (B, T, C), in the same shape; see Mixer."""
         y = self.recompute_mix(documents, cache, *self.mix_inputs(x))
         if self.delta.row_decay:
             gate = self.gate_proj(self.gate_a_proj(x))
@@ -70,7 +70,14 @@ class DeltaNet(Mixer):
         return self.out_proj(y.flatten(2))
 
     def mix_inputs(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors that `mix` reads, in the order in which it unpacks them."""
+        """Return the tensors that `mix` reads of x (B, T, C), in the order in which it unpacks
+        them.
+
+        They are queries and keys (B, T, G K), values (B, T, H V), write strengths (B, T, H), and
+        decays (B, T, H) or, for each row of the state, (B, T, H K). The parameters follow: the
+        weights of the three convolutions, (G K, width) twice and (H V, width), the rate (H,), and
+        the bias (H,) or (H K,) of the decays.
+        """
         projections = (self.query_proj, self.key_proj, self.value_proj, self.beta_proj)
         inputs = [proj(x) for proj in projections]
         if self.delta.row_decay:
@@ -132,6 +139,6 @@ def _convolved(
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Return x (..., K) divided by its norm, in fp32."""
+    """Return x (..., K) divided by its norm over the last dimension, in fp32 and the same shape."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -54,8 +54,8 @@ def note(config: Config, device: str) -> str | None:
 
 
 def can_run(*inputs: Tensor) -> bool:
-    """Return whether the kernels compute with these inputs: on a GPU, with all or some of them in
-    bf16."""
+    """Return whether the kernels compute with these inputs, of any shape: on a GPU, with all or
+    some of them in bf16."""
     return (
         device_type(inputs[0]) == "cuda"
         and any(x.dtype == torch.bfloat16 for x in inputs)
@@ -92,7 +92,12 @@ def fused_recurrence(
     documents: PackedSequences | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `recurrence`; a decay of each row needs the delta rule."""
+    """Return y (B, T, H, V) and the state after the last token (B, H, K, V), or None with
+    documents; see `recurrence`.
+
+    q, k: (B, T, G, K). v: (B, T, H, V). g: (B, T, H), or (B, T, H, K), which needs the delta rule.
+    b: (B, T, H). state: (B, H, K, V).
+    """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
     from fla.ops.simple_gla import chunk_simple_gla

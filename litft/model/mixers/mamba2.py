@@ -59,7 +59,7 @@ class Mamba2(Mixer):
     def forward(
         self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
-        """See Mixer."""
+        """Return the mixed x (B, T, C), in the same shape; see Mixer."""
         mamba = self.mamba
         gate, conv, step = self.projections(scaled(x, mamba.input_scale))
         parameters = self.conv.weight, self.conv.bias, self.log_rate, self.step_bias, self.skip
@@ -107,7 +107,11 @@ class Mamba2(Mixer):
         return y.flatten(2).to(conv.dtype)
 
     def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate, input of the convolution and step sizes, scaled as in Falcon-H1's muP."""
+        """Return the gate (B, T, H D), the input of the convolution (B, T, H D + 2 G S) and the
+        step sizes (B, T, H) of x (B, T, C).
+
+        They are scaled as in Falcon-H1's muP.
+        """
         scales = self.mamba.scales
         gate = self.gate_proj(x)
         conv = self.conv_proj(x)

@@ -37,13 +37,17 @@ class Mixer(nn.Module):
     def mix(
         self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
     ) -> Tensor:
-        """Return what the mixer computes from its projections and parameters."""
+        """Return what the mixer computes, (B, T, ...), from its projections (B, T, ...) and its
+        parameters."""
         raise NotImplementedError
 
     def recompute_mix(
         self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
     ) -> Tensor:
-        """Return `mix`; inputs: all tensors that may need a gradient."""
+        """Return `mix`, (B, T, ...).
+
+        inputs: all tensors that may need a gradient, in the shapes that `mix` takes.
+        """
         if cache is not None or not torch.is_grad_enabled():
             return self.mix(documents, cache, *inputs)
         # `torch.compiler.disable` has no types
@@ -64,7 +68,7 @@ class SavingInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-        """Return function(*inputs)."""
+        """Return function(*inputs), for inputs of any shape."""
         ctx.function = function
         ctx.save_for_backward(*inputs)
         return function(*inputs)
@@ -72,7 +76,8 @@ class SavingInputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs that need one."""
+        """Return None for the function, and the gradients of the inputs that need one, in the
+        shapes of these; `gradient` has the shape of the result."""
         needed = ctx.needs_input_grad[1:]
         with torch.enable_grad():
             pairs = zip(ctx.saved_tensors, needed, strict=True)
@@ -162,14 +167,15 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalize x (..., C) and multiply it by the function of `gate` (..., C)."""
+        """Normalize x (..., C) and multiply it by the function of `gate` (..., C); return the same
+        shape."""
         # compiled code saves no more than the inputs
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.compute(x, gate, self.weight)
         return SavingInputs.apply(self.compute, x, gate, self.weight)
 
     def compute(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Return the normalized and gated x."""
+        """Return the normalized and gated x (..., C), for a gate (..., C) and a weight (C,)."""
         y = x.float()
         gate = self.gate(gate.float())
         if self.gate_first:

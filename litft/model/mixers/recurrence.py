@@ -97,10 +97,12 @@ def recurrence_operator(
     documents: Sequence[Tensor],
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Do the same as `recurrence`, in compiled code without gradients; documents: the tensors of
-    PackedSequences.
+    """Return `recurrence`'s y (B, T, H, V) and state (B, H, K, V), both in fp32, in compiled code
+    without gradients.
 
-    An operator returns no None: the state after documents is an empty tensor.
+    documents: the tensors of PackedSequences, at least ids (B, T) and cu_seqlens, or none. An
+    operator returns no None: the state after documents is an empty tensor, (0,). The other
+    arguments have the shapes of `recurrence`.
     """
     packed = None
     if documents:

@@ -8,6 +8,8 @@ from litft.model.linear import Linear
 from litft.model.mixers.mixer import CausalConv, Mixer, causal_conv
 from litft.model.packed_sequences import PackedSequences
 
+# B batch, T tokens, C channels
+
 
 class ShortConv(Mixer):
     """y = out(c * conv(b * x)), where b, c and x are projections of the input."""
@@ -22,7 +24,7 @@ class ShortConv(Mixer):
     def forward(
         self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
-        """See Mixer."""
+        """Return the mixed x (B, T, C), in the same shape; see Mixer."""
         return self.out_proj(
             self.recompute_mix(documents, cache, self.in_proj(x), self.conv.weight, self.conv.bias)
         )

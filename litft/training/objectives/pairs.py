@@ -23,12 +23,12 @@ class Side(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """The mean log-probability of a token."""
+        """The mean log-probability of a token in each answer, (P,)."""
         return self.log_probs / self.lengths
 
     @property
     def ratio(self) -> Tensor:
-        """The log of the probability relative to the reference."""
+        """The log of each answer's probability relative to the reference, (P,)."""
         return self.log_probs - self.references
 
 
