@@ -147,20 +147,27 @@ def main() -> None:
     # an unknown command, with the nearest one that there is
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
-        meant = FOREIGN_COMMANDS.get(
-            typed.split()[0] if typed else ""
-        )  # a command of another program
-        if meant:
-            matches = [meant]
-        else:
-            matches = difflib.get_close_matches(typed, COMMANDS, n=1)
-        matches = matches or [name for name in COMMANDS if typed in name.split()]
-        fail(
-            f"no command {typed!r}{f'; did you mean litft {matches[0]}?' if matches else ''}\n"
-            f"{usage}"
-        )
+        fail(f"no command {typed!r}{_command_hint(typed)}; `litft --help` lists all")
     with user_errors():
         print(usage, flush=True)
+
+
+def _command_hint(typed: str) -> str:
+    """Return which command is meant by what was typed instead of one."""
+    # the first word of commands that have two
+    methods = [f"litft {name}" for name in COMMANDS if name.startswith(f"{typed} ")]
+    if methods:
+        return f": it needs a method: {', '.join(methods)}"
+    matches = [name for name in COMMANDS if typed in name.split()]
+    # a command of another program
+    first_word = typed.partition(" ")[0]
+    if not matches and first_word in FOREIGN_COMMANDS:
+        matches = [FOREIGN_COMMANDS[first_word]]
+    if not matches:
+        matches = difflib.get_close_matches(typed, COMMANDS, n=1)
+    if matches:
+        return f"; did you mean litft {matches[0]}?"
+    return ""
 
 
 def fail(message: str, any_rank: bool = False) -> NoReturn:

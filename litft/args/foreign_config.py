@@ -28,7 +28,13 @@ PLACEHOLDERS = ("N", "R", "RUN", "VALUE", "FILE.jinja", "NAMES")  # of values th
 OMITTED = ("resume", "strategy")
 LOSS_MASKS_OF_TRL = ("completion_only_loss", "assistant_only_loss")
 # settings whose meaning depends on others
-READ_TOGETHER = ("stage", "label_smoothing", "lr_scheduler_kwargs.min_lr", *LOSS_MASKS_OF_TRL)
+READ_TOGETHER = (
+    "run_name",
+    "stage",
+    "label_smoothing",
+    "lr_scheduler_kwargs.min_lr",
+    *LOSS_MASKS_OF_TRL,
+)
 DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
 # settings that only TRL's DPO has
 SETTINGS_OF_DPO = {"preference.beta", "rpo_alpha", "precompute_ref_log_probs"}
@@ -117,6 +123,12 @@ def _set_objective(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
 def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: list[str]) -> None:
     """Read the settings whose meaning depends on others."""
     objective = given.get("objective", "sft")
+    # a folder that the file names has the last word
+    if entries.get("run_name"):
+        given.setdefault("out_dir", f"out/{entries['run_name']}")
+    # axolotl adapts both
+    if entries.get("lora_target_linear") is True and "lora.targets" in given:
+        given["lora.targets"] = "all-linear"
     # both masks apply: what is left is learned
     masks = [entries[name] for name in LOSS_MASKS_OF_TRL if entries.get(name) is not None]
     if masks:
@@ -211,6 +223,11 @@ def _settle_differences(
                 "lora_target_modules: left out, PEFT chooses by the type of the model, often "
                 "q_proj,v_proj; litft adapts all Linears"
             )
+    if given.get("objective") == "orpo" and program is not LLAMA_FACTORY:
+        notes.append(
+            "orpo: TRL's loss of the chosen answer includes the prompt; here it is the paper's, of "
+            "the answer alone"
+        )
     if given.get("objective") == "simpo" and program is AXOLOTL and "cpo_alpha" not in entries:
         notes.append(
             "cpo_alpha: axolotl adds the loss of the chosen answers with weight 1 by default; "

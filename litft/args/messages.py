@@ -45,6 +45,10 @@ def not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
         flag = "config"
     # unlike Path.is_dir, false for a word that is too long for a path
     elif os.path.isdir(word):
+        # of a run that may go on
+        is_run = os.path.isdir(os.path.join(word, "checkpoints"))
+        if is_run and "resume" in flag_types:
+            return f"{word!r} is no flag: flags start with --; use --resume --out_dir {word}"
         if "folder" in flag_types:
             flag = "folder"
         elif "checkpoint_dir" in flag_types:

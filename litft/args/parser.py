@@ -250,6 +250,11 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
                         f"{run / run_dir.CONFIG}: {name} {value} is no setting of a run; remove "
                         "the line"
                     )
+                elif name == "checkpoint_dir" and name not in values and _is_lost(value):
+                    problems.append(
+                        f"{run / run_dir.CONFIG}: the model {value} is not found from this folder; "
+                        "resume in the folder where the run was started, or add --checkpoint_dir"
+                    )
             # other devices may need another strategy
             if values.keys() & {"devices", "num_nodes"} and "strategy" not in values:
                 of_devices = ("strategy", "shard_size")
@@ -267,6 +272,12 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
     if "checkpoint_dir" in values:
         return ([], [])
     return _read_config(DEMO / f"{method}.yaml", cls)
+
+
+def _is_lost(path: str) -> bool:
+    """Return whether a model is a relative path that does not exist; a hub id is none."""
+    is_hub_id = path.count("/") == 1 and not path.startswith(".")
+    return not is_hub_id and not os.path.isabs(path) and not os.path.exists(path)
 
 
 def _items(value: str, keeps_spaces: bool) -> list[str]:

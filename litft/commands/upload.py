@@ -20,6 +20,12 @@ def upload(args: UploadArgs) -> None:
     the files instead."""
     source = resolve(args.checkpoint_dir or run_dir.newest_finished(), args.base_dir)
     info = card_info(source, args)
+    if not args.run and not source.adapter and not run_dir.is_run(source.folder.resolve().parent):
+        print(
+            "note: the card of this folder says nothing of its training; --run RUN adds the base "
+            "model, the data and the scores",
+            file=sys.stderr,
+        )
     files = {CARD: model_card(info).encode(), **files_to_upload(info)}
     if args.dry_run:
         print(files[CARD].decode())

@@ -77,11 +77,15 @@ def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
 def _takes_objects(write: Render) -> bool:
     """Return whether a template writes arguments that are an object; one that takes text fails, or
     writes Python's form."""
-    try:
-        text = write([_QUESTION, _answer("")], [_TOOL])
-    except ValueError:
-        return False
-    return str(_CALL.arguments) not in text
+    # some templates write calls only beside no content
+    for message in (_answer(""), _answer("") | {"content": None}):
+        try:
+            text = write([_QUESTION, message], [_TOOL])
+        except ValueError:
+            return False
+        if _CALL.name in text:
+            return str(_CALL.arguments) not in text
+    return True
 
 
 def answer_format(template: str, special: dict[str, str], ends: EndTokens) -> AnswerFormat:

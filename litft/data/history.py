@@ -11,20 +11,37 @@ from litft.data.turns import BOTH_ON
 # texts that no template contains
 _REASONING = "\ue000reasoning\ue000"
 _ANSWER = "\ue000answer\ue000"
+_CALL_NAME = "zqxcallxqz"
+_CALL = {
+    "type": "function",
+    "id": "a1b2c3d40",
+    "function": {"name": _CALL_NAME, "arguments": {"a": 1}},
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _CALL_NAME,
+        "description": "",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 
 
 def readable_history(
     tokenizer: Tokenizer, messages: list[Message], tools: list | None = None
 ) -> list[Message]:
-    """Return the messages with reasoning in a field that the template does not read written where
-    it reads it: in another field, or inline.
+    """Return the messages in the spelling that the template reads, as in training.
 
-    Programs return reasoning in `reasoning_content`, and training writes it where the template
-    reads it.
+    Reasoning in a field that it does not read is written where it reads it: in another field, or
+    inline. Calls that it writes only without a content have none. Raises ValueError if it leaves
+    out calls.
     """
     template = tokenizer.template_for(tools)
     readable = []
     for message in messages:
+        if message.get("tool_calls") and not message.get("content"):
+            content = _content_beside_calls(tokenizer, template, bool(tools))
+            message = {**message, "content": content}
         field = next((name for name in REASONING_FIELDS if message.get(name)), None)
         is_text = isinstance(message.get("content") or "", str)
         if message.get("role") != "assistant" or field is None or not is_text:
@@ -33,6 +50,36 @@ def readable_history(
         spelling = _spelling(tokenizer, template, field)
         readable.append(ReasonedAnswer.read(message).spelled(spelling).write())
     return readable
+
+
+@lru_cache(maxsize=64)
+def _content_beside_calls(tokenizer: Tokenizer, template: str, has_tools: bool) -> str | None:
+    """Return the content with which a template writes a call alone: an empty text, or None.
+
+    template: of `tokenizer`, a part of the key. Raises ValueError if it writes no call.
+    """
+    question = {"role": "user", "content": "a"}
+    calling = {"role": "assistant", "tool_calls": [_CALL]}
+    result = {"role": "tool", "name": _CALL_NAME, "tool_call_id": _CALL["id"], "content": "b"}
+    tools = [_TOOL] if has_tools else None
+    fails = False
+    for content in ("", None):
+        try:
+            text = tokenizer.apply_chat_template(
+                [question, {**calling, "content": content}, result], tools
+            )
+        except ValueError:
+            fails = True
+            continue
+        if _CALL_NAME in text:
+            return content
+    # a template that cannot render this conversation says so for the real one
+    if fails:
+        return ""
+    raise ValueError(
+        "the chat template leaves out the tool calls of earlier answers; pass another --template, "
+        "or a conversation without calls"
+    )
 
 
 @lru_cache(maxsize=64)

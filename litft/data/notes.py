@@ -10,7 +10,7 @@ EMPTY_PROMPT = "with an empty prompt"
 UNANSWERED = "ending in a turn without an answer, which is dropped"
 CONTROL = "containing the text of a control token, which is encoded as that token"
 OTHER_PROMPT = (
-    "with an answer whose prompt opens a thought when it is generated, but not in training (give "
+    "with an answer whose prompt has a thought when it is generated, but not in training (give "
     "reasoning, or another --data.template)"
 )
 WITHIN_TOKEN = (

@@ -305,9 +305,11 @@ def _prompt_of_other_history(
 
 
 def _lacks_open_thought(rendering: TurnRendering, prompt: str) -> bool:
-    """Return whether generation has a prompt that opens a thought, and never this one."""
+    """Return whether generation has a prompt with a thought, open or empty, and never this one."""
     usual = rendering.usual_prompt
-    if usual is None or not ENDS_IN_OPEN_THOUGHT.search(usual):
+    if usual is None or usual == prompt:
+        return False
+    if not ENDS_IN_OPEN_THOUGHT.search(usual) and not ENDS_IN_EMPTY_THOUGHT.search(usual):
         return False
     return all(rendering.prompt(**switch) != prompt for switch in THINKING_OFF)
 

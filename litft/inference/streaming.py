@@ -9,7 +9,7 @@ from litft.args.sampling import Sampling
 from litft.data.answer_parser import ParsedAnswer
 from litft.data.chat_template import Message
 from litft.data.history import readable_history
-from litft.data.messages import read_tools
+from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
 from litft.inference.chat_answers import ChatAnswer, answer_parser
 from litft.inference.decoder import Decoder, check_prompt
@@ -142,6 +142,6 @@ def prompt_ids(
             "{'role': 'user', 'content': 'Hello'}"
         )
     tokenizer.check_tools(tools)
-    messages = readable_history(tokenizer, prompt, tools)
+    messages = readable_history(tokenizer, check_messages(prompt, "the prompt"), tools)
     text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
     return tokenizer.encode(text, bos=False)

@@ -81,7 +81,7 @@ def load(
     merged model or a run.
 
     folder: a path or a hub id (`owner/name` or `owner/name@revision`).
-    precision: bf16, fp16 or fp32; None: the dtype of the folder.
+    precision: bf16, fp16 or fp32; None or auto: the dtype of the folder.
     base_dir: the base model of an adapter, instead of the one named in its config.
     quantize: nf4, nf4-dq, fp4, fp4-dq or int8; None: as stored in the folder.
 
@@ -90,6 +90,8 @@ def load(
     if quantize not in (None, "none", *KINDS):
         raise ValueError(f"quantize {quantize!r} is not supported; use {', '.join(KINDS)}")
 
+    if precision == "auto":
+        precision = None
     source = resolve(folder, base_dir)
     source.check_base_dir(base_dir)
     warning = source.quantization_warning(source.quantization(quantize))

@@ -454,8 +454,8 @@ class Trainer:
             # the report shows them, so only the last validation looks for them
             if is_end and step:
                 validation.find_hardest(self.schedule.layout, self.args.train.global_batch_size)
-            for item in [] if has_answers else validation.generate_answers(step):
-                self.say(f"  {shorten_left(item['prompt'])}\n  -> {shorten(item['answer'])}")
+            if not has_answers:
+                self._show_answers()
             if (
                 self.args.save.best
                 and step
@@ -463,6 +463,14 @@ class Trainer:
                 and not self.recorder.has_best(step)
             ):
                 self.recorder.write_best(step)
+
+    def _show_answers(self) -> None:
+        """Generate the sample answers of this step, and print each when it is there."""
+        # without a validation set, no other line says which step they are of
+        if self.validation.prompts and not len(self.data.val):
+            self.say(f"step {self.step}: sample answers")
+        for item in self.validation.generate_answers(self.step):
+            self.say(f"  {shorten_left(item['prompt'])}\n  -> {shorten(item['answer'])}")
 
     def _log(self, pace: float) -> None:
         """Write the rows collected since the last time, check them, and show the newest; pace:

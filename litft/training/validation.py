@@ -12,6 +12,7 @@ from lightning_fabric import Fabric
 
 from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
+from litft.data.chat_template import Message
 from litft.data.dataset import DataSplits
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
@@ -396,12 +397,18 @@ def _prompts(
             yield question_text(tokenizer, list(ids)), list(ids)
     for item in args.prompts:
         for text in filter(None, map(str.strip, _texts(item))):
-            yield (
-                text,
-                prompt_ids(
-                    tokenizer, text if data.is_plain_text else [{"role": "user", "content": text}]
-                ),
-            )
+            yield text, prompt_ids(tokenizer, _conversation(text, data))
+
+
+def _conversation(text: str, data: DataSplits) -> str | list[Message]:
+    """Return a prompt as the examples have theirs: a text, or a question after their system
+    prompt."""
+    if data.is_plain_text:
+        return text
+    question = {"role": "user", "content": text}
+    if data.system_prompt:
+        return [{"role": "system", "content": data.system_prompt}, question]
+    return [question]
 
 
 def _texts(item: str) -> list[str]:

@@ -76,7 +76,10 @@ def test_the_version_is_printed(tmp_path):
         "inference": "chat",
         "preprocess": "prepare_data",
         "cat": "chat",
+        "lora": "finetune lora",
     }.items():
-        assert f"no command '{other}'; did you mean litft {ours}?" in command(
-            other, cwd=tmp_path, code=2
-        )
+        message = command(other, cwd=tmp_path, code=2)
+        assert f"no command '{other}'; did you mean litft {ours}?" in message
+        # the hint does not scroll away
+        assert message.count("\n") == 1
+    assert "it needs a method: litft finetune lora" in command("finetune", cwd=tmp_path, code=2)

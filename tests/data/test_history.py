@@ -1,5 +1,6 @@
 """Reasoning of earlier answers: inference has it where training has it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from quirks import QUIRKS
 
 from litft.data.history import readable_history
 from litft.data.tokenizer import Tokenizer
+from litft.inference.streaming import prompt_ids
 
 CHAT = [
     {"role": "user", "content": "Hi"},
@@ -47,3 +49,50 @@ def test_a_template_without_reasoning_gets_none():
     parts = [{"role": "assistant", "content": [{"type": "text", "text": "a"}], "thinking": "b"}]
     tokenizer = Tokenizer(Path(ROOT) / "tests" / "stories")
     assert readable_history(tokenizer, parts) == parts
+
+
+CALL = {"type": "function", "id": "a1", "function": {"name": "clock", "arguments": {}}}
+CALLS = [
+    {"role": "user", "content": "When?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "clock", "tool_call_id": "a1", "content": "noon"},
+]
+# as DeepSeek R1's: a call is written only where the content is null
+BESIDE_NO_CONTENT = (
+    "{%- for m in messages %}[{{ m.role }}]"
+    "{%- if m.content is none %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+    "{%- else %}{{ m.content }}{% endif %}{%- endfor %}"
+)
+
+
+def test_calls_are_written_where_the_template_wants_no_content():
+    assert "[assistant]clock[tool]noon" in rendered(BESIDE_NO_CONTENT, CALLS)
+
+
+def test_a_template_that_leaves_out_earlier_calls_is_refused():
+    source = "{%- for m in messages %}[{{ m.role }}]{{ m.content }}{%- endfor %}"
+    with pytest.raises(ValueError, match="leaves out the tool calls of earlier answers"):
+        rendered(source, CALLS)
+
+
+def test_python_reads_messages_as_training_does():
+    """Arguments as text and typed parts are OpenAI's forms; an unknown role is an error."""
+    tokenizer = Tokenizer(Path(ROOT) / "tests" / "stories")
+    tokenizer.use_template(
+        "{%- for m in messages %}[{{ m.role }}]{{ m.content or '' }}"
+        "{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{%- endfor %}"
+    )
+    arguments = {"town": "Oslo"}
+    texts = []
+    for form in (arguments, json.dumps(arguments)):
+        call = {**CALL, "function": {"name": "clock", "arguments": form}}
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "When?"}]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            CALLS[2],
+        ]
+        texts.append(tokenizer.decode(prompt_ids(tokenizer, messages)))
+    assert texts[0] == texts[1]
+    assert "When?" in texts[0] and "type" not in texts[0]
+    with pytest.raises(ValueError, match="message 0 has the role 'human'"):
+        prompt_ids(tokenizer, [{"role": "human", "content": "Hi"}])
