@@ -38,7 +38,7 @@ READ_TOGETHER = (
 DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
 # settings that only TRL's DPO has
 SETTINGS_OF_DPO = {"preference.beta", "rpo_alpha", "precompute_ref_log_probs"}
-# flags that are of no use in learning from preferences
+# flags that apply to supervised training alone
 SUPERVISED_ONLY = ("data.mask_prompt", "data.format", "train.label_smoothing")
 
 
@@ -126,9 +126,6 @@ def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: lis
     # a folder that the file names has the last word
     if entries.get("run_name"):
         given.setdefault("out_dir", f"out/{entries['run_name']}")
-    # axolotl adapts both
-    if entries.get("lora_target_linear") is True and "lora.targets" in given:
-        given["lora.targets"] = "all-linear"
     # both masks apply: what is left is learned
     masks = [entries[name] for name in LOSS_MASKS_OF_TRL if entries.get(name) is not None]
     if masks:
@@ -242,21 +239,22 @@ def _settle_lora(
     notes: list[str],
 ) -> None:
     """Leave out settings of LoRA that an adapter keeps, or that have another meaning here."""
+    # PEFT reads a text with special characters as a regular expression
+    targets = str(entries.get("lora_target_modules", ""))
+    if "lora.targets" in flag_types and re.search(r"[\\(|+]", targets):
+        given.pop("lora.targets", None)
+        notes.append(
+            "lora_target_modules: a regular expression has no counterpart; name modules, or "
+            "patterns: *.q_proj"
+        )
+    # axolotl adapts all Linears beside the modules that are named
+    if "lora.targets" in flag_types and entries.get("lora_target_linear") is True:
+        given["lora.targets"] = "all-linear"
     # an adapter keeps its own ranks
     if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):
         for flag in list(given):
             if flag.startswith("lora.") and flag != "lora.dropout":
                 del given[flag]
-    # PEFT reads a text with special characters as a regular expression
-    targets = str(entries.get("lora_target_modules", ""))
-    if "lora.targets" in flag_types and re.search(r"[\\(|+]", targets):
-        given.pop("lora.targets", None)
-        if entries.get("lora_target_linear"):
-            given["lora.targets"] = "all-linear"
-        notes.append(
-            "lora_target_modules: a regular expression has no counterpart; name modules, or "
-            "patterns: *.q_proj"
-        )
 
 
 def _share_template(data: dict[str, Any]) -> None:

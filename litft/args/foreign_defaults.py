@@ -26,6 +26,14 @@ class ForeignProgram:
     steps_replace_epochs: bool
 
 
+# of every program that builds on transformers' Trainer
+TRANSFORMERS: dict[str, Any] = {
+    "train.epochs": 3,
+    "train.lr_schedule": "linear",
+    "train.warmup_fraction": 0.0,
+    "train.min_lr_ratio": 0.0,
+    "data.val_fraction": 0.0,
+}
 AXOLOTL = ForeignProgram(
     marks=frozenset({"base_model"}),
     rows=1,
@@ -42,14 +50,7 @@ AXOLOTL = ForeignProgram(
 LLAMA_FACTORY = ForeignProgram(
     marks=frozenset({"finetuning_type", "stage"}),
     rows=8,
-    defaults={
-        "train.epochs": 3,
-        "train.lr_schedule": "linear",
-        "train.warmup_fraction": 0.0,
-        "train.min_lr_ratio": 0.0,
-        "data.val_fraction": 0.0,
-        "data.max_seq_length": 2048,
-    },
+    defaults={**TRANSFORMERS, "data.max_seq_length": 2048, "lora.r": 8},
     learning_rates={"": 5e-5},
     steps_replace_epochs=True,
 )
@@ -57,11 +58,7 @@ TRL = ForeignProgram(
     marks=frozenset({"model_name_or_path"}),
     rows=8,
     defaults={
-        "train.epochs": 3,
-        "train.lr_schedule": "linear",
-        "train.warmup_fraction": 0.0,
-        "train.min_lr_ratio": 0.0,
-        "data.val_fraction": 0.0,
+        **TRANSFORMERS,
         "data.max_seq_length": 1024,
         "lora.r": 16,
         "lora.alpha": 32,
@@ -107,7 +104,7 @@ def defaults_of(
     if any(entries.get(name) for name in HELD_OUT):
         missing.pop("data.val_fraction", None)
 
-    # epochs beside a number of steps that ends the run by itself
+    # the epochs do not apply where the number of steps ends the run
     if given.get("train.max_steps") and program.steps_replace_epochs:
         missing.pop("train.epochs", None)
 
@@ -133,10 +130,8 @@ def defaults_of(
             missing["train.global_batch_size"] = rows * accumulated
 
     # LLaMA-Factory's alpha is twice the rank
-    if program is LLAMA_FACTORY:
-        rank = given.get("lora.r", 8)
-        if "lora.r" not in given:
-            missing["lora.r"] = rank
-        if "lora.alpha" not in given and isinstance(rank, int):
+    if program is LLAMA_FACTORY and "lora.alpha" not in given:
+        rank = given.get("lora.r", missing.get("lora.r"))
+        if isinstance(rank, int):
             missing["lora.alpha"] = 2 * rank
     return missing

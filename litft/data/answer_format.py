@@ -24,7 +24,7 @@ CHANNEL_MARKS = (
 
 _CONTENT = "It is warm."
 _CALL = ToolCall("weather", {"town": "Oslo", "days": 3})
-_TOOL = {
+EXAMPLE_TOOL = {
     "type": "function",
     "function": {
         "name": _CALL.name,
@@ -41,15 +41,21 @@ _TOOL = {
 }
 
 
-_QUESTION: Message = {"role": "user", "content": "How warm is it?"}
+EXAMPLE_QUESTION: Message = {"role": "user", "content": "How warm is it?"}
 
 
-def _answer(content: str) -> Message:
-    """Return a message with the call."""
+def example_answer(content: str | None) -> Message:
+    """Return a message that calls EXAMPLE_TOOL."""
     function = {"name": _CALL.name, "arguments": _CALL.arguments}
     # Mistral's templates refuse ids that do not have nine letters and digits
     call = {"type": "function", "id": "a1b2c3d40", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def has_example_call(text: str) -> bool:
+    """Return whether a text has the call of `example_answer`: its value, since a prompt may list
+    the tool with all of its names."""
+    return _CALL.arguments["town"] in text
 
 
 @lru_cache(maxsize=32)
@@ -77,13 +83,13 @@ def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
 def _takes_objects(write: Render) -> bool:
     """Return whether a template writes arguments that are an object; one that takes text fails, or
     writes Python's form."""
-    # some templates write calls only beside no content
-    for message in (_answer(""), _answer("") | {"content": None}):
+    # some templates write a call only if the content is null
+    for content in ("", None):
         try:
-            text = write([_QUESTION, message], [_TOOL])
+            text = write([EXAMPLE_QUESTION, example_answer(content)], [EXAMPLE_TOOL])
         except ValueError:
             return False
-        if _CALL.name in text:
+        if has_example_call(text):
             return str(_CALL.arguments) not in text
     return True
 
@@ -100,7 +106,9 @@ def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
     # a template may write a call beside content and a call alone in different ways
     for content in (_CONTENT, ""):
         try:
-            turn = assistant_turns(write, [_QUESTION, _answer(content)], [_TOOL], ends)[0].turns[0]
+            turn = assistant_turns(
+                write, [EXAMPLE_QUESTION, example_answer(content)], [EXAMPLE_TOOL], ends
+            )[0].turns[0]
         except ValueError:
             continue
         text = turn.text[turn.start : turn.end]
@@ -117,7 +125,7 @@ def _reads(answer_format: AnswerFormat, written: str) -> bool:
     for opening, closing in answer_format.thoughts:
         if closing in written and opening not in written:
             in_thought = True
-    parsed = make_parser(answer_format, in_thought, [_TOOL]).parse(written)
+    parsed = make_parser(answer_format, in_thought, [EXAMPLE_TOOL]).parse(written)
     return parsed.calls == [_CALL] and _CALL.name not in parsed.content
 
 

@@ -56,8 +56,8 @@ from litft.data.turns import Turn, assistant_turns
 # messages; from here on, those beyond the length limit are not rendered
 LONG_CONVERSATION = 40
 
-# a prompt whose last token may go on into the answer
-ENDS_IN_WORD = re.compile(r"[\w ]$")
+# the end of a prompt whose last token may go on into the answer
+GOES_ON = re.compile(r"[\w ]")
 # characters of a divided text that go into the same split
 SPAN = 2048
 
@@ -500,11 +500,10 @@ class Encoder:
 
     def _splits_token(self, turn: Turn, prompt_ids: list[int]) -> bool:
         """Return whether a turn begins within a token; prompt_ids: the tokens before it."""
-        prompt = turn.text[: turn.start]
         # marks and lines end a token
-        if not ENDS_IN_WORD.search(prompt):
+        if not GOES_ON.fullmatch(turn.text[turn.start - 1 : turn.start]):
             return False
-        return self.tokenizer.encode(prompt, bos=False) != prompt_ids
+        return self.tokenizer.encode(turn.text[: turn.start], bos=False) != prompt_ids
 
 
 def _has_other_system(record: Record, example: Example) -> bool:

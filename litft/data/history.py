@@ -3,6 +3,12 @@ reads, as in training."""
 
 from functools import lru_cache
 
+from litft.data.answer_format import (
+    EXAMPLE_QUESTION,
+    EXAMPLE_TOOL,
+    example_answer,
+    has_example_call,
+)
 from litft.data.chat_template import Message
 from litft.data.reasoning import INLINE, PARTS, REASONING_FIELDS, ReasonedAnswer, prints_parts
 from litft.data.tokenizer import Tokenizer
@@ -11,20 +17,6 @@ from litft.data.turns import BOTH_ON
 # texts that no template contains
 _REASONING = "\ue000reasoning\ue000"
 _ANSWER = "\ue000answer\ue000"
-_CALL_NAME = "zqxcallxqz"
-_CALL = {
-    "type": "function",
-    "id": "a1b2c3d40",
-    "function": {"name": _CALL_NAME, "arguments": {"a": 1}},
-}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _CALL_NAME,
-        "description": "",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
 
 
 def readable_history(
@@ -58,20 +50,19 @@ def _content_beside_calls(tokenizer: Tokenizer, template: str, has_tools: bool) 
 
     template: of `tokenizer`, a part of the key. Raises ValueError if it writes no call.
     """
-    question = {"role": "user", "content": "a"}
-    calling = {"role": "assistant", "tool_calls": [_CALL]}
-    result = {"role": "tool", "name": _CALL_NAME, "tool_call_id": _CALL["id"], "content": "b"}
-    tools = [_TOOL] if has_tools else None
+    tools = [EXAMPLE_TOOL] if has_tools else None
     fails = False
     for content in ("", None):
+        calling = example_answer(content)
+        (call,) = calling["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "15 degrees"}
+        result["name"] = call["function"]["name"]
         try:
-            text = tokenizer.apply_chat_template(
-                [question, {**calling, "content": content}, result], tools
-            )
+            text = tokenizer.apply_chat_template([EXAMPLE_QUESTION, calling, result], tools)
         except ValueError:
             fails = True
             continue
-        if _CALL_NAME in text:
+        if has_example_call(text):
             return content
     # a template that cannot render this conversation says so for the real one
     if fails:

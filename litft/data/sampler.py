@@ -93,21 +93,19 @@ def largest_micro_batch(
     candidates = np.argsort(-estimates, kind="stable")[: max(16, MAX_LAID_OUT // batch_size)]
 
     # the exact numbers, of the steps with the largest estimates
-    largest = Largest([], 0, False)
+    rows = []
     max_slots = 0
+    max_targets = 0
+    accumulates = False
     for step in candidates:
         step_indices = indices[starts[step] : starts[step] + batch_size]
         slots, of_step = _largest_of_step(samples, step_indices, layout)
-        rows = largest.rows
         if slots > max_slots:
             max_slots = slots
             rows = of_step.rows
-        largest = Largest(
-            rows,
-            max(largest.max_targets, of_step.max_targets),
-            largest.accumulates or of_step.accumulates,
-        )
-    return largest
+        max_targets = max(max_targets, of_step.max_targets)
+        accumulates |= of_step.accumulates
+    return Largest(rows, max_targets, accumulates)
 
 
 def _largest_of_step(

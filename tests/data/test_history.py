@@ -60,19 +60,26 @@ CALLS = [
 # as DeepSeek R1's: a call is written only where the content is null
 BESIDE_NO_CONTENT = (
     "{%- for m in messages %}[{{ m.role }}]"
-    "{%- if m.content is none %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+    "{%- if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{%- else %}{{ m.content }}{% endif %}{%- endfor %}"
 )
 
 
 def test_calls_are_written_where_the_template_wants_no_content():
-    assert "[assistant]clock[tool]noon" in rendered(BESIDE_NO_CONTENT, CALLS)
+    assert "[assistant]clock{}[tool]noon" in rendered(BESIDE_NO_CONTENT, CALLS)
 
 
 def test_a_template_that_leaves_out_earlier_calls_is_refused():
+    """Also one that lists the tools: their names are no calls."""
     source = "{%- for m in messages %}[{{ m.role }}]{{ m.content }}{%- endfor %}"
     with pytest.raises(ValueError, match="leaves out the tool calls of earlier answers"):
         rendered(source, CALLS)
+    tokenizer = Tokenizer(Path(ROOT) / "tests" / "stories")
+    tokenizer.use_template("{{ tools | tojson }}" + source)
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    with pytest.raises(ValueError, match="leaves out the tool calls of earlier answers"):
+        readable_history(tokenizer, CALLS, [tool])
 
 
 def test_python_reads_messages_as_training_does():
