@@ -31,10 +31,12 @@ TOOL = {
     "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object"}},
 }
 TEMPLATE = (
-    "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}{% for m in messages %}{{ "
-    "m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}({{ call.function.name }}){% "
-    "endfor %}{{ '\n"
-    "' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "({{ call.function.name }} {{ call.function.arguments.town }})"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
@@ -298,9 +300,8 @@ def test_tools_reach_the_template(client, reference):
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages += [{"role": "tool", "tool_call_id": "1", "content": "warm"}]
     answer = ask(client, messages, tokens=15, tools=[TOOL]).choices[0].message.content
-    text = (
-        f"[weather] {prompt.removesuffix('assistant:')}assistant: (weather)\ntool: warm\nassistant:"
-    )
+    history = "assistant: (weather Oslo)\ntool: warm\n"
+    text = f"[weather] {prompt.removesuffix('assistant:')}{history}assistant:"
     assert answer == continuation(text)
 
 
