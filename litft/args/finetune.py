@@ -218,7 +218,7 @@ class EvalArgs:
     interval: int | None = None
     """Compute the validation loss every this many steps. 0: only before and after training.
     Default: about ten times in a run, less often if that would take more than half as long as the
-    training."""
+    training. Nothing held out: sample answers by the same rule."""
     max_batches: int | None = 16
     """Use at most max_batches * global_batch_size validation examples, spread evenly over the set.
     null: all examples."""

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache, wraps
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -216,33 +215,3 @@ def user_content(instruction: str, context: str, source: str) -> str:
 def mentions_variable(source: str, name: str) -> bool:
     """Return whether the source of a template mentions a variable anywhere, as a whole word."""
     return re.search(rf"\b{name}\b", source) is not None
-
-
-def last_user_message(prompt: str, render: Callable[[list[Message]], str]) -> str:
-    """Return the last user message of a rendered prompt, or the whole prompt if the message cannot
-    be found in it.
-
-    render: renders messages up to the answer, with the template of the prompt.
-    """
-    mark = "user-message-mark"
-    answer = "assistant-message-mark"
-    messages = [
-        {"role": role, "content": text}
-        for role, text in (("user", "a"), ("assistant", answer), ("user", mark))
-    ]
-
-    # what precedes a user's message is common to the first one and a later one
-    try:
-        head, found, tail = render(messages[2:]).partition(mark)
-        later_head = render(messages).partition(mark)[0]
-    except ValueError:  # raised by the template
-        return prompt
-    common = takewhile(
-        lambda pair: pair[0] == pair[1], zip(reversed(head), reversed(later_head), strict=False)
-    )
-    opening = "".join(char for char, _ in common)[::-1].lstrip()  # what precedes a user's message
-    body = prompt.rstrip()
-    tail = tail.rstrip()
-    if not (found and opening.strip() and opening in body and tail and body.endswith(tail)):
-        return prompt
-    return body.removesuffix(tail).rpartition(opening)[2].strip() or prompt

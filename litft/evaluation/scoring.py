@@ -10,9 +10,10 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from litft.args.sampling import Sampling
-from litft.data.chat_template import Message, last_user_message
+from litft.data.chat_template import Message
 from litft.data.packing import BatchLayout, MicroBatch
 from litft.data.sample import Sample
+from litft.data.shown_question import shown_question
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import CpuProcessGroup, join_uneven, sum_over_processes
 from litft.evaluation.log_probs import document_log_probs
@@ -214,7 +215,7 @@ def question_text(tokenizer: Tokenizer, ids: list[int]) -> str:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
     rendered = tokenizer.decode(ids, skip_special=False)
-    text = last_user_message(rendered, render)
+    text = shown_question(rendered, render)
     if text == rendered:
         return tokenizer.decode(ids).strip()
     return text

@@ -22,7 +22,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
 from litft.model.loss import IGNORED
 from litft.model.mixers import kernels
-from litft.training.intervals import FEWEST_VALIDATIONS, num_measured, validation_interval
+from litft.training.intervals import FEWEST_VALIDATIONS, validation_cost, validation_interval
 from litft.training.memory.choose import MemorySettings, PlannedRun
 from litft.training.memory.communication import UTILIZATION
 from litft.training.memory.flops import chip_peak_flops, peak_flops
@@ -140,7 +140,12 @@ def _device_lines(setup: RunSetup, settings: MemorySettings) -> list[str]:
 
 def num_validations(args: FinetuneArgs, schedule: Schedule) -> int:
     """The number of validations after steps of the run."""
-    interval = validation_interval(args, schedule.steps, num_measured(args, schedule.data))
+    interval = validation_interval(
+        args,
+        schedule.steps,
+        cost=validation_cost(args, schedule.data),
+        has_losses=len(schedule.data.val) > 0,
+    )
     if interval:
         return -(-schedule.steps // interval)
     return 1

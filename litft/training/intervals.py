@@ -8,6 +8,10 @@ FEWEST_VALIDATIONS = 3
 # of a training step, without the backward pass
 FORWARD_COST = 1 / 3
 LARGEST_SHARE = 0.5  # of the training time, for validations
+# trained tokens that take as long as one decoded token: 19 on two CPU cores, more on a GPU
+DECODED_TOKEN_COST = 16
+# training examples that are answered if nothing is held out
+NUM_TRAINED_PROMPTS = 3
 # steps between validations of a run whose number of steps is not known
 LONGEST_WITH_TIME_LIMIT = 100
 
@@ -27,19 +31,35 @@ def num_measured(args: FinetuneArgs, data: DataSplits) -> int:
     return sum(min(size, limit) for size in sizes)
 
 
-def validation_interval(args: FinetuneArgs, steps: int, measured: int) -> int:
+def validation_cost(args: FinetuneArgs, data: DataSplits) -> float:
+    """Return about how many training steps take as long as one validation: its losses, or its
+    sample answers if nothing is held out."""
+    batch_size = args.train.global_batch_size
+    if len(data.val):
+        return num_measured(args, data) / batch_size * FORWARD_COST
+    num_prompts = len(args.eval.prompts) or NUM_TRAINED_PROMPTS
+    answer_tokens = num_prompts * args.eval.max_new_tokens
+    step_tokens = batch_size * float(data.train.lengths.mean())
+    return answer_tokens * DECODED_TOKEN_COST / step_tokens
+
+
+def validation_interval(args: FinetuneArgs, steps: int, cost: float, has_losses: bool) -> int:
     """Return the steps between validations; 0 for none in between.
 
     The default gives about ten validations, fewer if they would take more than half as long as the
-    training.
-    steps: of the run. measured: the examples that a validation measures.
+    training, but three losses at least.
+    steps: of the run. cost: of one validation, in training steps. has_losses: whether validations
+    measure losses; otherwise they only answer prompts.
     """
     if args.eval.interval is not None:
         return args.eval.interval
-    cost = max(1.0, measured / args.train.global_batch_size) * FORWARD_COST  # in training steps
     # at most this many validations take no more than their share of the training time
-    affordable = int(LARGEST_SHARE * steps / cost)
-    count = max(FEWEST_VALIDATIONS, min(VALIDATIONS, affordable))
+    affordable = int(LARGEST_SHARE * steps / max(cost, FORWARD_COST))
+    count = min(VALIDATIONS, affordable)
+    if has_losses:
+        count = max(FEWEST_VALIDATIONS, count)
+    if count == 0:
+        return 0
     interval = max(1, round(steps / count))
     if args.train.max_time:
         return min(interval, LONGEST_WITH_TIME_LIMIT)

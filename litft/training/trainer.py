@@ -33,7 +33,12 @@ from litft.signals import Signals
 from litft.training.batches import Batches
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import format_duration
-from litft.training.intervals import checkpoint_is_due, num_measured, validation_interval
+from litft.training.intervals import (
+    checkpoint_is_due,
+    num_measured,
+    validation_cost,
+    validation_interval,
+)
 from litft.training.lr_schedule import learning_rate
 from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import Flops
@@ -134,6 +139,7 @@ class Trainer:
 
         # the measurements, and the folder that records them
         self.num_measured = num_measured(self.args, self.data)  # examples in a validation
+        self.validation_cost = validation_cost(self.args, self.data)
         self.validation = Validation(
             processes,
             self.model,
@@ -393,7 +399,12 @@ class Trainer:
 
     def _validation_is_due(self) -> bool:
         """Whether to validate after the steps done so far."""
-        interval = validation_interval(self.args, self.schedule.steps, self.num_measured)
+        interval = validation_interval(
+            self.args,
+            self.schedule.steps,
+            cost=self.validation_cost,
+            has_losses=self.num_measured > 0,
+        )
         return bool(interval) and self.step % interval == 0
 
     def _end_reason(self) -> str | None:

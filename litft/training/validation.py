@@ -37,6 +37,7 @@ from litft.evaluation.scoring import (
 from litft.inference.chat_answers import answer_parser
 from litft.inference.streaming import prompt_ids
 from litft.model.transformer import GPT, eval_mode
+from litft.training.intervals import NUM_TRAINED_PROMPTS
 from litft.training.objectives import Objective, Supervised
 from litft.training.output.metrics import Row
 
@@ -45,8 +46,6 @@ NUM_HARDEST = 5
 SEARCHED = 1024
 # first samples, among which default prompts are searched
 PROMPT_CANDIDATES = 16
-# prompts out of the training set, if nothing is held out
-NUM_TRAINED = 3
 
 
 @dataclass(frozen=True)
@@ -386,15 +385,14 @@ def _prompts(
     Raises ValueError if the model cannot read one.
     """
     if not args.prompts:
-        samples, count = (data.val, 1) if len(data.val) else (data.train, NUM_TRAINED)
-        questions = (
-            tuple(sample.answer[0].tolist())
-            for sample in islice(samples, PROMPT_CANDIDATES)
-            if sample.answer
-        )
-        # several examples may share a question
-        for ids in list(dict.fromkeys(questions))[:count]:
-            yield question_text(tokenizer, list(ids)), list(ids)
+        samples, count = (data.val, 1) if len(data.val) else (data.train, NUM_TRAINED_PROMPTS)
+        # several examples may share a question, also after different system prompts
+        questions: dict[str, list[int]] = {}
+        for sample in islice(samples, PROMPT_CANDIDATES):
+            if sample.answer:
+                ids = sample.answer[0].tolist()
+                questions.setdefault(question_text(tokenizer, ids), ids)
+        yield from islice(questions.items(), count)
     for item in args.prompts:
         for text in filter(None, map(str.strip, _texts(item))):
             yield text, prompt_ids(tokenizer, _conversation(text, data))

@@ -220,12 +220,46 @@ CONVERSATIONS = {
 }
 
 
+# as Qwen's template writes the result of a tool, and as Llama's
+_TURNS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}RESULT{% else %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL_TEMPLATES = {
+    "tools_as_user_turns": _TURNS.replace(
+        "RESULT", "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    ),
+    "tools_with_a_role": _TURNS.replace(
+        "RESULT", "<|im_start|>ipython\n{{ m.content }}<|im_end|>\n"
+    ),
+}
+
+
 @pytest.mark.parametrize("style", sorted({*STYLES} - {"llama2", "plain"}))
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 def test_the_last_user_message_is_shown(tokenizer_folder, style, kind):
     tokenizer = Tokenizer(tokenizer_folder("bytes"))
     tokenizer.use_template(STYLES[style])
     rendered = tokenizer.apply_chat_template(CONVERSATIONS[kind], add_generation_prompt=True)
+    assert question_text(tokenizer, tokenizer.encode(rendered, bos=False)) == QUESTION
+
+
+CALL = {"type": "function", "id": "a1b2c3d40", "function": {"name": "f", "arguments": {"a": 1}}}
+AFTER_A_CALL = [
+    *CONVERSATIONS["two turns"],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a1b2c3d40", "name": "f", "content": "open"},
+]
+
+
+@pytest.mark.parametrize("style", ["tools_as_user_turns", "tools_with_a_role"])
+def test_the_question_is_shown_for_an_answer_after_a_call(tokenizer_folder, style):
+    """Some templates write the result of a tool as a message of the user."""
+    tokenizer = Tokenizer(tokenizer_folder("bytes"))
+    tokenizer.use_template(TOOL_TEMPLATES[style])
+    rendered = tokenizer.apply_chat_template(AFTER_A_CALL, add_generation_prompt=True)
     assert question_text(tokenizer, tokenizer.encode(rendered, bos=False)) == QUESTION
 
 
