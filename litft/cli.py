@@ -133,9 +133,12 @@ def main() -> None:
             run(name, sys.argv[1 + len(words) :])
             return
     width = max(map(len, COMMANDS))
-    commands = "\n  ".join(
-        f"litft {name:<{width}} {entry.args.__doc__}" for name, entry in COMMANDS.items()
-    )
+    lines = []
+    for name, entry in COMMANDS.items():
+        # the first paragraph of the description
+        summary = " ".join((entry.args.__doc__ or "").partition("\n\n")[0].split())
+        lines.append(f"litft {name:<{width}} {summary}")
+    commands = "\n  ".join(lines)
     usage = (
         "usage: litft COMMAND [flags]\n"
         "\n"

@@ -206,5 +206,8 @@ class ChatArgs(SpeculativeArgs):
 
     system: str | None = None
     """The system prompt. Default: none."""
+    tools: str | None = None
+    """The functions that the model may call: a JSON file with a list of them in OpenAI's form, or a
+    file of examples, whose first `tools` are used. After a call, type its result. Default: none."""
     debug: bool = False
     """Print exactly what the model reads and generates to stderr, special tokens included."""

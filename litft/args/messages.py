@@ -2,9 +2,10 @@
 
 import difflib
 import os
+import re
 from typing import Any
 
-from litft.args.aliases import hint_for_flag
+from litft.args.aliases import hint_for_flag, translate_flag
 from litft.args.finetune import FINETUNE
 from litft.args.flag_types import is_finetuning, types_of_flags
 
@@ -19,6 +20,11 @@ def unknown_flag(
         return message
     if is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
         return f"--{name} does not exist; leave it out"
+    # also for other commands, if they have what another program's flag is called here
+    if not is_finetuning(flag_types) and (translated := translate_flag(name, value)):
+        ours = translated[0].partition(" ")[0].removeprefix("--")
+        if ours in flag_types:
+            return f"--{name} does not exist; use {translated[0]}"
     # a flag of fine-tuning that was given to another command
     if name in types_of_flags(FINETUNE["lora"]):
         return (
@@ -60,10 +66,14 @@ def not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
 
 
 def hint_for(value: str) -> str:
-    """Return how to write a number with a decimal comma, or nothing."""
+    """Return how to write a number with a decimal comma, or where the type of a GGUF file comes
+    from; otherwise nothing."""
     is_number = value.replace(",", "", 1).isdecimal() and "," in value
     if is_number:
         return f"; write {value.replace(',', '.')}"
+    # types of llama.cpp's files that its own program makes
+    if re.fullmatch(r"i?q[2-6]_\w+", value, re.IGNORECASE):
+        return f"; write f16, then run llama.cpp's llama-quantize with {value.upper()}"
     return ""
 
 

@@ -190,10 +190,11 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
     for name, value in unknown.items():
         problems.append(unknown_flag(name, flag_types, value, given))
     if recipe and not (problems or passthrough or _has_model(dict(values))):
-        problems.append(
-            f"--config {recipe} is a recipe; add the model and the data: --checkpoint_dir and "
-            "--data.path"
-        )
+        if cls is flags.PlanArgs:
+            missing = "the model: --checkpoint_dir"
+        else:
+            missing = "the model and the data: --checkpoint_dir and --data.path"
+        problems.append(f"--config {recipe} is a recipe; add {missing}")
     return values, problems, passthrough
 
 
@@ -353,6 +354,8 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         method = None
         if isinstance(recipe, dict):
             method = recipe.get("method")
+        if method and cls is flags.PlanArgs:
+            return _planned_settings(content, method), []
         if method and cls is not FINETUNE.get(method):
             return [], [
                 f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"
@@ -375,6 +378,19 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
             text = _list_text(entries[name], text, name, flag_types)
         texts[name] = text
     return list(texts.items()), problems
+
+
+def _planned_settings(content: dict, method: str) -> list[tuple[str, str]]:
+    """Return the flags of `plan` for a recipe: its settings that memory and time depend on."""
+    plan_flags = types_of_flags(flags.PlanArgs)
+    values = [("method", method)]
+    for name, value in _flatten(content, set()):
+        # `plan` has the flags of data and training without their groups
+        for plan_name in (name, name.rpartition(".")[2]):
+            if plan_name in plan_flags:
+                values.append((plan_name, _as_text(value)))
+                break
+    return values
 
 
 def _entries(content: dict, flag_types: dict[str, Any]) -> dict[str, Any]:
@@ -444,7 +460,8 @@ def _list_text(value: Any, text: str, name: str, flag_types: dict[str, Any]) -> 
 
 def _problem_of_recipe(name: str, cls: type) -> str:
     """Return why a name that is no file is no recipe for a command; empty if it is one."""
-    if cls not in FINETUNE.values():
+    takes_recipes = cls in FINETUNE.values() or cls is flags.PlanArgs
+    if not takes_recipes:
         return f"--config {name}: no such file"
     if is_recipe(name):
         return ""

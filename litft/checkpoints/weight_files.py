@@ -271,6 +271,8 @@ def _weight_files(folder: Path) -> list[Path]:
         ", ".join(sorted(path.name for path in folder.iterdir())[:MAX_LISTED]) or "nothing"
     )
     remedy = "download the whole folder, or rename the file"
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        remedy = "download the whole folder (scripts/plan.py plans a run without the weights)"
     if list(folder.glob("consolidated*.pth")) or list(folder.glob("consolidated*.safetensors")):
         remedy = (
             "these are in the original layout of Meta or Mistral; download the folder in Hugging "

@@ -3,6 +3,7 @@
 import sys
 
 from litft.args import ChatArgs
+from litft.data.tool_files import read_tool_file
 from litft.inference.chat import INITIAL_CAPACITY, Chat, Conversation
 from litft.inference.session import make_drafter, missing_template_note, open_session
 from litft.inference.terminal import make_screen
@@ -11,11 +12,12 @@ from litft.inference.terminal import make_screen
 def chat(args: ChatArgs) -> None:
     """Chat over several turns; without a terminal, read one message per line and print only the
     answers."""
+    tools = read_tool_file(args.tools) if args.tools else None
     session = open_session(args)
     session.limit_threads(1)
     note = missing_template_note(session.tokenizer)
     if note:
         print(note, file=sys.stderr)
     drafter = make_drafter(args, session, INITIAL_CAPACITY)
-    loop = Chat(Conversation(session, drafter, args.system), make_screen(), args.debug)
-    loop.run()
+    conversation = Conversation(session, drafter, args.system, tools)
+    Chat(conversation, make_screen(), args.debug).run()

@@ -1,6 +1,7 @@
 """The command `run_eval`: the scores of a model and its base, side by side in one table."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from litft.evaluation.comparison import ScoredModel, print_results, results_as_j
 from litft.evaluation.examples import (
     compared_sources,
     kind_of,
+    note_on_base,
     readable_by_all,
     resolve_data,
     warn_if_trained_on,
@@ -41,6 +43,8 @@ def run_eval(args: RunEvalArgs) -> None:
     # what can be refused is refused before a model is loaded
     data, own_run = resolve_data(args, source)
     args = replace(args, data=data)
+    if source.adapter and args.against is None:
+        print(note_on_base(source, own_run), file=sys.stderr)
     run_harness = _harness_runner(args) if args.tasks else None
     sources = compared_sources(args, source)
     readable = set()

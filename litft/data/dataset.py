@@ -90,6 +90,12 @@ class DataSplits:
             return systems.pop()
         return ""
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether most prompts list functions that the model may call."""
+        with_tools = sum(report.with_tools for report in self.reports.values())
+        return 2 * with_tools > sum(report.records for report in self.reports.values())
+
     @cached_property
     def special_ids(self) -> set[int]:
         """The special tokens, and those of --data.new_tokens, that occur in the data."""

@@ -25,6 +25,7 @@ class Encoded:
     ends: set[int] = field(default_factory=set)  # the tokens that end its answers
     # the system prompt of its conversation; empty without one, None for a text
     system: str | None = None
+    has_tools: bool = False  # whether its prompt lists functions to call
     # of a record of token ids whose last token is learned
     last_token: int | None = None
     answers: int = 0  # answers that are learned

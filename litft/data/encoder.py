@@ -399,6 +399,7 @@ class Encoder:
         encoded.system = ""
         if messages[0]["role"] in ("system", "developer"):
             encoded.system = messages[0]["content"]
+        encoded.has_tools = bool(example.tools)
         if self.reasoning == "drop":
             messages = drop_reasoning(messages)
         empty = set()

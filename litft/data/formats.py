@@ -199,9 +199,9 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
 
     # the message: the remedies are tried from the most general to the most specific, and the last
     # one that applies is shown
-    supported = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
     field_names = ", ".join(map(repr, record))[:200] or "none"
-    remedy = "map the fields with --data.columns OURS=THEIRS,..."
+    formats = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
+    remedy = f"map the fields with --data.columns OURS=THEIRS,... (formats: {formats})"
     texts = [name for name, value in record.items() if isinstance(value, str)]
     if len(texts) == 2:
         remedy = (
@@ -230,9 +230,7 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
         remedy = f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
     if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
-    raise ValueError(
-        f"{where}: no known format has the fields {field_names}; {remedy} (formats: {supported})"
-    )
+    raise ValueError(f"{where}: no known format has the fields {field_names}; {remedy}")
 
 
 def _one_missing_field(record: Record) -> tuple[list[str], str] | None:

@@ -16,6 +16,8 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("observation", "tool", "function_response", "ipython"), "tool"),
     "system": "system",
 }
+# names of other programs, which a message about an unknown role translates
+OTHER_ROLES = SHAREGPT_ROLES | dict.fromkeys(("bot", "chatbot", "ai", "agent"), "assistant")
 # fields of a turn that say whether the loss is computed on it
 LOSS_FIELDS = ("train", "loss_weight", "weight")
 TEXT_FIELDS = ("name", "tool_call_id", *REASONING_FIELDS)  # of a message, which templates may show
@@ -79,7 +81,10 @@ def _message(message: Any, where: str) -> Message:
                 "file"
             )
         role = message.get("role") if isinstance(message, dict) else message
-        raise ValueError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
+        remedy = f"known: {', '.join(ROLES)}"
+        if isinstance(role, str) and role.lower() in OTHER_ROLES:
+            remedy = f"write {OTHER_ROLES[role.lower()]!r}"
+        raise ValueError(f"{where} has the role {role!r}; {remedy}")
     calls = _calls(message.get("tool_calls"), where)
     if message.get("function_call") and not calls:  # OpenAI's older form of a single call
         calls = _calls([message["function_call"]], where)

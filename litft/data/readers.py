@@ -7,6 +7,7 @@ the line or index.
 
 import codecs
 import csv
+import difflib
 import gzip
 import io
 import json
@@ -16,12 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from litft.data.formats import Record, field_with_records
 from litft.data.messages import json_type
+
+# files of a folder among which the nearest name to a missing one is searched
+MOST_COMPARED = 1000
 
 # bytes read at once; a text file becomes records of about this size
 READ_BYTES = 1 << 20
@@ -75,11 +79,30 @@ def require_file(path: Path) -> Path:
             "file"
         )
     if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist; name a file of examples, or for training a folder with both "
-            "splits"
-        )
+        raise ValueError(f"{path} does not exist{_where_looked(path)}; {_remedy_for_missing(path)}")
     return path
+
+
+def _where_looked(path: Path) -> str:
+    """Return where a relative path was looked for."""
+    if path.is_absolute():
+        return ""
+    return f" in {Path.cwd()}"
+
+
+def _remedy_for_missing(path: Path) -> str:
+    """Return what to do about a file that does not exist: the nearest name beside it, if there is
+    one."""
+    names = []
+    try:
+        for file in islice(path.parent.iterdir(), MOST_COMPARED):
+            names.append(file.name)
+    except OSError:
+        return f"there is no folder {path.parent} either"
+    nearest = difflib.get_close_matches(path.name, sorted(names), n=1, cutoff=0.8)
+    if nearest:
+        return f"did you mean {path.parent / nearest[0]}?"
+    return "name a file of examples, or a folder with train.jsonl"
 
 
 def split_suffixes(path: Path) -> tuple[str, str]:

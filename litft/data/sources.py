@@ -131,9 +131,10 @@ def find_sources(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str,
                 f"{path} has no split train; it has {names}: choose one with --data.split"
             )
         if "train" not in splits:
+            pattern = Path(path) / "*.jsonl"
             raise ValueError(
                 f"{path} contains no train.json, train.jsonl, ... and no numbered files of one "
-                f"format; name the file, or a pattern such as '{path}/*.jsonl', with --data.path"
+                f"format; name the file, or a pattern such as '{pattern}', with --data.path"
             )
         reading = _reading(item)
         # --data.limit is about training examples; validation files are used whole

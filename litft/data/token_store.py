@@ -62,6 +62,7 @@ class EncodingReport:
     unused: dict[str, int] = field(default_factory=dict)
     # the first system prompts that differ; empty: none
     systems: list[str] = field(default_factory=list)
+    with_tools: int = 0  # records whose prompt lists functions to call
     ends: list[int] = field(default_factory=list)  # tokens that end answers
     special: list[int] = field(default_factory=list)  # special and new tokens that occur
     largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
@@ -82,6 +83,7 @@ class EncodingReport:
         is_full = len(self.systems) >= MAX_SYSTEMS
         if system is not None and system not in self.systems and not is_full:
             self.systems.append(system)
+        self.with_tools += encoded.has_tools
         for name in encoded.unused:
             self.unused[name] = self.unused.get(name, 0) + 1
         for note in encoded.notes:

@@ -40,6 +40,8 @@ class ScoredModel:
     name: str
     scores: dict[str, float] = field(default_factory=dict)
     answers: dict[Name, str] = field(default_factory=dict)  # by example
+    # the examples whose answers the length limit has cut
+    cut: set[Name] = field(default_factory=set)
     errors: dict[str, float] = field(default_factory=dict)  # standard errors of scores
     harness: dict[str, Any] = field(default_factory=dict)  # the results as the harness returns them
     preferences: PreferenceScores | None = None
@@ -97,6 +99,7 @@ def score_examples(
     if examples:
         answers = _answers(subject.name, session, examples, args)
     subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
+    subject.cut = {name for name, answer in answers.items() if not answer.ended}
     if answers and kind == "supervised":
         subject.scores |= _exact_match(examples, answers)
     elif kind == "supervised" and any(turn for _, turn, _ in names):
@@ -211,6 +214,8 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
         for subject in subjects:
             if example in subject.answers:
                 lines[subject.name] = json.dumps(subject.answers[example], ensure_ascii=False)
+                if example in subject.cut:
+                    lines[subject.name] += " ... (cut)"
             if example in subject.log_probs:
                 lines[f"{subject.name}, log-probability"] = ", ".join(
                     f"{v:.2f}" for v in subject.log_probs[example]

@@ -10,6 +10,7 @@ from litft import run_dir
 from litft.args import DataArgs, RunEvalArgs
 from litft.args.parser import finetune_args
 from litft.args.preference import DATA_KINDS
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG
 from litft.checkpoints.hub import hub_id
 from litft.data.dataset import DataSplits, length_limit, load_data
 from litft.data.formats import preference_kind, rename_columns
@@ -74,6 +75,21 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
     if own_run is not None:
         print(f"reading {_names(data)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
     return data, own_run
+
+
+def note_on_base(source: PretrainedFolder, own_run: Path | None) -> str:
+    """Return which model is the base of an adapter, and what else its run can be compared with."""
+    note = f"base: {source.base}"
+    if own_run is None:
+        return note
+    start = finetune_args(own_run).checkpoint_dir
+    # a run that continues an adapter has learned from more than its own data
+    is_adapter = start and any(
+        (Path(start) / folder / ADAPTER_CONFIG).is_file() for folder in (".", "final")
+    )
+    if is_adapter:
+        note += f"; the run started from the adapter {start}: compare with --against {start}"
+    return note
 
 
 def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:

@@ -8,13 +8,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from litft.args import NUMBERS
 from litft.atomic import atomic_write
 from litft.data.answer_parser import AnswerPart, ParsedAnswer
 from litft.data.chat_template import Message
 from litft.data.history import readable_history
-from litft.data.messages import check_messages
+from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import check_text
 from litft.inference.chat_answers import answer_message, answer_parser
 from litft.inference.generation import GenerationChunk, generate_batch
@@ -39,12 +40,18 @@ class Conversation:
     """The messages of a chat, and the decoder whose KV cache holds them."""
 
     def __init__(
-        self, session: Session, drafter: Drafter | None = None, system: str | None = None
+        self,
+        session: Session,
+        drafter: Drafter | None = None,
+        system: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> None:
+        # tools: functions that the model may call, in OpenAI's form
         self.session = session
         self.drafter = drafter
         self.tokenizer = session.tokenizer
         self.decoder = session.decoder(1, INITIAL_CAPACITY)
+        self.tools = tools
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
         # text and token ids up to the end of the last answer
         self.history: tuple[str, list[int]] = ("", [])
@@ -77,10 +84,35 @@ class Conversation:
     def num_tokens(self) -> int:
         """The number of tokens of all messages."""
         if self.messages:
-            text = self.tokenizer.apply_chat_template(self.messages)
+            text = self.tokenizer.apply_chat_template(self.messages, self.tools)
         else:
             text = ""
         return len(self.tokenizer.encode(text, bos=False))
+
+    @property
+    def open_calls(self) -> list[dict[str, Any]]:
+        """The calls of the last answer whose results are missing; none if there are no tools."""
+        if not self.tools:
+            return []
+        answered = set()
+        for message in reversed(self.messages):
+            if message["role"] != "tool":
+                calls = message.get("tool_calls", [])
+                return [call for call in calls if call.get("id") not in answered]
+            answered.add(message.get("tool_call_id"))
+        return []
+
+    def add_result(self, text: str) -> None:
+        """Add the result of the first open call."""
+        self.messages.append(self._typed(text))
+
+    def _typed(self, text: str) -> Message:
+        """Return what the user has typed as a message: the result of a call, or a question."""
+        calls = self.open_calls
+        if not calls:
+            return {"role": "user", "content": text}
+        name = calls[0]["function"]["name"]
+        return {"role": "tool", "tool_call_id": calls[0].get("id"), "name": name, "content": text}
 
     def reset(self) -> None:
         """Remove all messages except the system message."""
@@ -101,7 +133,7 @@ class Conversation:
     def answer(
         self, question: str, notice: Callable[[str], None]
     ) -> Generator[AnswerStep, None, None]:
-        """Stream the answer to a question.
+        """Stream the answer to a question, or to the result of an open call.
 
         Afterwards, or if the caller stops early, both are added to the messages.
 
@@ -109,7 +141,7 @@ class Conversation:
         too long; the messages are then unchanged.
         """
         original_messages = list(self.messages)
-        self.messages.append({"role": "user", "content": question})
+        self.messages.append(self._typed(question))
         try:
             request = self.session.request(self._prompt_ids(notice), self.num_questions)
         except ValueError:
@@ -122,7 +154,7 @@ class Conversation:
         self.num_questions += 1
 
         tokens: list[int] = []
-        parser = answer_parser(self.tokenizer, self.prompt_text)
+        parser = answer_parser(self.tokenizer, self.prompt_text, self.tools)
         parsed = ParsedAnswer()
         try:
             for _, chunk in generate_batch(self.decoder, self.tokenizer, [request], self.drafter):
@@ -194,8 +226,7 @@ class Conversation:
 
         Unchanged history keeps its generated token ids, which a new tokenization may not give.
         """
-        messages = readable_history(self.tokenizer, self.messages)
-        self.prompt_text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        self.prompt_text = self._render(self.messages)
         text, ids = self.history
         if text and self.prompt_text.startswith(text):
             # tokenized as a part of the whole: some tokenizers begin each text with a space
@@ -205,16 +236,19 @@ class Conversation:
             return [*ids, *all_ids[boundaries[0] :]]
         return self.tokenizer.encode(self.prompt_text, bos=False)
 
+    def _render(self, messages: list[Message]) -> str:
+        """Return the prompt for the answer to messages."""
+        readable = readable_history(self.tokenizer, messages, self.tools)
+        return self.tokenizer.apply_chat_template(readable, self.tools, add_generation_prompt=True)
+
     def base_answer(self, question: str) -> Generator[AnswerStep, None, None]:
         """Stream the answer of the model without its adapter; the messages stay unchanged."""
         # keys and values differ without the adapter, so the chat's decoder cannot be used
         decoder = self.session.decoder(1, INITIAL_CAPACITY, compiled=False)
-        messages = [*self.messages, {"role": "user", "content": question}]
-        messages = readable_history(self.tokenizer, messages)
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        text = self._render([*self.messages, self._typed(question)])
         request = self.session.request(self.tokenizer.encode(text, bos=False), self.num_questions)
         decoder.reserve(len(request.ids) + request.max_new_tokens)
-        parser = answer_parser(self.tokenizer, text)
+        parser = answer_parser(self.tokenizer, text, self.tools)
         with self.session.as_base():
             for _, chunk in generate_batch(decoder, self.tokenizer, [request]):
                 yield AnswerStep(parser.push(chunk), chunk)
@@ -271,8 +305,15 @@ class Chat:
             self.show(line)
 
     def show(self, question: str) -> None:
-        """Show the answer to a question; a question that is too long is dropped."""
+        """Show the answer to a question; a question that is too long is dropped.
+
+        Results of several calls are collected before they are answered.
+        """
         conversation = self.conversation
+        if len(conversation.open_calls) > 1:
+            conversation.add_result(question)
+            self._ask_for_result()
+            return
         try:
             self._show(conversation.answer(question, self.screen.notice))
         except ValueError as error:
@@ -282,9 +323,20 @@ class Chat:
                 remedy = "/reset starts over"
             self.screen.notice(f"error: {error}; this message is dropped, {remedy}")
             return
+        self._ask_for_result()
         if self.debug:
             self.screen.notice(f"--- the model reads\n{conversation.prompt_text}\n---")
             self.screen.notice(f"--- the model says\n{conversation.output_text}\n---")
+
+    def _ask_for_result(self) -> None:
+        """Say which call the next message is the result of, if there is one."""
+        calls = self.conversation.open_calls
+        if calls:
+            name = calls[0]["function"]["name"]
+            self.screen.notice(
+                f"the next message is the result of {name}; /undo asks something else",
+                terminal_only=True,
+            )
 
     def _show(self, steps: Generator[AnswerStep, None, None]) -> None:
         """Show an answer as it is generated, then its stats; Ctrl-C stops it."""
@@ -341,9 +393,10 @@ class Chat:
         """FILE: save the conversation as JSON, in a format that --data.path reads"""
         if not rest:
             raise ValueError("name a file: /save talk.json")
-        content = json.dumps(
-            [{"messages": self.conversation.messages}], indent=2, ensure_ascii=False
-        )
+        record: dict[str, Any] = {"messages": self.conversation.messages}
+        if self.conversation.tools:
+            record["tools"] = self.conversation.tools
+        content = json.dumps([record], indent=2, ensure_ascii=False)
         atomic_write(Path(rest), check_text(content) + "\n")
         self.screen.notice(f"saved to {rest}")
 
@@ -354,13 +407,17 @@ class Chat:
         try:
             content = json.loads(Path(rest).read_text("utf-8"))
             # a list as written by /save, or a single conversation
-            messages = (content[0] if isinstance(content, list) else content)["messages"]
+            record = content[0] if isinstance(content, list) else content
+            messages = record["messages"]
+            tools = record.get("tools")
         except (ValueError, LookupError, TypeError, RecursionError):
             raise ValueError(
                 f"{rest} is not a conversation; expected JSON with 'messages'"
             ) from None
         check_text(json.dumps(messages, ensure_ascii=False))
-        self.conversation.messages = check_messages(messages, rest)
+        checked = check_messages(messages, rest)
+        self.conversation.tools = read_tools(tools, rest) or self.conversation.tools
+        self.conversation.messages = checked
         self.screen.notice(f"{len(messages)} messages")
 
     def do_set(self, rest: str) -> None:

@@ -1,5 +1,6 @@
 """Generation from Python, one text at a time: `litft.generate` and `litft.stream`."""
 
+import difflib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -118,7 +119,10 @@ def _sampling(stored: GenerationConfig, given: dict[str, Any], vocab_size: int) 
     known = [field.name for field in fields(Sampling)]
     for name in given:
         if name not in known:
-            raise TypeError(f"{name!r} is not a setting of sampling; known: {', '.join(known)}")
+            names = ("max_new_tokens", "stop", *known)
+            nearest = difflib.get_close_matches(name, names, n=1)
+            hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
+            raise TypeError(f"{name!r} is not a setting{hint} known: {', '.join(names)}")
 
     bias = stored.logit_bias(vocab_size, given.get("logit_bias"))
     # later entries win: the file, then the arguments, then the bias, which has both

@@ -30,6 +30,9 @@ from litft.training.memory.plan import format_bytes, process_line
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
 
+# a CPU without bf16 arithmetic is slower in bf16 by at least this factor
+SLOW_BF16 = 1.5
+
 STRATEGIES = {
     "ddp": "each device holds all of the weights",
     "fsdp": "each device holds a part of the weights and of the optimizer's state",
@@ -221,6 +224,8 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
                 f"none of the examples falls into --data.val_fraction {schedule.val_fraction:g}; "
                 "raise it"
             )
+            if len(set(data.train.digests.tolist())) == 1:
+                cause = "the examples are all the same, and equal ones are held out together"
         yield (
             f"nothing is held out for validation: {cause}; the sample answers are to trained "
             "questions, unless --eval.prompts has others"
@@ -377,6 +382,13 @@ def plan_lines(
         peak,
         schedule.layout.ranks,
     )
+    if chip == "CPU" and settings.precision.startswith("bf16") and peak:
+        slowdown = (peak_flops(device, "fp32") or peak) / peak
+        if slowdown > SLOW_BF16:
+            yield (
+                f"warning: this CPU computes {slowdown:.1f} times slower in bf16 than in fp32: "
+                "--precision fp32 is faster, and takes more memory"
+            )
     if plan.memory.peak > settings.device_bytes:
         if schedule.layout.rows > 1:
             flag = "--train.micro_batch_size"
@@ -405,12 +417,16 @@ def time_line(
 
 
 def format_duration(seconds: float) -> str:
-    """A time in the largest unit that fits, with two digits."""
+    """Return a time in the largest unit that fits, with two digits: 1 minute, 2.5 hours."""
     if 0 < seconds < 1:
         return "under 1 s"
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= size:
-            return f"{seconds / size:.2g} {unit}"
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        # 59.9 minutes are not written as 60
+        if seconds >= 0.995 * size:
+            amount = seconds / size
+            digits = 1 if amount < 9.95 else 0
+            text = f"{amount:,.{digits}f}".removesuffix(".0")
+            return f"{text} {unit}" if text == "1" else f"{text} {unit}s"
     return f"{seconds:.2g} s"
 
 

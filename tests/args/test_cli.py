@@ -216,6 +216,20 @@ def test_without_a_model_the_demo_recipe_is_used():
     assert custom.train == flags.TrainArgs()
 
 
+def test_plan_takes_the_settings_of_a_recipe():
+    words = ["--config", "full-8b-8x80gb", "--checkpoint_dir", "a"]
+    args = parse(flags.PlanArgs, words)
+    assert (args.method, args.precision, args.strategy) == ("full", "bf16", "fsdp")
+    assert (args.devices, args.micro_batch_size) == (8, 2)
+    assert args.activation_checkpointing == "none"
+    long_rows = parse(flags.PlanArgs, ["--config", "qlora-8b-24gb", "--checkpoint_dir", "a"])
+    assert (long_rows.method, long_rows.quantize, long_rows.max_seq_length) == ("lora", "nf4", 8192)
+    # flags win over the recipe
+    assert parse(flags.PlanArgs, [*words, "--devices", "4"]).devices == 4
+    with pytest.raises(ValueError, match="is a recipe; add the model: --checkpoint_dir"):
+        parse(flags.PlanArgs, words[:2])
+
+
 def test_print_config_can_be_passed_back(tmp_path):
     done = script(
         "finetune/lora.py",
@@ -914,6 +928,22 @@ def test_configs_of_other_commands_and_resume_in_a_file(tmp_path):
 def test_hints_for_words_of_other_programs(words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         parser.parse(flags.LoRAFinetuneArgs, words)
+
+
+@pytest.mark.parametrize(
+    ("cls", "words", "message"),
+    [
+        (flags.ChatArgs, ["--model", "m"], "--model does not exist; use --checkpoint_dir m"),
+        (flags.RunEvalArgs, ["--model_name_or_path", "m"], "use --checkpoint_dir m"),
+        (flags.MergeArgs, ["--output_dir", "o"], "--output_dir does not exist; use --out_dir o"),
+        # chat has no counterpart of this one
+        (flags.ChatArgs, ["--cutoff_len", "9"], "--cutoff_len does not exist; --help lists"),
+        (flags.GgufExportArgs, ["--outtype", "q4_k_m"], "llama.cpp's llama-quantize with Q4_K_M"),
+    ],
+)
+def test_hints_of_commands_that_train_nothing(cls, words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parser.parse(cls, words)
 
 
 def test_a_flag_of_fine_tuning_is_named_elsewhere():

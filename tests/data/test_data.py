@@ -654,6 +654,18 @@ def test_errors_name_the_file_and_the_line_or_record(tmp_path, tiny, name, conte
     assert not list(token_cache.cache_folder().glob("*.partial"))
 
 
+def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path, tiny, monkeypatch):
+    write_records(tmp_path / "faq_good.jsonl", [{"text": "a"}])
+    tokenizer = Tokenizer(tiny)
+    with pytest.raises(ValueError, match=r"did you mean .*/faq_good\.jsonl\?"):
+        load(tmp_path / "faq_god.jsonl", tokenizer)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^other\.csv does not exist in {tmp_path}; name a file"):
+        load("other.csv", tokenizer)
+    with pytest.raises(ValueError, match="there is no folder data either"):
+        load("data/a.jsonl", tokenizer)
+
+
 def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
     records = [{"instruction": "a", "output": "b"}] * 18 + [{"foo": 1}, {"bar": 2}]
     path = write_records(tmp_path / "a.json", records)

@@ -204,6 +204,12 @@ def test_capitals_and_spaces_of_field_names_do_not_matter():
             {"messages": [{"role": "robot", "content": "a"}]},
             "message 0 has the role 'robot'; known: system",
         ),
+        ({"messages": [{"role": "human", "content": "a"}]}, "the role 'human'; write 'user'"),
+        ({"messages": [{"role": "Bot", "content": "a"}]}, "the role 'Bot'; write 'assistant'"),
+        (
+            {"instruction": "a", "answer_text": "b"},
+            "no known format has the fields 'instruction', 'answer_text'; [^(]*$",
+        ),
         ({"messages": [{"role": "user", "content": None}]}, "message 0 must have text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -309,6 +309,9 @@ def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
     assert [cell.strip() for cell in lines[0].split("|")] == ["", "", "base", "tuned", ""]
     assert sum(line.startswith("|") for line in lines) == 2 + len(both["scores"]["base"])
     assert "prompt:" in done.stdout and "expected: " in done.stdout and "tuned:    " in done.stdout
+    # a cut answer is marked, but not in the JSON file
+    assert " ... (cut)" in done.stdout and "(cut)" not in json.dumps(both)
+    assert f"base: {folder}" in done.stderr
     tuned_only, _ = run_eval(
         tmp_path,
         "--checkpoint_dir",

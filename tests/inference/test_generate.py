@@ -475,7 +475,8 @@ def test_python_obeys_the_generation_config(folder, tmp_path):
     ("prompt", "settings", "error", "message"),
     [
         ("One day", {"max_new_tokens": 0}, ValueError, "max_new_tokens 0: must be at least 1"),
-        ("One day", {"temprature": 1}, TypeError, "'temprature' is not a setting"),
+        ("One day", {"temprature": 1}, TypeError, "'temprature' is not a setting, did you"),
+        ("One day", {"max_tokens": 1}, TypeError, "did you mean 'max_new_tokens'"),
         ([3, 4], {}, TypeError, "a list of messages"),
     ],
 )

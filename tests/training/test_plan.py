@@ -85,6 +85,7 @@ def test_flops_of_experts(make_model):
         ("NVIDIA L40S", 362.05),
         ("RTX4090", 165.2),
         ("rtx-4090", 165.2),
+        ("4090", 165.2),
         ("NVIDIA L4", 121.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA H100 PCIe", 756.0),

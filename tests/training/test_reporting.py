@@ -197,7 +197,7 @@ def test_prompts_of_plain_text_are_continued_unchanged(args, tmp_path, capfd):
 
 def test_the_suggested_chat_has_the_system_prompt_of_the_examples(args, tmp_path, capfd):
     """Without it, the template writes its own default, or none, which the model was not trained
-    with."""
+    with. The same for the functions that it may call."""
     system = {"role": "system", "content": "You're the club's clerk."}
     chats = []
     for number in range(20):
@@ -206,18 +206,22 @@ def test_the_suggested_chat_has_the_system_prompt_of_the_examples(args, tmp_path
             {"role": "assistant", "content": "Yes."},
         ]
         chats.append({"messages": [system, *turns]})
-    write_records(tmp_path / "chats.jsonl", chats)
+    tools = [{"name": "weather", "parameters": {"type": "object"}}]
+    write_records(tmp_path / "chats.jsonl", [chat | {"tools": tools} for chat in chats])
     args.data.path = [str(tmp_path / "chats.jsonl")]
     litft.finetune(args)
     suggested = capfd.readouterr().out.partition("next:")[2]
     (command,) = [line for line in suggested.splitlines() if "--system" in line]
     words = shlex.split(command, comments=True)
     assert words[words.index("--system") + 1] == system["content"]
+    assert words[words.index("--tools") + 1] == str(tmp_path / "chats.jsonl")
+    assert "# with the system prompt and the functions of the examples" in command
     # not where some examples have none
     write_records(tmp_path / "chats.jsonl", [*chats[1:], {"messages": chats[0]["messages"][1:]}])
     args.overwrite = True
     litft.finetune(args)
-    assert "--system" not in capfd.readouterr().out.partition("next:")[2]
+    suggested = capfd.readouterr().out.partition("next:")[2]
+    assert "--system" not in suggested and "--tools" not in suggested
 
 
 def test_invalid_prompts_are_reported(args):

@@ -403,7 +403,8 @@ def test_resume_without_a_checkpoint_starts_at_step_0(uninterrupted, tmp_path):
         in script(*command, cwd=tmp_path).stdout
     )
     assert len(rows_of(tmp_path / "new")) == 3
-    assert "all 2 steps are done; final/ is written again" in script(*command, cwd=tmp_path).stdout
+    again = script(*command, cwd=tmp_path).stdout
+    assert "all 2 steps are done, and final/ is written again; to train further, add" in again
 
 
 def test_learned_positions_are_not_exceeded(make_model, examples, tmp_path):

@@ -4,7 +4,6 @@ report.html."""
 import dataclasses
 import json
 import math
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,10 +19,7 @@ from litft import run_dir
 from litft.args.processes import launch_id, started_by
 from litft.atomic import atomic_folder, replace_folder
 from litft.checkpoints.adapter_reader import (
-    ADAPTER_CONFIG,
     ADAPTER_RECORD,
-    read_adapter_config,
-    vllm_obstacles,
 )
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
@@ -43,12 +39,10 @@ from litft.training.output import run_checkpoints
 from litft.training.output.base_files import BaseFiles
 from litft.training.output.loggers import finish, make_logger, row_sink
 from litft.training.output.metrics import Metrics, Row
+from litft.training.output.next_commands import next_commands
 from litft.training.output.report import Report, SummaryTile, write_report
 from litft.training.output.screen import Screen
 from litft.training.validation import Validation, metric_format
-
-# characters of a system prompt that a suggested command has
-SHOWN_SYSTEM = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +230,10 @@ class Recorder:
     def start_lines(self, start_step: int) -> Iterator[str]:
         """Yield where a resumed run starts."""
         if start_step == self.schedule.steps:
-            yield f"all {start_step} steps are done; final/ is written again"
+            yield (
+                f"all {start_step} steps are done, and final/ is written again; to train further, "
+                "add --train.max_steps or --train.epochs with a larger number"
+            )
         elif start_step:
             yield f"continuing after step {start_step}"
         elif self.args.resume:
@@ -371,54 +368,9 @@ class Recorder:
             f"the result is in {self.folder / 'final'}, the report in "
             f"{self.folder / 'report.html'}; next:\n"
         )
-        for line in self._next_commands():
-            self.say(f"  {line}")
-        self._say_obstacles()
-
-    def _next_commands(self) -> Iterator[str]:
-        """Yield commands that try the result."""
-        flags = f"--checkpoint_dir {self.folder / 'final'}"
-        if self.args.quantize != "none":
-            flags += f" --quantize {self.args.quantize}"
-        if self.schedule.data.is_plain_text:
-            base = run_dir.command("generate/base.py")
-            yield f"{base} {flags} --template none --prompt TEXT   # continues a text, as trained"
-            return
-        chat = f"{run_dir.command('generate/chat.py')} {flags}"
-        system = self.schedule.data.system_prompt
-        if system and len(system) <= SHOWN_SYSTEM:
-            yield f"{chat} --system {shlex.quote(system)}   # the system prompt of all examples"
-        elif system:
-            yield (
-                f"{chat} --system ...   # with the system prompt of all examples, which the model "
-                "expects"
-            )
-        else:
-            yield chat
-        shares_base = self.args.quantize == "none" or not self.setup.method.unquantized_modules()
-        # otherwise the base has modules quantized that the result has not
-        if shares_base:
-            serve = f"{run_dir.command('generate/serve.py')} {flags} --with_base"
-            yield f"{serve}   # a chat page that compares it with the base model"
-
-    def _say_obstacles(self) -> None:
-        """Say what keeps vLLM from loading the adapter."""
         final = self.folder / "final"
-        if (final / ADAPTER_CONFIG).is_file():
-            config = read_adapter_config(final)
-        else:
-            config = {}
-        if config.get("peft_type") == "LORA":
-            obstacles = vllm_obstacles(config)
-        else:
-            obstacles = []
-        if obstacles:
-            merge = (
-                f"{run_dir.command('scripts/merge_lora.py')} --checkpoint_dir {final} --out_dir DIR"
-            )
-            self.say(
-                f"  {merge}   # for vLLM, which does not load {', '.join(obstacles)} as an adapter"
-            )
+        for line in next_commands(final, self.args, self.schedule.data, self.setup.method):
+            self.say(f"  {line}")
 
     def _results(self) -> list[str]:
         """The best step, the time and the memory."""

@@ -1,0 +1,55 @@
+"""The tools that a model may call, read from a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from litft.data.messages import read_tools
+from litft.data.readers import read_records, require_file
+
+
+def read_tool_file(name: str) -> list[dict[str, Any]]:
+    """Return the tools of a file, in OpenAI's form: a JSON list of them, or those of the first
+    example with the field `tools`.
+
+    Raises ValueError if the file has none.
+    """
+    path = require_file(Path(name))
+    tools = _tool_list(path)
+    if tools is None:
+        tools = _tools_of_example(path)
+    checked = read_tools(tools, name)
+    if not checked:
+        raise ValueError(
+            f"{name} has no tools; expected a JSON list of functions in OpenAI's form, or examples "
+            "with the field 'tools'"
+        )
+    return checked
+
+
+def _tool_list(path: Path) -> list[Any] | None:
+    """Return the list of tools that is the whole file; None if the file has something else."""
+    if path.suffix.lower() != ".json":
+        return None
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        # read_records says what is wrong, and where
+        return None
+    if not isinstance(content, list):
+        return None
+    for item in content:
+        is_tool = isinstance(item, dict) and ("function" in item or "parameters" in item)
+        if not is_tool:
+            return None
+    return content
+
+
+def _tools_of_example(path: Path) -> Any:
+    """Return the tools of the first example that has some; None if there is no such example."""
+    for _, record in read_records(path):
+        if isinstance(record, ValueError):
+            raise record
+        if record.get("tools"):
+            return record["tools"]
+    return None

@@ -1,0 +1,69 @@
+"""The commands that a finished run suggests: how its result is tried."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from litft import run_dir
+from litft.args import FinetuneArgs
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config, vllm_obstacles
+from litft.data.dataset import DataSplits
+from litft.methods import Method
+
+SHOWN_SYSTEM = 200  # characters of a system prompt in a command
+
+
+def next_commands(
+    final: Path, args: FinetuneArgs, data: DataSplits, method: Method
+) -> Iterator[str]:
+    """Yield commands that try the result in the folder `final`, each with what it does."""
+    flags = f"--checkpoint_dir {final}"
+    if args.quantize != "none":
+        flags += f" --quantize {args.quantize}"
+    if data.is_plain_text:
+        base = run_dir.command("generate/base.py")
+        yield f"{base} {flags} --template none --prompt TEXT   # continues a text, as trained"
+    else:
+        yield _chat_command(flags, args, data)
+        # otherwise the base has modules quantized that the result has not
+        if args.quantize == "none" or not method.unquantized_modules():
+            serve = f"{run_dir.command('generate/serve.py')} {flags} --with_base"
+            yield f"{serve}   # a chat page that compares it with the base model"
+    yield from _command_for_vllm(final)
+
+
+def _chat_command(flags: str, args: FinetuneArgs, data: DataSplits) -> str:
+    """Return the command that chats with the result as it was trained: with the system prompt and
+    the functions of its examples."""
+    chat = f"{run_dir.command('generate/chat.py')} {flags}"
+    shared = []
+    system = data.system_prompt
+    if system and len(system) <= SHOWN_SYSTEM:
+        chat += f" --system {shlex.quote(system)}"
+        shared.append("the system prompt")
+    elif system:
+        chat += " --system ..."
+        shared.append("the system prompt, which the model expects,")
+    if data.has_tools:
+        path = args.data.paths[0].path
+        # of a data set on the hub there is no file
+        file = shlex.quote(path) if Path(path).is_file() else "FILE"
+        chat += f" --tools {file}"
+        shared.append("the functions")
+    if not shared:
+        return chat
+    return f"{chat}   # with {' and '.join(shared)} of the examples"
+
+
+def _command_for_vllm(final: Path) -> Iterator[str]:
+    """Yield the command for vLLM, if it does not load the result as an adapter."""
+    if not (final / ADAPTER_CONFIG).is_file():
+        return
+    config = read_adapter_config(final)
+    if config.get("peft_type") != "LORA":
+        return
+    obstacles = vllm_obstacles(config)
+    if obstacles:
+        merge = run_dir.command("scripts/merge_lora.py")
+        reason = f"for vLLM, which does not load {', '.join(obstacles)} as an adapter"
+        yield f"{merge} --checkpoint_dir {final} --out_dir DIR   # {reason}"
