@@ -98,6 +98,9 @@ def translate_config(
         # the schedules of other programs end at 0
         given.setdefault("train.min_lr_ratio", 0.0)
     _settle_lora(given, entries, flag_types, notes)
+    # a constant rate has no end to go to
+    if given.get("train.lr_schedule") == "constant":
+        given.pop("train.min_lr_ratio", None)
 
     converted: dict[str, Any] = {}
     for flag, value in given.items():

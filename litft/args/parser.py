@@ -190,12 +190,15 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
     for name, value in unknown.items():
         problems.append(unknown_flag(name, flag_types, value, given))
     if recipe and not (problems or passthrough or _has_model(dict(values))):
-        if cls is flags.PlanArgs:
-            missing = "the model: --checkpoint_dir"
-        else:
-            missing = "the model and the data: --checkpoint_dir and --data.path"
-        problems.append(f"--config {recipe} is a recipe; add {missing}")
+        problems.append(f"--config {recipe} is a recipe; add {_added_to_recipe(cls)}")
     return values, problems, passthrough
+
+
+def _added_to_recipe(cls: type) -> str:
+    """Return what a command needs besides a recipe."""
+    if cls is flags.PlanArgs:
+        return "the model: --checkpoint_dir"
+    return "the model and the data: --checkpoint_dir and --data.path"
 
 
 def _next_boolean(words: list[str]) -> str:

@@ -466,12 +466,15 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     """Return (shortest length, longest length, number of samples) of each bar of a histogram with
     bars of equal width."""
     first = int(lengths.min())
-    width = -(-int(lengths.max() - lengths.min() + 1) // NUM_BARS)
+    last = int(lengths.max())
+    width = math.ceil((last - first + 1) / NUM_BARS)
     # lengths are whole numbers: a bar reaches from one edge, exclusive, to the next, inclusive
-    edges = np.arange(first - 1, int(lengths.max()) + width, width)
+    edges = np.arange(first - 1, last + width, width)
     counts, _ = np.histogram(lengths, edges + 1)
-    edges[-1] = lengths.max()
+    edges[-1] = last
     bars = []
-    for shortest, longest, count in zip(edges[:-1] + 1, edges[1:], counts, strict=True):
-        bars.append((int(shortest), int(longest), int(count)))
+    for number, count in enumerate(counts.tolist()):
+        shortest = int(edges[number]) + 1
+        longest = int(edges[number + 1])
+        bars.append((shortest, longest, count))
     return bars

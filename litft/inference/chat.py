@@ -245,13 +245,17 @@ class Conversation:
         """Stream the answer of the model without its adapter; the messages stay unchanged."""
         # keys and values differ without the adapter, so the chat's decoder cannot be used
         decoder = self.session.decoder(1, INITIAL_CAPACITY, compiled=False)
-        text = self._render([*self.messages, self._typed(question)])
-        request = self.session.request(self.tokenizer.encode(text, bos=False), self.num_questions)
+        messages = [*self.messages, self._typed(question)]
+        text = self._render(messages)
+        ids = self.tokenizer.encode(text, bos=False)
+        request = self.session.request(ids, self.num_questions)
+        # room for the longest answer
         decoder.reserve(len(request.ids) + request.max_new_tokens)
         parser = answer_parser(self.tokenizer, text, self.tools)
         with self.session.as_base():
             for _, chunk in generate_batch(decoder, self.tokenizer, [request]):
-                yield AnswerStep(parser.push(chunk), chunk)
+                parts = parser.push(chunk)
+                yield AnswerStep(parts, chunk)
         yield AnswerStep(parser.finish(), chunk)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from litft.args import FinetuneArgs
+from litft.args.ignored import ignored_flags
 from litft.args.processes import global_rank
 from litft.checkpoints.hub import downloaded_from
 from litft.data.dataset import DataSplits, histogram, unknown_tokens
@@ -70,6 +71,7 @@ def dry_run(run: PlannedRun) -> None:
     else:
         peak = peak_flops(settings.device, settings.precision)
     lines += plan_lines(run, peak, chip)
+    lines += ignored_flags(setup.args)
     print_hints_last(lines)
 
 
@@ -114,6 +116,8 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
     if setup.source.adapter:
         lines.append("training continues from this adapter, with its ranks, targets and tokens")
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
+
+    lines += ignored_flags(setup.args)
 
     # tokens that the method cannot teach
     tokens = setup.untrained_tokens(schedule.data.special_ids)
@@ -382,13 +386,8 @@ def plan_lines(
         peak,
         schedule.layout.ranks,
     )
-    if chip == "CPU" and settings.precision.startswith("bf16") and peak:
-        slowdown = (peak_flops(device, "fp32") or peak) / peak
-        if slowdown > SLOW_BF16:
-            yield (
-                f"warning: this CPU computes {slowdown:.1f} times slower in bf16 than in fp32: "
-                "--precision fp32 is faster, and takes more memory"
-            )
+    if chip == "CPU" and peak:
+        yield from _bf16_warning(settings, peak)
     if plan.memory.peak > settings.device_bytes:
         if schedule.layout.rows > 1:
             flag = "--train.micro_batch_size"
@@ -397,6 +396,19 @@ def plan_lines(
         yield (
             f"warning: that is more than the {format_bytes(settings.device_bytes)} there are; "
             f"lower {flag}"
+        )
+
+
+def _bf16_warning(settings: MemorySettings, peak: float) -> Iterator[str]:
+    """Yield a warning if this CPU computes much slower in bf16 than in fp32. peak: FLOP/s."""
+    peak_in_fp32 = peak_flops(settings.device, "fp32")
+    if not settings.precision.startswith("bf16") or peak_in_fp32 is None:
+        return
+    slowdown = peak_in_fp32 / peak
+    if slowdown > SLOW_BF16:
+        yield (
+            f"warning: this CPU computes {slowdown:.1f} times slower in bf16 than in fp32: "
+            "--precision fp32 is faster, and takes more memory"
         )
 
 

@@ -18,6 +18,7 @@ from litft.args.aliases import ALIASES, BETAS, hint_for_flag
 from litft.args.build_parser import PRINT_CONFIG, parser_of
 from litft.args.finetune import FINETUNE, LoRAFinetuneArgs
 from litft.args.flag_types import types_of_flags
+from litft.args.ignored import ignored_flags
 from litft.args.parser import parse
 from litft.cli import COMMANDS, run
 
@@ -214,6 +215,29 @@ def test_without_a_model_the_demo_recipe_is_used():
     assert parse(flags.LoRAFinetuneArgs, ["--train.epochs", "1"]).train.epochs == 1
     custom = parse(flags.LoRAFinetuneArgs, ["--checkpoint_dir", "a", "--data.path", "b"])
     assert custom.train == flags.TrainArgs()
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--train.decay_fraction 0.5", "--train.decay_fraction 0.5 has no effect"),
+        ("--train.lr_schedule constant --train.min_lr_ratio 0", "min_lr_ratio 0.0 has no effect"),
+        ("--train.warmup_steps 3 --train.warmup_fraction 0.2", "--train.warmup_steps 3 counts"),
+        ("--data.val_path b --data.val_fraction 0.2", "--data.val_path names the validation"),
+        ("--data.mask_prompt false --data.train_on last", "train_on last has no effect"),
+        ("--eval.interval 0 --eval.patience 3", "--eval.patience 3 has no effect"),
+        ("--train.lr_schedule wsd --train.decay_fraction 0.5", None),
+        ("--train.warmup_steps 3 --data.val_path b --eval.interval 0", None),
+    ],
+)
+def test_flags_without_effect_are_named(words, note):
+    args = parse(flags.LoRAFinetuneArgs, words.split())
+    notes = list(ignored_flags(args))
+    if note is None:
+        assert notes == []
+    else:
+        (found,) = notes
+        assert note in found
 
 
 def test_plan_takes_the_settings_of_a_recipe():

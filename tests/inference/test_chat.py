@@ -388,6 +388,7 @@ def test_a_later_turn_is_tokenized_as_a_part_of_the_conversation(template, kind,
     text = tokenizer.apply_chat_template(messages)
     conversation = Conversation.__new__(Conversation)
     conversation.tokenizer = tokenizer
+    conversation.tools = None
     conversation.history = (text, tokenizer.encode(text, bos=False))
     conversation.messages = [*messages, {"role": "user", "content": "Again"}]
     whole = tokenizer.apply_chat_template(conversation.messages, add_generation_prompt=True)

@@ -411,11 +411,16 @@ def test_a_rate_is_advised_only_where_the_default_was_used(tiny, tmp_path, comma
         path,
         "--data.val_fraction",
         "0",
+        "--train.decay_fraction",
+        "0.5",
         "--dry_run",
         *flags,
     ]
     done = script(f"finetune/{command}.py", *words, cwd=tmp_path)
     assert "too few to learn much" in done.stdout
+    assert "note: --train.decay_fraction 0.5 has no effect: only --train.lr_schedule wsd" in (
+        done.stdout
+    )
     assert ("--train.global_batch_size 4 --train.learning_rate 0.001" in done.stdout) == advised
     assert "nothing is held out for validation: --data.val_fraction is 0" in done.stdout
     assert done.stdout.count("no GPU was found: running on the CPU") == 1

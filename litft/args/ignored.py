@@ -1,0 +1,37 @@
+"""Flags of fine-tuning that have no effect beside others. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from litft.args.finetune import FinetuneArgs
+
+
+def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
+    """Yield a note for each flag that was given another value than its default, but has no effect
+    beside other flags."""
+    train = args.train
+    data = args.data
+    if train.lr_schedule != "wsd":
+        reason = f"only --train.lr_schedule wsd has it, not {train.lr_schedule}"
+        yield from _note("train", train, "decay_fraction", reason)
+    if train.lr_schedule == "constant":
+        yield from _note("train", train, "min_lr_ratio", "a constant learning rate does not decay")
+    if train.warmup_steps is not None:
+        reason = f"--train.warmup_steps {train.warmup_steps} counts"
+        yield from _note("train", train, "warmup_fraction", reason)
+    if data.val_path:
+        reason = "--data.val_path names the validation examples"
+        yield from _note("data", data, "val_fraction", reason)
+    if not data.mask_prompt:
+        yield from _note("data", data, "train_on", "--data.mask_prompt false learns every token")
+    if args.eval.interval == 0:
+        reason = "--eval.interval 0 validates only before and after the training"
+        yield from _note("eval", args.eval, "patience", reason)
+
+
+def _note(group: str, args: Any, name: str, reason: str) -> Iterator[str]:
+    """Yield the note on a field of a group of flags, unless it has its default."""
+    for item in fields(args):
+        if item.name == name and getattr(args, name) != item.default:
+            yield f"note: --{group}.{name} {getattr(args, name)} has no effect: {reason}"
