@@ -94,6 +94,10 @@ COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, including those
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = {item.nodeid for item in items}
+    for item in items:
+        # so that -m slow runs all, and the fast tests none of them
+        if item.get_closest_marker("weekly"):
+            item.add_marker(pytest.mark.slow)
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)

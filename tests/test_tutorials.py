@@ -374,23 +374,24 @@ def test_decode_speed_script(tmp_path):
     assert "litft: " in done.stdout and "transformers" not in done.stdout
 
 
+BENCHMARK = [
+    "scripts/benchmark.py",
+    "--steps",
+    "2",
+    "--warmup",
+    "1",
+    "--data.max_seq_length",
+    "256",
+]
+
+
 @pytest.mark.slow
 def test_benchmark_script(tmp_path):
     """Compares litft, padded litft and PEFT, runs other methods on random weights, and rejects
     unknown peers."""
     data = tmp_path / "data.json"
     data.write_text(json.dumps(RECORDS))
-    stories = STORIES
-    words = [
-        "scripts/benchmark.py",
-        "--steps",
-        "2",
-        "--warmup",
-        "1",
-        "--data.max_seq_length",
-        "256",
-    ]
-    real = [*words, "--checkpoint_dir", stories, "--data.path", data]
+    real = [*BENCHMARK, "--checkpoint_dir", STORIES, "--data.path", data]
     done = script(*real, "--peer", "padded,full,peft", "--out", tmp_path / "out.json", cwd=tmp_path)
     figures = json.loads((tmp_path / "out.json").read_text())["figures"]
     assert set(figures) == {
@@ -406,9 +407,16 @@ def test_benchmark_script(tmp_path):
     assert figures["litft"]["litft_is_faster_by"] == 1 and "| peft, padded |" in done.stdout
     config = tmp_path / "config"
     config.mkdir()
-    (config / "config.json").write_text((stories / "config.json").read_text())
-    done = script(*words, "--checkpoint_dir", config, "--method", "full", cwd=tmp_path)
+    (config / "config.json").write_text((STORIES / "config.json").read_text())
+    done = script(*BENCHMARK, "--checkpoint_dir", config, "--method", "full", cwd=tmp_path)
     assert "| litft |" in done.stdout
+    done = script(*real, "--peer", "nobody", cwd=tmp_path, code=2)
+    assert "--peer nobody: neither a peer nor a commit" in done.stderr
+
+
+@pytest.mark.weekly
+def test_benchmark_script_compares_preferences_with_trl(tmp_path):
+    words = [*BENCHMARK, "--checkpoint_dir", STORIES]
     pairs = tmp_path / "pairs.json"
     pairs.write_text(
         json.dumps(
@@ -418,24 +426,13 @@ def test_benchmark_script(tmp_path):
             ]
         )
     )
-    flags = [
-        "--checkpoint_dir",
-        stories,
-        "--data.path",
-        pairs,
-        "--objective",
-        "dpo",
-        "--peer",
-        "trl",
-    ]
-    done = script(*words, *flags, "--out", tmp_path / "trl.json", cwd=tmp_path)
+    flags = ["--data.path", pairs, "--objective", "dpo", "--peer", "trl"]
+    script(*words, *flags, "--out", tmp_path / "trl.json", cwd=tmp_path)
     assert set(json.loads((tmp_path / "trl.json").read_text())["figures"]) == {
         "litft",
         "trl",
         "trl, precomputed",
     }
-    done = script(*real, "--peer", "nobody", cwd=tmp_path, code=2)
-    assert "--peer nobody: neither a peer nor a commit" in done.stderr
 
 
 @pytest.mark.slow

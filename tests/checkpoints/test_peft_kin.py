@@ -260,7 +260,16 @@ TEN_STEPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", TEN_STEPS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "lora",
+        pytest.param("rslora", marks=pytest.mark.weekly),
+        "dora",
+        pytest.param("pissa", marks=pytest.mark.weekly),
+        pytest.param("olora", marks=pytest.mark.weekly),
+    ],
+)
 def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
     """Start from an adapter with random A and B; PiSSA and OLoRA start from their own
     initialization."""

@@ -2,6 +2,7 @@
 records."""
 
 import copy
+import csv
 import json
 import os
 import random
@@ -652,6 +653,30 @@ def test_errors_name_the_file_and_the_line_or_record(tmp_path, tiny, name, conte
     with pytest.raises(ValueError, match=message):
         load(tmp_path / name, Tokenizer(tiny))
     assert not list(token_cache.cache_folder().glob("*.partial"))
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_messages_in_the_cells_of_a_table(tmp_path, tiny, write):
+    """They are what the same lists are in a JSON file, not a text to learn."""
+    turns = [{"role": "user", "content": "It's?"}, {"role": "assistant", "content": 'A "b".'}]
+    records = [{"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}]
+    tokenizer = Tokenizer(tiny)
+    for number, record in enumerate(records):
+        table = tmp_path / f"{number}.csv"
+        with table.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(record)
+            rows.writerow(map(write, record.values()))
+        (expected,) = load(write_records(tmp_path / f"{number}.json", [record]), tokenizer).train
+        (sample,) = load(table, tokenizer).train
+        assert sample.tokens.tolist() == expected.tokens.tolist()
+        assert sample.targets.tolist() == expected.targets.tolist()
+    # an answer that is such a list after a question that is none stays a text
+    answer = write_records(
+        tmp_path / "text.json", [{"prompt": "Invent a talk.", "completion": json.dumps(turns)}]
+    )
+    (sample,) = load(answer, tokenizer).train
+    assert '"role"' in supervised_text(sample, tokenizer)
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path, tiny, monkeypatch):

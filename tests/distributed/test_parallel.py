@@ -129,7 +129,9 @@ def test_losses_and_files_equal_those_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", REST)
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.weekly)]
+)
 def test_losses_and_files_equal_those_of_one_process_with_every_method_and_base(
     tiny, examples, tmp_path, strategy, single_runs
 ):
@@ -157,7 +159,16 @@ SHARDED_RATES = {"falcon_h1": " --train.learning_rate 5e-4"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SHARDED)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral",
+        pytest.param("deepseek_v3", marks=pytest.mark.weekly),
+        pytest.param("qwen3_5_text", marks=pytest.mark.weekly),
+        "falcon_h1",
+        "gemma3n_text",
+    ],
+)
 def test_networks_of_every_kind_are_sharded(make_model, tiny, examples, tmp_path, family):
     """Experts, latent attention, recurrent mixers, and what blocks pass to each other, in fp32."""
     variation, changes = SHARDED[family]

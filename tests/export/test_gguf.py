@@ -1068,11 +1068,16 @@ def texts_of_many_languages(shared: Path, lines: int) -> list[str]:
 
 # the large ones take half a minute each
 TOKENIZERS = ["gpt2", "llama-2-7b by sentencepiece"]
-LARGE = ["llama-2-7b", "llama-3.1", "qwen2.5", "gemma-2"]
+LARGE = ["llama-2-7b", "qwen2.5", "gemma-2"]
 
 
 @pytest.mark.parametrize(
-    "name", [*TOKENIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
+    "name",
+    [
+        *TOKENIZERS,
+        pytest.param("llama-3.1", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.weekly) for name in LARGE),
+    ],
 )
 def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
     folder = folder_with_tokenizer(name, shared, tmp_path / "model")

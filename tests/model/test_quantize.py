@@ -255,7 +255,7 @@ print(before, param_bytes, peak)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_memory_stays_near_the_quantized_size(tmp_path):
     """For a sharded model of 1.1 GB, the peak is the size of the parameters plus some copies of one
     Linear."""

@@ -61,7 +61,16 @@ def reference_answer(model, tokenizer: Tokenizer, prompt: str) -> str:
     return shown
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SmolLM2-135M-Instruct",
+        pytest.param("stories15M", marks=pytest.mark.weekly),
+        pytest.param("stories", marks=pytest.mark.weekly),
+        pytest.param("demo", marks=pytest.mark.weekly),
+        "tiny",
+    ],
+)
 def test_every_program_gives_the_answers_of_transformers(
     checkpoints, tiny, questions, tmp_path, name
 ):

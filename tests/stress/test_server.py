@@ -167,7 +167,7 @@ def test_many_clients_get_the_answers_of_one(checkpoints, cases):
         assert server.end() == 0 and "Traceback" not in server.log
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_short_request_beside_a_long_prompt(checkpoints):
     """It takes at most three times as long as alone, and both get the answers that they get
     alone."""

@@ -40,10 +40,13 @@ CASES += [
 ]
 
 
-def is_quick(number: int) -> bool:
-    """Whether a case is among the fast tests."""
+def marks_of(number: int) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case: none for the fast tests; every second of the others is slow, and
+    the rest runs once a week."""
     (family, _), method = CASES[number]
-    return number % 13 == 0 or (family == "nemotron_h" and method == "lora")
+    if number % 13 == 0 or (family == "nemotron_h" and method == "lora"):
+        return []
+    return [pytest.mark.slow if number % 2 else pytest.mark.weekly]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
             *row,
             method,
             id=f"{', '.join(row)}: {method}",
-            marks=[] if is_quick(number) else [pytest.mark.slow],
+            marks=marks_of(number),
         )
         for number, (row, method) in enumerate(CASES)
     ],

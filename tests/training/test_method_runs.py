@@ -51,7 +51,15 @@ def files_of(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("full, rounded by chance", marks=pytest.mark.weekly),
+        "pissa, dora, dropout",
+        "lora, all it has, int8",
+        "adapter, new tokens",
+    ],
+)
 def test_killed_and_resumed_equals_uninterrupted(tiny, examples, tmp_path, name):
     method, *more = METHODS[name].split()
     flags = [

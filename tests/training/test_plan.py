@@ -151,16 +151,20 @@ def default_dtype():
 
 # together with RECOMPUTED, each method, precision and kind of model; the other cases are slow
 QUICK = ("LoRA, two chunks of logits",)
+# of these, one of each kind; the rest runs once a week
+SLOW = ("full, bf16 weights", "LLaMA-Adapter v2", "experts", "preferences, an adapted head")
 RECOMPUTED = (("full, fp32 masters", "full"), ("dropout, a parallel block", "selective"))
+
+
+def marks_of(case: str) -> list[pytest.MarkDecorator]:
+    if case in QUICK:
+        return []
+    return [pytest.mark.slow if case in SLOW else pytest.mark.weekly]
 
 
 @pytest.mark.parametrize(
     "case, recomputed",
-    [
-        pytest.param(case, "none", marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in CASES
-    ]
-    + [*RECOMPUTED],
+    [pytest.param(case, "none", marks=marks_of(case)) for case in CASES] + [*RECOMPUTED],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_planned_memory_matches_training_steps(case, recomputed):
@@ -223,7 +227,15 @@ def test_memory_of_random_flags_and_data(number, tmp_path):
 
 # streams with steps in the backward pass, KDA, Mamba-2, a gated delta net
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 5, 9, 14])
+@pytest.mark.parametrize(
+    "number",
+    [
+        1,
+        pytest.param(5, marks=pytest.mark.weekly),
+        pytest.param(9, marks=pytest.mark.weekly),
+        14,
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("shared")
 def test_memory_of_networks_of_other_kinds(number, tmp_path):

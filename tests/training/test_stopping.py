@@ -498,7 +498,7 @@ def test_out_of_memory_names_the_longest_row_and_remedies(large, tmp_path):
     assert "--train.oom_retry halves micro-batches automatically" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_smaller_micro_batches_give_the_same_losses(large, tmp_path):
     """Micro-batches of packed rows are halved in the middle of a run."""
     settings = {"at": 1, "rows": 1, "length": 8192, "packing": True}
@@ -545,7 +545,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
     "method, kills, flags",
     [
         ("lora", 12, "--lora.dropout 0.1 --train.optimizer paged_adamw_8bit"),
-        ("adapter_v2", 4, "--save.best"),
+        pytest.param("adapter_v2", 4, "--save.best", marks=pytest.mark.weekly),
     ],
 )
 def test_a_run_killed_at_any_moment_ends_the_same(method, kills, flags):
