@@ -94,7 +94,13 @@ COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, including those
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = {item.nodeid for item in items}
+    seen = Counter()
     for item in items:
+        if item.get_closest_marker("halved"):
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            if seen[test] % 2 == 0:
+                item.add_marker(pytest.mark.weekly)
         # so that -m slow runs all, and the fast tests none of them
         if item.get_closest_marker("weekly"):
             item.add_marker(pytest.mark.slow)

@@ -206,6 +206,7 @@ def write_with_peft(folder: Path, out: Path, item: Kind):
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.halved
 def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, capsys, name):
     from peft import PeftModel
 

@@ -42,6 +42,7 @@ SPREAD = {
     reason="this version of torch cannot simulate devices",
 )
 @pytest.mark.parametrize("family", SPREAD)
+@pytest.mark.halved
 def test_activations_move_between_devices(make_model, family):
     """Two simulated devices that refuse to be mixed, and the CPU, give the same logits as one
     CPU."""

@@ -137,6 +137,7 @@ def as_published(tensors):
 
 @pytest.mark.parametrize("name", WRAPPED)
 @torch.no_grad()
+@pytest.mark.halved
 def test_the_language_model_of_a_multimodal_folder(name, tmp_path):
     """With the published tensor names, with those of transformers 5, and as the converted text
     model."""

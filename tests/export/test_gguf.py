@@ -513,6 +513,7 @@ def converted(request, tmp_path_factory) -> tuple[str, Path, Path]:
 
 
 @torch.no_grad()
+@pytest.mark.halved
 def test_every_family_survives_a_round_trip(converted, tmp_path):
     _, folder, file = converted
     back = from_gguf(file, tmp_path / "back")

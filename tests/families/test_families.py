@@ -457,6 +457,7 @@ def test_linears_have_the_names_of_transformers_in_memory(family, name):
 
 
 @torch.no_grad()
+@pytest.mark.halved
 def test_every_tensor_matters(variation):
     model = variation.model
     tokens = draw(1, 40, seed=1)
@@ -517,6 +518,7 @@ def test_gradients_equal_transformers(variation, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.halved
 def test_a_converted_folder_is_bit_identical(variation, tmp_path):
     """Folder -> litft -> folder. transformers loads the result for the first variation of each
     family."""

@@ -58,6 +58,7 @@ def streamed(tokenizer: Tokenizer, before: list[int], tokens: list[int], **setti
     return text
 
 
+@pytest.mark.halved
 def test_text_after_every_cut_of_a_prompt(tokenizer):
     """What follows is the rest of the text; a character that the prompt begins belongs to the
     answer."""

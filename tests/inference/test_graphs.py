@@ -26,6 +26,7 @@ def model(request):
     return model
 
 
+@pytest.mark.halved
 def test_each_forward_pass_is_one_graph(model):
     """Prompts of any length share one graph, tokens another one, whatever the number of cached
     keys."""

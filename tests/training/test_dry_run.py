@@ -105,8 +105,8 @@ def test_a_terminal_gets_colour_and_a_file_gets_marks(tiny, data, tmp_path):
     "name, counts",
     [
         ("alpaca_2k.json", "2,000 records (alpaca)"),
-        ("gsm8k_500.jsonl", "500 records (question)"),
-        ("messages_500.jsonl", "500 records (messages)"),
+        pytest.param("gsm8k_500.jsonl", "500 records (question)", marks=pytest.mark.slow),
+        pytest.param("messages_500.jsonl", "500 records (messages)", marks=pytest.mark.slow),
         ("tool_calls_300.json", "300 records (sharegpt)"),
         pytest.param("samsum_1400.jsonl", "1,400 records (prompt)", marks=pytest.mark.slow),
         pytest.param("sharegpt_500.json", "500 records (sharegpt)", marks=pytest.mark.slow),

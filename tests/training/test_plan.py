@@ -211,7 +211,12 @@ def test_planned_memory_matches_real_tensors(checkpoints, args, recomputed):
 
 # seeds of: few targets; a peak in the optimizer's step; a trained embedding; steps in the backward
 # pass
-PAIRS = (3, 5, 62, pytest.param(190, marks=pytest.mark.slow))
+PAIRS = (
+    3,
+    5,
+    pytest.param(62, marks=pytest.mark.slow),
+    pytest.param(190, marks=pytest.mark.weekly),
+)
 
 
 @pytest.mark.parametrize("number", PAIRS)
@@ -245,7 +250,8 @@ def test_memory_of_networks_of_other_kinds(number, tmp_path):
     assert planned == pytest.approx(expected, rel=0.03), description
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.weekly)])
 @pytest.mark.filterwarnings("ignore")
 def test_memory_of_large_micro_batches_of_a_parallel_block(layers):
     """Its norm saves no input.
@@ -266,6 +272,7 @@ def test_memory_of_large_micro_batches_of_a_parallel_block(layers):
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.halved
 def test_every_optimizer_in_backward_has_a_plan(tiny, optimizer):
     source, method = resolve(tiny), method_of(FullFinetuneArgs())
     method.select_targets(source.meta_model(), source.adapter_rules)
