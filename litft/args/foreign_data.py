@@ -37,7 +37,9 @@ SPEAKERS = (
 def data_paths(data_sets: Any, notes: list[str]) -> list[Any]:
     """Return the items of `data.path` for axolotl's data sets; add notes on what is lost."""
     paths = []
-    for data_set in data_sets if isinstance(data_sets, list) else [data_sets]:
+    if not isinstance(data_sets, list):
+        data_sets = [data_sets]
+    for data_set in data_sets:
         for path, lost in data_items(data_set):
             paths.append(path)
             notes.extend(lost)
@@ -69,7 +71,9 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
     if columns:
         settings["columns"] = columns
     files = settings.get("path")
-    for path in files if isinstance(files, list) else [files]:
+    if not isinstance(files, list):
+        files = [files]
+    for path in files:
         # only data sets on the hub have splits; a path with a suffix is a file, even if it is
         # missing on this machine
         is_file = Path(str(path)).suffix != "" or os.path.exists(str(path))

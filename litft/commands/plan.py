@@ -108,8 +108,9 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
         kind = args.activation_checkpointing or (
             "full" if args.cpu_offload == "parameters" else "none"
         )
-        settings = (args.micro_batch_size or 1, kind, args.quantize, args.cpu_offload)
-        fit = Fit(*settings, make_plan(*settings))
+        rows = args.micro_batch_size or 1
+        only_plan = make_plan(rows, kind, args.quantize, args.cpu_offload)
+        fit = Fit(rows, kind, args.quantize, args.cpu_offload, only_plan)
 
     # the communication between devices
     peak = chip_peak_flops(args.chip or DEFAULT_CHIP, args.precision)
@@ -133,10 +134,12 @@ def within_budget(
     Raises ValueError if none fit.
     """
     rows = []
-    for count in (1, 2, 4, 8, 16, 32):
-        if count == 1 or count * tokens <= MAX_TOKENS:
-            rows.append(count)
-    rows = [args.micro_batch_size] if args.micro_batch_size else rows
+    if args.micro_batch_size:
+        rows.append(args.micro_batch_size)
+    else:
+        for count in (1, 2, 4, 8, 16, 32):
+            if count == 1 or count * tokens <= MAX_TOKENS:
+                rows.append(count)
     if args.activation_checkpointing:
         kinds = [args.activation_checkpointing]
     else:
@@ -144,7 +147,9 @@ def within_budget(
     weight_options = [(args.quantize, args.cpu_offload)]
     # quantized and offloaded weights are slower, so they come last
     if weight_options == [("none", "none")] and args.method != "full" and args.strategy == "ddp":
-        weight_options += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
+        weight_options.append(("nf4", "none"))
+        if "full" in kinds:
+            weight_options.append(("none", "parameters"))
     fit, smallest = fastest(
         make_plan, rows, kinds, weight_options, int(USABLE_FRACTION * args.budget_bytes)
     )
@@ -164,7 +169,8 @@ def setting_flags(fit: Fit) -> str:
         f"--train.micro_batch_size {fit.rows}",
         f"--train.activation_checkpointing {fit.recomputed}",
     ]
-    flags += [f"--quantize {fit.quantize}"] if fit.quantize != "none" else []
-    return " ".join(
-        flags + ([f"--train.cpu_offload {fit.cpu_offload}"] if fit.cpu_offload != "none" else [])
-    )
+    if fit.quantize != "none":
+        flags.append(f"--quantize {fit.quantize}")
+    if fit.cpu_offload != "none":
+        flags.append(f"--train.cpu_offload {fit.cpu_offload}")
+    return " ".join(flags)

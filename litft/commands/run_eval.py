@@ -142,6 +142,7 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
                     name = f"{task}: {metric}{'' if filter_name == 'none' else f', {filter_name}'}"
                     subject.scores[name] = float(value)
                     error = scores.get(f"{metric}_stderr,{filter_name}")
-                    subject.errors |= {name: error} if isinstance(error, float) else {}
+                    if isinstance(error, float):
+                        subject.errors[name] = error
 
     return run

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -145,47 +146,55 @@ def load_data(
     of_folder = tokenizer
     tokenizer, template = _with_template(tokenizer, args)
     limit = length_limit(args.max_seq_length, context)
-    policy = args.mask_prompt, args.train_on == "last", args.reasoning
-    encoder = Encoder(tokenizer, limit, args.format, _columns(args.columns, kind), *policy, kind)
-    train, val = find_sources(args)
-    val_names = [name for name, _ in val]
-    val = [file for _, file in val]
-    files = list(dict.fromkeys([*train, *val]))
-    stores = {
-        file: prepare_store(file, _encoder_of(file, encoder), args.skip_bad, timeout)
-        for file in files
-    }
+    encoder = Encoder(
+        tokenizer,
+        limit,
+        form=args.format,
+        columns=_columns(args.columns, kind),
+        mask_prompt=args.mask_prompt,
+        last_only=args.train_on == "last",
+        reasoning=args.reasoning,
+        kind=kind,
+    )
+
+    # the files, each tokenized once
+    train, named_val = find_sources(args)
+    files = list(dict.fromkeys([*train, *(file for _, file in named_val)]))
+    stores = {}
+    for file in files:
+        stores[file] = prepare_store(file, _encoder_of(file, encoder), args.skip_bad, timeout)
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
+    reports = _reports(stores)
+    _check_columns(encoder.columns, reports)
+    for file, store in stores.items():
+        _check_columns(dict(file.reading.columns), {file.label: store.report})
 
     # without validation files, a part of each training file is held out
-    splits = split([stores[file] for file in train], 0.0 if val else args.val_fraction, args.seed)
-    held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [
-        (s, out) for s, _, out in splits
-    ]
-    weights = args.path_weights
-
-    # a file that is read in two ways has one label, but two reports
-    reports: dict[str, EncodingReport] = {}
-    for file, store in stores.items():
-        reports[file.label + " (with other settings)" * (file.label in reports)] = store.report
-    _check_columns(encoder.columns, reports)
-    for file in files:
-        _check_columns(dict(file.reading.columns), {file.label: stores[file].report})
+    fraction = 0.0 if named_val else args.val_fraction
+    training = []
+    held_out = []
+    for store, kept, rest in split([stores[file] for file in train], fraction, args.seed):
+        training.append((store, kept))
+        held_out.append((store, rest))
+    if named_val:
+        held_out = [(stores[file], np.arange(len(stores[file].units))) for _, file in named_val]
+    val_names = tuple(name for name, _ in named_val)
     data = DataSplits(
-        Samples.of([(s, training) for s, training, _ in splits], limit),
-        Samples.of(held_out, limit),
-        weights,
-        reports,
-        limit,
-        template,
-        tokenizer,
-        context,
-        kind,
-        tuple(val_names) if len(set(val_names)) > 1 else (),
+        train=Samples.of(training, limit),
+        val=Samples.of(held_out, limit),
+        weights=args.path_weights,
+        reports=reports,
+        limit=limit,
+        template=template,
+        tokenizer=tokenizer,
+        context=context,
+        kind=kind,
+        val_names=val_names if len(set(val_names)) > 1 else (),
     )
     _check_weights(data, [file.label for file in train])
     _check_samples(data)
+
     has_conversations = any(report.has_conversations for report in reports.values())
     if has_conversations:
         tokenizer.has_template = True
@@ -196,6 +205,18 @@ def load_data(
         data = replace(data, template="not used: the data is text")
     _add_stop_tokens(tokenizer, reports)
     return data
+
+
+def _reports(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, EncodingReport]:
+    """Return the report of each file by its label."""
+    reports: dict[str, EncodingReport] = {}
+    for file, store in stores.items():
+        label = file.label
+        # a file that is read in two ways has one label, but two reports
+        if label in reports:
+            label += " (with other settings)"
+        reports[label] = store.report
+    return reports
 
 
 def _check_weights(data: DataSplits, labels: list[str]) -> None:

@@ -393,7 +393,8 @@ class Encoder:
                 message["role"] == "assistant"
                 and (content := strip_end_token(message["content"])) != message["content"]
             ):
-                encoded.notes += [END_TEXT] * (END_TEXT not in encoded.notes)
+                if END_TEXT not in encoded.notes:
+                    encoded.notes.append(END_TEXT)
                 clean["content"] = content
             messages.append(clean)
         # a model that was always trained with a system prompt needs it afterwards, too
@@ -408,7 +409,8 @@ class Encoder:
             if not messages[n]["content"].strip() and not messages[n].get("tool_calls"):
                 empty.add(n)
         supervised = set()
-        for n in turns[-1:] if self.last_only else turns:
+        learned_turns = turns[-1:] if self.last_only else turns
+        for n in learned_turns:
             if example.messages[n].get("train", True):
                 supervised.add(n)
         if self.mask_prompt and supervised & empty:

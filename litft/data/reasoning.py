@@ -204,7 +204,10 @@ def spellings(messages: list[Message], inline: bool) -> Iterator[list[Message]]:
         if message["role"] == "assistant":
             answers[number] = ReasonedAnswer.read(message)
     if any(answer.reasoning.strip() for answer in answers.values()):
-        for spelling in (*REASONING_FIELDS, PARTS, *([INLINE] if inline else [])):
+        spellings = [*REASONING_FIELDS, PARTS]
+        if inline:
+            spellings.append(INLINE)
+        for spelling in spellings:
             written = list(messages)
             for number, answer in answers.items():
                 written[number] = answer.spelled(spelling).write()

@@ -139,7 +139,8 @@ def find_sources(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str,
         reading = _reading(item)
         # --data.limit is about training examples; validation files are used whole
         train.append(splits["train"]._replace(limit=item.limit or args.limit, reading=reading))
-        val += [splits["val"]._replace(reading=reading)] if "val" in splits else []
+        if "val" in splits:
+            val.append(splits["val"]._replace(reading=reading))
     # a path may name the validation split as training examples
     is_trained_on = {source._replace(limit=None) for source in train}
     named = []

@@ -173,11 +173,20 @@ class SentencePieceBackend:
 
     def encode(self, text: str) -> list[int]:
         ids = []
-        # the group of the pattern keeps the tokens themselves among the parts
         added = {**self.special, **self.added}
-        for part in self._split.split(text) if self._split else [text]:
-            ids += [added[part]] if part in added else self.backend.encode(part)
+        for part in self._parts(text):
+            if part in added:
+                ids.append(added[part])
+            else:
+                ids += self.backend.encode(part)
         return ids
+
+    def _parts(self, text: str) -> list[str]:
+        """Return the text divided at added tokens, which are parts themselves."""
+        if self._split is None:
+            return [text]
+        # the group of the pattern keeps the tokens among the parts
+        return self._split.split(text)
 
     def encode_with_boundaries(
         self, text: str, boundaries: list[int]
@@ -196,7 +205,7 @@ class SentencePieceBackend:
         ends = []
         at = 0
         added = {**self.special, **self.added}
-        for part in self._split.split(text) if self._split else [text]:
+        for part in self._parts(text):
             if part in added:
                 ids.append(added[part])
                 ends.append(at + len(part))

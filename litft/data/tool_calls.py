@@ -110,10 +110,11 @@ def read_calls(text: str, tools: list[dict[str, Any]] | None = None) -> list[Too
         text.count(tag) <= MAX_TAGS
         for tag in ("<function", "<invoke", "<param", "<arg_key", "[ARGS]")
     )
-    for reader in _READERS if is_short else ():
-        calls = reader(text.strip(), _Schemas(tools))
-        if calls and all(map(_is_json, calls)):
-            return calls
+    if is_short:
+        for reader in _READERS:
+            calls = reader(text.strip(), _Schemas(tools))
+            if calls and all(map(_is_json, calls)):
+                return calls
     raise ValueError(f"not a tool call: {text[:80]!r}")
 
 
@@ -216,7 +217,8 @@ def _json_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
         return None
     calls = []
     for value in values:
-        for entry in value if isinstance(value, list) else [value]:
+        entries = value if isinstance(value, list) else [value]
+        for entry in entries:
             call = _call_of_object(entry)
             if call is None:
                 return None

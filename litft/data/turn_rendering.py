@@ -133,8 +133,10 @@ def places_of(rendering: TurnRendering, text: str) -> Places:
     has_content = bool(answer.answer.strip())
     # all marks at once, else those of one kind: a template may check the arguments, or leave out
     # the content beside calls
-    choices = [(True, True), (has_content, False), (False, True)]
-    for with_texts, with_calls in choices if rendering.calls else choices[:1]:
+    choices = [(True, True)]
+    if rendering.calls:
+        choices += [(has_content, False), (False, True)]
+    for with_texts, with_calls in choices:
         marked_message = _marked(rendering, with_texts, with_calls)
         try:
             marked = rendering.text(marked_message)

@@ -240,8 +240,10 @@ class HarnessModel(TemplateLM):
                 f"{self.max_length}"
             )
         until = kwargs.get("until") or []
+        if isinstance(until, str):
+            until = [until]
         stop = []
-        for text in [until] if isinstance(until, str) else until:
+        for text in until:
             if text:
                 stop.append(text)
 

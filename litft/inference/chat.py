@@ -458,7 +458,8 @@ class Chat:
         usage = f"{conversation.num_tokens:,} of {conversation.context_length:,} tokens of context"
         lines = [f"{len(conversation.messages)} messages, {usage}"]
         lines += [f"{conversation.decoder.processed:,} tokens went through the model"]
-        lines += [f"the last answer: {last.stats}"] if last is not None else []
+        if last is not None:
+            lines.append(f"the last answer: {last.stats}")
         session = conversation.session
         settings = {name: getattr(session.sampling, name) for name in NUMBERS} | {
             "max_new_tokens": session.max_new_tokens

@@ -444,7 +444,9 @@ def _unadapted_linears(
 
     for target in targets:
         adapted = [factors[name] for name in target.linears if name in factors]
-        for name in target.linears if adapted else ():
+        if not adapted:
+            continue
+        for name in target.linears:
             if name in factors:
                 continue
             weight = source.tensor(f"{name}.weight").float()

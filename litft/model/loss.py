@@ -55,8 +55,18 @@ def summed_cross_entropy(
 
     if is_plain(head):
         training = torch.is_grad_enabled()
-        options = softcap, smoothing, training, compiled and training
-        return _ChunkedLoss.apply(hidden, head.weight, head.bias, targets, *options), count
+        # autograd functions take no keywords
+        loss = _ChunkedLoss.apply(
+            hidden,
+            head.weight,
+            head.bias,
+            targets,
+            softcap,
+            smoothing,
+            training,
+            compiled and training,
+        )
+        return loss, count
     # a head changed by a method computes its own logits; recomputing them in backward limits memory
     # to one chunk
     # The sum times 0 connects the result with `hidden` even if there is no target.

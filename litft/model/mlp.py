@@ -361,10 +361,10 @@ class GatedExperts(nn.Module):
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
         self.gated = gate_function(config)
-        sizes = experts.count, config.dim, experts.hidden_dim, experts.bias
-        self.gate_proj = ExpertLinear(*sizes)
-        self.up_proj = ExpertLinear(*sizes)
-        self.down_proj = ExpertLinear(experts.count, experts.hidden_dim, config.dim, experts.bias)
+        hidden_dim = experts.hidden_dim
+        self.gate_proj = ExpertLinear(experts.count, config.dim, hidden_dim, experts.bias)
+        self.up_proj = ExpertLinear(experts.count, config.dim, hidden_dim, experts.bias)
+        self.down_proj = ExpertLinear(experts.count, hidden_dim, config.dim, experts.bias)
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply the experts to x (N, C), sorted by expert; return (N, C)."""

@@ -164,14 +164,33 @@ class GPT(nn.Module):
             x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.size(2)))
         # The scale of the logits is applied to the head's input, which is much smaller.
         x = scaled(self.final_norm(x), self.config.logit_scale)
-        if targets is not None and reduction == "none":
-            options = self.config.logit_softcap, target_indices, self.compiled_loss
-            return token_cross_entropy(x, self.lm_head, targets, *options)
-        if targets is not None:
-            smoothing = self.label_smoothing if self.training else 0.0
-            options = self.config.logit_softcap, smoothing, target_indices, self.compiled_loss
-            return summed_cross_entropy(x, self.lm_head, targets, *options)
-        return apply_softcap(self.lm_head(x), self.config.logit_softcap)
+        if targets is None:
+            return apply_softcap(self.lm_head(x), self.config.logit_softcap)
+        return self._cross_entropy(x, targets, target_indices, reduction)
+
+    def _cross_entropy(
+        self, x: Tensor, targets: Tensor, target_indices: Tensor | None, reduction: str
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the loss of the head's input x (B, T, C) as `forward` does: of each target, or
+        the sum and the count."""
+        if reduction == "none":
+            return token_cross_entropy(
+                x,
+                self.lm_head,
+                targets,
+                softcap=self.config.logit_softcap,
+                target_indices=target_indices,
+                compiled=self.compiled_loss,
+            )
+        return summed_cross_entropy(
+            x,
+            self.lm_head,
+            targets,
+            softcap=self.config.logit_softcap,
+            smoothing=self.label_smoothing if self.training else 0.0,
+            target_indices=target_indices,
+            compiled=self.compiled_loss,
+        )
 
     def final_norm(self, x: Tensor) -> Tensor:
         """Return what the head reads, (B, T, C), of the last block's output."""

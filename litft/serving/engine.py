@@ -222,7 +222,8 @@ class Engine:
             self._prefill(batch, turns)
             running = [number for number, _ in batch.running.values()]
             start = time.perf_counter()
-            for number, chunk in batch.step() if running else ():
+            chunks = batch.step() if running else ()
+            for number, chunk in chunks:
                 if isinstance(chunk, Exception):
                     self._finish(number, chunk)
                     continue

@@ -44,6 +44,13 @@ from litft.training.output.metrics import Row
 # validation examples with the largest losses in the report, and among how many they are searched
 NUM_HARDEST = 5
 SEARCHED = 1024
+# the scores that a line has besides the loss, and how they are written
+SHOWN_SCORES = {
+    "perplexity": "{:.4g}",
+    "accuracy": "{:.1%}",
+    "margin": "{:.3g}",
+    "chosen_logp": "{:.4g}",
+}
 # first samples, among which default prompts are searched
 PROMPT_CANDIDATES = 16
 
@@ -159,28 +166,51 @@ class Validation:
             # exp of more than 709 overflows
             values["val_perplexity"] = math.exp(min(self.losses[step], 700))
         if self.metrics:
-            setup = self.fabric, self.hosts, self.model, self.tokenizer
-            samples = Selection(
-                self.samples, [index for selection in sets.values() for index in selection.indices]
-            )
-            # custom metrics see answers of at least this length; for exact match, a little more
-            # than the expected length is enough
-            if self.metrics.keys() - {"exact_match"}:
-                room = self.args.max_new_tokens
-            else:
-                room = 0
-            rows = answer_rows(layout, samples, room)
-            answers = validation_answers(*setup, samples, rows, self.before_batch, room)
-            self.num_answers = len(answers)
-            for name in self.metrics if answers else ():
-                values[name] = self.metric_values[name][step] = self._measure_metric(name, answers)
+            for name, value in self._measure_metrics(layout, sets).items():
+                self.metric_values[name][step] = value
+                # a metric that has failed is NaN, and stays out of the row
+                if not math.isnan(value):
+                    values[name] = value
+        return values
 
-        # a metric that has failed is NaN, and stays out of the row
-        return {
-            name: value
-            for name, value in values.items()
-            if name not in self.metrics or not math.isnan(value)
-        }
+    def _measure_metrics(
+        self, layout: BatchLayout, sets: Mapping[str, Selection]
+    ) -> dict[str, float]:
+        """Answer the validation questions, and return the metrics of the answers by name; NaN for
+        one that has failed, nothing if no question can be answered."""
+        indices = []
+        for selection in sets.values():
+            indices.extend(selection.indices)
+        # custom metrics see answers of at least this length; for exact match, a little more than
+        # the expected length is enough
+        if self.metrics.keys() - {"exact_match"}:
+            room = self.args.max_new_tokens
+        else:
+            room = 0
+        answers = self._answers(Selection(self.samples, indices), layout, room)
+        self.num_answers = len(answers)
+        measured = {}
+        if answers:
+            for name in self.metrics:
+                measured[name] = self._measure_metric(name, answers)
+        return measured
+
+    def _answers(
+        self, samples: Sequence[Sample], layout: BatchLayout, room: int, limit: int | None = None
+    ) -> list[ValidationAnswer]:
+        """Return the model's answers to samples. room, limit: the tokens of `min_new_tokens` and
+        `max_new_tokens` of `validation_answers`."""
+        return validation_answers(
+            self.fabric,
+            self.hosts,
+            self.model,
+            self.tokenizer,
+            samples=samples,
+            rows=answer_rows(layout, samples, room),
+            before_batch=self.before_batch,
+            min_new_tokens=room,
+            max_new_tokens=limit,
+        )
 
     def find_hardest(self, layout: BatchLayout, batch_size: int) -> None:
         """Find the validation examples with the largest losses, among at most SEARCHED of the
@@ -196,53 +226,69 @@ class Validation:
 
         # not all examples: each costs a forward pass
         samples = [self.samples[index] for index in evenly_spaced(indices, SEARCHED)]
-        subject = self.fabric, self.model, self.tokenizer, samples
-        self.hardest = hardest_examples(*subject, layout, NUM_HARDEST, self.before_batch)
+        self.hardest = hardest_examples(
+            self.fabric,
+            self.model,
+            self.tokenizer,
+            samples=samples,
+            layout=layout,
+            count=NUM_HARDEST,
+            before_batch=self.before_batch,
+        )
         if not self.args.max_new_tokens:
             return
 
         # the model's own answers
         chosen = [samples[example.number] for example in self.hardest]
-        answers = validation_answers(
-            self.fabric,
-            self.hosts,
-            self.model,
-            self.tokenizer,
-            samples=chosen,
-            rows=answer_rows(layout, chosen),
-            before_batch=self.before_batch,
-            max_new_tokens=self.args.max_new_tokens,
-        )
-        if len(answers) == len(self.hardest):  # texts have none
-            owns = [answer.answer + " …" * (not answer.ended) for answer in answers]
-            self.hardest = [
-                example._replace(own=own) for example, own in zip(self.hardest, owns, strict=True)
-            ]
+        answers = self._answers(chosen, layout, room=0, limit=self.args.max_new_tokens)
+        if len(answers) != len(self.hardest):  # texts have none
+            return
+        with_answers = []
+        for example, answer in zip(self.hardest, answers, strict=True):
+            own = answer.answer
+            if not answer.ended:
+                own += " …"
+            with_answers.append(example._replace(own=own))
+        self.hardest = with_answers
 
     def _measure_sets(
         self, step: int, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]
     ) -> None:
         """Measure the loss and the scores of each set, and of all together."""
-        subject = self.fabric, self.objective, self.model
-        scores = [
-            validation_scores(*subject, samples, layout, self.before_batch)
-            for samples in sets.values()
-        ]
+        names = ("loss", *self.objective.scores)
+        # of each set: the values in the order of `names`
+        by_set = []
+        for samples in sets.values():
+            by_set.append(
+                validation_scores(
+                    self.fabric,
+                    self.objective,
+                    self.model,
+                    samples=samples,
+                    layout=layout,
+                    before_batch=self.before_batch,
+                )
+            )
 
         # of several sets together: means, weighted by what each set counts
-        together = scores[0]
-        if len(scores) > 1:
+        together = by_set[0]
+        if len(by_set) > 1:
             totals = [self.objective.totals(samples) for samples in sets.values()]
-            together = [
-                self.objective.mean(name, list(values), totals)
-                for name, values in zip(
-                    ("loss", *self.objective.scores), zip(*scores, strict=True), strict=True
-                )
-            ]
-        self.losses[step], *others = together
-        of_sets = [score[0] for score in scores] if self.sets else []
-        pairs = zip(self.columns, [*others, *of_sets], strict=True)
-        self.scores[step] = {name: score for name, score in pairs if not math.isnan(score)}
+            together = []
+            for number, name in enumerate(names):
+                values = [scores[number] for scores in by_set]
+                together.append(self.objective.mean(name, values, totals))
+
+        # the other scores, then the loss of each named set, as in `columns`
+        self.losses[step] = together[0]
+        others = together[1:]
+        if self.sets:
+            others += [scores[0] for scores in by_set]
+        measured = {}
+        for column, score in zip(self.columns, others, strict=True):
+            if not math.isnan(score):
+                measured[column] = score
+        self.scores[step] = measured
 
     def _measure_metric(self, name: str, answers: list[ValidationAnswer]) -> float:
         """Return a metric, the same on all processes; NaN if it fails, which must not end a run
@@ -259,41 +305,31 @@ class Validation:
 
     def line(self, step: int, scores: Row) -> str:
         """Return the scores after `step` steps as text."""
-        line = f"step {step}: validation loss {scores['val_loss']:.4f}"
-        shown = (
-            ("perplexity", "{:.4g}"),
-            ("accuracy", "{:.1%}"),
-            ("margin", "{:.3g}"),
-            ("chosen_logp", "{:.4g}"),
-        )
-        line += "".join(
-            f", {name} {form.format(scores[f'val_{name}'])}"
-            for name, form in shown
-            if f"val_{name}" in scores
-        )
-
+        parts = [f"step {step}: validation loss {scores['val_loss']:.4f}"]
+        for name, form in SHOWN_SCORES.items():
+            if f"val_{name}" in scores:
+                parts.append(f"{name} {form.format(scores[f'val_{name}'])}")
         # a single named set has no loss of its own to show
-        columns = ((name, f"val_loss_{name}") for name in self.sets if len(self.sets) > 1)
-        line += "".join(
-            f", {name} {scores[column]:.4f}" for name, column in columns if column in scores
-        )
-        if not self.metrics:
-            return line
-        if not self.num_answers:
+        if len(self.sets) > 1:
+            for name in self.sets:
+                if f"val_loss_{name}" in scores:
+                    parts.append(f"{name} {scores[f'val_loss_{name}']:.4f}")
+        if self.metrics and not self.num_answers:
             names = ", ".join(name.replace("_", " ") for name in self.metrics)
             return (
-                f"{line}; no example has a whole answer within the length limit, so {names} is not "
-                "measured"
+                f"{', '.join(parts)}; no example has a whole answer within the length limit, so "
+                f"{names} is not measured"
             )
+
         measured = [name for name in self.metrics if name in scores]
         for name in measured:
-            line += f", {name.replace('_', ' ')} {metric_format(name).format(scores[name])}"
+            parts.append(f"{name.replace('_', ' ')} {metric_format(name).format(scores[name])}")
+        line = ", ".join(parts)
         if measured:
             line += f" ({self.num_answers} answers)"
-        return line + "".join(
-            f"\nwarning: the metric {name} failed ({error})"
-            for name, error in self.failures.items()
-        )
+        for name, error in self.failures.items():
+            line += f"\nwarning: the metric {name} failed ({error})"
+        return line
 
     def generate_answers(self, step: int) -> Iterator[SampleAnswer]:
         """Generate and yield the model's answers to the prompts after `step` steps, and write them

@@ -459,7 +459,8 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
     if windows:
         metadata["attention.sliding_window"] = max(windows)
     for name, cap in (("attn", config.attention_softcap), ("final", config.logit_softcap)):
-        metadata |= {f"{name}_logit_softcapping": float(cap)} if cap else {}
+        if cap:
+            metadata[f"{name}_logit_softcapping"] = float(cap)
     if rope is None:
         return metadata
 

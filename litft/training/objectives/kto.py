@@ -27,7 +27,8 @@ class KTO(Objective):
     name = "kto"
     title = "KTO"
     paper = "2402.01306"
-    needs_reference = needs_mismatches = True
+    needs_reference = True
+    needs_mismatches = True
     scores = (
         "accuracy",
         "margin",

@@ -54,9 +54,15 @@ def gguf_mamba(config: Config) -> dict[str, Any]:
             f"llama.cpp reads Mamba-2 layers only if they are {2 * config.dim} wide; keep the "
             "Hugging Face folder"
         )
-    # 0 key heads: the layer has no attention, but a mixer
-    heads = [config.n_kv_heads if layer.attention else 0 for layer in config.layers]
-    has_rope = any(layer.rope for layer in config.layers)
-    # in the order of GGUF_MAMBA
-    sizes = mamba.conv_width, mamba.state_dim, mamba.n_groups, mamba.n_heads, width
-    return dict(zip(GGUF_MAMBA, (*sizes, heads, has_rope), strict=True))
+    return {
+        "ssm.conv_kernel": mamba.conv_width,
+        "ssm.state_size": mamba.state_dim,
+        "ssm.group_count": mamba.n_groups,
+        "ssm.time_step_rank": mamba.n_heads,
+        "ssm.inner_size": width,
+        # 0 key heads: the layer has no attention, but a mixer
+        "attention.head_count_kv": [
+            config.n_kv_heads if layer.attention else 0 for layer in config.layers
+        ],
+        "rope.scaling.finetuned": any(layer.rope for layer in config.layers),
+    }

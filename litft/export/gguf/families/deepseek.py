@@ -121,8 +121,9 @@ def gguf_experts(config: Config, keys: Collection[str] = GGUF_EXPERTS) -> dict[s
         "leading_dense_block_count": num_dense,
     }
     # one group is the whole mixture, and needs no metadata
-    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_groups}
-    metadata |= groups if experts.groups > 1 else {}
+    if experts.groups > 1:
+        metadata["expert_group_count"] = experts.groups
+        metadata["expert_group_used_count"] = experts.top_groups
     return {key: value for key, value in metadata.items() if key in keys}
 
 

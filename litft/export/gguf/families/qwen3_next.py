@@ -102,21 +102,19 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     pairs = next(layer.rope.dim // 2 for layer in config.layers if layer.rope)
-    # of time, height and width, which are one in a text
-    sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
-    recurrent = [bool(layer.mixer) for layer in config.layers]
-    sizes = (
-        delta.conv_width,
-        delta.key_dim,
-        delta.n_key_heads,
-        delta.n_heads,
-        delta.n_heads * delta.value_dim,
-    )
-    if config.model_type == "qwen3_5_text":
-        experts = {}
-    else:
-        experts = qwen2_moe.gguf_metadata(config)
-    return dict(zip(GGUF_MIXERS, (*sizes, recurrent, sections), strict=True)) | experts
+    metadata = {
+        "ssm.conv_kernel": delta.conv_width,
+        "ssm.state_size": delta.key_dim,
+        "ssm.group_count": delta.n_key_heads,
+        "ssm.time_step_rank": delta.n_heads,
+        "ssm.inner_size": delta.n_heads * delta.value_dim,
+        "attention.recurrent_layers": [bool(layer.mixer) for layer in config.layers],
+        # of time, height and width, which are one in a text
+        "rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0],
+    }
+    if config.model_type != "qwen3_5_text":
+        metadata |= qwen2_moe.gguf_metadata(config)
+    return metadata
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
