@@ -227,8 +227,8 @@ class EvalArgs:
     never."""
     prompts: list[str] = field(default_factory=list)
     """Prompts to answer at each validation; the answers are printed and written to samples.jsonl.
-    Texts, or files with one prompt per line. Texts with commas: '["Well, who are you?"]'. Default:
-    the first validation example's question."""
+    Texts, files with one prompt per line, or .jsonl files as `generate --prompts` reads them. Texts
+    with commas: '["Well, who are you?"]'. Default: the first validation example's question."""
     max_new_tokens: int = 64
     """Maximum length of these answers in tokens. 0: answer no prompts."""
     exact_match: bool = False

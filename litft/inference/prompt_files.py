@@ -163,7 +163,7 @@ def encode_prompt(
     """
     tokenizer = session.tokenizer
     try:
-        messages = _messages(record, where, in_template)
+        messages = messages_of(record, where, in_template)
         if messages:
             tools = read_tools(record.get("tools"), where)
             tokenizer.check_tools(tools)
@@ -193,8 +193,9 @@ def encode_prompt(
     return prompt
 
 
-def _messages(record: dict[str, Any], where: str, in_template: bool) -> list[Message]:
-    """Return the conversation of a record, with its system prompt; empty for text to continue."""
+def messages_of(record: dict[str, Any], where: str, in_template: bool) -> list[Message]:
+    """Return the conversation of a record without its last answer, with its system prompt; empty
+    for text to continue."""
     if record.get("messages") is not None:
         messages = with_system(check_messages(record["messages"], where), record, where)
         return messages[:-1] if ends_with_answer(record) else messages

@@ -14,6 +14,7 @@ from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
 from litft.data.chat_template import Message
 from litft.data.dataset import DataSplits
+from litft.data.messages import read_tools
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ from litft.evaluation.scoring import (
     validation_answers,
 )
 from litft.inference.chat_answers import answer_parser
+from litft.inference.prompt_files import messages_of, read_prompts
 from litft.inference.streaming import prompt_ids
 from litft.model.transformer import GPT, eval_mode
 from litft.training.intervals import NUM_TRAINED_PROMPTS
@@ -430,8 +432,26 @@ def _prompts(
                 questions.setdefault(question_text(tokenizer, ids), ids)
         yield from islice(questions.items(), count)
     for item in args.prompts:
+        if Path(item).suffix in (".json", ".jsonl") and Path(item).is_file():
+            yield from _prompts_of_records(Path(item), tokenizer, data)
+            continue
         for text in filter(None, map(str.strip, _texts(item))):
             yield text, prompt_ids(tokenizer, _conversation(text, data))
+
+
+def _prompts_of_records(
+    path: Path, tokenizer: Tokenizer, data: DataSplits
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield the prompts of a file that `generate --prompts` reads, too: a `prompt`, or `messages`
+    and `tools`, as text and as token ids."""
+    for where, record in read_prompts(path, out=None, key=""):
+        if record.get("messages") is None:
+            text = record["prompt"]
+            yield text, prompt_ids(tokenizer, _conversation(text, data))
+            continue
+        messages = messages_of(record, where, in_template=True)
+        ids = prompt_ids(tokenizer, messages, read_tools(record.get("tools"), where))
+        yield question_text(tokenizer, ids), ids
 
 
 def _conversation(text: str, data: DataSplits) -> str | list[Message]:

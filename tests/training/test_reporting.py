@@ -224,6 +224,28 @@ def test_the_suggested_chat_has_the_system_prompt_of_the_examples(args, tmp_path
     assert "--system" not in suggested and "--tools" not in suggested
 
 
+def test_prompts_of_records_are_conversations(args, tmp_path):
+    """A .jsonl file has the prompts of `generate --prompts`, not a prompt a line."""
+    turns = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Two?"},
+    ]
+    answered = [*turns, {"role": "assistant", "content": "No."}]
+    records = [{"prompt": "Zero?"}, {"messages": turns}, {"messages": answered}]
+    args.eval.prompts = [str(write_records(tmp_path / "asked.jsonl", records))]
+    args.eval.interval = 0
+    litft.finetune(args)
+    lines = Path("run/samples.jsonl").read_text("utf-8").splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert [sample["prompt"] for sample in samples[:3]] == ["Zero?", "Two?", "Two?"]
+    assert samples[1]["answer"] == samples[2]["answer"]
+    (tmp_path / "asked.jsonl").write_text('{"question": "Zero?"}\n')
+    args.overwrite = True
+    with pytest.raises(ValueError, match=r"asked\.jsonl, line 1: needs 'prompt' .text. or"):
+        litft.finetune(args)
+
+
 def test_invalid_prompts_are_reported(args):
     args.eval.prompts = ["nofile.txt"]
     with pytest.raises(ValueError, match=r"--eval.prompts nofile.txt: no such file"):
