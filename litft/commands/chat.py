@@ -14,6 +14,7 @@ def chat(args: ChatArgs) -> None:
     answers."""
     tools = read_tool_file(args.tools) if args.tools else None
     session = open_session(args)
+    session.tokenizer.check_tools(tools)
     session.limit_threads(1)
     note = missing_template_note(session.tokenizer)
     if note:

@@ -39,8 +39,10 @@ def _tool_list(path: Path) -> list[Any] | None:
     if not isinstance(content, list):
         return None
     for item in content:
-        is_tool = isinstance(item, dict) and ("function" in item or "parameters" in item)
-        if not is_tool:
+        # an example may have a column `name`, but not alone
+        if not isinstance(item, dict) or item.keys() & {"messages", "conversations", "tools"}:
+            return None
+        if not item.keys() & {"function", "name"}:
             return None
     return content
 

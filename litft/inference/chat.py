@@ -420,7 +420,9 @@ class Chat:
             ) from None
         check_text(json.dumps(messages, ensure_ascii=False))
         checked = check_messages(messages, rest)
-        self.conversation.tools = read_tools(tools, rest) or self.conversation.tools
+        loaded_tools = read_tools(tools, rest)
+        self.conversation.tokenizer.check_tools(loaded_tools)
+        self.conversation.tools = loaded_tools or self.conversation.tools
         self.conversation.messages = checked
         self.screen.notice(f"{len(messages)} messages")
 

@@ -259,6 +259,27 @@ def test_commands(checkpoints, tmp_path):
     ]
 
 
+def test_tools_that_the_template_leaves_out_are_refused(checkpoints, tmp_path):
+    """Also those of a loaded conversation."""
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "weather", "parameters": {"type": "object"}}]')
+    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["demo"], "--tools", tools]
+    assert "tools" in script(*command, cwd=tmp_path, code=2).stderr
+    talk = tmp_path / "talk.json"
+    record = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": json.loads(tools.read_text()),
+    }
+    talk.write_text(json.dumps([record]))
+    screen = ScriptedScreen([f"/load {talk}"])
+    chat = Chat(Conversation(open_session(checkpoints["demo"], 8)), screen)
+    chat.run()
+    assert "error: " in screen.notices[-1] and not chat.conversation.messages
+    # a file with neither tools nor examples that have some
+    tools.write_text('[{"text": "a"}]')
+    assert "has no tools; expected" in script(*command, cwd=tmp_path, code=2).stderr
+
+
 def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(checkpoints, capsys):
     session = open_session(checkpoints["stories"], 8)
     expected = ask(Conversation(session), "Hello")
