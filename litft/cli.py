@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from litft import __version__
 from litft import args as flags
@@ -161,6 +161,10 @@ def _command_hint(typed: str) -> str:
     methods = [f"litft {name}" for name in COMMANDS if name.startswith(f"{typed} ")]
     if methods:
         return f": it needs a method: {', '.join(methods)}"
+    # an objective in place of the method
+    words = typed.split()
+    if words[:1] == ["finetune"] and words[1:] and words[1] in get_args(flags.Objectives):
+        return f"; use litft finetune lora --objective {words[1]}"
     matches = [name for name in COMMANDS if typed in name.split()]
     # a command of another program
     first_word = typed.partition(" ")[0]

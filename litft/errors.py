@@ -3,8 +3,14 @@
 A `ValueError` is a user error: `cli.py` prints its message and exits with code 2.
 """
 
+import difflib
 import resource
 import signal
+from itertools import islice
+from pathlib import Path
+
+# files of a folder among which the nearest name to a missing one is searched
+MOST_COMPARED = 1000
 
 
 def signal_name(number: int) -> str:
@@ -63,3 +69,17 @@ def first_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message, at most 200 characters: compilers
     print many lines."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def nearest_beside(path: Path) -> Path | None:
+    """Return the file or folder beside a missing one whose name is nearest; None without one."""
+    names = []
+    try:
+        for file in islice(path.parent.iterdir(), MOST_COMPARED):
+            names.append(file.name)
+    except OSError:
+        return None
+    nearest = difflib.get_close_matches(path.name, sorted(names), n=1, cutoff=0.8)
+    if nearest:
+        return path.parent / nearest[0]
+    return None

@@ -84,6 +84,7 @@ ALIASES: dict[str, Alias] = {
     "model_type": _READ,
     "tokenizer_type": _READ,
     "tokens": Alias("--data.new_tokens {value}", "added to the vocabulary and trained"),
+    **dict.fromkeys(("new_special_tokens", "add_tokens"), Alias("--data.new_tokens {value}")),
     "special_tokens": Alias(
         "--data.new_tokens {value}", "tokens to add; those of the model are read from its folder"
     ),
@@ -130,6 +131,7 @@ ALIASES: dict[str, Alias] = {
     "dataset_name": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "data": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "train_file": Alias("--data.path {value}"),
+    "dataset_text_field": Alias("--data.columns text={value}"),
     "validation_file": Alias("--data.val_path {value}"),
     "eval_dataset": Alias("--data.val_path {value}"),
     "dataset_config_name": Alias("--data.subset {value}", "of a data set of the hub"),
@@ -276,6 +278,11 @@ ALIASES: dict[str, Alias] = {
     ),
     "tf32": Alias("", "fp32 stays fp32; frozen weights are bf16"),
     "load_in_4bit": Alias("--quantize nf4"),
+    **dict.fromkeys(
+        "double_quantization use_bnb_nested_quant bnb_4bit_use_double_quant".split(),
+        Alias("", "--quantize nf4-dq quantizes the scales, too"),
+    ),
+    "bnb_4bit_quant_type": Alias("--quantize {value}"),
     "load_in_8bit": Alias("--quantize int8"),
     "quantization_bit": Alias(
         "--quantize nf4-dq", "or int8", values={"4": "--quantize nf4-dq", "8": "--quantize int8"}

@@ -39,6 +39,12 @@ DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
 # settings that only TRL's DPO has
 SETTINGS_OF_DPO = {"preference.beta", "rpo_alpha", "precompute_ref_log_probs"}
 # flags that apply to supervised training alone
+# whether the scales of quantized weights are quantized, too
+NESTED_QUANTIZATION = (
+    "double_quantization",
+    "use_bnb_nested_quant",
+    "bnb_4bit_use_double_quant",
+)
 SUPERVISED_ONLY = ("data.mask_prompt", "data.format", "train.label_smoothing")
 
 
@@ -140,6 +146,8 @@ def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: lis
     elif smoothing is not None:
         given["preference.label_smoothing"] = smoothing
 
+    _read_quantization(given, entries)
+
     # other programs ignore what an objective does not use, and litft refuses it
     if objective != "sft":
         for flag in SUPERVISED_ONLY:
@@ -168,6 +176,23 @@ def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: lis
                 f"{name}: {entries[name]} is a number of examples; --data.val_fraction is a share "
                 "of them"
             )
+
+
+def _read_quantization(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Set the kind of 4-bit quantization, of which other programs have a setting for each part."""
+    kind = str(given.get("quantize", "none"))
+    if not kind.startswith(("nf4", "fp4")):
+        return
+    # the type alone quantizes nothing there
+    if not any(entries.get(name) for name in ("load_in_4bit", "quantization_bit")):
+        del given["quantize"]
+        return
+    is_nested = kind.endswith("-dq")
+    for name in NESTED_QUANTIZATION:
+        if entries.get(name) is not None:
+            is_nested = bool(entries[name])
+    base = str(entries.get("bnb_4bit_quant_type") or kind.removesuffix("-dq"))
+    given["quantize"] = f"{base}-dq" if is_nested else base
 
 
 def _note_packing(entries: Mapping[str, Any], notes: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Flags of fine-tuning that have no effect beside others. Imports no torch."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from litft.args.finetune import FinetuneArgs
@@ -24,7 +24,13 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
         reason = "--data.val_path names the validation examples"
         yield from _note("data", data, "val_fraction", reason)
     if not data.mask_prompt:
-        yield from _note("data", data, "train_on", "--data.mask_prompt false learns every token")
+        reason = "--data.mask_prompt false learns every token"
+        yield from _note("data", data, "train_on", reason)
+        if data.reasoning == "mask":
+            yield from _note("data", data, "reasoning", reason)
+    if args.eval.max_new_tokens == 0:
+        reason = "--eval.max_new_tokens 0 answers no prompts"
+        yield from _note("eval", args.eval, "prompts", reason)
     if args.eval.interval == 0:
         reason = "--eval.interval 0 validates only before and after the training"
         yield from _note("eval", args.eval, "patience", reason)
@@ -33,5 +39,9 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
 def _note(group: str, args: Any, name: str, reason: str) -> Iterator[str]:
     """Yield the note on a field of a group of flags, unless it has its default."""
     for item in fields(args):
-        if item.name == name and getattr(args, name) != item.default:
+        if item.default_factory is MISSING:
+            default = item.default
+        else:
+            default = item.default_factory()
+        if item.name == name and getattr(args, name) != default:
             yield f"note: --{group}.{name} {getattr(args, name)} has no effect: {reason}"

@@ -25,6 +25,9 @@ def unknown_flag(
         ours = translated[0].partition(" ")[0].removeprefix("--")
         if ours in flag_types:
             return f"--{name} does not exist; use {translated[0]}"
+    # the runs of a folder
+    if "folder" in flag_types and name in ("dir", "out_dir"):
+        return f"--{name} does not exist; use --folder {value}"
     # a flag of fine-tuning that was given to another command
     if name in types_of_flags(FINETUNE["lora"]):
         return (
@@ -59,20 +62,29 @@ def not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
             flag = "folder"
         elif "checkpoint_dir" in flag_types:
             flag = "checkpoint_dir"
+    elif "prompt" in flag_types and not os.path.exists(word):
+        return f"{word!r} is no flag: flags start with --; did you mean --prompt {word!r}?"
+    elif "data.path" in flag_types and os.path.isfile(word):
+        # as the shell writes a pattern without quotes
+        return (
+            f"{word!r} is no flag: flags start with --; several files are one value: "
+            "--data.path A,B, or a pattern in quotes"
+        )
     message = f"{word!r} is no flag: flags start with --"
     if flag:
         return f"{message}; did you mean --{flag} {word}?"
     return message
 
 
-def hint_for(value: str) -> str:
-    """Return how to write a number with a decimal comma, or where the type of a GGUF file comes
-    from; otherwise nothing."""
-    is_number = value.replace(",", "", 1).isdecimal() and "," in value
-    if is_number:
+def hint_for(name: str, value: str, expected: str) -> str:
+    """Return how to write a number with a comma, or where the type of a GGUF file comes from;
+    otherwise nothing."""
+    if "whole" in expected and re.fullmatch(r"\d{1,3}(,\d{3})+", value):
+        return f"; write {value.replace(',', '')}"
+    if "whole" not in expected and re.fullmatch(r"\d+,\d+", value):
         return f"; write {value.replace(',', '.')}"
     # types of llama.cpp's files that its own program makes
-    if re.fullmatch(r"i?q[2-6]_\w+", value, re.IGNORECASE):
+    if name == "outtype" and re.fullmatch(r"i?q[2-6]_\w+", value, re.IGNORECASE):
         return f"; write f16, then run llama.cpp's llama-quantize with {value.upper()}"
     return ""
 

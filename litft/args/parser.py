@@ -27,12 +27,21 @@ from litft.args.build_parser import AnyArgs, args_from, parser_for_help, parser_
 from litft.args.finetune import FINETUNE
 from litft.args.flag_types import describe_type, is_finetuning, types_of_flags
 from litft.args.foreign_config import translate_config
+from litft.args.lost_paths import lost_paths
 from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_flag
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
 DEMO = Path(__file__).parent.parent / "demo"
 MOST_VALUES = 10_000  # of a YAML file
 
+# settings of a recipe that memory depends on and `plan` does not have, with the values that change
+# nothing
+NOT_PLANNED: dict[str, tuple[Any, ...]] = {
+    "objective": ("sft",),
+    "train.freeze": ([], None),
+    "train.optimizer_in_backward": (False,),
+    "data.new_tokens": ([], None),
+}
 # flags with a list of texts, whose white space counts
 TEXT_LISTS = ("stop",)
 
@@ -122,7 +131,8 @@ def _invalid_values(
     for name, value in values:
         if not _is_valid(parser, f"--{name}={value}"):
             expected = describe_type(flag_types[name])
-            problems.append(f"--{name} {value}: expected {expected}{hint_for(value)}")
+            hint = hint_for(name, value, expected)
+            problems.append(f"--{name} {value}: expected {expected}{hint}")
     return problems
 
 
@@ -247,17 +257,19 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
                     f"finetune/{run_method}.py"
                 ]
             run_values, problems = _read_config(run / run_dir.CONFIG, cls)
+            lost = lost_paths(run_values, given=values)
+            if lost:
+                problems.append(
+                    f"{run / run_dir.CONFIG}: {' and '.join(lost.values())} are not found from "
+                    "this folder; resume in the folder where the run was started, or add "
+                    f"{' and '.join(lost)}"
+                )
             # litft does not write them: they would continue another run, or delete this one
             for name, value in run_values:
                 if name in ("out_dir", "resume", "overwrite", "config"):
                     problems.append(
                         f"{run / run_dir.CONFIG}: {name} {value} is no setting of a run; remove "
                         "the line"
-                    )
-                elif name == "checkpoint_dir" and name not in values and _is_lost(value):
-                    problems.append(
-                        f"{run / run_dir.CONFIG}: the model {value} is not found from this folder; "
-                        "resume in the folder where the run was started, or add --checkpoint_dir"
                     )
             # other devices may need another strategy
             if values.keys() & {"devices", "num_nodes"} and "strategy" not in values:
@@ -274,14 +286,11 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
                 "and --data.path"
             ]
     if "checkpoint_dir" in values:
+        folder = values["checkpoint_dir"]
+        if values.get("resume", "").lower() == "true" and run_dir.is_run(Path(folder)):
+            return [], [f"--resume continues the run in --out_dir: use --resume --out_dir {folder}"]
         return ([], [])
     return _read_config(DEMO / f"{method}.yaml", cls)
-
-
-def _is_lost(path: str) -> bool:
-    """Return whether a model is a relative path that does not exist; a hub id is none."""
-    is_hub_id = path.count("/") == 1 and not path.startswith(".")
-    return not is_hub_id and not os.path.isabs(path) and not os.path.exists(path)
 
 
 def _items(value: str, keeps_spaces: bool) -> list[str]:
@@ -358,7 +367,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         if isinstance(recipe, dict):
             method = recipe.get("method")
         if method and cls is flags.PlanArgs:
-            return _planned_settings(content, method), []
+            return _planned_settings(path, content, method)
         if method and cls is not FINETUNE.get(method):
             return [], [
                 f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"
@@ -383,17 +392,32 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     return list(texts.items()), problems
 
 
-def _planned_settings(content: dict, method: str) -> list[tuple[str, str]]:
-    """Return the flags of `plan` for a recipe: its settings that memory and time depend on."""
+def _planned_settings(
+    path: str | Path, content: dict, method: str
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the flags of `plan` for a recipe, its settings that memory and time depend on, and the
+    problems of the recipe."""
     plan_flags = types_of_flags(flags.PlanArgs)
+    run_flags = types_of_flags(FINETUNE[method])
     values = [("method", method)]
+    problems = []
     for name, value in _flatten(content, set()):
+        if name not in run_flags:
+            problems.append(f"{path}: {unknown_flag(name, run_flags, _as_text(value), {})}")
+            continue
+        if name in NOT_PLANNED and value not in NOT_PLANNED[name]:
+            problems.append(
+                f"{path}: plan does not know {name} {_as_text(value)}; --dry_run of the run does"
+            )
+        # what a run chooses by itself, `plan` does too
+        if value == "auto":
+            continue
         # `plan` has the flags of data and training without their groups
         for plan_name in (name, name.rpartition(".")[2]):
             if plan_name in plan_flags:
                 values.append((plan_name, _as_text(value)))
                 break
-    return values
+    return values, problems
 
 
 def _entries(content: dict, flag_types: dict[str, Any]) -> dict[str, Any]:

@@ -338,11 +338,14 @@ def _check_columns(columns: dict[str, str], reports: dict[str, EncodingReport]) 
 
 def _no_samples_message(data: DataSplits, context: int) -> str:
     if data.count(CUT_AWAY):
-        remedy = (
-            f"all {data.skipped} were skipped; raise --data.max_seq_length (the model's context is "
-            f"{context})"
+        if data.limit < context:
+            remedy = f"raise --data.max_seq_length (the model's context is {context})"
+        else:
+            remedy = "that is the model's context: divide the examples"
+        return (
+            f"no example has an answer within {data.limit} tokens: all {data.skipped} were "
+            f"skipped; {remedy}"
         )
-        return f"no example has an answer within {data.limit} tokens: {remedy}"
     return f"no example is left to train on: {_notes(data.reports)}"
 
 

@@ -39,6 +39,7 @@ from litft.data.notes import (
     END_TEXT,
     EQUAL,
     MASKED,
+    MESSAGES_AS_TEXT,
     OTHER_PROMPT,
     PROMPT_CUT,
     TOOLS_LOST,
@@ -49,7 +50,7 @@ from litft.data.notes import (
 from litft.data.preferences import cut_together, read_fields, to_preferences
 from litft.data.reasoning import drop_reasoning
 from litft.data.sample import ID_MASK, IN_ANSWER, SUPERVISED
-from litft.data.stored_messages import read_stored_messages
+from litft.data.stored_messages import has_messages_as_text, read_stored_messages
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.data.turns import Turn, assistant_turns
@@ -114,7 +115,9 @@ class Encoder:
                 if name not in record:
                     missing.append(name)
             encoded.notes += [f"{WITHOUT} {name}" for name in missing]
-            record = read_stored_messages(rename_columns(record, self.columns))
+            record = read_stored_messages(rename_columns(record, self.columns), where)
+            if has_messages_as_text(record, where):
+                encoded.notes.append(MESSAGES_AS_TEXT)
             if self.kind != "supervised":
                 self._encode_preferences(record, where, encoded)
                 read = {*read_fields(record, where), *COMMON_FIELDS}

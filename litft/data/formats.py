@@ -185,19 +185,29 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
             f"{where}: {reason}; add --objective kto, or name the format with --data.format to "
             "ignore it"
         )
-    # a table may have columns of several formats, which are empty in the records of the others; an
-    # empty answer alone does not make a record one of another format
-    matching = []
+    # a table may have columns of several formats, which are empty in the records of the others
+    num_filled = {}
     for name, form in FORMATS.items():
         if all(field in record for field in form.fields):
-            matching.append(name)
-    for name in matching:
-        if any(record[field] not in (None, "") for field in FORMATS[name].fields):
+            filled = [field for field in form.fields if record[field] not in (None, "")]
+            num_filled[name] = len(filled)
+    # the text is often the rendered example: a record with an empty answer is not one of that text
+    others = [name for name in num_filled if name != "text"]
+    for name in others:
+        if num_filled[name] == len(FORMATS[name].fields):
             return name
-    if matching:
-        return matching[0]
+    for name in (*others, *num_filled):
+        if num_filled[name]:
+            return name
+    if num_filled:
+        return next(iter(num_filled))
 
-    # the message: the remedies are tried from the most general to the most specific, and the last
+    raise ValueError(f"{where}: {_without_format(record, where, missing)}")
+
+
+def _without_format(record: Record, where: str, missing: Sequence[str]) -> str:
+    """Return why a record has no format, and what to do. missing: as for `detect_format`."""
+    # the remedies are tried from the most general to the most specific, and the last
     # one that applies is shown
     field_names = ", ".join(map(repr, record))[:200] or "none"
     formats = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
@@ -230,7 +240,7 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
         remedy = f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
     if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
-    raise ValueError(f"{where}: no known format has the fields {field_names}; {remedy}")
+    return f"no known format has the fields {field_names}; {remedy}"
 
 
 def _one_missing_field(record: Record) -> tuple[list[str], str] | None:

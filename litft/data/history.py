@@ -51,7 +51,7 @@ def _content_beside_calls(tokenizer: Tokenizer, template: str, has_tools: bool) 
     template: of `tokenizer`, a part of the key. Raises ValueError if it writes no call.
     """
     tools = [EXAMPLE_TOOL] if has_tools else None
-    fails = False
+    fails_with_text = False
     for content in ("", None):
         calling = example_answer(content)
         (call,) = calling["tool_calls"]
@@ -60,12 +60,13 @@ def _content_beside_calls(tokenizer: Tokenizer, template: str, has_tools: bool) 
         try:
             text = tokenizer.apply_chat_template([EXAMPLE_QUESTION, calling, result], tools)
         except ValueError:
-            fails = True
+            if content == "":
+                fails_with_text = True
             continue
         if has_example_call(text):
             return content
     # a template that cannot render this conversation says so for the real one
-    if fails:
+    if fails_with_text:
         return ""
     raise ValueError(
         "the chat template leaves out the tool calls of earlier answers; pass another --template, "

@@ -251,7 +251,9 @@ def read_tools(tools: Any, where: str) -> list | None:
     wrapped = []
     for tool in tools:
         if "function" not in tool:
-            tool = {"type": "function", "function": tool}
+            # the Responses API has the type beside the name
+            function = {name: value for name, value in tool.items() if name != "type"}
+            tool = {"type": "function", "function": function}
         wrapped.append(tool)
     return wrapped
 

@@ -21,6 +21,10 @@ EARLIER_TURNS = (
     "with an answer of several turns, of which only the last is compared: the template renders the "
     "others differently once it follows (another --data.template may not)"
 )
+MESSAGES_AS_TEXT = (
+    "with a list of messages that is learned as text (prompt and answer must both be lists; "
+    "--data.columns messages=... reads a list of all turns)"
+)
 TOOLS_LOST = "with tools, which the chat template leaves out"
 WITHOUT = "without the field"
 END_TEXT = "with an end token written after an answer, which is removed"

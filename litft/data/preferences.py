@@ -160,6 +160,11 @@ def _labelled(record: Record, where: str, template: str) -> tuple[list[Message],
             )
         return dialogue, len(dialogue) - 1
     dialogue = _dialogue(record, "completion", where, template)
+    has_question = _name_of_question(record) is not None
+    answer = _answer(record["completion"], f"{where}: completion", is_dialogue=not has_question)
+    if not _has_prompt(answer):
+        # the prompt may end with a call and its result
+        return dialogue, len(dialogue) - len(answer)
 
     # calls and their results within the answer belong to it
     num_before = len(dialogue)

@@ -7,7 +7,6 @@ the line or index.
 
 import codecs
 import csv
-import difflib
 import gzip
 import io
 import json
@@ -17,15 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from litft.data.formats import Record, field_with_records
 from litft.data.messages import json_type
-
-# files of a folder among which the nearest name to a missing one is searched
-MOST_COMPARED = 1000
+from litft.errors import nearest_beside
 
 # bytes read at once; a text file becomes records of about this size
 READ_BYTES = 1 << 20
@@ -46,6 +43,8 @@ def read_records(path: Path) -> Records:
     suffix, compression = split_suffixes(require_file(path))
     if suffix not in READERS:
         file_type = suffix or "a file without a suffix"
+        if suffix in (".xlsx", ".xls", ".ods"):
+            raise ValueError(f"{path}: cannot read {suffix}; save the sheet as CSV UTF-8")
         raise ValueError(
             f"{path}: cannot read {file_type}; use {', '.join(READERS)}, optionally followed by "
             ".gz or .zst"
@@ -93,15 +92,11 @@ def _where_looked(path: Path) -> str:
 def _remedy_for_missing(path: Path) -> str:
     """Return what to do about a file that does not exist: the nearest name beside it, if there is
     one."""
-    names = []
-    try:
-        for file in islice(path.parent.iterdir(), MOST_COMPARED):
-            names.append(file.name)
-    except OSError:
+    if not path.parent.is_dir():
         return f"there is no folder {path.parent} either"
-    nearest = difflib.get_close_matches(path.name, sorted(names), n=1, cutoff=0.8)
-    if nearest:
-        return f"did you mean {path.parent / nearest[0]}?"
+    nearest = nearest_beside(path)
+    if nearest is not None:
+        return f"did you mean {nearest}?"
     return "name a file of examples, or a folder with train.jsonl"
 
 
@@ -388,8 +383,7 @@ def _array_remedy(value: Any) -> str:
 def _table(separator: str, path: Path, file: io.BufferedIOBase) -> Records:
     """Yield one record per row below the header; quoted cells may contain line breaks.
 
-    A header with `;` and without `separator` is read with `;`: Excel writes that where the comma is
-    the decimal mark.
+    A header without `separator` is read with the semicolons or the tabs that it has.
     """
     # the line breaks within quoted cells belong to their text
     lines = (line + "\n" for line in _text_lines(path, file))
@@ -400,8 +394,12 @@ def _table(separator: str, path: Path, file: io.BufferedIOBase) -> Records:
         separator = declared[1]
         header = next(lines, "")
         skipped = 1
-    elif separator not in header and ";" in header:
-        separator = ";"
+    elif separator not in header:
+        # Excel writes a semicolon where the comma is the decimal mark, and tabs as Unicode text
+        for other in (";", "\t"):
+            if other in header:
+                separator = other
+                break
     csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
     last_line = 1 + skipped  # of the last complete row
     try:
@@ -521,6 +519,10 @@ def _plain(path: Path, file: io.BufferedIOBase) -> Records:
     text = ""
     number = 0
     for block in _blocks(path, file):
+        if not number and not text and _is_table_of_excel(path, block):
+            raise ValueError(
+                f"{path} is a table with tabs, as Excel saves Unicode text; rename it to .tsv"
+            )
         text += block
         if len(text) >= 2 * READ_BYTES:
             # at least one block is kept, so that the last part is not a short one
@@ -534,6 +536,14 @@ def _plain(path: Path, file: io.BufferedIOBase) -> Records:
     # after earlier parts, an empty last one still says that the text ends
     if text.strip() or number:
         yield f"{path}, part {number}", {"text": text, "begins": number == 0, "ends": True}
+
+
+def _is_table_of_excel(path: Path, text: str) -> bool:
+    """Return whether a .txt file is a table with tabs: Excel saves these in UTF-16."""
+    with path.open("rb") as file:
+        is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    first_lines = text.splitlines()[:5]
+    return is_utf16 and len(first_lines) > 1 and all("\t" in line for line in first_lines)
 
 
 READERS: dict[str, Callable[[Path, io.BufferedIOBase], Records]] = {

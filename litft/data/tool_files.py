@@ -32,7 +32,7 @@ def _tool_list(path: Path) -> list[Any] | None:
     if path.suffix.lower() != ".json":
         return None
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8-sig"))
     except (ValueError, RecursionError):
         # read_records says what is wrong, and where
         return None

@@ -94,12 +94,16 @@ class Conversation:
         """The calls of the last answer whose results are missing; none if there are no tools."""
         if not self.tools:
             return []
-        answered = set()
+        results = []
         for message in reversed(self.messages):
-            if message["role"] != "tool":
-                calls = message.get("tool_calls", [])
-                return [call for call in calls if call.get("id") not in answered]
-            answered.add(message.get("tool_call_id"))
+            if message["role"] == "tool":
+                results.append(message.get("tool_call_id"))
+                continue
+            calls = message.get("tool_calls", [])
+            # calls of training data may have no ids: then results follow in their order
+            if all(call.get("id") for call in calls) and all(results):
+                return [call for call in calls if call["id"] not in results]
+            return calls[len(results) :]
         return []
 
     def add_result(self, text: str) -> None:
@@ -111,8 +115,10 @@ class Conversation:
         calls = self.open_calls
         if not calls:
             return {"role": "user", "content": text}
-        name = calls[0]["function"]["name"]
-        return {"role": "tool", "tool_call_id": calls[0].get("id"), "name": name, "content": text}
+        result = {"role": "tool", "name": calls[0]["function"]["name"], "content": text}
+        if calls[0].get("id"):
+            result["tool_call_id"] = calls[0]["id"]
+        return result
 
     def reset(self) -> None:
         """Remove all messages except the system message."""
@@ -245,7 +251,7 @@ class Conversation:
         """Stream the answer of the model without its adapter; the messages stay unchanged."""
         # keys and values differ without the adapter, so the chat's decoder cannot be used
         decoder = self.session.decoder(1, INITIAL_CAPACITY, compiled=False)
-        messages = [*self.messages, self._typed(question)]
+        messages = [*self.messages, {"role": "user", "content": question}]
         text = self._render(messages)
         ids = self.tokenizer.encode(text, bos=False)
         request = self.session.request(ids, self.num_questions)
@@ -338,8 +344,7 @@ class Chat:
         if calls:
             name = calls[0]["function"]["name"]
             self.screen.notice(
-                f"the next message is the result of {name}; /undo asks something else",
-                terminal_only=True,
+                f"the next message is the result of {name}; /undo asks something else"
             )
 
     def _show(self, steps: Generator[AnswerStep, None, None]) -> None:
@@ -422,9 +427,9 @@ class Chat:
         checked = check_messages(messages, rest)
         loaded_tools = read_tools(tools, rest)
         self.conversation.tokenizer.check_tools(loaded_tools)
-        self.conversation.tools = loaded_tools or self.conversation.tools
+        self.conversation.tools = loaded_tools
         self.conversation.messages = checked
-        self.screen.notice(f"{len(messages)} messages")
+        self.screen.notice(f"{len(messages)} messages, {len(loaded_tools or [])} tools")
 
     def do_set(self, rest: str) -> None:
         """NAME=VALUE: temperature, top_k, top_p, min_p, seed, max_new_tokens,

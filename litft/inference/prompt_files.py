@@ -14,6 +14,7 @@ from litft.data.formats import COMMON_FIELDS, read_template_args, with_system
 from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.readers import read_records
+from litft.data.stored_messages import TABLE, parse_messages, read_stored_messages
 from litft.data.tokenizer import Tokenizer
 from litft.inference.chat_answers import answer_parser, call_entry
 from litft.inference.decoder import check_prompt
@@ -135,6 +136,7 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
     for where, record in read_records(path):
         if isinstance(record, ValueError):
             raise record
+        record = _with_messages(record, where)
         if record.get("messages") is not None:
             check_messages(record["messages"], where)
         elif not isinstance(record.get("prompt"), str):
@@ -152,6 +154,19 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
             ) from None
         records.append((where, record))
     return records
+
+
+def _with_messages(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a record of a table with its lists in place of texts that stand for them; a prompt of
+    messages becomes the messages."""
+    record = read_stored_messages(record, where)
+    if not TABLE.search(where):
+        return record
+    messages = parse_messages(record.get("prompt"))
+    if messages is not None and record.get("messages") is None:
+        record = {**record, "messages": messages}
+        del record["prompt"]
+    return record
 
 
 def encode_prompt(

@@ -230,10 +230,12 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
             )
             if len(set(data.train.digests.tolist())) == 1:
                 cause = "the examples are all the same, and equal ones are held out together"
-        yield (
-            f"nothing is held out for validation: {cause}; the sample answers are to trained "
-            "questions, unless --eval.prompts has others"
-        )
+        answers = ""
+        if schedule.answers_prompts:
+            answers = (
+                "; the sample answers are to trained questions, unless --eval.prompts has others"
+            )
+        yield f"nothing is held out for validation: {cause}{answers}"
 
     yield from _tokenizer_notes(data, tokenizer)
     if len(data.duplicates):

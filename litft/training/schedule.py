@@ -32,6 +32,7 @@ class Schedule:
             and args.train.learning_rate in (None, args.default_learning_rate)
         )
         self.val_fraction = args.data.val_fraction
+        self.answers_prompts = args.eval.max_new_tokens > 0
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None
         self.order = SampleOrder(data.train.sizes, args.seed, data.weights)
         if not self.is_by_epochs and self.size > LARGEST_STEP * self.order.size:

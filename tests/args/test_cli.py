@@ -226,6 +226,8 @@ def test_without_a_model_the_demo_recipe_is_used():
         ("--data.val_path b --data.val_fraction 0.2", "--data.val_path names the validation"),
         ("--data.mask_prompt false --data.train_on last", "train_on last has no effect"),
         ("--eval.interval 0 --eval.patience 3", "--eval.patience 3 has no effect"),
+        ("--data.mask_prompt false --data.reasoning mask", "reasoning mask has no effect"),
+        ("--eval.max_new_tokens 0 --eval.prompts Hi", "answers no prompts"),
         ("--train.lr_schedule wsd --train.decay_fraction 0.5", None),
         ("--train.warmup_steps 3 --data.val_path b --eval.interval 0", None),
     ],
@@ -240,7 +242,7 @@ def test_flags_without_effect_are_named(words, note):
         assert note in found
 
 
-def test_plan_takes_the_settings_of_a_recipe():
+def test_plan_takes_the_settings_of_a_recipe(tmp_path):
     words = ["--config", "full-8b-8x80gb", "--checkpoint_dir", "a"]
     args = parse(flags.PlanArgs, words)
     assert (args.method, args.precision, args.strategy) == ("full", "bf16", "fsdp")
@@ -248,6 +250,17 @@ def test_plan_takes_the_settings_of_a_recipe():
     assert args.activation_checkpointing == "none"
     long_rows = parse(flags.PlanArgs, ["--config", "qlora-8b-24gb", "--checkpoint_dir", "a"])
     assert (long_rows.method, long_rows.quantize, long_rows.max_seq_length) == ("lora", "nf4", 8192)
+    # a copy of a recipe: what plan does not know is named
+    copied = tmp_path / "mine.yaml"
+    copied.write_text("recipe: {method: lora}\nlora: {rr: 5}\ntrain: {micro_batch_size: auto}\n")
+    with pytest.raises(ValueError, match=r"--lora\.rr does not exist"):
+        parse(flags.PlanArgs, ["--config", str(copied), "--checkpoint_dir", "a"])
+    copied.write_text("recipe: {method: lora}\nobjective: dpo\ntrain: {learning_rate: 0.1}\n")
+    with pytest.raises(ValueError, match="plan does not know objective dpo"):
+        parse(flags.PlanArgs, ["--config", str(copied), "--checkpoint_dir", "a"])
+    copied.write_text("recipe: {method: lora}\nlora: {r: 5}\ntrain: {micro_batch_size: auto}\n")
+    planned = parse(flags.PlanArgs, ["--config", str(copied), "--checkpoint_dir", "a"])
+    assert planned.lora.r == 5 and planned.micro_batch_size is None
     # flags win over the recipe
     assert parse(flags.PlanArgs, [*words, "--devices", "4"]).devices == 4
     with pytest.raises(ValueError, match="is a recipe; add the model: --checkpoint_dir"):
@@ -447,7 +460,7 @@ BAD = {
     "a missing folder": (
         no_change,
         "--checkpoint_dir nowhere",
-        "nowhere does not exist; name a model folder",
+        "; name a model folder",
     ),
     "no config.json": (remove("config.json"), "", "has no config.json; name the folder"),
     "an unknown family": (
@@ -963,6 +976,8 @@ def test_hints_for_words_of_other_programs(words, message):
         # chat has no counterpart of this one
         (flags.ChatArgs, ["--cutoff_len", "9"], "--cutoff_len does not exist; --help lists"),
         (flags.GgufExportArgs, ["--outtype", "q4_k_m"], "llama.cpp's llama-quantize with Q4_K_M"),
+        (flags.GenerateArgs, ["Hello"], "did you mean --prompt 'Hello'?"),
+        (flags.PlanArgs, ["--tokens", "1,000"], "expected a whole number; write 1000"),
     ],
 )
 def test_hints_of_commands_that_train_nothing(cls, words, message):

@@ -655,7 +655,14 @@ def test_errors_name_the_file_and_the_line_or_record(tmp_path, tiny, name, conte
     assert not list(token_cache.cache_folder().glob("*.partial"))
 
 
-@pytest.mark.parametrize("write", [json.dumps, str])
+def as_numpy_prints(value) -> str:
+    """Return what pandas writes for an array of objects: no commas between them."""
+    if isinstance(value, str):
+        return value
+    return "[" + "\n ".join(map(str, value)) + "]"
+
+
+@pytest.mark.parametrize("write", [json.dumps, str, as_numpy_prints])
 def test_messages_in_the_cells_of_a_table(tmp_path, tiny, write):
     """They are what the same lists are in a JSON file, not a text to learn."""
     turns = [{"role": "user", "content": "It's?"}, {"role": "assistant", "content": 'A "b".'}]
@@ -677,6 +684,33 @@ def test_messages_in_the_cells_of_a_table(tmp_path, tiny, write):
     )
     (sample,) = load(answer, tokenizer).train
     assert '"role"' in supervised_text(sample, tokenizer)
+
+
+def test_answers_in_the_cells_of_a_table(tmp_path, tiny):
+    """As UltraFeedback is saved: the prompt is a text, and the answers are lists."""
+    tokenizer = Tokenizer(tiny)
+    question = {"role": "user", "content": "Which?"}
+    answers = {
+        name: [question, {"role": "assistant", "content": text}]
+        for name, text in (("chosen", "This."), ("rejected", "That one."))
+    }
+    record = {"prompt": "Which?", **answers}
+    table = tmp_path / "pairs.csv"
+    with table.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(record)
+        rows.writerow([record["prompt"], *(as_numpy_prints(answer) for answer in answers.values())])
+    samples = []
+    for path in (write_records(tmp_path / "pairs.json", [record]), table):
+        args = DataArgs(path=[str(path)], val_fraction=0)
+        (sample,) = load_data(args, tokenizer, 512, 256, kind="pairs").train
+        samples.append(sample.tokens.tolist())
+    assert samples[0] == samples[1]
+    # a mixture stays a text, and the report says so
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "completion"], [str([question]), "This."]])
+    data = load(table, tokenizer)
+    assert any("learned as text" in note for note in data.reports[str(table)].notes)
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path, tiny, monkeypatch):

@@ -149,6 +149,14 @@ def test_a_table_that_excel_writes_with_semicolons(tmp_path):
     (tmp_path / "a.csv").write_text("sep=|\nquestion|answer||\na|b||\nc|d\n")
     expected = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
     assert [record for _, record in read_records(tmp_path / "a.csv")] == expected
+    # Excel's Unicode text, with the name of a CSV file, and with its own
+    content = "question\tanswer\na, b\tc\n".encode("utf-16")
+    (tmp_path / "a.csv").write_bytes(content)
+    expected = [{"question": "a, b", "answer": "c"}]
+    assert [record for _, record in read_records(tmp_path / "a.csv")] == expected
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a table with tabs.*rename it to \.tsv"):
+        list(read_records(tmp_path / "a.txt"))
     (tmp_path / "a.csv").write_text("question,answer;unit\na;b,c\n")
     assert [record for _, record in read_records(tmp_path / "a.csv")] == [
         {"question": "a;b", "answer;unit": "c"}

@@ -272,6 +272,9 @@ def test_real_files(shared, name, form, count, turns):
         ({"instruction": None, "output": None, "question": "a", "answer": "b"}, "question"),
         ({"instruction": "", "output": "", "text": "a text"}, "text"),
         ({"instruction": "", "output": ""}, "alpaca"),
+        # records of two formats in one table
+        ({"instruction": "a", "output": None, "context": "b", "response": "c"}, "dolly"),
+        ({"instruction": "a", "output": "", "context": "b", "response": "c"}, "dolly"),
     ],
 )
 def test_an_empty_answer_does_not_change_the_format(record, expected):

@@ -80,6 +80,10 @@ def test_a_template_that_leaves_out_earlier_calls_is_refused():
     tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
     with pytest.raises(ValueError, match="leaves out the tool calls of earlier answers"):
         readable_history(tokenizer, CALLS, [tool])
+    # one that fails on null would be asked with an empty text, without the calls
+    tokenizer.use_template(source.replace("m.content }}", "m.content + ' ' }}"))
+    with pytest.raises(ValueError, match="leaves out the tool calls of earlier answers"):
+        readable_history(tokenizer, CALLS)
 
 
 def test_python_reads_messages_as_training_does():

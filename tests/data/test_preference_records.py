@@ -105,6 +105,25 @@ def test_the_prompt_is_explicit_or_common(record, prompt):
     ]
 
 
+def test_a_call_in_the_prompt_is_no_part_of_a_labelled_answer():
+    call = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+    prompt = [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    answer = {"role": "assistant", "content": "It is five."}
+    record = {"prompt": prompt, "completion": [answer], "label": True}
+    (labelled,) = to_preferences(record, "here", "", "labels")
+    messages = labelled.answers[0].messages
+    assert [message.get("train", True) for message in messages] == [False, False, False, True]
+    # but a call in the answer is
+    record = {"prompt": prompt[:1], "completion": [*prompt[1:], answer], "label": True}
+    (labelled,) = to_preferences(record, "here", "", "labels")
+    messages = labelled.answers[0].messages
+    assert [message.get("train", True) for message in messages] == [False, True, True, True]
+
+
 @pytest.mark.parametrize(
     ("record", "desirable"),
     [

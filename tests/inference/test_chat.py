@@ -259,6 +259,24 @@ def test_commands(checkpoints, tmp_path):
     ]
 
 
+def test_results_of_calls_follow_in_their_order(session):
+    """Also where the calls have no ids, as in training data."""
+    functions = [{"function": {"name": name, "arguments": {}}} for name in ("first", "second")]
+    conversation = Conversation(session, tools=[{"name": "first"}])
+    for ids in ([], ["a", "b"]):
+        calls = [{**call, "id": call_id} for call, call_id in zip(functions, ids, strict=False)]
+        calling = {"role": "assistant", "content": "", "tool_calls": calls or functions}
+        conversation.messages = [{"role": "user", "content": "Now?"}, calling]
+        conversation.add_result("one")
+        (left,) = conversation.open_calls
+        assert left["function"]["name"] == "second"
+        conversation.add_result("two")
+        assert conversation.open_calls == []
+        results = conversation.messages[2:]
+        assert [message["name"] for message in results] == ["first", "second"]
+        assert [message.get("tool_call_id") for message in results] == (ids or [None, None])
+
+
 def test_tools_that_the_template_leaves_out_are_refused(checkpoints, tmp_path):
     """Also those of a loaded conversation."""
     tools = tmp_path / "tools.json"

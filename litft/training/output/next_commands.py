@@ -45,14 +45,24 @@ def _chat_command(flags: str, args: FinetuneArgs, data: DataSplits) -> str:
         chat += " --system ..."
         shared.append("the system prompt, which the model expects,")
     if data.has_tools:
-        path = args.data.paths[0].path
-        # of a data set on the hub there is no file
-        file = shlex.quote(path) if Path(path).is_file() else "FILE"
-        chat += f" --tools {file}"
+        chat += f" --tools {_tool_file(args, data)}"
         shared.append("the functions")
     if not shared:
         return chat
     return f"{chat}   # with {' and '.join(shared)} of the examples"
+
+
+def _tool_file(args: FinetuneArgs, data: DataSplits) -> str:
+    """Return the first file of examples with the field `tools`; FILE if there is none, as for data
+    sets on the hub."""
+    # then the field has another name in the files
+    if any(item.startswith("tools=") for item in args.data.columns):
+        return "FILE"
+    for item in args.data.paths:
+        report = data.reports.get(item.path)
+        if report is not None and report.with_tools and Path(item.path).is_file():
+            return shlex.quote(item.path)
+    return "FILE"
 
 
 def _command_for_vllm(final: Path) -> Iterator[str]:
