@@ -42,6 +42,7 @@ from litft.data.notes import (
     MESSAGES_AS_TEXT,
     OTHER_PROMPT,
     PROMPT_CUT,
+    THOUGHT_IS_OFF,
     TOOLS_LOST,
     UNANSWERED,
     WITHIN_TOKEN,
@@ -75,6 +76,7 @@ class TurnTokens:
     empty_thought: bool
     masked: tuple[tuple[int, int], ...] = ()  # ranges that are not learned
     other_prompt: bool = False
+    thought_is_off: bool = False
     splits_token: bool = False  # its prompt ends within a token
 
 
@@ -242,6 +244,8 @@ class Encoder:
         encoded.answers += 1
         if turn.other_prompt and OTHER_PROMPT not in encoded.notes:
             encoded.notes.append(OTHER_PROMPT)
+        if turn.thought_is_off and THOUGHT_IS_OFF not in encoded.notes:
+            encoded.notes.append(THOUGHT_IS_OFF)
         if turn.splits_token and WITHIN_TOKEN not in encoded.notes:
             encoded.notes.append(WITHIN_TOKEN)
         encoded.empty_thoughts += turn.empty_thought and self.reasoning != "learn_empty"
@@ -484,17 +488,18 @@ class Encoder:
             for turn in rendered.turns:
                 turns.append(
                     TurnTokens(
-                        turn.message,
-                        positions[turn.start],
-                        positions[turn.answer],
-                        positions[turn.end],
-                        turn.empty_thought,
-                        tuple(
+                        message=turn.message,
+                        start=positions[turn.start],
+                        answer=positions[turn.answer],
+                        end=positions[turn.end],
+                        empty_thought=turn.empty_thought,
+                        masked=tuple(
                             (positions[start], positions[end])
                             for start, end in masked[turn.message]
                         ),
-                        turn.other_prompt,
-                        self._splits_token(turn, ids[: positions[turn.start]]),
+                        other_prompt=turn.other_prompt,
+                        thought_is_off=turn.thought_is_off,
+                        splits_token=self._splits_token(turn, ids[: positions[turn.start]]),
                     )
                 )
             last = turns[-1]

@@ -13,6 +13,10 @@ OTHER_PROMPT = (
     "with an answer whose prompt has a thought when it is generated, but not in training (give "
     "reasoning, or another --data.template)"
 )
+THOUGHT_IS_OFF = (
+    "with reasoning, which the template switches off when an answer is generated (make it the "
+    "default: --data.template_args enable_thinking=true, or the template's own name for it)"
+)
 WITHIN_TOKEN = (
     "with a prompt that ends within a token, so that it has other tokens when it is generated from "
     "(move spaces from the end of the prompt to the beginning of the answer)"

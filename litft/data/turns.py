@@ -47,6 +47,7 @@ class Turn:
 
     text[start:answer] is reasoning, or an empty thought that the template writes. other_prompt: the
     prompt is that of the conversation's history, as the prompt of generation opens a thought.
+    thought_is_off: there is reasoning, but the prompt of generation has an empty thought.
     """
 
     message: int  # its index in the conversation
@@ -56,6 +57,7 @@ class Turn:
     end: int
     empty_thought: bool = False
     other_prompt: bool = False
+    thought_is_off: bool = False
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,7 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         end=end,
         empty_thought=bool(empty),
         other_prompt=not has_thought and _lacks_open_thought(rendering, text[:start]),
+        thought_is_off=has_thought and _has_empty_thought(rendering.usual_prompt),
     )
 
 
@@ -302,6 +305,11 @@ def _prompt_of_other_history(
     if common_length(prompt, text) < floor and opening.strip() and prompt.endswith(opening):
         return prompt
     return None
+
+
+def _has_empty_thought(prompt: str | None) -> bool:
+    """Return whether a generation prompt ends with a thought that is closed."""
+    return prompt is not None and ENDS_IN_EMPTY_THOUGHT.search(prompt) is not None
 
 
 def _lacks_open_thought(rendering: TurnRendering, prompt: str) -> bool:

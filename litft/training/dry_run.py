@@ -110,6 +110,7 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
     """The data and the plan, with warnings: what a run prints before it reads the weights."""
     setup = run.setup
     schedule = run.schedule
+    args = setup.args
     lines = []
     lines += _device_lines(setup, run.settings)
     lines += [*data_lines(schedule, setup.tokenizer), *plan_lines(run, peak)]
@@ -118,6 +119,8 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
 
     lines += ignored_flags(setup.args)
+    if args.eval.exact_match and not len(schedule.data.val):
+        lines.append("note: --eval.exact_match has no effect: nothing is held out for validation")
 
     # tokens that the method cannot teach
     tokens = setup.untrained_tokens(schedule.data.special_ids)
@@ -127,7 +130,6 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
             f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; "
             f"{remedy}"
         )
-    args = setup.args
     validations = num_validations(args, schedule)
     if (args.save.best or args.eval.patience) and validations < FEWEST_VALIDATIONS:
         flag = "--save.best" if args.save.best else "--eval.patience"

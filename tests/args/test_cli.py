@@ -242,6 +242,25 @@ def test_flags_without_effect_are_named(words, note):
         assert note in found
 
 
+@pytest.mark.parametrize(
+    ("text", "quantize"),
+    [
+        ("stage: sft\nquantization_bit: 4\n", "nf4-dq"),
+        ("stage: sft\nquantization_bit: 4\ndouble_quantization: false\n", "nf4"),
+        ("load_in_4bit: true\nbnb_4bit_quant_type: fp4\nmodel_name_or_path: m\n", "fp4"),
+        ("load_in_4bit: true\nuse_bnb_nested_quant: true\nmodel_name_or_path: m\n", "nf4-dq"),
+        # the type alone quantizes nothing
+        ("bnb_4bit_quant_type: fp4\nmodel_name_or_path: m\n", None),
+    ],
+)
+def test_the_parts_of_quantization_are_converted(text, quantize, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
+    converted = yaml.safe_load(str(error.value).partition("no counterpart:\n")[2])
+    assert converted.get("quantize") == quantize
+
+
 def test_plan_takes_the_settings_of_a_recipe(tmp_path):
     words = ["--config", "full-8b-8x80gb", "--checkpoint_dir", "a"]
     args = parse(flags.PlanArgs, words)

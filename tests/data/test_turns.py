@@ -370,6 +370,22 @@ def test_a_call_whose_words_are_in_the_content_must_be_rendered():
         turns_of(QUIRKS["content alone"], messages)
 
 
+def test_reasoning_that_the_prompt_of_generation_switches_off_is_marked():
+    """Chats would never show it; with the variable as a default they do."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if not enable_thinking %}<think>\n\n</think>\n{% endif %}{% endif %}"
+    )
+    messages = [{"role": "user", "content": "Hi"}, answer("Hello.", reasoning_content="A greeting")]
+    (turn,) = turns_of(source, messages)
+    assert turn.thought_is_off
+    (turn,) = turns_of(source.replace("not enable_thinking", "false"), messages)
+    assert not turn.thought_is_off
+
+
 def test_an_answer_whose_prompt_opens_a_thought_at_generation_is_marked():
     """It is learned as it stands in the history; the dry run says so."""
     messages = [{"role": "user", "content": "Hi"}, answer("Hello.")]
