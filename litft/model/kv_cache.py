@@ -67,11 +67,11 @@ class LayerCache:
             self.keys[:, :, start:end] = keys
             self.values[:, :, start:end] = values
         else:
-            # (B, K, T, D): each row writes at positions of its own
-            index = positions.to(keys.device)[:, None, :, None].expand_as(keys)
-            self.keys.scatter_(2, index, keys)
-            # values may be narrower than keys: latent attention stores none, and ALiBi extends keys
-            self.values.scatter_(2, index[..., : values.size(3)], values)
+            # each row writes at positions of its own; compiled, scatter_ would copy the whole cache
+            at = positions.to(keys.device)
+            rows = torch.arange(at.size(0), device=keys.device)[:, None]  # (B, 1)
+            self.keys[rows, :, at] = keys.transpose(1, 2)  # (B, T, K, D)
+            self.values[rows, :, at] = values.transpose(1, 2)
         return self.read(window)
 
     def read(self, window: int | Chunk | None) -> tuple[Tensor, Tensor, Tensor | None]:

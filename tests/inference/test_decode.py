@@ -1,6 +1,8 @@
 """Greedy tokens against transformers' generate: plain, batched, in chunks, compiled, with
 speculative decoding."""
 
+import statistics
+import time
 from dataclasses import replace
 
 import pytest
@@ -194,6 +196,7 @@ def test_weights_under_an_adapter_are_packed(case, dora):
 
 @small
 @pytest.mark.slow
+@pytest.mark.halved
 def test_compiled(case):
     assert case.generate(Decoder(case.model, 2, capacity(case), compiled=True))[0] == case.expected
 
@@ -430,3 +433,27 @@ def test_common_prefix_length():
     assert [
         common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])
     ] == [3, 2, 1, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_compiled_step_does_not_copy_the_cache(make_model):
+    """Its time does not depend on the capacity: 64 times as many positions, of which few are
+    used."""
+    # so large that a copy takes far longer than the step
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+    sizes = dict(vocab_size=64, num_hidden_layers=2, max_position_embeddings=32768)
+    model, _ = litft.load(make_model(LlamaConfig, **heads, **sizes)[1])
+
+    def median_seconds(capacity: int) -> float:
+        decoder = Decoder(model, 1, capacity, compiled=True)
+        decoder.prefill(0, [1, 2, 3])
+        seconds = []
+        for _ in range(30):
+            start = time.perf_counter()
+            decoder.step(torch.tensor([3]), [True])
+            seconds.append(time.perf_counter() - start)
+            decoder.append(0, 3)
+        return statistics.median(seconds[10:])
+
+    small = median_seconds(512)
+    assert median_seconds(512 * 64) < 3 * small
