@@ -116,7 +116,7 @@ def test_the_demo_learns_to_answer(quickstart):
     assert printed[1].splitlines() == ["mice", "7"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
     """The adapter learns to answer from what the base model has read, so wrong answers must not
     score."""
@@ -385,7 +385,7 @@ BENCHMARK = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_benchmark_script(tmp_path):
     """Compares litft, padded litft and PEFT, runs other methods on random weights, and rejects
     unknown peers."""
@@ -483,7 +483,7 @@ def test_the_test_command_is_the_same_everywhere():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_gpu_report_is_whole_and_resumes(tmp_path):
     """Every part runs on a CPU at tiny sizes, but for the kernels that only a GPU has."""
     words = [

@@ -77,6 +77,7 @@ def write_random_adapter(folder, out, **values):
 
 @pytest.mark.parametrize("folder", CASES, indirect=True)
 @torch.no_grad()
+@pytest.mark.halved
 def test_what_is_written_opens(folder, tmp_path):
     """Also DoRA of stacked experts: a run opens its result once before it says that it is done."""
     model, _, source = write_random_adapter(folder, tmp_path, dora=True)
@@ -130,6 +131,7 @@ ALL, PARTS = ["all-linear"], [["q_proj", "down_proj"], ["v_proj", "blocks.1.mlp.
     indirect=["folder"],
 )
 @torch.no_grad()
+@pytest.mark.halved
 def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
     """Also if only some of the Linears fused in one tensor are adapted; reading the adapter back
     gives equal factors."""
@@ -151,6 +153,7 @@ def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
 
 
 @torch.no_grad()
+@pytest.mark.halved
 def test_merged_equals_unmerged(folder, tmp_path):
     model, _, _ = write_random_adapter(folder, tmp_path / "adapter")
     merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))

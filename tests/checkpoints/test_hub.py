@@ -463,7 +463,7 @@ def snippets(card: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+):\n\n```python\n(.*?)```", card, re.DOTALL))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_uploaded_models_load_with_the_code_on_their_card(tuned):
     hub, root, env = tuned
     config_file = root / "full" / "final" / "config.json"

@@ -128,6 +128,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
+@pytest.mark.halved
 def test_the_wrapper_applies_what_we_wrote(wrapper, tmp_path, kind):
     name, folder = wrapper
     flags = dict(KINDS[kind])

@@ -259,6 +259,7 @@ LONG_CHAT_TEMPLATES = (
 
 @pytest.mark.parametrize("template", LONG_CHAT_TEMPLATES)
 @pytest.mark.parametrize("settings", [{}, {"last_only": True}], ids=str)
+@pytest.mark.halved
 def test_turns_beyond_the_limit_are_not_rendered(tiny, monkeypatch, template, settings):
     """The samples are the same, and a conversation of 2,000 messages takes seconds, not minutes."""
     tokenizer = Tokenizer(tiny)
@@ -959,6 +960,7 @@ def test_processes_that_prepare_at_the_same_time_do_not_collide(tmp_path, tiny, 
     assert len(cache_entries(cache_dir)) == 1 and not list(cache_dir.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_a_process_killed_during_preparation_does_not_block_the_next(tmp_path, tiny, cache_dir):
     path = write_records(
         tmp_path / "a.jsonl",

@@ -138,7 +138,7 @@ def test_losses_and_files_equal_those_of_one_process_with_every_method_and_base(
     compare(tiny, examples, tmp_path, strategy, REST[strategy], single_runs)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_other_options_of_a_sharded_run(tiny, examples, tmp_path, single_runs):
     compare(tiny, examples, tmp_path, "fsdp", OTHERS, single_runs)
 

@@ -97,6 +97,7 @@ def test_every_method(folders, tmp_path):
     compare(cases, logits(list(cases.values()), tmp_path))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_each_process_quantizes_its_shard(folders, tmp_path):
     """The logits equal those of an unsplit model whose shards were quantized one by one."""
@@ -133,6 +134,7 @@ def test_real_models(checkpoints, tmp_path):
     compare(cases, logits(list(cases.values()), tmp_path))
 
 
+@pytest.mark.slow
 def test_heads_shared_by_several_processes(make_model, tmp_path):
     """Six query heads with one or three key/value heads on three processes."""
     sizes = dict(hidden_size=48, num_attention_heads=6, intermediate_size=48, head_dim=8)

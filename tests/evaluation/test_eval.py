@@ -745,7 +745,7 @@ def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(folder, make_mode
     assert len(compared_sources(args, source)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_task_may_stop_at_a_special_token(checkpoints, tmp_path):
     """Many chat tasks of the harness stop at <|im_end|>, also for models whose own end token is
     another one."""

@@ -168,6 +168,7 @@ def test_the_language_model_of_a_multimodal_folder(name, tmp_path):
 
 @pytest.mark.parametrize("published", [False, True])
 @torch.no_grad()
+@pytest.mark.halved
 def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
     """An adapter is merged into the language model; names, vision tensors and processor files stay
     as they were."""
@@ -469,7 +470,7 @@ def test_a_run_checkpoint_converts_to_a_loadable_folder(tiny, examples, tmp_path
     assert "is not inside a run of litft" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_memory_stays_at_one_shard(tmp_path):
     """Rewriting a model of 3 GB, in shards of at most 0.6 GB, takes at most the memory of one shard
     plus 1 GB."""

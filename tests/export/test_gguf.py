@@ -1139,6 +1139,7 @@ def test_texts_are_split_as_by_llama_cpp(name, shared, tmp_path):
         assert model.tokenize(text.encode(), add_bos=False, special=True) == ids
 
 
+@pytest.mark.slow
 def test_mistrals_chats_have_the_same_tokens(shared, tmp_path, capsys):
     """Its texts begin with a space, its chats do not: llama.cpp supports one of the two."""
     folder = folder_with_tokenizer("mistral-7b-instruct-v0.3", shared, tmp_path / "model")

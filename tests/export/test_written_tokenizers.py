@@ -66,6 +66,7 @@ NAMES += (
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.halved
 def test_ids_in_transformers_equal_those_of_training(tokenizer_folder, tmp_path, name):
     tokenizer = Tokenizer(copy_unpacked(tokenizer_folder(name), tmp_path / name))
     reference = AutoTokenizer.from_pretrained(written(tokenizer, tmp_path / "written"))

@@ -84,6 +84,7 @@ def drafter(name, draft):
 CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

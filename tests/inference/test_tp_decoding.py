@@ -51,6 +51,7 @@ def answers(tmp_path):
 @pytest.mark.parametrize(
     "options", ["--batch_size 3", "--lookup", pytest.param("--draft_dir", marks=pytest.mark.slow)]
 )
+@pytest.mark.halved
 def test_answers_equal_those_of_one_device(folder, prompts, tmp_path, options):
     """Prompts of different lengths in batches of three, and with draft tokens, some of which are
     rejected."""

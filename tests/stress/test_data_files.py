@@ -159,7 +159,7 @@ def test_learned_tokens_of_random_files(tmp_path, cases):
     tokenizer = Tokenizer(folder)
     tokenizer.use_template(TEMPLATE)
     reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    for number in range(cases(20)):
+    for number in range(cases(10)):
         generator = random.Random(number)
         container = generator.choice(CONTAINERS)
         forms = (

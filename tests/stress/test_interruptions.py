@@ -33,6 +33,7 @@ def adapter(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.halved
 def test_interrupted_exports(adapter, tmp_path, cases, name):
     """The next export into the same folder is whole, and nothing else is left."""
     script(name, "--checkpoint_dir", adapter, "--out_dir", "whole", cwd=tmp_path)

@@ -211,6 +211,7 @@ def test_several_paths_and_other_columns_on_the_command_line(tiny, tmp_path):
     assert "10 training and 0 validation examples; 3 steps of 4, 1 epochs of 12" in text
 
 
+@pytest.mark.slow
 def test_a_data_set_from_the_hub(tiny, tmp_path):
     """Read from the cache of `datasets`, since there is no network."""
     pytest.importorskip("datasets")

@@ -371,7 +371,7 @@ def plan_script(cwd, *flags, code=0):
     return script(*command, *flags, cwd=cwd, code=code)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_budget_selects_the_fastest_settings(tmp_path):
     """More memory buys weights on the device, then bf16, then no recomputation.
 
@@ -539,6 +539,7 @@ def test_peak_memory_excludes_the_parent_process():
     assert 0.05 < float(done.stdout) < 0.7
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_gpu_traces_its_kernels():
     """Soft-capped scores are stored whole on a GPU, chunk by chunk on a CPU; the loss takes 16
     times as many rows at once.
