@@ -71,6 +71,17 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
+def missing_path(name: str | Path, remedy: str) -> str:
+    """Return the message about a path that does not exist: where it was looked for, and the nearest
+    name beside it, or else the remedy."""
+    path = Path(name)
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    nearest = nearest_beside(path)
+    if nearest is not None:
+        remedy = f"did you mean {nearest}?"
+    return f"{name} does not exist{where}; {remedy}"
+
+
 def nearest_beside(path: Path) -> Path | None:
     """Return the file or folder beside a missing one whose name is nearest; None without one."""
     names = []

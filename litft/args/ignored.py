@@ -39,9 +39,11 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
 def _note(group: str, args: Any, name: str, reason: str) -> Iterator[str]:
     """Yield the note on a field of a group of flags, unless it has its default."""
     for item in fields(args):
+        if item.name != name:
+            continue
         if item.default_factory is MISSING:
             default = item.default
         else:
             default = item.default_factory()
-        if item.name == name and getattr(args, name) != default:
+        if getattr(args, name) != default:
             yield f"note: --{group}.{name} {getattr(args, name)} has no effect: {reason}"

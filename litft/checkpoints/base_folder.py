@@ -7,7 +7,7 @@ from typing import Any
 
 from litft.checkpoints.adapter_reader import read_adapter_config
 from litft.checkpoints.hub import fetch, hub_id
-from litft.errors import nearest_beside
+from litft.errors import missing_path
 from litft.model.config_file import read_object
 
 
@@ -17,12 +17,8 @@ def local_folder(folder: str | Path) -> Path:
     if repo:
         return fetch(repo)[0]
     if not Path(folder).exists():
-        where = "" if Path(folder).is_absolute() else f" in {Path.cwd()}"
         remedy = "name a model folder in Hugging Face format, an adapter folder or a hub id"
-        nearest = nearest_beside(Path(folder))
-        if nearest is not None:
-            remedy = f"did you mean {nearest}?"
-        raise ValueError(f"{folder} does not exist{where}; {remedy}")
+        raise ValueError(missing_path(folder, remedy))
     return Path(folder)
 
 

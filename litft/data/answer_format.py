@@ -52,6 +52,17 @@ def example_answer(content: str | None) -> Message:
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
+def example_result(calling: Message, content: str) -> Message:
+    """Return a message with the result of the call in a message of `example_answer`."""
+    (call,) = calling["tool_calls"]
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "name": call["function"]["name"],
+        "content": content,
+    }
+
+
 def has_example_call(text: str) -> bool:
     """Return whether a text has the call of `example_answer`: its value, since a prompt may list
     the tool with all of its names."""

@@ -7,6 +7,7 @@ from litft.data.answer_format import (
     EXAMPLE_QUESTION,
     EXAMPLE_TOOL,
     example_answer,
+    example_result,
     has_example_call,
 )
 from litft.data.chat_template import Message
@@ -54,9 +55,7 @@ def _content_beside_calls(tokenizer: Tokenizer, template: str, has_tools: bool) 
     fails_with_text = False
     for content in ("", None):
         calling = example_answer(content)
-        (call,) = calling["tool_calls"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "15 degrees"}
-        result["name"] = call["function"]["name"]
+        result = example_result(calling, "15 degrees")
         try:
             text = tokenizer.apply_chat_template([EXAMPLE_QUESTION, calling, result], tools)
         except ValueError:

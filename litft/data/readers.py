@@ -22,7 +22,7 @@ from typing import Any
 
 from litft.data.formats import Record, field_with_records
 from litft.data.messages import json_type
-from litft.errors import nearest_beside
+from litft.errors import missing_path
 
 # bytes read at once; a text file becomes records of about this size
 READ_BYTES = 1 << 20
@@ -78,26 +78,12 @@ def require_file(path: Path) -> Path:
             "file"
         )
     if not path.is_file():
-        raise ValueError(f"{path} does not exist{_where_looked(path)}; {_remedy_for_missing(path)}")
+        if path.parent.is_dir():
+            remedy = "name a file of examples, or a folder with train.jsonl"
+        else:
+            remedy = f"there is no folder {path.parent} either"
+        raise ValueError(missing_path(path, remedy))
     return path
-
-
-def _where_looked(path: Path) -> str:
-    """Return where a relative path was looked for."""
-    if path.is_absolute():
-        return ""
-    return f" in {Path.cwd()}"
-
-
-def _remedy_for_missing(path: Path) -> str:
-    """Return what to do about a file that does not exist: the nearest name beside it, if there is
-    one."""
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent} either"
-    nearest = nearest_beside(path)
-    if nearest is not None:
-        return f"did you mean {nearest}?"
-    return "name a file of examples, or a folder with train.jsonl"
 
 
 def split_suffixes(path: Path) -> tuple[str, str]:

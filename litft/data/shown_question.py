@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from litft.data.answer_format import EXAMPLE_QUESTION, example_answer
+from litft.data.answer_format import EXAMPLE_QUESTION, example_answer, example_result
 from litft.data.chat_template import Message
 from litft.data.turn_rendering import common_length
 
@@ -72,9 +72,7 @@ def _tool_result_opening(render: RenderPrompt, around: _UserMessage) -> str:
     """Return what a template writes before the result of a tool, inside of a message of the user;
     empty if results have a form of their own."""
     calling = example_answer("")
-    (call,) = calling["tool_calls"]
-    result = {"role": "tool", "tool_call_id": call["id"], "content": _RESULT}
-    result["name"] = call["function"]["name"]
+    result = example_result(calling, _RESULT)
     try:
         head, found, _ = render([EXAMPLE_QUESTION, calling, result]).partition(_RESULT)
     except ValueError:  # the template has no tools
