@@ -147,12 +147,27 @@ def main() -> None:
         "`litft COMMAND --help` lists a command's flags."
     )
 
+    # `litft finetune --help`: the first word of commands that have two
+    asks_for_help = sys.argv[-1] in ("-h", "--help")
+    if asks_for_help and sys.argv[1:-1] == ["finetune"]:
+        print(_finetune_usage())
+        return
+
     # an unknown command, with the nearest one that there is
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
         fail(f"no command {typed!r}{_command_hint(typed)}; `litft --help` lists all")
     with user_errors():
         print(usage, flush=True)
+
+
+def _finetune_usage() -> str:
+    """Return the usage of the commands that train, a line for each method."""
+    lines = ["usage: litft finetune METHOD --checkpoint_dir DIR --data.path FILE [flags]", ""]
+    for name in flags.FINETUNE:
+        lines.append(f"  litft finetune {name}")
+    lines += ["", "`litft finetune METHOD --help` lists a method's flags."]
+    return "\n".join(lines)
 
 
 def _command_hint(typed: str) -> str:

@@ -47,6 +47,11 @@ def finetune(
     Raises TypeError for an unknown keyword, ValueError for mistakes of the user, and
     `litft.errors.Interrupted` if a signal ended the run after its state was saved.
     """
+    if args is not None and not isinstance(args, FinetuneArgs):
+        raise TypeError(
+            f"finetune() takes keywords, as in finetune(method='lora'), or one FinetuneArgs; found "
+            f"{args!r}"
+        )
     if args is not None:
         if flags or any(value is not None for value in (method, model, data, val_data)):
             raise TypeError(

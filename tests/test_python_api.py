@@ -203,6 +203,7 @@ def test_paths_have_weights(settings, tmp_path):
         ({"method": "qlora"}, ValueError, "method 'qlora' does not exist; use lora, adapter"),
         ({"max_steps": "many"}, ValueError, "expected a whole number"),
         ({"args": LoRAFinetuneArgs(), "max_steps": 3}, TypeError, "either args or keywords"),
+        ({"args": "lora"}, TypeError, "takes keywords, as in finetune(method='lora')"),
         ({"metrics": {"loss": len}}, ValueError, "'loss' cannot be a column"),
         ({"metrics": {"margin": len}}, ValueError, "'margin' cannot be a column"),
         ({"metrics": {"flops": len}}, ValueError, "'flops' cannot be a column"),
@@ -260,7 +261,13 @@ def test_a_metric_that_fails_does_not_end_the_run(settings, capfd, result):
 
     outcome = litft.finetune(data=RECORDS, val_data=OTHERS, metrics={"broken": broken}, **settings)
     assert (outcome.folder / "final").is_dir() and "broken" not in outcome.metrics
-    assert "warning: the metric broken failed (" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "warning: the metric broken failed (" in printed
+    assert (f", at {__file__}:" in printed) == isinstance(result, Exception)
+    # without validation examples it would never be called
+    with pytest.raises(ValueError, match="of the validation examples, and nothing is held out"):
+        settings["val_fraction"] = 0
+        litft.finetune(data=RECORDS, metrics={"broken": broken}, **settings)
 
 
 def test_an_endless_iterator_is_read_up_to_the_limit(settings, tmp_path):

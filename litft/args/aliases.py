@@ -79,6 +79,7 @@ ALIASES: dict[str, Alias] = {
     "resume_from_checkpoint": Alias(
         "--resume --out_dir RUN", "a run continues from its newest checkpoint"
     ),
+    "outfile": Alias("--out_dir {value}", "a folder"),
     "run_name": Alias("--out_dir out/{value}", "W&B also reads WANDB_NAME"),
     "gpu": Alias("--accelerator cuda", "several: --devices 2"),
     "model_type": _READ,
@@ -259,7 +260,10 @@ ALIASES: dict[str, Alias] = {
         "", "the command says the method: finetune/lora.py", values={"qlora": "--quantize nf4"}
     ),
     "pissa_init": Alias("--lora.init pissa"),
-    "init_lora_weights": Alias("--lora.init {value}", "default, pissa or olora"),
+    **dict.fromkeys(
+        ("init_lora_weights", "peft_init_lora_weights"),
+        Alias("--lora.init {value}", "default, pissa or olora"),
+    ),
     "loraplus_lr_ratio": Alias("--lora.lr_ratio {value}"),
     # precision, memory and devices
     "bf16": Alias(

@@ -56,6 +56,9 @@ def run_finetuning(
     # what can be refused is refused before the processes meet and weights are read
     args, named = _resolve(args)
     run = prepare_run(args)
+    if metrics and not len(run.schedule.data.val):
+        reason = "metrics: they are of the validation examples, and nothing is held out"
+        raise ValueError(f"{reason}; give data.val_fraction or data.val_path")
     if args.dry_run:
         check_chip(args.chip)
         dry_run(run)

@@ -159,6 +159,8 @@ def within_budget(
             f"{setting_flags(smallest)}"
         )
         remedy = "shorten --max_seq_length, or choose another method"
+        if (args.micro_batch_size or 1) > 1:
+            remedy = f"set --micro_batch_size 1, {remedy}"
         raise ValueError(f"--budget {args.budget}: this needs at least {minimum}; {remedy}")
     return fit
 

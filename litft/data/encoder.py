@@ -122,8 +122,6 @@ class Encoder:
                 encoded.notes.append(MESSAGES_AS_TEXT)
             if self.kind != "supervised":
                 self._encode_preferences(record, where, encoded)
-                read = {*read_fields(record, where), *COMMON_FIELDS}
-                encoded.unused = unused_fields(record, read)
                 return encoded
             form = self.form or detect_format(record, where, missing)
             example = to_example(record, where, self.tokenizer.chat_template, form)
@@ -159,6 +157,10 @@ class Encoder:
         # without a template, as for other records; examples with one prompt go into the same split
         plain = to_preferences(record, where, "", self.kind)
         unit = unit_hash(_prompt_of(plain[0].answers[0]))
+        read = {*read_fields(record, where), *COMMON_FIELDS}
+        encoded.unused = unused_fields(record, read)
+        if _has_other_system(record, plain[0].answers[0]):
+            encoded.unused.append("system")
         preferences = to_preferences(record, where, self.tokenizer.chat_template, self.kind)
         # a pair that became two labelled answers: equal
         # answers would be both desirable and undesirable

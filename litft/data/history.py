@@ -35,14 +35,25 @@ def readable_history(
         if message.get("tool_calls") and not message.get("content"):
             content = _content_beside_calls(tokenizer, template, bool(tools))
             message = {**message, "content": content}
-        field = next((name for name in REASONING_FIELDS if message.get(name)), None)
         is_text = isinstance(message.get("content") or "", str)
-        if message.get("role") != "assistant" or field is None or not is_text:
-            readable.append(message)
-            continue
-        spelling = _spelling(tokenizer, template, field)
-        readable.append(ReasonedAnswer.read(message).spelled(spelling).write())
+        if message.get("role") == "assistant" and is_text:
+            message = _readable_answer(tokenizer, template, message)
+        readable.append(message)
     return readable
+
+
+def _readable_answer(tokenizer: Tokenizer, template: str, message: Message) -> Message:
+    """Return an answer with its reasoning where the template reads it, if it reads any."""
+    answer = ReasonedAnswer.read(message)
+    # many clients send the thought back as a part of the content
+    if answer.spelling == INLINE and "<think>" in template:
+        return message
+    if not answer.reasoning.strip():
+        return message
+    spelling = _spelling(tokenizer, template, answer.spelling)
+    if spelling is None:
+        return message
+    return answer.spelled(spelling).write()
 
 
 @lru_cache(maxsize=64)
@@ -74,16 +85,19 @@ def _content_beside_calls(tokenizer: Tokenizer, template: str, has_tools: bool) 
 
 
 @lru_cache(maxsize=64)
-def _spelling(tokenizer: Tokenizer, template: str, field: str) -> str:
-    """Return the spelling in which a template reads reasoning: `field` if it can."""
-    spellings = [field, *REASONING_FIELDS, PARTS]
+def _spelling(tokenizer: Tokenizer, template: str, preferred: str) -> str | None:
+    """Return the spelling in which a template reads reasoning: `preferred` if it can; None if it
+    reads none."""
+    spellings = [*REASONING_FIELDS, PARTS]
+    if preferred != INLINE:
+        spellings.insert(0, preferred)
     # to a template without this mark, inline reasoning would be a part of the answer
     if "<think>" in template:
         spellings.append(INLINE)
     for spelling in spellings:
         if _is_read(tokenizer, template, spelling):
             return spelling
-    return field
+    return None
 
 
 def _is_read(tokenizer: Tokenizer, template: str, spelling: str) -> bool:

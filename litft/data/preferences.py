@@ -33,6 +33,14 @@ PREFERENCE_FIELDS = (*ANSWERS, *QUESTIONS, "input", *CONVERSATIONS, "system", "t
 _HUMAN_ASSISTANT = re.compile(r"\n\n(Human|Assistant):")
 
 
+class Dialogue(NamedTuple):
+    """A prompt with an answer."""
+
+    messages: list[Message]
+    # the messages of a prompt with a field of its own; None: the answer's field has the prompt, too
+    num_prompt: int | None
+
+
 class Preference(NamedTuple):
     """Answers to one prompt as conversations: chosen and rejected, or a single one that is
     `desirable` or not."""
@@ -51,11 +59,11 @@ def to_preferences(record: Record, where: str, template: str, kind: str) -> list
     tools = read_tools(record.get("tools"), where)
     variables = read_template_args(record, where)
     if preference_kind(record) == "pairs":
-        dialogues = [_dialogue(record, name, where, template) for name in ("chosen", "rejected")]
-        shared = _common_messages(*dialogues)
-        chosen, rejected = (_masked(messages, shared) for messages in dialogues)
-        better = Example(chosen, tools, variables)
-        worse = Example(rejected, tools, variables)
+        chosen = _dialogue(record, "chosen", where, template)
+        rejected = _dialogue(record, "rejected", where, template)
+        shared = _num_prompt_messages(chosen, rejected)
+        better = Example(_masked(chosen.messages, shared), tools, variables)
+        worse = Example(_masked(rejected.messages, shared), tools, variables)
         if kind == "pairs":
             return [Preference((better, worse))]
         return [Preference((better,), True), Preference((worse,), False)]
@@ -98,7 +106,11 @@ def read_fields(record: Record, where: str) -> set[str]:
             if any(message["content"] == record.get(name) for message in dialogues[0]):
                 read.add(name)
         return read
-    if question is not None:
+    # a labelled answer without a field of its own is the end of the messages
+    is_within_messages = "label" in record and not any(
+        record.get(name) is not None for name in ("completion", "chosen")
+    )
+    if question is not None and not is_within_messages:
         return read | {question, "input"}
     for name in CONVERSATIONS:
         if record.get(name):
@@ -130,12 +142,12 @@ def _label(value: Any, where: str) -> bool:
     return label
 
 
-def _dialogue(record: Record, name: str, where: str, template: str) -> list[Message]:
+def _dialogue(record: Record, name: str, where: str, template: str) -> Dialogue:
     """Return the prompt with the answer in field `name`, which may be a whole dialogue."""
     question = _question(record, where, template)
     answer = _answer(record[name], f"{where}: {name}", is_dialogue=not question)
     if _has_prompt(answer):
-        return _with_system(answer, record, where)
+        return Dialogue(_with_system(answer, record, where), None)
     prompt = question or _conversation(record, where, template)
     if not prompt:
         raise ValueError(
@@ -145,7 +157,8 @@ def _dialogue(record: Record, name: str, where: str, template: str) -> list[Mess
         raise ValueError(
             f"{where}: the prompt ends with an answer; it must end with the turn to be answered"
         )
-    return _with_system(prompt + answer, record, where)
+    messages = _with_system(prompt + answer, record, where)
+    return Dialogue(messages, len(messages) - len(answer))
 
 
 def _labelled(record: Record, where: str, template: str) -> tuple[list[Message], int]:
@@ -159,18 +172,16 @@ def _labelled(record: Record, where: str, template: str) -> tuple[list[Message],
                 "with one"
             )
         return dialogue, len(dialogue) - 1
-    dialogue = _dialogue(record, "completion", where, template)
-    has_question = _name_of_question(record) is not None
-    answer = _answer(record["completion"], f"{where}: completion", is_dialogue=not has_question)
-    if not _has_prompt(answer):
+    messages, num_prompt = _dialogue(record, "completion", where, template)
+    if num_prompt is not None:
         # the prompt may end with a call and its result
-        return dialogue, len(dialogue) - len(answer)
+        return messages, num_prompt
 
     # calls and their results within the answer belong to it
-    num_before = len(dialogue)
-    while num_before and dialogue[num_before - 1]["role"] in ("assistant", "tool"):
+    num_before = len(messages)
+    while num_before and messages[num_before - 1]["role"] in ("assistant", "tool"):
         num_before -= 1
-    return dialogue, num_before
+    return messages, num_before
 
 
 def _question(record: Record, where: str, template: str) -> list[Message]:
@@ -234,6 +245,17 @@ def _split_dialogue(text: str) -> list[Message]:
     if before.strip():
         return []
     return [{"role": roles[speaker], "content": content.strip()} for speaker, content in turns]
+
+
+def _num_prompt_messages(chosen: Dialogue, rejected: Dialogue) -> int:
+    """Return how many messages of both dialogues are the prompt: the explicit one, or what both
+    begin with.
+
+    Answers to an explicit prompt are compared whole, as in TRL, also if they begin alike.
+    """
+    if chosen.num_prompt is not None and chosen.num_prompt == rejected.num_prompt:
+        return chosen.num_prompt
+    return _common_messages(chosen.messages, rejected.messages)
 
 
 def _common_messages(first: list[Message], second: list[Message]) -> int:

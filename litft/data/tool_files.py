@@ -6,6 +6,7 @@ from typing import Any
 
 from litft.data.messages import read_tools
 from litft.data.readers import read_records, require_file
+from litft.errors import missing_path
 
 
 def read_tool_file(name: str) -> list[dict[str, Any]]:
@@ -14,7 +15,11 @@ def read_tool_file(name: str) -> list[dict[str, Any]]:
 
     Raises ValueError if the file has none.
     """
-    path = require_file(Path(name))
+    path = Path(name)
+    if not path.exists():
+        remedy = "name a JSON list of functions, or examples with the field 'tools'"
+        raise ValueError(missing_path(path, remedy))
+    require_file(path)
     tools = _tool_list(path)
     if tools is None:
         tools = _tools_of_example(path)

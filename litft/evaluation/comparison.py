@@ -26,7 +26,13 @@ from litft.evaluation.examples import (
     scored_samples,
 )
 from litft.evaluation.preferences import PreferenceScores
-from litft.evaluation.scoring import SAMPLES_PER_PASS, greedy_request, is_exact, summed_loss
+from litft.evaluation.scoring import (
+    SAMPLES_PER_PASS,
+    greedy_request,
+    is_exact,
+    question_text,
+    summed_loss,
+)
 from litft.inference.generation import Completion
 from litft.inference.session import Session
 from litft.model.loss import IGNORED
@@ -166,10 +172,13 @@ def _texts(example: EvalExample, tokenizer: Tokenizer) -> dict[str, str]:
         False: "undesirable",
         None: "chosen" if sample.documents else "expected",
     }[sample.desirable]
-    texts = {
-        "prompt": tokenizer.decode(example.prompt, skip_special=False),
-        title: example.expected,
-    }
+    prompt = tokenizer.decode(example.prompt, skip_special=False)
+    texts = {"prompt": prompt}
+    # the last message of the user, which is easier to read than the template around it
+    question = question_text(tokenizer, example.prompt)
+    if question != prompt:
+        texts["question"] = question
+    texts[title] = example.expected
     if sample.documents:
         rejected = sample.split()[1].targets
         texts["rejected"] = tokenizer.decode_answer(rejected[rejected != IGNORED].tolist()).strip()
@@ -210,7 +219,11 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
 
     # the answers below each other
     for example, texts in examples.items():
-        lines = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+        lines = {}
+        shown = dict(texts)
+        shown["prompt"] = shown.pop("question", texts["prompt"])
+        for name, text in shown.items():
+            lines[name] = json.dumps(text, ensure_ascii=False)
         for subject in subjects:
             if example in subject.answers:
                 lines[subject.name] = json.dumps(subject.answers[example], ensure_ascii=False)

@@ -63,7 +63,7 @@ class CardInfo(NamedTuple):
     def base_folder(self) -> Path:
         """The folder of the base model, as recorded by the run or the adapter."""
         if self.args and not self.source.adapter:
-            path = Path(self.args.model_dir)
+            path = base_of_run(self.args)
         else:
             path = self.source.base
         repo = hub_id(path)
@@ -186,6 +186,13 @@ def _about(info: CardInfo) -> Iterator[str]:
         yield f"{what} {link}{commit}, trained{method} with litft {__version__}.\n"
     elif base:
         yield f"A model derived from {link}{commit}.\n"
+    # an earlier run is part of what the model has learned
+    earlier = info.args and continued_adapter(info.args)
+    if earlier:
+        yield (
+            f"The training continued from an adapter, `{earlier.folder.name}`, of an earlier run; "
+            "the data and settings below are those of the last run.\n"
+        )
     if info.licence or base or info.args:
         yield f"Licence: {_licence_text(info.licence)}.\n"
 
@@ -264,7 +271,7 @@ def _settings(info: CardInfo) -> Iterator[str]:
     if info.args is None:
         return
     # an adapter that was continued has its own settings, whatever the flags say
-    continued = _continues_adapter(info.args)
+    continued = continued_adapter(info.args) is not None
     values = _flatten(asdict(info.args))
     defaults = _flatten(asdict(type(info.args)()))
     yield "## Settings\n\n| flag | value |\n|---|---|"
@@ -281,15 +288,24 @@ def _settings(info: CardInfo) -> Iterator[str]:
     yield ""
 
 
-def _continues_adapter(args: FinetuneArgs) -> bool:
-    """Whether a run continued from an adapter, whose ranks and targets replace those of the
-    flags."""
+def continued_adapter(args: FinetuneArgs) -> PretrainedFolder | None:
+    """Return the adapter that a run continued from, whose ranks and targets replace those of the
+    flags; None if it began with a whole model, or the folder no longer exists."""
     if hub_id(args.model_dir):
-        return False
+        return None
     try:
-        return resolve(args.model_dir).adapter is not None
+        start = resolve(args.model_dir, args.base_dir)
     except ValueError:  # the folder no longer exists
-        return False
+        return None
+    return start if start.adapter else None
+
+
+def base_of_run(args: FinetuneArgs) -> Path:
+    """Return the folder of the base model of a run; that of its adapter if it continued one."""
+    adapter = continued_adapter(args)
+    if adapter:
+        return adapter.base
+    return Path(args.model_dir)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from litft import run_dir
-from litft.args import UploadArgs
+from litft.args import FinetuneArgs, UploadArgs
 from litft.args.parser import finetune_args
 from litft.checkpoints.adapter_reader import adapter_config_files, read_adapter_config
 from litft.checkpoints.hub import (
@@ -13,7 +13,7 @@ from litft.checkpoints.hub import (
     files_to_transfer,
     hub_id,
 )
-from litft.export.model_card import CardInfo, licence_of
+from litft.export.model_card import CardInfo, continued_adapter, licence_of
 from litft.model.config_file import read_object
 from litft.pretrained.folder import PretrainedFolder
 
@@ -43,11 +43,7 @@ def card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
             adapter_config.get("base_model_name_or_path") or ""
         )
     else:
-        base_dir = run_args.checkpoint_dir if run_args else ""
-        if base_dir:
-            base = hub_id(base_dir) or downloaded_from(Path(base_dir))
-        else:
-            base = None
+        base = _hub_base_of_run(run_args) if run_args else None
     if source.adapter and base is None:
         reason = f"{source.adapter} is an adapter for {source.base}, which is not on the hub"
         raise ValueError(f"{reason}; pass its hub id as --base_model, or merge the adapter first")
@@ -64,6 +60,15 @@ def card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
     if licence:
         return info
     return info._replace(licence=licence_of(info.base_folder, base))
+
+
+def _hub_base_of_run(args: FinetuneArgs) -> HubId | None:
+    """Return the base model of a run on the hub; None if it is unknown."""
+    adapter = continued_adapter(args)
+    if adapter is None or adapter.adapter is None:
+        return hub_id(args.model_dir) or downloaded_from(Path(args.model_dir))
+    named = read_adapter_config(adapter.adapter).get("base_model_name_or_path") or ""
+    return downloaded_from(adapter.base) or hub_id(named)
 
 
 def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:

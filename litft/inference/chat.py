@@ -363,6 +363,13 @@ class Chat:
         self.screen.notice(
             f"{'stopped: ' if signals.caught else ''}{step.chunk.stats}", terminal_only=True
         )
+        # a call that is cut is shown as text
+        cut = step.chunk.finish_reason == "length"
+        if cut and self.conversation.tools and not self.conversation.open_calls:
+            self.screen.notice(
+                "the answer is cut by max_new_tokens, so the next message is not the result of a "
+                "call; /set max_new_tokens=N with a larger N, then /retry"
+            )
 
     # commands: /help prints the docstrings
 
@@ -402,6 +409,8 @@ class Chat:
         """FILE: save the conversation as JSON, in a format that --data.path reads"""
         if not rest:
             raise ValueError("name a file: /save talk.json")
+        if not self.conversation.messages:
+            raise ValueError("there are no messages to save")
         record: dict[str, Any] = {"messages": self.conversation.messages}
         if self.conversation.tools:
             record["tools"] = self.conversation.tools

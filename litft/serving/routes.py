@@ -438,6 +438,8 @@ async def _api_error(request: HttpRequest, error: Exception) -> Response:
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404 and request.url.path.startswith("/v1/"):
+        reason += "; this server has /v1/chat/completions, /v1/completions and /v1/models"
     return JSONResponse(ApiError(error.status_code, reason).body, error.status_code, error.headers)
 
 

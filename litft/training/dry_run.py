@@ -16,6 +16,7 @@ from litft.args.ignored import ignored_flags
 from litft.args.processes import global_rank
 from litft.checkpoints.hub import downloaded_from
 from litft.data.dataset import DataSplits, histogram, unknown_tokens
+from litft.data.notes import CUT_AWAY
 from litft.data.packing import num_slots
 from litft.data.sample import Sample
 from litft.data.token_store import EncodingReport
@@ -47,6 +48,9 @@ MARKS = "⟦", "⟧"  # without colours
 SWITCH = "enable_thinking"
 FEW_STEPS = 30
 FEW_EXAMPLES = 10  # fewer are warned about
+MANY_TOO_LONG = 0.05  # of the records
+FEW_EXAMPLES_EPOCHS = 20
+FEW_EXAMPLES_BATCH = 4
 FEW_EXAMPLES_RATE = 1e-3  # of LoRA, for a small set of examples
 
 
@@ -71,7 +75,7 @@ def dry_run(run: PlannedRun) -> None:
     else:
         peak = peak_flops(settings.device, settings.precision)
     lines += plan_lines(run, peak, chip)
-    lines += ignored_flags(setup.args)
+    lines += [*ignored_flags(setup.args), *_notes_on_steps(setup.args, run.schedule)]
     print_hints_last(lines)
 
 
@@ -118,7 +122,12 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
         lines.append("training continues from this adapter, with its ranks, targets and tokens")
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
 
-    lines += ignored_flags(setup.args)
+    lines += [*ignored_flags(args), *_notes_on_steps(args, schedule)]
+    if setup.quantize != "none" and run.settings.device.type == "cpu" and args.eval.max_new_tokens:
+        lines.append(
+            "note: on a CPU, quantized weights are dequantized again for each token, so the sample "
+            "answers take long; --eval.max_new_tokens 0 leaves them out"
+        )
     if args.eval.exact_match and not len(schedule.data.val):
         lines.append("note: --eval.exact_match has no effect: nothing is held out for validation")
 
@@ -138,6 +147,23 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
             f"warning: {flag} chooses among {count} during training; lower --eval.interval"
         )
     return lines
+
+
+def _notes_on_steps(args: FinetuneArgs, schedule: Schedule) -> Iterator[str]:
+    """Yield notes on flags that count steps, where the run has fewer."""
+    steps = schedule.steps
+    warmup_steps = args.train.warmup_steps
+    if warmup_steps is not None and warmup_steps > steps:
+        yield (
+            f"warning: --train.warmup_steps {warmup_steps:,} is more than the run's "
+            f"{_count(steps, 'step')}: the learning rate never reaches its full value"
+        )
+    interval = args.eval.interval
+    if args.eval.patience and interval is not None and interval >= steps:
+        yield (
+            f"note: --eval.patience {args.eval.patience} has no effect: --eval.interval "
+            f"{interval:,} validates only before and after the {_count(steps, 'step')}"
+        )
 
 
 def _device_lines(setup: RunSetup, settings: MemorySettings) -> list[str]:
@@ -176,6 +202,13 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     for name, report in data.reports.items():
         yield f"{name}: {file_line(report)}"
     yield f"the chat template is {data.template}"
+    records = sum(report.records for report in data.reports.values())
+    num_too_long = data.count(CUT_AWAY)
+    if num_too_long and num_too_long >= MANY_TOO_LONG * records:
+        yield (
+            f"warning: {num_too_long:,} of {_count(records, 'record')} are not learned: no answer "
+            f"begins within --data.max_seq_length {data.limit:,}; raise it, or divide them"
+        )
 
     # answers after an empty thought, or without a conversation: the template's prompt differs
     if (
@@ -208,13 +241,9 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
 
     # too few steps, or too few examples to validate on
     if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
-        if schedule.has_usual_rate:
-            rate = f" --train.learning_rate {FEW_EXAMPLES_RATE:g}"
-        else:
-            rate = ""
         yield (
             f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; for a small "
-            f"set of examples, try --train.epochs 20 --train.global_batch_size 4{rate}"
+            f"set of examples, try {_flags_for_few_examples(schedule)}"
         )
     if 0 < len(data.val) < FEW_EXAMPLES:
         examples = _count(len(data.val), "validation example")
@@ -245,6 +274,21 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
             f"warning: {len(data.duplicates):,} training examples are also in the validation set, "
             "token for token; the validation loss will look better than it is"
         )
+
+
+def _flags_for_few_examples(schedule: Schedule) -> str:
+    """Return the flags of a run with more steps; none that the run has already."""
+    flags = []
+    epochs = FEW_EXAMPLES_EPOCHS
+    if schedule.size <= FEW_EXAMPLES_BATCH:
+        # the steps can only come from more epochs
+        epochs = max(epochs, round(2 * schedule.samples / schedule.order.size))
+    flags.append(f"--train.epochs {epochs}")
+    if schedule.size > FEW_EXAMPLES_BATCH:
+        flags.append(f"--train.global_batch_size {FEW_EXAMPLES_BATCH}")
+    if schedule.has_usual_rate:
+        flags.append(f"--train.learning_rate {FEW_EXAMPLES_RATE:g}")
+    return " ".join(flags)
 
 
 def _tokenizer_notes(data: DataSplits, tokenizer: Tokenizer) -> Iterator[str]:

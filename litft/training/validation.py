@@ -2,6 +2,7 @@
 
 import json
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -302,7 +303,12 @@ class Validation:
                 self.failures.pop(name, None)
             except Exception as error:
                 value = math.nan
-                self.failures[name] = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
+                # the first frame is this function, the last one the line that raised it
+                frames = traceback.extract_tb(error.__traceback__)
+                if len(frames) > 1:
+                    reason += f", at {frames[-1].filename}:{frames[-1].lineno}"
+                self.failures[name] = reason
         return self.fabric.broadcast(value)
 
     def line(self, step: int, scores: Row) -> str:

@@ -424,7 +424,7 @@ def test_the_model_card_describes_the_run(tuned, examples):
 
 
 @pytest.mark.slow
-def test_the_card_of_a_merged_model_describes_its_run(tuned):
+def test_the_card_of_a_merged_model_describes_its_run(tuned, examples):
     _, root, env = tuned
     run(["scripts/merge_lora.py", "--checkpoint_dir", "lora", "--out_dir", "merged"], root, env)
     arguments = [
@@ -452,6 +452,14 @@ def test_the_card_of_a_merged_model_describes_its_run(tuned):
         "validation loss, at the end",
     ):
         assert text in run_card
+    # a run that continued the adapter has the same base
+    flags = ["--checkpoint_dir", "lora", "--data.path", examples, "--train.max_steps", "1"]
+    run(["finetune/lora.py", *flags, "--out_dir", "more"], root, env)
+    run(["scripts/merge_lora.py", "--checkpoint_dir", "more", "--out_dir", "both"], root, env)
+    arguments[2] = "both"
+    card = run([*arguments, "--run", "more"], root, env).stdout
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "me/tiny"
+    assert "The training continued from an adapter" in card and "Licence: apache-2.0" in card
     assert (
         "--run merged is not a run of litft"
         in run([*arguments, "--run", "merged"], root, env, code=2).stderr

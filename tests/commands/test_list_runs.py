@@ -83,3 +83,5 @@ def test_the_version_is_printed(tmp_path):
         # the hint does not scroll away
         assert message.count("\n") == 1
     assert "it needs a method: litft finetune lora" in command("finetune", cwd=tmp_path, code=2)
+    usage = command("finetune", "--help", cwd=tmp_path)
+    assert "usage: litft finetune METHOD" in usage and "litft finetune adapter_v2" in usage

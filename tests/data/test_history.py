@@ -43,6 +43,17 @@ def test_reasoning_is_inline_where_the_template_takes_it_so():
     assert "[assistant]<think>\nThe town matters.\n</think>\n\nWarm.[user]And?[assistant]" in text
 
 
+def test_inline_reasoning_is_read_as_in_training():
+    """Clients send it back within the content. A template with a field gets it there, one that
+    reads `<think>` as it is, and one without reasoning as a part of the answer."""
+    content = "<think>\nThe town matters.\n</think>\n\nWarm."
+    chat = [CHAT[0], {"role": "assistant", "content": content}, CHAT[2]]
+    text = rendered(READS.replace("FIELD", "thinking"), chat)
+    assert "[assistant]The town matters.|Warm.[user]" in text
+    for source in (INLINE, INLINE.replace("{# <think> #}", "")):
+        assert f"[assistant]{content}[user]" in rendered(source, chat)
+
+
 def test_a_template_without_reasoning_gets_none():
     assert "town" not in rendered(QUIRKS["plain"], CHAT)
     # as a program may send it

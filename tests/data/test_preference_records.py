@@ -105,6 +105,20 @@ def test_the_prompt_is_explicit_or_common(record, prompt):
     ]
 
 
+def test_answers_to_an_explicit_prompt_are_compared_whole():
+    """Also where both begin with the same turns, as in TRL; without a prompt these are one."""
+    answers = {"chosen": [GOOD, MORE, GOOD], "rejected": [GOOD, MORE, BAD]}
+    (pair,) = to_preferences({"prompt": [USER], **answers}, "here", "", "pairs")
+    for answer in pair.answers:
+        learned = [message.get("train", True) for message in answer.messages]
+        assert learned == [False, True, True, True]
+    dialogues = {name: [USER, *turns] for name, turns in answers.items()}
+    (pair,) = to_preferences(dialogues, "here", "", "pairs")
+    for answer in pair.answers:
+        learned = [message.get("train", True) for message in answer.messages]
+        assert learned == [False, False, False, True]
+
+
 def test_a_call_in_the_prompt_is_no_part_of_a_labelled_answer():
     call = {"type": "function", "function": {"name": "clock", "arguments": {}}}
     prompt = [
@@ -369,10 +383,19 @@ def test_preferences_without_an_objective_are_pointed_to_it(tiny, tmp_path):
         ({"prompt": "P", "messages": [USER], **TEXTS}, ["messages"]),
         ({"messages": [USER], "conversations": [human("C")], **TEXTS}, ["messages"]),
         ({"instruction": "P", "input": "I", **TEXTS}, []),
+        ({"system": "S", "prompt": [SYSTEM, USER], **TEXTS}, ["system"]),
+        ({"system": SYSTEM["content"], "prompt": [SYSTEM, USER], **TEXTS}, []),
     ],
 )
 def test_a_second_prompt_is_named(encoder, record, unused):
     assert encoder("here", record).unused == unused
+
+
+def test_the_prompt_beside_messages_with_a_label_is_named(tokenizer_folder):
+    """The labelled answer is the end of the messages, so these are read."""
+    encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 512, kind="labels")
+    record = {"prompt": "P", "messages": [USER, GOOD], "label": True}
+    assert encoder("here", record).unused == ["prompt"]
 
 
 def test_answers_of_several_turns_that_are_not_one_text_are_noted(tokenizer_folder):

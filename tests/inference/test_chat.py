@@ -224,10 +224,13 @@ def test_commands(checkpoints, tmp_path):
         "/set max_new_tokens=3",
         "/set seed=x",
     ]
+    lines.insert(0, f"/save {path}")
     screen = ScriptedScreen([*lines, "/base", "/help", "/quit", "never"])
     chat = Chat(Conversation(open_session(checkpoints["stories"], 8)), screen)
     chat.run()
     notices = "\n".join(screen.notices)
+    # there is nothing to save before the first message
+    assert screen.notices[1] == "error: there are no messages to save"
     saved = json.loads(path.read_text())[0]["messages"]
     assert [m["role"] for m in saved] == ["user", "assistant"] and saved[0]["content"] == "Hi there"
     assert chat.conversation.messages == [{"role": "system", "content": "Be kind."}, *saved]
@@ -283,6 +286,8 @@ def test_tools_that_the_template_leaves_out_are_refused(checkpoints, tmp_path):
     tools.write_text('[{"name": "weather", "parameters": {"type": "object"}}]')
     command = ["generate/chat.py", "--checkpoint_dir", checkpoints["demo"], "--tools", tools]
     assert "tools" in script(*command, cwd=tmp_path, code=2).stderr
+    message = script(*command[:-1], "nowhere.json", cwd=tmp_path, code=2).stderr
+    assert "nowhere.json does not exist" in message and "name a JSON list of functions" in message
     talk = tmp_path / "talk.json"
     record = {
         "messages": [{"role": "user", "content": "Hi"}],

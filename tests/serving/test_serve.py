@@ -436,7 +436,8 @@ def test_invalid_bodies_are_rejected(server, content):
 
 
 def test_other_paths_methods_and_hosts(server):
-    assert httpx.get(f"{server.url}/v1/nothing").json()["error"]["message"].endswith("Not Found")
+    message = httpx.post(f"{server.url}/v1/responses").json()["error"]["message"]
+    assert "/v1/responses: Not Found; this server has /v1/chat/completions" in message
     assert httpx.get(f"{server.url}/v1/completions").status_code == 405
     form = httpx.post(f"{server.url}/v1/completions", data={"prompt": "a"})
     assert form.status_code == 415 and "application/json" in form.json()["error"]["message"]

@@ -414,10 +414,13 @@ def test_a_rate_is_advised_only_where_the_default_was_used(tiny, tmp_path, comma
         "0",
         "--train.decay_fraction",
         "0.5",
+        "--train.warmup_steps",
+        "500",
         "--dry_run",
         *flags,
     ]
     done = script(f"finetune/{command}.py", *words, cwd=tmp_path)
+    assert "warning: --train.warmup_steps 500 is more than the run's 2 steps" in done.stdout
     assert "too few to learn much" in done.stdout
     assert "note: --train.decay_fraction 0.5 has no effect: only --train.lr_schedule wsd" in (
         done.stdout
