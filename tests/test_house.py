@@ -200,7 +200,7 @@ def test_entry_scripts_contain_one_call():
         assert len(tree.body) == 3 and len(path.read_text().splitlines()) < 15
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_mutation_table_names_lines_and_tests_that_exist(pytestconfig):
     """Every quoted line occurs once in its file; if all tests were collected, the parametrized
     tests exist too."""

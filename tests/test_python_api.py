@@ -372,7 +372,7 @@ def test_generate_answers_or_continues(tiny, checkpoints):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_threads_do_not_spin():
     """Next to other programs, spinning threads made steps 20 times as slow. torch reads the
     variable when it is imported."""

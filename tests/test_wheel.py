@@ -71,7 +71,7 @@ def test_the_wheel_contains_every_file(litft):
     } >= files
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_demo_of_another_method_on_two_processes(litft):
     """With the method's recipe; Fabric starts the second process by running the same command
     again."""

@@ -261,6 +261,7 @@ PUBLISHED = {
     "name", [pytest.param(n, marks=[] if "gpt2" in n else [pytest.mark.slow]) for n in PUBLISHED]
 )
 @torch.no_grad()
+@pytest.mark.halved
 def test_a_published_adapter_gives_pefts_logits(shared, make_model, tmp_path, name):
     """On a random base with the adapter's config; its B matrices are trained, so they are not
     zero."""

@@ -270,6 +270,7 @@ TEN_STEPS = {
         pytest.param("olora", marks=pytest.mark.weekly),
     ],
 )
+@pytest.mark.halved
 def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
     """Start from an adapter with random A and B; PiSSA and OLoRA start from their own
     initialization."""

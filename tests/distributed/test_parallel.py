@@ -132,6 +132,7 @@ def test_losses_and_files_equal_those_of_one_process(
 @pytest.mark.parametrize(
     "strategy", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.weekly)]
 )
+@pytest.mark.halved
 def test_losses_and_files_equal_those_of_one_process_with_every_method_and_base(
     tiny, examples, tmp_path, strategy, single_runs
 ):
@@ -169,6 +170,7 @@ SHARDED_RATES = {"falcon_h1": " --train.learning_rate 5e-4"}
         "gemma3n_text",
     ],
 )
+@pytest.mark.halved
 def test_networks_of_every_kind_are_sharded(make_model, tiny, examples, tmp_path, family):
     """Experts, latent attention, recurrent mixers, and what blocks pass to each other, in fp32."""
     variation, changes = SHARDED[family]
@@ -879,7 +881,7 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("strategy", ["fsdp"])
 def test_a_killed_worker_is_restarted_and_the_run_ends_the_same(tiny, examples, tmp_path, strategy):
     """After two `kill -9`, the third start resumes by itself."""
@@ -952,7 +954,7 @@ def two_hosts():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_nodes_by_torchrun(tiny, examples, tmp_path, two_hosts):
     """Two agents, each in its own network namespace with two processes: weights are sharded within
     a node."""

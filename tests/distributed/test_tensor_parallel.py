@@ -50,6 +50,7 @@ def supports_split(folder):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_family(folders, tmp_path, processes):
     """Two processes have two heads each; of four, some share key/value heads.
 

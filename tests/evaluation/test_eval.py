@@ -233,7 +233,7 @@ def test_answers_end_at_the_tasks_stop_texts(harness_model, folder):
     assert len(set(samples)) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_scores_equal_the_harness_hugging_face_backend(checkpoints, tasks, tmp_path):
     """All log-probabilities, answers and scores of SmolLM2."""
     import lm_eval
@@ -668,7 +668,7 @@ def test_the_data_of_an_earlier_run_may_be_gone(folder, tmp_path, monkeypatch):
     assert "one was trained on first.jsonl, which is not found from this folder" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys):
     """A part of its files, another seed or another run would count training examples as held
     out."""

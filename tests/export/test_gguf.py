@@ -1080,6 +1080,7 @@ LARGE = ["llama-2-7b", "qwen2.5", "gemma-2"]
         *(pytest.param(name, marks=pytest.mark.weekly) for name in LARGE),
     ],
 )
+@pytest.mark.halved
 def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
     folder = folder_with_tokenizer(name, shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")

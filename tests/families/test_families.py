@@ -489,6 +489,7 @@ def test_packed_loss_is_the_sum_of_single_losses(variation):
     assert float(loss) == pytest.approx(float(sum(singles)), rel=tolerance(model.config))
 
 
+@pytest.mark.halved
 def test_gradients_equal_transformers(variation, tmp_path):
     """The gradients of transformers are saved as weights, so that they are read under litft's
     names."""

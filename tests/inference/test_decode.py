@@ -153,6 +153,7 @@ def test_fused_linears_compute_the_same(case):
     ]
 
 
+@pytest.mark.halved
 def test_packed_weights_compute_the_same(case):
     """Weights in oneDNN's layout give the same logits, tokens and loss; an embedding tied to the
     head stays unpacked."""
@@ -235,6 +236,7 @@ def greedy_tokens(model, ids, count):
     ],
     indirect=["windowed"],
 )
+@pytest.mark.halved
 def test_rows_are_reused_by_waiting_requests(windowed, compiled, async_steps):
     """Five answers of different lengths share two rows; each equals the answer without a cache."""
     prompts, counts = (

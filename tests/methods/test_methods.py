@@ -228,6 +228,7 @@ def test_all_trainable_parameters_learn_and_no_others(folders, name, family, kin
 
 
 @pytest.mark.parametrize("name, family, kind", DIFFERENTIATED)
+@pytest.mark.halved
 def test_gradients_equal_finite_differences(folders, name, family, kind, monkeypatch):
     """In fp64, at each parameter's entry with the largest gradient; DoRA's norms are constants in
     the gradient."""

@@ -88,7 +88,7 @@ async def run_clients(server, folders, expected, seconds, seed):
     return [sum(column) for column in zip(*counts, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_many_clients_leave_no_requests_and_no_memory_behind(folders, expected):
     """The server is idle again, its memory has not grown, and every answer was correct."""
     (base, path), (name, adapter) = folders.items()

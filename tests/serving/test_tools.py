@@ -14,6 +14,7 @@ import litft
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "Gemma 4" else pytest.mark.slow) for n in FORMATS]
 )
+@pytest.mark.halved
 def test_an_agent_calls_the_function_and_reads_its_result(trained, name, tmp_path):  # noqa: F811
     folder = trained(name)
     with Server(folder, "--model_name", "agent") as server:

@@ -348,7 +348,7 @@ def test_the_largest_micro_batch_is_tried_at_step_1(tiny, tmp_path):
     assert tokens.argmax() > 0 and memory[-1] - memory[0] < 0.005, (tokens.argmax(), memory)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_of_many_samples_resumes_quickly(tiny, tmp_path, cases):
     """pytest --stress 5: a million samples."""
     count = cases(200_000)

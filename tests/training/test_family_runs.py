@@ -79,6 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     ],
 )
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.halved
 def test_every_family_with_every_method(folders, tmp_path, capsys, family, variation, method):
     folder = folders(family, variation)
     attends = [layer.attention for layer in resolve(folder).config.layers]

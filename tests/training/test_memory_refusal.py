@@ -57,7 +57,7 @@ def large_model(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_full_fine_tuning_of_8b_without_a_gpu_is_refused(large_model, examples, tmp_path):
     assert resolve(large_model).config.dim == 4096
     command = [

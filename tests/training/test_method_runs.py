@@ -203,6 +203,7 @@ def test_new_tokens(tiny, examples, tmp_path, method):
             ).abs().max() <= 1e-5 * reference.abs().max()
 
 
+@pytest.mark.halved
 def test_frozen_parameters_are_unchanged_and_saved(tiny, examples, tmp_path):
     flags = [
         "finetune/full.py",

@@ -84,6 +84,7 @@ def projections(changes, expected):
     }
 
 
+@pytest.mark.halved
 def test_bf16_weights_lose_no_updates(folder):
     """Stochastic rounding and fp32 master weights lose no update; rounding to nearest loses most
     updates."""
@@ -522,6 +523,7 @@ def test_schedule_free_needs_fp32_weights(tiny):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.halved
 def test_stepping_in_the_backward_pass_equals_stepping_after_it(
     tiny, examples, tmp_path, precision
 ):

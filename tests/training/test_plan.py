@@ -194,6 +194,7 @@ def test_planned_memory_matches_training_steps(case, recomputed):
     ],
 )
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.weekly
 def test_planned_memory_matches_real_tensors(checkpoints, args, recomputed):
     """Within 3 % on a small model that is trained with real tensors."""
     source, method, shape = resolve(checkpoints["stories15M"]), method_of(args), Shape(2, 200, True)
@@ -416,7 +417,7 @@ def test_a_budget_selects_the_fastest_settings(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeypatch):
     """With `--train.micro_batch_size auto` it also takes as many rows as fit."""
     train = TrainArgs(micro_batch_size="auto", global_batch_size=32)

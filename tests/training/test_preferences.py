@@ -238,6 +238,7 @@ METHODS = [
 @pytest.mark.parametrize(
     ("kind", "values"), METHODS, ids=lambda value: getattr(value, "__name__", "")
 )
+@pytest.mark.halved
 def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path, kind, values):
     args = flags(tiny, pairs, tmp_path / "run", kind, **values)
     run_finetuning(args)
@@ -268,6 +269,7 @@ def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(tiny, pairs, t
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.halved
 def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tmp_path, quantize):
     args = flags(tiny, pairs, tmp_path / "run", quantize=quantize)
     run_finetuning(args)

@@ -59,6 +59,7 @@ def run(checkpoints, examples, tmp_path_factory):
     return folder / "out" / "smol"
 
 
+@pytest.mark.weekly
 def test_the_process_takes_what_is_said_at_the_start(run):
     text = (run / "stdout.txt").read_text()
     least, most = map(

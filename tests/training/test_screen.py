@@ -62,7 +62,7 @@ def test_a_closed_stdout_and_other_encodings_get_plain_lines(monkeypatch):
     assert type(open_screen(True)) is Lines and type(open_screen(False)) is Screen
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_goes_on_if_nobody_reads_its_output(tmp_path):
     """As in `finetune/lora.py | head -2`."""
     done = subprocess.run(

@@ -281,6 +281,7 @@ def test_patience_needs_validation_data(args):
         litft.finetune(args)
 
 
+@pytest.mark.slow
 def test_max_time_ends_a_run_with_a_decayed_learning_rate(args):
     args.train.max_steps, args.train.max_time, args.eval.interval = None, "4s", 0
     args.train.epochs = 10_000.0
@@ -548,6 +549,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
         pytest.param("adapter_v2", 4, "--save.best", marks=pytest.mark.weekly),
     ],
 )
+@pytest.mark.halved
 def test_a_run_killed_at_any_moment_ends_the_same(method, kills, flags):
     arguments = ["--checkpoint_dir", STORIES, "--method", method, "--kills", str(kills)]
     arguments += ["--steps", str(40 + 6 * kills), "--flags", f"--eval.max_new_tokens 0 {flags}"]
@@ -588,6 +590,7 @@ def interrupt_validation(args, monkeypatch, step: int, where: str):
         ),
     ],
 )
+@pytest.mark.halved
 def test_a_signal_during_validation_saves_at_once(args, tmp_path, monkeypatch, step, where):
     """Also in the final validation, which can be long. The resumed run measures what was missed."""
     args.eval.max_new_tokens = 3
@@ -872,7 +875,7 @@ def test_two_processes_resume(tiny, examples, tmp_path):
         assert weights(tmp_path / "run") == expected
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_reference_is_computed_in_smaller_micro_batches_after_an_out_of_memory_error(
     large, tmp_path
 ):
