@@ -10,8 +10,9 @@ of litft.
 
 Needs `pip install -e '.[test]'`. With a peer, all contenders train the same LoRA adapter on the
 same samples in the same order, with the same dtype, threads and fused AdamW. Each contender has its
-own process (and environment, with --peer_python), so peak memory is measured per contender. They
-take turns step by step, so other load on the machine affects all equally. A step is collation,
+own process (and environment, with --peer_python), so peak memory is measured per contender. On a
+CPU they take turns step by step, so other load on the machine affects all equally. On a GPU, whose
+memory cannot hold all of them, they run one after the other. A step is collation,
 forward, backward, gradient clipping and the optimizer step. If the losses differ, the contenders
 did not do the same work and the comparison is refused. Without weights in the folder the weights
 are random; without --data.path the tokens are. `scripts/peers/` has the code of each contender.
@@ -232,6 +233,17 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
     method.write(folder, source, method.values(model), base_record(source, folder))
 
 
+def python_path(tree: Path) -> str:
+    """Return where a contender finds litft, and what this process was given besides: packages may
+    be carried to a machine without package indexes."""
+    carried = os.environ.get("PYTHONPATH", "")
+    folders = [str(tree)]
+    for folder in carried.split(os.pathsep):
+        if folder and Path(folder).resolve() != ROOT.resolve():
+            folders.append(folder)
+    return os.pathsep.join(folders)
+
+
 def contenders(
     args: BenchmarkArgs, setup: dict[str, Any], folder: Path
 ) -> dict[str, tuple[Path, str, dict, dict]]:
@@ -239,7 +251,7 @@ def contenders(
     env = os.environ | {
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(args.threads),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(ROOT),
     }
     rows = args.train.micro_batch_size or 4
     selected = {"litft": (PEERS / "run_litft.py", sys.executable, setup, env)}
@@ -294,7 +306,7 @@ def contenders(
                 PEERS / "run_litft.py",
                 sys.executable,
                 commit_setup,
-                env | {"PYTHONPATH": str(tree)},
+                env | {"PYTHONPATH": python_path(tree)},
             )
     return selected
 
@@ -316,31 +328,57 @@ def extract_commit(commit: str, folder: Path) -> Path:
 
 
 def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
-    """Run the contenders in turns, each round starting with another one, and return the measured
-    steps of each by name."""
+    """Run the contenders, and return the measured steps of each by name.
+
+    On a CPU they take turns, and each round starts with another one. On a GPU they run one after
+    the other.
+    """
     from litft.data.sampler import SampleOrder
 
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         setup = write_setup(args, device, folder)
-        processes = {}
-        for number, (name, (script, python, contender_setup, env)) in enumerate(
-            contenders(args, setup, folder).items()
-        ):
+        order = SampleOrder([len(json.loads((folder / "samples.json").read_text()))], seed=42)
+        batches = []
+        for step in range(args.warmup + args.steps):
+            start = step * args.train.global_batch_size
+            batches.append(order.indices(start, start + args.train.global_batch_size))
+
+        # the command of each contender
+        commands = {}
+        selected = contenders(args, setup, folder)
+        for number, (name, (script, python, contender_setup, env)) in enumerate(selected.items()):
             path = folder / f"setup-{number}.json"
             path.write_text(json.dumps(contender_setup))
-            processes[name] = stack.enter_context(ContenderProcess(script, python, path, env))
-        rows: dict[str, Rows] = {name: [] for name in processes}
-        order = SampleOrder([len(json.loads((folder / "samples.json").read_text()))], seed=42)
-        names = list(processes)
-        batch_size = args.train.global_batch_size
-        for step in range(args.warmup + args.steps):
+            commands[name] = (script, python, path, env)
+        if device == "cuda":
+            return measure_apart(commands, batches)
+        return measure_in_turns(commands, batches)
+
+
+def measure_apart(commands: dict[str, tuple], batches: list[list[int]]) -> dict[str, Rows]:
+    """Run all steps of a contender before the next one starts."""
+    rows = {}
+    for name, command in commands.items():
+        with ContenderProcess(*command) as process:
+            rows[name] = [process.turn(batch) for batch in batches]
+        print(f"{name}: {len(batches)} steps", file=sys.stderr)
+    return rows
+
+
+def measure_in_turns(commands: dict[str, tuple], batches: list[list[int]]) -> dict[str, Rows]:
+    """Run each step of every contender before the next step."""
+    names = list(commands)
+    rows: dict[str, Rows] = {name: [] for name in names}
+    with ExitStack() as stack:
+        processes = {}
+        for name, command in commands.items():
+            processes[name] = stack.enter_context(ContenderProcess(*command))
+        for step, batch in enumerate(batches):
             for turn in range(len(names)):
                 name = names[(step + turn) % len(names)]
-                rows[name].append(
-                    processes[name].turn(order.indices(step * batch_size, (step + 1) * batch_size))
-                )
-            print(f"step {step + 1} of {args.warmup + args.steps}", file=sys.stderr)
+                rows[name].append(processes[name].turn(batch))
+            print(f"step {step + 1} of {len(batches)}", file=sys.stderr)
     return rows
 
 

@@ -60,7 +60,11 @@ def main(args: BenchmarkArgs) -> None:
     ) as profiler:
         contender.step(samples, count)
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    kernels = [event for event in profiler.events() if event.device_type == wanted]
+    kernels = []
+    for event in profiler.events():
+        # annotations span kernels, and would be counted as one more
+        if event.device_type == wanted and not getattr(event, "is_user_annotation", False):
+            kernels.append(event)
     microseconds = Counter()
     launches = Counter()
     for event in kernels:

@@ -34,8 +34,8 @@ class ScalingArgs:
     """A folder in scripts/configs."""
     devices: int = 2
     """Number of devices."""
-    strategy: Literal["single", "ddp", "fsdp"] = "ddp"
-    """How they share the work."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """How they share the work; of no meaning for one device."""
     tokens: int = 2048
     """Tokens of a row."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"

@@ -481,39 +481,3 @@ def test_the_test_command_is_the_same_everywhere():
     for name in ("CONTRIBUTING.md", ".ci/run", ".github/workflows/test.yml"):
         assert command.strip() in (ROOT / name).read_text("utf-8"), name
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-
-
-@pytest.mark.weekly
-def test_the_gpu_report_is_whole_and_resumes(tmp_path):
-    """Every part runs on a CPU at tiny sizes, but for the kernels that only a GPU has."""
-    words = [
-        "scripts/gpu_report.py",
-        "--models",
-        "tiny",
-        "--accelerator",
-        "cpu",
-        "--tokens",
-        "64",
-        "--out",
-        "report.json",
-    ]
-    first = script(*words, "--minutes", "1.1", cwd=tmp_path)
-    assert "parts are left; call it again" in first.stdout
-    done = json.loads((tmp_path / "report.json").read_text())["parts"]
-    last = script(*words, "--minutes", "20", cwd=tmp_path)
-    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
-    assert "done: report.md" in last.stdout and all(
-        parts[name] == part for name, part in done.items()
-    )
-    failed = [
-        name
-        for name, part in parts.items()
-        if part.get("error") and not name.startswith("quick half")
-    ]
-    assert not failed and len(parts) >= 11
-    assert parts["tiny: LoRA, 1 x 64"]["result"]["figures"].keys() == {
-        "litft",
-        "litft, eager",
-        "peft",
-    }
-    assert "## tiny: decode, 8 x 32 + 48 tokens" in (tmp_path / "report.md").read_text("utf-8")

@@ -203,7 +203,9 @@ def hardest_examples(
     # each rank has computed its part, and zeros elsewhere
     log_probs = sum_over_processes(fabric, log_probs)[:, 0]
     lengths = sum_over_processes(fabric, lengths)[:, 0]
-    losses, indices = (-log_probs / lengths.clamp(min=1)).topk(min(count, len(samples)))
+    # the host chooses
+    mean_losses = (-log_probs / lengths.clamp(min=1)).cpu()
+    losses, indices = mean_losses.topk(min(count, len(samples)))
     hardest = zip(losses.tolist(), indices.tolist(), strict=True)
     return [_hard_example(samples[number], number, loss, tokenizer) for loss, number in hardest]
 

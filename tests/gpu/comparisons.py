@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import ENV, ROOT
 from torch import Tensor
 
@@ -22,6 +24,15 @@ def skip_host_counts(is_fp32_mixture: bool) -> None:
         pytest.skip("the host reads counts that the pretended GPU has not computed")
 
 
+def published_config(name: str, **values: Any) -> dict[str, Any]:
+    """Return a config.json of the transformers class `name`; skip the test if this release lacks
+    it."""
+    config_class = getattr(transformers, name, None)
+    if config_class is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return config_class(**values).to_dict()
+
+
 def script(*arguments: object, cwd: Path) -> str:
     """Run a script in an interpreter of its own, since CUDA does not survive a fork; return what it
     printed."""
@@ -30,6 +41,7 @@ def script(*arguments: object, cwd: Path) -> str:
     assert done.returncode == 0, (
         f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     )
+    assert "uncompiled" not in done.stdout + done.stderr
     return done.stdout
 
 

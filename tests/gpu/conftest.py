@@ -14,6 +14,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name != "gpu":
             continue
+        # a compiled network that falls back to the uncompiled one is a failure here
+        item.add_marker(pytest.mark.filterwarnings("error:.*run.? uncompiled"))
         count = next((mark.args[0] for mark in item.iter_markers("devices")), 1)
         if not torch.cuda.is_available():
             item.add_marker(

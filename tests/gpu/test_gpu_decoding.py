@@ -5,10 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import transformers
 from parity import ROWS, TINY, draw, redraw
 
-from gpu.comparisons import CUDA, PRETENDED, skip_host_counts
+from gpu.comparisons import CUDA, PRETENDED, published_config, skip_host_counts
 from litft.families import read_config
 from litft.inference.decoder import Decoder
 from litft.model.transformer import GPT
@@ -22,11 +21,7 @@ def model(request):
     """A tiny network in fp32 on the CPU."""
     config_class, variations = ROWS[request.param]
     values = {**TINY, **next(iter(variations.values())), "max_position_embeddings": 1024}
-    model = (
-        GPT(read_config(getattr(transformers, config_class)(**values).to_dict()))
-        .eval()
-        .requires_grad_(False)
-    )
+    model = GPT(read_config(published_config(config_class, **values))).eval().requires_grad_(False)
     redraw(model)
     return model
 
@@ -61,6 +56,7 @@ def test_a_compiled_token_is_one_cuda_graph(model):
     for _ in range(12):  # warm-up, capture, and again for 512 keys
         decoder.step(tokens, [True])
         decoder.append(0, 3)
+    assert decoder._forward_token is not decoder.model
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         decoder.step(tokens, [True])

@@ -5,10 +5,9 @@ import copy
 
 import pytest
 import torch
-import transformers
 from parity import ROWS, TINY, draw, redraw
 
-from gpu.comparisons import CUDA, check, error, skip_host_counts
+from gpu.comparisons import CUDA, check, error, published_config, skip_host_counts
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.families import read_config
@@ -30,7 +29,7 @@ CASES = [
 def network(family, variation):
     """Return a network in fp32 on the CPU, with random values in every tensor."""
     config_class, variations = ROWS[family]
-    hf = getattr(transformers, config_class)(**{**TINY, **variations[variation]}).to_dict()
+    hf = published_config(config_class, **{**TINY, **variations[variation]})
     model = GPT(read_config(hf))
     redraw(model)
     return model.train()

@@ -92,6 +92,8 @@ def test_out_of_memory_halves_the_micro_batch(tmp_path):
     results = []
     for fraction in (1.0, 0.004):
         torch.cuda.empty_cache()
+        # the second run must not report the peak of the first
+        torch.cuda.reset_peak_memory_stats()
         torch.cuda.set_per_process_memory_fraction(fraction)
         train = TrainArgs(
             max_steps=2, global_batch_size=64, micro_batch_size=64, oom_retry=True, compile=False

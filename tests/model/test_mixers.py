@@ -208,6 +208,29 @@ def test_missing_kernels_are_named(monkeypatch):
     assert kernels.note(read_config(lfm2), "cuda") is None
 
 
+def test_kernels_with_wrong_gradients_only_infer(monkeypatch):
+    """On Hopper GPUs, flash-linear-attention refuses to train with some versions of Triton."""
+    monkeypatch.setattr(kernels, "are_installed", lambda: True)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    triton = {}
+    for installed in ("3.3.1", "3.6.0", "3.7.0+git1", "3.7.1"):
+        monkeypatch.setattr(kernels, "version", lambda name, text=installed: text)
+        kernels.triton_without_backward.cache_clear()
+        triton[installed] = kernels.triton_without_backward() is None
+    assert list(triton.values()) == [True, False, False, True]
+    monkeypatch.setattr(kernels, "triton_without_backward", lambda: "3.6.0")
+    frozen = torch.zeros(2, dtype=torch.bfloat16)
+    trained = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    with planned_for("cuda"):
+        assert kernels.can_run_recurrence(frozen, frozen)
+        assert not kernels.can_run_recurrence(frozen, trained)
+        with torch.no_grad():
+            assert kernels.can_run_recurrence(frozen, trained)
+
+
 def test_kernels_run_on_a_gpu_in_bf16(monkeypatch):
     """Not in fp32, which they round, on a CPU, or where equal runs must be equal to the bit."""
     monkeypatch.setattr(kernels, "are_installed", lambda: True)

@@ -10,9 +10,11 @@ installed.
 # the packages of the kernels are optional, and only some GPUs run them
 # pyright: reportMissingImports=false
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -26,6 +28,10 @@ from litft.model.packed_sequences import PackedSequences
 # N documents, C channels
 
 MAX_KEY_DIM = 256  # of the kernels of the delta rule
+HOPPER = 9  # major compute capability
+# versions of Triton with wrong gradients on Hopper GPUs
+WRONG_FROM = (3, 4, 0)
+RIGHT_FROM = (3, 7, 1)
 
 
 @cache
@@ -34,19 +40,44 @@ def are_installed() -> bool:
     return find_spec("fla") is not None and find_spec("triton") is not None
 
 
+@cache
+def triton_without_backward() -> str | None:
+    """Return the version of Triton if flash-linear-attention refuses to compute gradients with it
+    on this GPU; None if it computes them.
+
+    On Hopper GPUs, these versions of Triton give wrong gradients of recurrences with a decay
+    (https://github.com/fla-org/flash-linear-attention/issues/640).
+    """
+    if not are_installed() or not torch.cuda.is_available() or find_spec("tilelang"):
+        return None
+    is_hopper = torch.cuda.get_device_capability()[0] == HOPPER
+    installed = version("triton")
+    numbers = tuple(map(int, re.findall(r"\d+", installed)[:3]))
+    if is_hopper and WRONG_FROM <= numbers < RIGHT_FROM:
+        return installed
+    return None
+
+
 def note(config: Config, device: str) -> str | None:
-    """Return a warning if the network has recurrent mixers that run without kernels on `device`, or
-    None."""
+    """Return a warning if the network has recurrent mixers that are trained without kernels on
+    `device`, or None."""
     mixers = []
     for layer in config.layers:
         if layer.mixer:
             mixers.append(layer.mixer)
-    if device != "cuda" or not mixers or are_installed():
+    if device != "cuda" or not mixers:
         return None
-    if all(isinstance(mixer, ShortConvConfig) for mixer in mixers):
-        what = "convolutions"
-    else:
-        what = "recurrent layers"
+    has_recurrence = not all(isinstance(mixer, ShortConvConfig) for mixer in mixers)
+    triton = triton_without_backward()
+    if has_recurrence and triton:
+        return (
+            f"warning: the recurrent layers train without GPU kernels, whose gradients are wrong "
+            f"with Triton {triton} on this GPU; faster: a torch with Triton 3.7.1 or newer, or "
+            "pip install tilelang"
+        )
+    if are_installed():
+        return None
+    what = "recurrent layers" if has_recurrence else "convolutions"
     return (
         f"warning: the {what} run without GPU kernels; faster: pip install 'litft[kernels]' "
         "(flash-linear-attention)"
@@ -62,6 +93,15 @@ def can_run(*inputs: Tensor) -> bool:
         and not torch.are_deterministic_algorithms_enabled()
         and are_installed()
     )
+
+
+def can_run_recurrence(*inputs: Tensor) -> bool:
+    """Return whether the kernels of recurrences compute with these inputs, and their gradients if
+    these are needed."""
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if needs_gradients and triton_without_backward():
+        return False
+    return can_run(*inputs)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def recurrence(
 
     # a decay of each row has a kernel only together with the delta rule, and key dims have a limit
     has_kernel = (b is not None or g.dim() == 3) and k.size(3) <= kernels.MAX_KEY_DIM
-    if has_kernel and kernels.can_run(q, k, v):
+    if has_kernel and kernels.can_run_recurrence(q, k, v):
         return kernels.fused_recurrence(q, k, v, g, b, documents, state)
     ids = None if documents is None else documents.ids
     return _chunked(q, k, v, g, b, ids, state)

@@ -1,0 +1,156 @@
+"""Decoding with a random model: prefill and tokens apart, eager and compiled."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+from decode_speed import copy_speed, timed
+from figures import Figures, Values
+from training_steps import PRETENDED, measure_kernels
+
+from litft.inference.decoder import Decoder
+from litft.inference.fused_linears import fuse_linears
+from litft.model.placement import allocate
+from litft.model.transformer import GPT
+from litft.pretrained.folder import resolve
+
+NEW_TOKENS = 32
+# the first steps compile, or capture a CUDA graph
+WARMUP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to decode."""
+
+    rows: int
+    prompt: int  # tokens
+    capacity: int  # tokens of the KV cache
+    compiled: bool
+
+    def __str__(self) -> str:
+        mode = "compiled" if self.compiled else "eager"
+        return f"{mode} {self.rows} x {self.prompt}, capacity {self.capacity:,}"
+
+
+def measure_decoding(figures: Figures, model: str, device: torch.device, folder: Path) -> None:
+    """One row and eight, short and long prompts, eager; then one long row, compiled."""
+    network = _random_network(model, device)
+    bandwidth = copy_speed(device)
+    settings = [Setting(1, 32, 512, compiled=False)]
+    if device.type == "cuda":
+        settings += [
+            Setting(1, 2000, 16384, compiled=False),
+            Setting(8, 32, 512, compiled=False),
+            Setting(1, 2000, 16384, compiled=True),
+        ]
+    for setting in settings:
+        title = f"{model} decode {setting}"
+        measured = Measured(network, setting, device, bandwidth)
+        figures.measure(title, measured.figures, needs=60 if setting.compiled else 10)
+        if measured.step is not None:
+            measure_kernels(figures, title, measured.step, folder)
+
+
+class Measured:
+    """The figures of one setting, and the step that was measured."""
+
+    def __init__(
+        self, network: GPT, setting: Setting, device: torch.device, bandwidth: float
+    ) -> None:
+        self.network = network
+        self.setting = setting
+        self.device = device
+        self.bandwidth = bandwidth  # bytes a second
+        self.step: Callable[[], None] | None = None
+        # every prompt differs from the others, so that no row's prefix is copied
+        self.seeds = count()
+
+    def figures(self) -> Values:
+        """Measure prefill and decoded tokens."""
+        setting = self.setting
+        decoder = Decoder(self.network, setting.rows, setting.capacity, setting.compiled)
+        start = time.perf_counter()
+        for row in range(setting.rows):
+            decoder.prefill(row, self._prompt())
+        self._wait()
+        first_prefill = time.perf_counter() - start
+
+        # the tokens stay on the device, as in an answer
+        tokens = torch.zeros(setting.rows, dtype=torch.long, device=self.device)
+        active = [True] * setting.rows
+
+        def step() -> None:
+            tokens.copy_(decoder.step(tokens, active).argmax(-1))
+
+        start = time.perf_counter()
+        for _ in range(WARMUP_TOKENS):
+            step()
+        self._wait()
+        first_tokens = time.perf_counter() - start
+
+        prefills = []
+        for _ in range(3):
+            decoder.truncate(0, 0)
+            ids = self._prompt()
+            prefills.append(timed(lambda ids=ids: decoder.prefill(0, ids), self.device))
+
+        host_seconds = []
+
+        def answer() -> None:
+            start = time.perf_counter()
+            for _ in range(NEW_TOKENS):
+                step()
+            host_seconds.append((time.perf_counter() - start) / NEW_TOKENS)
+
+        decoder.lengths = [setting.prompt] * setting.rows
+        seconds = timed(answer, self.device) / NEW_TOKENS
+        if PRETENDED:
+            seconds = 1.0
+        self.step = step
+        return {
+            "tokens_per_second": setting.rows / seconds,
+            "seconds": seconds,
+            "host_seconds": host_seconds[0],
+            "share_of_copy_bandwidth": self._bytes_of_a_step() / seconds / self.bandwidth,
+            "prefill_seconds": statistics.median(prefills),
+            "first_prefill": first_prefill,
+            "first_tokens": first_tokens,
+            "is_compiled": decoder._forward_token is not self.network,
+        }
+
+    def _bytes_of_a_step(self) -> float:
+        """Return what a decoded token reads: all weights, and the keys and values of its rows."""
+        config = self.network.config
+        weights = sum(parameter.nbytes for parameter in self.network.parameters())
+        if not config.tied:
+            weights -= self.network.embed.weight.nbytes
+        length = self.setting.prompt + NEW_TOKENS / 2
+        of_token = 2 * len(config.layers) * config.n_kv_heads * config.head_dim
+        return weights + self.setting.rows * length * of_token * self.network.dtype.itemsize
+
+    def _prompt(self) -> list[int]:
+        rng = random.Random(next(self.seeds))
+        return rng.choices(range(self.network.config.vocab_size), k=self.setting.prompt)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _random_network(model: str, device: torch.device) -> GPT:
+    """Return a network with random weights in bf16. model: a folder of scripts/configs."""
+    configs = Path(__file__).resolve().parent.parent / "configs"
+    network = resolve(str(configs / model)).meta_model(torch.bfloat16)
+    network.requires_grad_(False).eval()
+    allocate(network, device)
+    network.rotaries.to_empty(device=device)
+    for parameter in network.parameters():
+        parameter.normal_(0, 0.02)
+    fuse_linears(network)
+    return network
