@@ -15,8 +15,8 @@ PAIRS = (("chosen", "rejected"), ("prompt", "completion"))
 TEXTS = ("prompt", "completion", "chosen", "rejected")
 # the beginning of a list of messages, as JSON or as Python writes it
 BEGINNING = re.compile(r"\s*\[\s*\{\s*[\"'](role|from|content|value)[\"']")
-# the name of a table in the place of a record
-TABLE = re.compile(r"\.[ct]sv\b")
+# the end of a table's name in the place of a record: "data.csv.gz, line 2"
+TABLE = re.compile(r"\.[ct]sv(\.(gz|zst))?, line \d")
 # of any list of objects
 OBJECTS = re.compile(r"\s*\[\s*\{")
 

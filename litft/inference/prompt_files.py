@@ -172,11 +172,26 @@ def _with_messages(record: dict[str, Any], where: str) -> dict[str, Any]:
 def encode_prompt(
     session: Session, where: str, record: dict[str, Any], in_template: bool
 ) -> Prompt:
-    """Tokenize the prompt of a record.
+    """Tokenize the prompt of a record for a model.
 
     Raise ValueError with its location if the model cannot read it.
     """
-    tokenizer = session.tokenizer
+    prompt = tokenize_prompt(session.tokenizer, where, record, in_template)
+    try:
+        check_prompt(session.model, prompt.ids)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+    return prompt
+
+
+def tokenize_prompt(
+    tokenizer: Tokenizer, where: str, record: dict[str, Any], in_template: bool
+) -> Prompt:
+    """Tokenize the prompt of a record: in the chat template, or with in_template false, a text to
+    continue.
+
+    Raise ValueError with its location if the template cannot render it.
+    """
     try:
         messages = messages_of(record, where, in_template)
         if messages:
@@ -197,7 +212,6 @@ def encode_prompt(
                         "remove the field"
                     )
             prompt = Prompt(tokenizer.encode(record["prompt"]))
-        check_prompt(session.model, prompt.ids)
     except ValueError as error:
         # some errors name the record already
         if not where or str(error).startswith(where):

@@ -15,7 +15,6 @@ from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
 from litft.data.chat_template import Message
 from litft.data.dataset import DataSplits
-from litft.data.messages import read_tools
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
@@ -37,7 +36,7 @@ from litft.evaluation.scoring import (
     validation_answers,
 )
 from litft.inference.chat_answers import answer_parser
-from litft.inference.prompt_files import messages_of, read_prompts
+from litft.inference.prompt_files import read_prompts, tokenize_prompt
 from litft.inference.streaming import prompt_ids
 from litft.model.transformer import GPT, eval_mode
 from litft.training.intervals import NUM_TRAINED_PROMPTS
@@ -54,6 +53,8 @@ SHOWN_SCORES = {
     "margin": "{:.3g}",
     "chosen_logp": "{:.4g}",
 }
+# prompts in records, as `generate --prompts` reads them; other files have one in each line
+RECORD_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 # first samples, among which default prompts are searched
 PROMPT_CANDIDATES = 16
 
@@ -438,7 +439,7 @@ def _prompts(
                 questions.setdefault(question_text(tokenizer, ids), ids)
         yield from islice(questions.items(), count)
     for item in args.prompts:
-        if Path(item).suffix in (".json", ".jsonl") and Path(item).is_file():
+        if Path(item).suffix in RECORD_FILES and Path(item).is_file():
             yield from _prompts_of_records(Path(item), tokenizer, data)
             continue
         for text in filter(None, map(str.strip, _texts(item))):
@@ -451,13 +452,11 @@ def _prompts_of_records(
     """Yield the prompts of a file that `generate --prompts` reads, too: a `prompt`, or `messages`
     and `tools`, as text and as token ids."""
     for where, record in read_prompts(path, out=None, key=""):
-        if record.get("messages") is None:
-            text = record["prompt"]
-            yield text, prompt_ids(tokenizer, _conversation(text, data))
-            continue
-        messages = messages_of(record, where, in_template=True)
-        ids = prompt_ids(tokenizer, messages, read_tools(record.get("tools"), where))
-        yield question_text(tokenizer, ids), ids
+        # the system prompt of all examples, unless the record has one
+        if record.get("messages") is None and data.system_prompt and not record.get("system"):
+            record = {**record, "system": data.system_prompt}
+        prompt = tokenize_prompt(tokenizer, where, record, in_template=not data.is_plain_text)
+        yield question_text(tokenizer, prompt.ids), prompt.ids
 
 
 def _conversation(text: str, data: DataSplits) -> str | list[Message]:

@@ -679,6 +679,14 @@ def test_messages_in_the_cells_of_a_table(tmp_path, tiny, write):
         (sample,) = load(table, tokenizer).train
         assert sample.tokens.tolist() == expected.tokens.tolist()
         assert sample.targets.tolist() == expected.targets.tolist()
+    # a file of JSON lines is no table, whatever its folder or name
+    texts = {name: json.dumps(value) for name, value in records[1].items()}
+    for name in ("a.csv.jsonl", "x.tsv/part.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(texts) + "\n")
+        (sample,) = load(path, tokenizer).train
+        assert '"role"' in supervised_text(sample, tokenizer)
     # an answer that is such a list after a question that is none stays a text
     answer = write_records(
         tmp_path / "text.json", [{"prompt": "Invent a talk.", "completion": json.dumps(turns)}]

@@ -1,7 +1,9 @@
 """What a run reports: loggers, samples, the lines on the terminal, report.html."""
 
+import html
 import json
 import logging
+import re
 import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -233,13 +235,21 @@ def test_prompts_of_records_are_conversations(args, tmp_path):
     ]
     answered = [*turns, {"role": "assistant", "content": "No."}]
     records = [{"prompt": "Zero?"}, {"messages": turns}, {"messages": answered}]
+    # the same question, but another conversation
+    records.append({"prompt": "Two?", "system": "Be brief."})
     args.eval.prompts = [str(write_records(tmp_path / "asked.jsonl", records))]
     args.eval.interval = 0
     litft.finetune(args)
     lines = Path("run/samples.jsonl").read_text("utf-8").splitlines()
     samples = [json.loads(line) for line in lines]
-    assert [sample["prompt"] for sample in samples[:3]] == ["Zero?", "Two?", "Two?"]
-    assert samples[1]["answer"] == samples[2]["answer"]
+    assert [sample["prompt"] for sample in samples[:4]] == ["Zero?", "Two?", "Two?", "Two?"]
+    assert samples[1]["answer"] == samples[2]["answer"] != samples[3]["answer"]
+    # each prompt with its own answers, although three have one question
+    shown = re.findall(r"<div class=pair>(.*?)</div>", Path("run/report.html").read_text("utf-8"))
+    for first, last, pair in zip(samples[:3], samples[-4:], shown, strict=False):
+        for sample in (first, last):
+            text = html.escape(sample["answer"]) or "(empty)"
+            assert f"<b>step {sample['step']}</b> {text}</p>" in pair
     (tmp_path / "asked.jsonl").write_text('{"question": "Zero?"}\n')
     args.overwrite = True
     with pytest.raises(ValueError, match=r"asked\.jsonl, line 1: needs 'prompt' .text. or"):

@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -380,15 +381,18 @@ def _answers(answers: Sequence[SampleAnswer]) -> str:
     a collapsed section."""
     if not answers:
         return ""
-    by_prompt: dict[str, list[tuple[int, str]]] = {}
+    # several prompts may have the same question, so each is known by its number, too
+    by_prompt: dict[tuple[int, str], list[tuple[int, str]]] = {}
+    num_answered: Counter[int] = Counter()
     for item in answers:
-        by_prompt.setdefault(str(item["prompt"]), []).append(
-            (int(item["step"]), str(item["answer"]))
-        )
+        step = int(item["step"])
+        key = num_answered[step], str(item["prompt"])
+        num_answered[step] += 1
+        by_prompt.setdefault(key, []).append((step, str(item["answer"])))
 
     # the first and the last answer side by side, the others folded
     blocks = ""
-    for prompt, steps in list(by_prompt.items())[:PROMPTS]:
+    for (_, prompt), steps in list(by_prompt.items())[:PROMPTS]:
         ends = _answer(*steps[0])
         if len(steps) > 1:
             ends += _answer(*steps[-1])
