@@ -156,7 +156,9 @@ def main() -> None:
     # an unknown command, with the nearest one that there is
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
-        fail(f"no command {typed!r}{_command_hint(typed)}; `litft --help` lists all")
+        hint = _command_hint(typed)
+        separator = "" if hint.endswith("?") else ";"
+        fail(f"no command {typed!r}{hint}{separator} `litft --help` lists all")
     with user_errors():
         print(usage, flush=True)
 
@@ -180,6 +182,8 @@ def _command_hint(typed: str) -> str:
     words = typed.split()
     if words[:1] == ["finetune"] and words[1:] and words[1] in get_args(flags.Objectives):
         return f"; use litft finetune lora --objective {words[1]}"
+    if words == ["finetune", "qlora"]:
+        return "; use litft finetune lora --quantize nf4"
     matches = [name for name in COMMANDS if typed in name.split()]
     # a command of another program
     first_word = typed.partition(" ")[0]

@@ -45,6 +45,7 @@ _TEMPLATES = {"tokenizer_default": "", "tokenizer_default_fallback_chatml": ""}
 _SCHEDULES = {
     "constant_with_warmup": "--train.lr_schedule constant",
     "cosine_with_min_lr": "--train.lr_schedule cosine",
+    "warmup_stable_decay": "--train.lr_schedule wsd",
 }
 _SCHEDULE_NOTE = (
     "cosine, linear, constant or wsd; they end at a tenth of the peak, or at --train.min_lr_ratio 0"

@@ -9,6 +9,18 @@ from litft.args.aliases import hint_for_flag, translate_flag
 from litft.args.finetune import FINETUNE
 from litft.args.flag_types import is_finetuning, types_of_flags
 
+# of the commands that merge: what an adapter, its base and the result are called elsewhere
+MERGED_FOLDERS = {
+    "adapter": "checkpoint_dir",
+    "lora_path": "checkpoint_dir",
+    "peft_model": "checkpoint_dir",
+    "base": "base_dir",
+    "base_model": "base_dir",
+    "out": "out_dir",
+    "output": "out_dir",
+    "export_dir": "out_dir",
+}
+
 
 def unknown_flag(
     name: str, flag_types: dict[str, Any], value: str | None, given: dict[str, str | None]
@@ -25,6 +37,9 @@ def unknown_flag(
         ours = translated[0].partition(" ")[0].removeprefix("--")
         if ours in flag_types:
             return f"--{name} does not exist; use {translated[0]}"
+    # PEFT's and axolotl's names of what is merged, and where to
+    if "dequantized_base" in flag_types and name in MERGED_FOLDERS:
+        return f"--{name} does not exist; use --{MERGED_FOLDERS[name]} {value}"
     # the runs of a folder
     if "folder" in flag_types and name in ("dir", "out_dir"):
         return f"--{name} does not exist; use --folder {value}"

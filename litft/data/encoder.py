@@ -41,6 +41,7 @@ from litft.data.notes import (
     MASKED,
     MESSAGES_AS_TEXT,
     OTHER_PROMPT,
+    OTHER_QUESTION,
     PROMPT_CUT,
     THOUGHT_IS_OFF,
     TOOLS_LOST,
@@ -167,13 +168,15 @@ class Encoder:
         if len(preferences) == 2 and preferences[0].answers == preferences[1].answers:
             encoded.notes.append(EQUAL)
             return
-        for answers, desirable in preferences:
+        for preference in preferences:
+            if preference.has_different_prompts:
+                encoded.notes.append(OTHER_QUESTION)
             sides = []
-            for answer in answers:
+            for answer in preference.answers:
                 side = self._encode_answer(answer, encoded)
                 if side is not None:
                     sides.append(side)
-            if len(sides) < len(answers):
+            if len(sides) < len(preference.answers):
                 continue
             cut, lost = cut_together(sides, self.limit, SUPERVISED, ID_MASK)
             if len(sides) == 2 and np.array_equal(cut[0], cut[1]):
@@ -197,10 +200,10 @@ class Encoder:
             encoded.samples.append(np.concatenate(stored))
             encoded.units.append(unit)
             encoded.turns.append(2 * len(encoded.turns))
-            if desirable is None:
+            if preference.desirable is None:
                 encoded.first_sizes.append(len(stored[0]))
             else:
-                encoded.labels.append(desirable)
+                encoded.labels.append(preference.desirable)
 
     def _encode_answer(self, example: Example, encoded: Encoded) -> np.ndarray | None:
         """Return the stored tokens of a conversation of any length, with its last answers as

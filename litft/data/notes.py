@@ -34,5 +34,6 @@ WITHOUT = "without the field"
 END_TEXT = "with an end token written after an answer, which is removed"
 
 # of preferences
+OTHER_QUESTION = "whose chosen and rejected answers follow different prompts"
 EQUAL = "skipped: both answers are equal"
 PROMPT_CUT = "with the beginning of the prompt cut to the length limit"

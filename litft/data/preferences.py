@@ -48,6 +48,20 @@ class Preference(NamedTuple):
     answers: tuple[Example, ...]
     desirable: bool | None = None  # None: a pair
 
+    @property
+    def has_different_prompts(self) -> bool:
+        """Whether something else than an answer follows what both dialogues of a pair have in
+        common."""
+        if self.desirable is not None:
+            return False
+        for example in self.answers:
+            for message in example.messages:
+                if message.get("train", True):
+                    if message["role"] != "assistant":
+                        return True
+                    break
+        return False
+
 
 def to_preferences(record: Record, where: str, template: str, kind: str) -> list[Preference]:
     """Convert a record; raise ValueError naming the record if it has other fields, or invalid

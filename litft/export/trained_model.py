@@ -61,6 +61,12 @@ def read_trained(args: MergeArgs | GgufExportArgs) -> TrainedModel:
     # an unfinished run stands for its newest checkpoint
     if step is None and run_dir.is_run(folder) and not run_dir.finished(folder):
         step = run_checkpoints.newest(folder)
+        if step is not None:
+            print(
+                f"warning: the run {folder} has not finished; its newest checkpoint, {step.name}, "
+                "is exported",
+                file=sys.stderr,
+            )
     if step is not None:
         return TrainedModel(step, *_read_step(step, args.base_dir))
     source = resolve(folder, args.base_dir)

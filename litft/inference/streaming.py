@@ -41,7 +41,7 @@ def generate(
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     else:
-        messages = prompt
+        messages = _require_messages(prompt)
     checked_tools = read_tools(tools, "tools")
     messages = readable_history(tokenizer, messages, checked_tools)
     text = tokenizer.apply_chat_template(messages, checked_tools, add_generation_prompt=True)
@@ -133,6 +133,19 @@ def _sampling(stored: GenerationConfig, given: dict[str, Any], vocab_size: int) 
     return settings
 
 
+def _require_messages(prompt: Any) -> list[Message]:
+    """Return a prompt that is a list of messages.
+
+    Raises TypeError for anything else; several prompts are several calls.
+    """
+    if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
+        return prompt
+    raise TypeError(
+        "the prompt must be a text, or a list of messages such as {'role': 'user', 'content': "
+        "'Hello'}; several prompts need a call each"
+    )
+
+
 def prompt_ids(
     tokenizer: Tokenizer, prompt: str | list[Message], tools: list | None = None
 ) -> list[int]:
@@ -140,12 +153,8 @@ def prompt_ids(
     prompt."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    if not isinstance(prompt, list) or not all(isinstance(part, dict) for part in prompt):
-        raise TypeError(
-            "the prompt must be a text, or a list of messages such as "
-            "{'role': 'user', 'content': 'Hello'}"
-        )
+    messages = check_messages(_require_messages(prompt), "the prompt")
     tokenizer.check_tools(tools)
-    messages = readable_history(tokenizer, check_messages(prompt, "the prompt"), tools)
+    messages = readable_history(tokenizer, messages, tools)
     text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
     return tokenizer.encode(text, bos=False)

@@ -997,6 +997,8 @@ def test_hints_for_words_of_other_programs(words, message):
         (flags.GgufExportArgs, ["--outtype", "q4_k_m"], "llama.cpp's llama-quantize with Q4_K_M"),
         (flags.GenerateArgs, ["Hello"], "did you mean --prompt 'Hello'?"),
         (flags.PlanArgs, ["--tokens", "1,000"], "expected a whole number; write 1000"),
+        (flags.MergeArgs, ["--adapter", "runs/a"], "use --checkpoint_dir runs/a"),
+        (flags.MergeArgs, ["--out", "merged"], "use --out_dir merged"),
     ],
 )
 def test_hints_of_commands_that_train_nothing(cls, words, message):

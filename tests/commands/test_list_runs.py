@@ -79,9 +79,11 @@ def test_the_version_is_printed(tmp_path):
         "lora": "finetune lora",
     }.items():
         message = command(other, cwd=tmp_path, code=2)
-        assert f"no command '{other}'; did you mean litft {ours}?" in message
+        assert f"no command '{other}'; did you mean litft {ours}? `litft --help`" in message
         # the hint does not scroll away
         assert message.count("\n") == 1
     assert "it needs a method: litft finetune lora" in command("finetune", cwd=tmp_path, code=2)
+    message = command("finetune", "qlora", cwd=tmp_path, code=2)
+    assert "use litft finetune lora --quantize nf4; `litft --help`" in message
     usage = command("finetune", "--help", cwd=tmp_path)
     assert "usage: litft finetune METHOD" in usage and "litft finetune adapter_v2" in usage

@@ -11,7 +11,14 @@ from quirks import QUIRKS
 from litft.args import DataArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Encoder
-from litft.data.notes import CUT, EARLIER_TURNS, EMPTY, EQUAL, PROMPT_CUT
+from litft.data.notes import (
+    CUT,
+    EARLIER_TURNS,
+    EMPTY,
+    EQUAL,
+    OTHER_QUESTION,
+    PROMPT_CUT,
+)
 from litft.data.preferences import to_preferences
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
@@ -389,6 +396,17 @@ def test_preferences_without_an_objective_are_pointed_to_it(tiny, tmp_path):
 )
 def test_a_second_prompt_is_named(encoder, record, unused):
     assert encoder("here", record).unused == unused
+
+
+def test_answers_after_different_prompts_are_noted(encoder):
+    other = {"role": "user", "content": "Add 3 and 4."}
+    record = {"chosen": [USER, GOOD], "rejected": [other, BAD]}
+    assert OTHER_QUESTION in encoder("here", record).notes
+    # one that begins with a system prompt
+    record = {"chosen": [SYSTEM, USER, GOOD], "rejected": [USER, BAD]}
+    assert OTHER_QUESTION in encoder("here", record).notes
+    record = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    assert OTHER_QUESTION not in encoder("here", record).notes
 
 
 def test_the_prompt_beside_messages_with_a_label_is_named(tokenizer_folder):

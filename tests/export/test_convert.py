@@ -436,7 +436,8 @@ def test_a_run_checkpoint_converts_to_a_loadable_folder(tiny, examples, tmp_path
         ).read_text()
     assert template in (tmp_path / "adapter" / "chat_template.jinja").read_text()
     shutil.rmtree(tmp_path / "run" / "final")
-    script(*command, "run", "--out_dir", "unfinished", cwd=tmp_path)
+    done = script(*command, "run", "--out_dir", "unfinished", cwd=tmp_path)
+    assert "warning: the run run has not finished; its newest checkpoint, step-" in done.stderr
     assert relative(litft.load(tmp_path / "unfinished")[0](tokens), expected(tokens)) <= 1e-5
     script(*command, "run/checkpoints/step-000002", "--out_dir", "earlier", cwd=tmp_path)
     assert relative(litft.load(tmp_path / "earlier")[0](tokens), expected(tokens)) >= 1e-5

@@ -478,12 +478,15 @@ def test_python_obeys_the_generation_config(folder, tmp_path):
         ("One day", {"temprature": 1}, TypeError, "'temprature' is not a setting, did you"),
         ("One day", {"max_tokens": 1}, TypeError, "did you mean 'max_new_tokens'"),
         ([3, 4], {}, TypeError, "a list of messages"),
+        (["One", "Two"], {}, TypeError, "several prompts need a call each"),
     ],
 )
 def test_invalid_calls_from_python_are_reported(folder, prompt, settings, error, message):
     opened = litft.load(folder, precision="fp32")
     with pytest.raises(error, match=message):
         next(litft.stream(*opened, prompt, **settings))
+    with pytest.raises(error, match=message):
+        litft.generate(*opened, prompt, **settings)
 
 
 def test_names_of_a_logit_bias_may_be_texts(folder):
