@@ -118,9 +118,11 @@ def main() -> None:
         rows = []
         command, flags = command_line(model, data, strategy, case)
         args = parse(COMMANDS[f"finetune {command}"].args, flags)
-        litft.finetune(
-            args, rows.append, metrics={"num_answers": lambda answers: len(set(answers))}
-        )
+        # of the validation examples, which some cases have not
+        metrics = {}
+        if args.data.val_fraction:
+            metrics["num_answers"] = lambda answers: len(set(answers))
+        litft.finetune(args, rows.append, metrics=metrics)
         names = ("loss", "val_loss", "grad_norm", "num_answers")
         results[case] = {name: [row[name] for row in rows if name in row] for name in names}
     if os.environ.get("RANK", "0") == "0":

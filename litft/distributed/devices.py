@@ -12,6 +12,7 @@ import platform
 import re
 import resource
 import sys
+import warnings
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -162,6 +163,10 @@ def num_shards(args: FinetuneArgs | PlanArgs, strategy: str) -> int:
     )
 
 
+# of torch's compiler, about what litft has chosen: fp32 stays fp32, and how it compiles a softmax
+COMPILER_WARNINGS = (r"TensorFloat32 tensor cores", r"\s*Online softmax is disabled")
+
+
 def pick_accelerator(accelerator: str) -> str:
     """Return cpu or cuda; raise ValueError for cuda if no GPU is available.
 
@@ -175,6 +180,8 @@ def pick_accelerator(accelerator: str) -> str:
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+        for message in COMPILER_WARNINGS:
+            warnings.filterwarnings("ignore", message, UserWarning)
     return accelerator
 
 

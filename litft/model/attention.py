@@ -107,7 +107,9 @@ def attend(
         if on_cpu:
             return attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)[0]
         if (documents is not None or window is not None) and supports_varlen(q):
-            return _attend_varlen(q, k, v, _cu_seqlens(q, documents), window, scale)
+            longest = None if documents is None else documents.longest
+            cu_seqlens = _cu_seqlens(q, documents)
+            return _attend_varlen(q, k, v, cu_seqlens, window, scale, longest=longest)
 
     # no mask tensor is needed: a single query sees every key, and torch's kernel can be causal
     if documents is None and window is None and (square or q.size(2) == 1):
@@ -169,14 +171,23 @@ def supports_varlen(q: Tensor) -> bool:
 
 
 def _attend_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+    scale: float,
+    longest: int | None = None,
 ) -> Tensor:
-    """Run the GPU kernel for packed sequences, which computes no scores between documents."""
-    # the length of a row is an upper bound: the exact
-    # maximum needs a device sync and changes no result
+    """Run the GPU kernel for packed sequences, which computes no scores between documents.
+
+    longest: an upper bound of the documents' lengths; by default that of a row. It changes no
+    result, but each document gets as many thread blocks as it would need.
+    """
     batch = q.size(0)
-    max_seqlen = q.size(2)
+    length = q.size(2)
     head_dim = q.size(3)
+    max_seqlen = length if longest is None else longest
     # the kernel takes head sizes that are multiples of 8; zeros change no score
     padding = -head_dim % 8
     if padding:
@@ -198,7 +209,7 @@ def _attend_varlen(
     )
     assert isinstance(attended, Tensor)  # there is a second result on request only
     y = attended[..., :head_dim] if padding else attended
-    return y.unflatten(0, (batch, max_seqlen)).transpose(1, 2)
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
 
 
 def _attend_flex(

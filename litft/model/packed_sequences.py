@@ -26,6 +26,9 @@ class PackedSequences(NamedTuple):
     host_cu_seqlens: Tensor | None = None
     # by window; if present, flex_attention uses them
     masks: dict[int | None, BlockMask] | None = None
+    # tokens of the longest document, which decides how many thread blocks a GPU starts; None:
+    # the host does not know it
+    longest: int | None = None
 
     @classmethod
     def of(cls, ids: Tensor) -> "PackedSequences":
@@ -33,14 +36,18 @@ class PackedSequences(NamedTuple):
         # the first token of each row always starts a document
         is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
         cu_seqlens = F.pad(is_start.nonzero()[:, 0], (0, 1), value=ids.numel()).to(torch.int32)
-        host_cu_seqlens = None if ids.is_cuda else cu_seqlens
-        return cls(ids, cu_seqlens, host_cu_seqlens)
+        if ids.is_cuda:
+            # reading the lengths would wait for the GPU
+            return cls(ids, cu_seqlens)
+        # compiled code would treat a length of 1 as a constant
+        longest = max(2, int(cu_seqlens.diff().max()))
+        return cls(ids, cu_seqlens, host_cu_seqlens=cu_seqlens, longest=longest)
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device) -> "PackedSequences":
         """Build for a batch in which each row is one document."""
         ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        return cls(ids, row_cu_seqlens(rows, length, device))
+        return cls(ids, row_cu_seqlens(rows, length, device), longest=length)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> "PackedSequences":
         """Return a copy with ids (B, T) and cu_seqlens (N + 1,) moved to a device by `move`, which
@@ -78,7 +85,7 @@ class PackedSequences(NamedTuple):
         # a document has at most that many chunks, so each chunk of a row has its own value
         most_chunks = length // size + 1
         chunk_ids = ids * most_chunks + positions // size
-        return PackedSequences(chunk_ids, starts)
+        return PackedSequences(chunk_ids, starts, longest=min(size, length))
 
     def with_masks(self, windows: Iterable[int | None]) -> "PackedSequences":
         """Return a copy with a FlexAttention block mask for each window; built on the device

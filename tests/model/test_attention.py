@@ -208,3 +208,24 @@ def test_causal_attention_with_dynamic_shapes_is_one_graph():
         )
         attention(q, k, k)
         assert counts.reset() == (1, 1) and not counts.breaks
+
+
+def test_the_kernel_is_told_the_longest_document(monkeypatch):
+    """It starts thread blocks for that many tokens of each document, not for those of a row."""
+    told = []
+
+    def kernel(q, k, v, starts, key_starts, longest, longest_keys, **settings):
+        told.append((longest, longest_keys))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr("litft.model.attention.varlen_attn", kernel)
+    ids = torch.tensor([[0] * 5 + [1] * 7 + [2] * 4, [3] * 10 + [4] * 3 + [5] * 3])
+    on_gpu = PackedSequences.of(ids).to(lambda tensor: tensor.to("meta"))
+    q = torch.empty(2, 4, 16, 8, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(2, 2, 16, 8, device="meta", dtype=torch.bfloat16)
+    assert attend(q, k, k, on_gpu, None, scale=1.0).shape == q.shape
+    # the host does not know the lengths of ids that are on a GPU
+    attend(q, k, k, on_gpu._replace(longest=None), 4, scale=1.0)
+    # a single token is no constant of compiled code
+    single = PackedSequences.of(torch.arange(16)[None])
+    assert told == [(10, 10), (16, 16)] and single.longest == 2

@@ -241,9 +241,24 @@ def test_all_blocks_share_one_graph(tiny):
     others = {f"[0].size()[{dim}]" for dim in range(3)} | {
         "[2].cu_seqlens.size()[0]",
         "L['logits'].size()[0]",
+        "L['targets'].size()[0]",
+        "L['targets']._base.size()[0]",
     }
     # torch 2.11 lists the ids, too
     assert sizes - {f"[2].ids.size()[{dim}]" for dim in (0, 1)} == tables | others
+
+
+def test_a_row_as_long_as_the_model_is_wide_needs_no_graph_of_its_own(tiny):
+    """Its length is no constant of the code, so that the next row needs no other code."""
+    model, _ = learner(tiny)
+    width = model.config.dim
+    with counted_graphs() as counts:
+        compile_blocks(model)
+        for length in (width, width + 9, width - 5):
+            tokens = torch.randint(0, model.config.vocab_size, (1, length))
+            model(tokens).sum().backward()
+        made, _ = counts.reset()
+    assert made == 1 and not counts.breaks
 
 
 def test_compiled_blocks_below_the_first_trained_one_need_no_gradient(tiny):

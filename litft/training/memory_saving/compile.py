@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor
 
 from litft.methods.mixins import subclass_with
@@ -76,6 +77,9 @@ def compile_blocks(model: GPT) -> None:
     model.compiled_loss = True
     # LoRA's scale is a constant, though `dynamic` would make it an input
     torch._dynamo.config.specialize_float = True
+    # sizes that are equal in the first step need not be equal later: a row may be as long as the
+    # model is wide, and its length would become a constant
+    torch.fx.experimental._config.use_duck_shape = False
     for block in model.blocks:
         block.compile(dynamic=True)
 
