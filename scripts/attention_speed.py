@@ -68,7 +68,7 @@ def kernels(args: AttentionArgs, device: object) -> dict[str, Callable]:
             )
 
     return {
-        "varlen": lambda q, k, v: _attend_varlen(q, k, v, documents.cu_seqlens, None, scale),
+        "varlen": lambda q, k, v: _attend_varlen(q, k, v, documents, None, scale),
         "flex": lambda q, k, v: compiled_flex(q, k, v, None, documents.masks[None], scale, True),
         "sdpa with a mask": masked,
         "cudnn, causal, one document": cudnn,

@@ -107,9 +107,7 @@ def attend(
         if on_cpu:
             return attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)[0]
         if (documents is not None or window is not None) and supports_varlen(q):
-            longest = None if documents is None else documents.longest
-            cu_seqlens = _cu_seqlens(q, documents)
-            return _attend_varlen(q, k, v, cu_seqlens, window, scale, longest=longest)
+            return _attend_varlen(q, k, v, documents, window, scale)
 
     # no mask tensor is needed: a single query sees every key, and torch's kernel can be causal
     if documents is None and window is None and (square or q.size(2) == 1):
@@ -174,20 +172,18 @@ def _attend_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    documents: PackedSequences | None,
     window: int | None,
     scale: float,
-    longest: int | None = None,
 ) -> Tensor:
-    """Run the GPU kernel for packed sequences, which computes no scores between documents.
-
-    longest: an upper bound of the documents' lengths; by default that of a row. It changes no
-    result, but each document gets as many thread blocks as it would need.
-    """
-    batch = q.size(0)
-    length = q.size(2)
-    head_dim = q.size(3)
-    max_seqlen = length if longest is None else longest
+    """Run the GPU kernel for packed sequences, which computes no scores between documents. None:
+    each row is one document."""
+    cu_seqlens = _cu_seqlens(q, documents)
+    batch, _, length, head_dim = q.shape
+    # an upper bound changes no result, but every document gets thread blocks for that many tokens
+    longest = length
+    if documents is not None and documents.longest is not None:
+        longest = documents.longest
     # the kernel takes head sizes that are multiples of 8; zeros change no score
     padding = -head_dim % 8
     if padding:
@@ -201,8 +197,8 @@ def _attend_varlen(
         v,
         cu_seqlens,
         cu_seqlens,
-        max_seqlen,
-        max_seqlen,
+        longest,
+        longest,
         scale=scale,
         window_size=window_size,
         **GQA_ARGUMENTS,
@@ -225,7 +221,7 @@ def _attend_flex(
     sinks to each softmax."""
     # only compiled code has the kernel, which keeps what the kernel for packed sequences keeps
     if is_planned():
-        return _attend_varlen(q, k, v, row_cu_seqlens(q.size(0), q.size(2), q.device), None, scale)
+        return _attend_varlen(q, k, v, None, None, scale)
     score_mod = None
     if softcap is not None:
         cap = q.new_full((), softcap, dtype=torch.float32)
