@@ -234,8 +234,8 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
 
 
 def python_path(tree: Path) -> str:
-    """Return where a contender finds litft, and what this process was given besides: packages may
-    be carried to a machine without package indexes."""
+    """Return the PYTHONPATH of a contender: litft's folder, then the other folders of this process.
+    A machine without package indexes has packages there."""
     carried = os.environ.get("PYTHONPATH", "")
     folders = [str(tree)]
     for folder in carried.split(os.pathsep):

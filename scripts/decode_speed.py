@@ -79,9 +79,8 @@ def main(args: SpeedArgs) -> None:
     """Measure all contenders and print the results."""
     import torch
 
-    from litft.distributed.devices import DTYPES, limit_threads, pick_accelerator
+    from litft.distributed.devices import limit_threads, pick_accelerator
     from litft.inference.fused_linears import fuse_linears
-    from litft.model.placement import allocate
     from litft.pretrained.folder import resolve
 
     device = torch.device(pick_accelerator(args.accelerator))
@@ -90,11 +89,7 @@ def main(args: SpeedArgs) -> None:
     if has_weights:
         model = base_model(source, args.precision, device)
     else:
-        model = source.meta_model(DTYPES[args.precision]).requires_grad_(False).eval()
-        allocate(model, device)
-        model.rotaries.to_empty(device=device)
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.02)
+        model = random_network(source, args.precision, device)
     fuse_linears(model, pack=not args.compile)
     limit_threads(model, args.rows)  # as litft's commands do; applies to all contenders
     prompt = torch.randint(
@@ -123,6 +118,19 @@ def main(args: SpeedArgs) -> None:
             "measure litft with --only_litft"
         )
     report(args, model, {name: times[1:] for name, times in seconds.items()}, device)
+
+
+def random_network(source, precision: str, device):
+    """Return the network of a folder with random weights, for inference."""
+    from litft.distributed.devices import DTYPES
+    from litft.model.placement import allocate
+
+    model = source.meta_model(DTYPES[precision]).requires_grad_(False).eval()
+    allocate(model, device)
+    model.rotaries.to_empty(device=device)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.02)
+    return model
 
 
 def litft_answer(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
@@ -209,7 +217,6 @@ def report(args: SpeedArgs, model, times: dict[str, list[float]], device) -> Non
     reaches."""
     import torch
 
-    config = model.config
     rates = {}
     for name, seconds in times.items():
         rates[name] = args.rows * args.new_tokens / statistics.median(seconds)
@@ -221,17 +228,7 @@ def report(args: SpeedArgs, model, times: dict[str, list[float]], device) -> Non
     others = [rate for name, rate in rates.items() if name != "litft"]
     if others:
         print(f"litft / the faster one: {rates['litft'] / max(others):.2f}")
-    weights = sum(p.nbytes for p in model.parameters()) - (
-        0 if config.tied else model.embed.weight.nbytes
-    )
-    cache_size = (
-        2
-        * len(config.layers)
-        * config.n_kv_heads
-        * config.head_dim
-        * (args.prompt_tokens + args.new_tokens / 2)
-    )
-    bytes_read = weights + args.rows * cache_size * model.dtype.itemsize
+    bytes_read = bytes_of_a_step(model, args.rows, args.prompt_tokens + args.new_tokens / 2)
     bandwidth = copy_speed(device)
     read_speed = bytes_read * rates["litft"] / args.rows
     if device.type == "cuda":
@@ -250,6 +247,17 @@ def report(args: SpeedArgs, model, times: dict[str, list[float]], device) -> Non
             "share": read_speed / bandwidth,
         }
         Path(args.out).write_text(json.dumps(figures), "utf-8")
+
+
+def bytes_of_a_step(model, rows: int, length: float) -> float:
+    """Return what a decoded token of each row reads: all weights, and the keys and values of `rows`
+    texts of `length` tokens."""
+    config = model.config
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if not config.tied:
+        weights -= model.embed.weight.nbytes
+    values_of_token = 2 * len(config.layers) * config.n_kv_heads * config.head_dim
+    return weights + rows * length * values_of_token * model.dtype.itemsize
 
 
 def copy_speed(device, size: int | None = None) -> float:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,8 @@ from litft.args.parser import parse
 from litft.cli import user_errors
 
 TOP = 15
+# tests/gpu/README.md: its kernels take no time
+PRETENDED = "LITFT_PRETENDED_GPU" in os.environ
 
 
 def first_step(args: BenchmarkArgs, device: str) -> tuple[Any, list[Any], int]:
@@ -41,10 +44,40 @@ def first_step(args: BenchmarkArgs, device: str) -> tuple[Any, list[Any], int]:
     )
 
 
+def profiled(step: Callable[[], Any], on_gpu: bool) -> list[Any]:
+    """Run a step under the profiler, and return its events."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return list(profiler.events())
+
+
+def kernels_of(events: list[Any], on_gpu: bool) -> list[Any]:
+    """Return the events that are kernels, or on a CPU operators.
+
+    Annotations span kernels, and would be counted as more of them.
+    """
+    from torch.profiler import DeviceType
+
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    kernels = []
+    for event in events:
+        if event.device_type == wanted and not getattr(event, "is_user_annotation", False):
+            kernels.append(event)
+    return kernels
+
+
 def main(args: BenchmarkArgs) -> None:
     """Profile the third step and print the table."""
     import torch
-    from torch.profiler import DeviceType, ProfilerActivity, profile
+    from torch.profiler import DeviceType
 
     from litft.distributed.devices import pick_accelerator, pick_precision
 
@@ -53,18 +86,9 @@ def main(args: BenchmarkArgs) -> None:
     contender, samples, count = first_step(args, device)
     for _ in range(2):
         contender.step(samples, count)
-    # tests/gpu/README.md; its kernels take no time
-    on_gpu = device == "cuda" and "LITFT_PRETENDED_GPU" not in os.environ
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    ) as profiler:
-        contender.step(samples, count)
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    kernels = []
-    for event in profiler.events():
-        # annotations span kernels, and would be counted as one more
-        if event.device_type == wanted and not getattr(event, "is_user_annotation", False):
-            kernels.append(event)
+    on_gpu = device == "cuda" and not PRETENDED
+    events = profiled(lambda: contender.step(samples, count), on_gpu)
+    kernels = kernels_of(events, on_gpu)
     microseconds = Counter()
     launches = Counter()
     for event in kernels:
@@ -72,7 +96,7 @@ def main(args: BenchmarkArgs) -> None:
         microseconds[name] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
         launches[name] += 1
     total = sum(microseconds.values()) or 1
-    host = Counter(event.name for event in profiler.events() if event.device_type == DeviceType.CPU)
+    host = Counter(event.name for event in events if event.device_type == DeviceType.CPU)
     waits = sum(
         count
         for name, count in host.items()

@@ -63,7 +63,7 @@ def test_the_report_merges_days_of_one_card(tmp_path):
 
 
 def test_the_guide_has_what_the_report_writes(tmp_path):
-    """Without a day it says that there is none."""
+    """Without results of a GPU, the guide says that nothing was measured."""
     days = ROOT / "scripts" / "gpu_days"
     cards = read_cards(day_folders(days)) if days.is_dir() else []
     lines = []

@@ -32,14 +32,14 @@ def unknown_flag(
         return message
     if is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
         return f"--{name} does not exist; leave it out"
+    # PEFT's and axolotl's names of what is merged, and where to; elsewhere they mean something else
+    if "dequantized_base" in flag_types and name in MERGED_FOLDERS:
+        return f"--{name} does not exist; use --{MERGED_FOLDERS[name]} {value}"
     # also for other commands, if they have what another program's flag is called here
     if not is_finetuning(flag_types) and (translated := translate_flag(name, value)):
         ours = translated[0].partition(" ")[0].removeprefix("--")
         if ours in flag_types:
             return f"--{name} does not exist; use {translated[0]}"
-    # PEFT's and axolotl's names of what is merged, and where to
-    if "dequantized_base" in flag_types and name in MERGED_FOLDERS:
-        return f"--{name} does not exist; use --{MERGED_FOLDERS[name]} {value}"
     # the runs of a folder
     if "folder" in flag_types and name in ("dir", "out_dir"):
         return f"--{name} does not exist; use --folder {value}"

@@ -265,7 +265,7 @@ def _num_prompt_messages(chosen: Dialogue, rejected: Dialogue) -> int:
     """Return how many messages of both dialogues are the prompt: the explicit one, or what both
     begin with.
 
-    Answers to an explicit prompt are compared whole, as in TRL, also if they begin alike.
+    All turns of the answers to an explicit prompt are compared, as in TRL, also equal first turns.
     """
     if chosen.num_prompt is not None and chosen.num_prompt == rejected.num_prompt:
         return chosen.num_prompt

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from litft import run_dir
 from litft.args import FinetuneArgs, UploadArgs
@@ -39,9 +40,7 @@ def card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
         name, _, revision = args.base_model.partition("@")
         base = HubId(name, revision or None)
     elif source.adapter:
-        base = downloaded_from(source.base) or hub_id(
-            adapter_config.get("base_model_name_or_path") or ""
-        )
+        base = _hub_base_of_adapter(source, adapter_config)
     else:
         base = _hub_base_of_run(run_args) if run_args else None
     if source.adapter and base is None:
@@ -64,11 +63,16 @@ def card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
 
 def _hub_base_of_run(args: FinetuneArgs) -> HubId | None:
     """Return the base model of a run on the hub; None if it is unknown."""
-    adapter = continued_adapter(args)
-    if adapter is None or adapter.adapter is None:
-        return hub_id(args.model_dir) or downloaded_from(Path(args.model_dir))
-    named = read_adapter_config(adapter.adapter).get("base_model_name_or_path") or ""
-    return downloaded_from(adapter.base) or hub_id(named)
+    start = continued_adapter(args)
+    if start and start.adapter:
+        return _hub_base_of_adapter(start, read_adapter_config(start.adapter))
+    return hub_id(args.model_dir) or downloaded_from(Path(args.model_dir))
+
+
+def _hub_base_of_adapter(source: PretrainedFolder, config: dict[str, Any]) -> HubId | None:
+    """Return the base model of an adapter on the hub; None if it is unknown. config:
+    adapter_config.json."""
+    return downloaded_from(source.base) or hub_id(config.get("base_model_name_or_path") or "")
 
 
 def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:

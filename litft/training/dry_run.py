@@ -75,7 +75,7 @@ def dry_run(run: PlannedRun) -> None:
     else:
         peak = peak_flops(settings.device, settings.precision)
     lines += plan_lines(run, peak, chip)
-    lines += [*ignored_flags(setup.args), *_notes_on_steps(setup.args, run.schedule)]
+    lines += _notes_on_flags(setup.args, run.schedule)
     print_hints_last(lines)
 
 
@@ -122,7 +122,7 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
         lines.append("training continues from this adapter, with its ranks, targets and tokens")
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
 
-    lines += [*ignored_flags(args), *_notes_on_steps(args, schedule)]
+    lines += _notes_on_flags(args, schedule)
     if setup.quantize != "none" and run.settings.device.type == "cpu" and args.eval.max_new_tokens:
         lines.append(
             "note: on a CPU, quantized weights are dequantized again for each token, so the sample "
@@ -149,8 +149,9 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
     return lines
 
 
-def _notes_on_steps(args: FinetuneArgs, schedule: Schedule) -> Iterator[str]:
-    """Yield notes on flags that count steps, where the run has fewer."""
+def _notes_on_flags(args: FinetuneArgs, schedule: Schedule) -> Iterator[str]:
+    """Yield notes on flags without effect: beside others, or since the run has fewer steps."""
+    yield from ignored_flags(args)
     steps = schedule.steps
     warmup_steps = args.train.warmup_steps
     if warmup_steps is not None and warmup_steps > steps:

@@ -9,13 +9,13 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from decode_speed import copy_speed, timed
+from decode_speed import bytes_of_a_step, copy_speed, random_network, timed
 from figures import Figures, Values
-from training_steps import PRETENDED, measure_kernels
+from profile_step import PRETENDED
+from training_steps import measure_kernels
 
 from litft.inference.decoder import Decoder
 from litft.inference.fused_linears import fuse_linears
-from litft.model.placement import allocate
 from litft.model.transformer import GPT
 from litft.pretrained.folder import resolve
 
@@ -40,7 +40,9 @@ class Setting:
 
 def measure_decoding(figures: Figures, model: str, device: torch.device, folder: Path) -> None:
     """One row and eight, short and long prompts, eager; then one long row, compiled."""
-    network = _random_network(model, device)
+    configs = Path(__file__).resolve().parent.parent / "configs"
+    network = random_network(resolve(str(configs / model)), "bf16", device)
+    fuse_linears(network)
     bandwidth = copy_speed(device)
     settings = [Setting(1, 32, 512, compiled=False)]
     if device.type == "cuda":
@@ -113,26 +115,18 @@ class Measured:
         if PRETENDED:
             seconds = 1.0
         self.step = step
+        length = setting.prompt + NEW_TOKENS / 2
+        bytes_read = bytes_of_a_step(self.network, setting.rows, length)
         return {
             "tokens_per_second": setting.rows / seconds,
             "seconds": seconds,
             "host_seconds": host_seconds[0],
-            "share_of_copy_bandwidth": self._bytes_of_a_step() / seconds / self.bandwidth,
+            "share_of_copy_bandwidth": bytes_read / seconds / self.bandwidth,
             "prefill_seconds": statistics.median(prefills),
             "first_prefill": first_prefill,
             "first_tokens": first_tokens,
             "is_compiled": decoder._forward_token is not self.network,
         }
-
-    def _bytes_of_a_step(self) -> float:
-        """Return what a decoded token reads: all weights, and the keys and values of its rows."""
-        config = self.network.config
-        weights = sum(parameter.nbytes for parameter in self.network.parameters())
-        if not config.tied:
-            weights -= self.network.embed.weight.nbytes
-        length = self.setting.prompt + NEW_TOKENS / 2
-        of_token = 2 * len(config.layers) * config.n_kv_heads * config.head_dim
-        return weights + self.setting.rows * length * of_token * self.network.dtype.itemsize
 
     def _prompt(self) -> list[int]:
         rng = random.Random(next(self.seeds))
@@ -141,16 +135,3 @@ class Measured:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def _random_network(model: str, device: torch.device) -> GPT:
-    """Return a network with random weights in bf16. model: a folder of scripts/configs."""
-    configs = Path(__file__).resolve().parent.parent / "configs"
-    network = resolve(str(configs / model)).meta_model(torch.bfloat16)
-    network.requires_grad_(False).eval()
-    allocate(network, device)
-    network.rotaries.to_empty(device=device)
-    for parameter in network.parameters():
-        parameter.normal_(0, 0.02)
-    fuse_linears(network)
-    return network

@@ -155,7 +155,7 @@ def _training_table(card: Card) -> list[str]:
 
 
 def _peer_table(card: Card) -> list[str]:
-    """Return the table of litft beside transformers and peft."""
+    """Return the table that compares litft with transformers and peft."""
     if not card.peer:
         return []
     lines = [

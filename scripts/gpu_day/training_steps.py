@@ -1,6 +1,5 @@
 """Training steps of random models: seconds, FLOPs, memory against the plan, kernels."""
 
-import os
 import random
 import statistics
 import tempfile
@@ -18,13 +17,13 @@ from benchmark import BenchmarkArgs, write_setup
 from decode_speed import copy_speed, timed
 from figures import Figures, Values
 from plan_accuracy import Cell, planned_peak
+from profile_step import PRETENDED, kernels_of, profiled
 from run_litft import Litft, batch_layout
 
 from litft.args import DataArgs, TrainArgs
 from litft.training.memory.flops import peak_flops
 from litft.training.memory_saving.compile import run_uncompiled
 
-PRETENDED = "LITFT_PRETENDED_GPU" in os.environ
 WARMUP_STEPS = 2
 SHOWN_KERNELS = 60
 # of the products that measure the largest speed
@@ -48,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that is trained with LoRA, and what is said of its figures."""
+    """A model that is trained with LoRA, and how it is trained."""
 
     model: str  # a folder of scripts/configs
     quantize: str
@@ -63,10 +62,11 @@ class Trained:
         return f"{self.model} {method} {'compiled' if self.compiled else 'eager'}"
 
 
-def prepare(model: str, quantize: str, device: torch.device, compiled: bool = True) -> Trained:
-    """Return a model with random weights and a new adapter. model: a folder of scripts/configs."""
+def prepare(model: str, quantize: str, device: torch.device) -> Trained:
+    """Return a compiled model with random weights and a new adapter. model: a folder of
+    scripts/configs."""
     configs = Path(__file__).resolve().parent.parent / "configs"
-    train = TrainArgs(compile=compiled, micro_batch_size=1, activation_checkpointing="none")
+    train = TrainArgs(compile=True, micro_batch_size=1, activation_checkpointing="none")
     precision = "bf16" if device.type == "cuda" else "fp32"
     args = BenchmarkArgs(
         str(configs / model),
@@ -77,11 +77,12 @@ def prepare(model: str, quantize: str, device: torch.device, compiled: bool = Tr
     )
     with tempfile.TemporaryDirectory() as folder:
         contender = Litft(write_setup(args, device.type, Path(folder)))
-    return Trained(model, quantize, compiled, contender, device)
+    return Trained(model, quantize, True, contender, device)
 
 
 def measure_steps(trained: Trained, setting: Setting, steps: int = 6) -> Values:
-    """Return the figures of steps of one setting: medians, and the peak beside the plan."""
+    """Return the figures of steps of one setting: median times, the measured and the planned
+    peak."""
     contender = trained.contender
     device = trained.device
     samples, num_targets = _samples(contender, setting)
@@ -133,26 +134,12 @@ def measure_steps(trained: Trained, setting: Setting, steps: int = 6) -> Values:
 def kernel_table(step: Callable[[], Any], name: str, folder: Path) -> Values:
     """Run a step under the profiler; return its launches and milliseconds, and append the table of
     its kernels to kernels.txt."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
     on_gpu = torch.cuda.is_available() and not PRETENDED
-    activities = [ProfilerActivity.CPU]
-    if on_gpu:
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     microseconds: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     starts = []
     ends = []
-    for event in profiler.events():
-        # annotations span kernels, and would count them twice
-        if event.device_type != wanted or getattr(event, "is_user_annotation", False):
-            continue
+    for event in kernels_of(profiled(step, on_gpu), on_gpu):
         kernel = event.name[:110]
         microseconds[kernel] += event.time_range.elapsed_us()
         launches[kernel] += 1

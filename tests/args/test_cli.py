@@ -999,6 +999,7 @@ def test_hints_for_words_of_other_programs(words, message):
         (flags.PlanArgs, ["--tokens", "1,000"], "expected a whole number; write 1000"),
         (flags.MergeArgs, ["--adapter", "runs/a"], "use --checkpoint_dir runs/a"),
         (flags.MergeArgs, ["--out", "merged"], "use --out_dir merged"),
+        (flags.MergeArgs, ["--base_model", "m"], "use --base_dir m"),
     ],
 )
 def test_hints_of_commands_that_train_nothing(cls, words, message):

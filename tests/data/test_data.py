@@ -679,7 +679,7 @@ def test_messages_in_the_cells_of_a_table(tmp_path, tiny, write):
         (sample,) = load(table, tokenizer).train
         assert sample.tokens.tolist() == expected.tokens.tolist()
         assert sample.targets.tolist() == expected.targets.tolist()
-    # a file of JSON lines is no table, whatever its folder or name
+    # a .jsonl file is not read as a table, also with .csv or .tsv in its path
     texts = {name: json.dumps(value) for name, value in records[1].items()}
     for name in ("a.csv.jsonl", "x.tsv/part.jsonl"):
         path = tmp_path / name
