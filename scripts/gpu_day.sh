@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fifteen minutes on a GPU, in two calls on one warm machine; tests/gpu/README.md says how to prepare them.
 #
-#     scripts/gpu_day.sh 1            what matters most, in at most 9 minutes
+#     scripts/gpu_day.sh 1 [SECONDS]  what matters most, in at most 9 minutes
 #     scripts/gpu_day.sh 2 SECONDS    the rest, in the time that is left
 #
 # Results go to $OUT at once, so that a part that is stopped loses nothing else. `python scripts/gpu_day/report.py` reads them.
@@ -10,10 +10,7 @@ set -u
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
 call=${1:?name the call: 1 or 2}
-budget=540
-if [ "$call" = 2 ]; then
-    budget=${2:?name the seconds that are left}
-fi
+budget=${2:-540}
 cd "$root" || exit 9
 : "${OUT:?name the folder of the results}"
 mkdir -p "$OUT"
