@@ -14,6 +14,7 @@ from torch import Tensor
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.distributed.devices import is_out_of_memory
 from litft.errors import first_line
+from litft.inference.compiled_forward import TokenGraphs, with_compiled_blocks
 from litft.inference.state_snapshots import RowStates, Snapshot, best_start, take_snapshot
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
@@ -71,11 +72,13 @@ class Decoder:
         # of a model in training, whose loss shows NaN;
         # ranks of a sharded one would wait for each other
         self._may_hide_nan = self.device.type == "cpu" and not trained
+        self._forward_chunk: Callable = model
+        self._forward_token: Callable = model
         if compiled:
-            self._forward_chunk, self._forward_token = compile_forward(model)
-        else:
-            self._forward_chunk = model
-            self._forward_token = model
+            self._forward_chunk = with_compiled_blocks(model)
+            self._forward_token = self._forward_chunk
+            if self.device.type == "cuda":
+                self._forward_token = TokenGraphs(self._forward_chunk)
 
     def _allocate(self, rows: int, capacity: int) -> None:
         self.capacity = min(capacity, self.model.config.max_positions)
@@ -87,21 +90,8 @@ class Decoder:
         for row, view in enumerate(self.views):
             self._span_views[row, row + 1] = view
         self._span_views[0, rows] = self.cache
-        # Compiled code is bound to one address: prompts are prefilled in a separate cache of one
-        # row and copied from there. With one row, the cache itself has that address.
-        separate = self.compiled and rows > 1
-        if separate:
-            self.prefill_cache = KVCache(
-                self.model.config, 1, self.capacity, devices, self.model.dtype
-            )
-        else:
-            self.prefill_cache = None
-        # by number of keys; compiled code needs the same tensor in each call
+        # by number of keys
         self._key_ranges: dict[int, Tensor] = {}
-        if self.compiled:
-            _mark_static(self.cache)
-        if self.prefill_cache is not None:
-            _mark_static(self.prefill_cache)
 
     def reserve(self, tokens: int) -> None:
         """Grow the capacity to `tokens`, at least doubling it, up to the model's context length.
@@ -114,6 +104,8 @@ class Decoder:
         # doubling keeps the number of copies of a growing text small
         self._allocate(len(self.texts), max(tokens, 2 * self.capacity))
         self.cache.copy(old_cache, old_cache.capacity)
+        if isinstance(self._forward_token, TokenGraphs):
+            self._forward_token.forget()
 
     def prefill(self, row: int, ids: Sequence[int], max_length: int | None = None) -> Tensor:
         """Replace the text of a row by `ids` and return the logits (V,) after the last token, in
@@ -135,7 +127,7 @@ class Decoder:
         source_row, num_cached, snapshot = self._longest_prefix(row, ids, max_length)
 
         # start from the cached prefix: its keys and values are copied if another row has them
-        cache = self.prefill_cache or self.views[row]
+        cache = self.views[row]
         if cache is not self.views[source_row]:
             cache.copy(self.views[source_row], num_cached)
         self.texts[row] = list(ids[:num_cached])
@@ -145,7 +137,6 @@ class Decoder:
             self._restore(row, cache, num_cached, snapshot)
             # the whole prompt is a snapshot that knows its next logits: nothing is computed
             if num_cached == len(ids):
-                self.views[row].copy(cache, len(ids))
                 assert snapshot is not None
                 assert snapshot.logits is not None
                 return snapshot.logits.clone()
@@ -154,8 +145,6 @@ class Decoder:
 
         for start in range(num_cached, len(ids), PREFILL_CHUNK):
             logits = self.extend(row, ids[start : start + PREFILL_CHUNK], cache)
-        if cache is not self.views[row]:
-            self.views[row].copy(cache, len(ids))
 
         if logits.isnan().any():
             self.clear(row)
@@ -288,8 +277,7 @@ class Decoder:
         Masked keys have weight 0, and 0 times NaN is NaN, so NaN must not stay.
         """
         self.truncate(row, 0)
-        for cache in filter(None, (self.views[row], self.prefill_cache)):
-            cache.clear()
+        self.views[row].clear()
         if self.states:
             self.states[row] = RowStates()
 
@@ -424,30 +412,7 @@ class Decoder:
         bound = min(bound, self.capacity)
         if bound not in self._key_ranges:
             self._key_ranges[bound] = torch.arange(bound, device=self.device)
-            torch._dynamo.maybe_mark_dynamic(self._key_ranges[bound], 0)
         return self._key_ranges[bound]
-
-
-def _mark_static(cache: KVCache) -> None:
-    """Tell the compiler that a cache stays in its place: otherwise, writes to it would prevent
-    CUDA graphs."""
-    for layer in cache.layers:
-        torch._dynamo.mark_static_address(layer.keys)
-        torch._dynamo.mark_static_address(layer.values)
-        for state in layer.states:
-            torch._dynamo.mark_static_address(state)
-
-
-def compile_forward(model: GPT) -> tuple[Callable, Callable]:
-    """Compile the model for chunks of any length, and for one token per row (on a GPU, as one CUDA
-    graph)."""
-    forward_chunk = torch.compile(model.forward, dynamic=True)
-    if model.embed.weight.is_cuda:
-        mode = "reduce-overhead"
-    else:
-        mode = None
-    forward_token = torch.compile(model.forward, dynamic=False, mode=mode)
-    return forward_chunk, forward_token
 
 
 def check_prompt(model: GPT, ids: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from litft.model.attention_cpu import attend_documents, eager_attend_documents
 from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.config import Chunk
 from litft.model.device_type import device_type, is_planned
-from litft.model.kv_cache import LayerCache
+from litft.model.kv_cache import MAX_FLASH_HEAD_DIM, LayerCache, TextLengths
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, V value
@@ -26,13 +26,19 @@ class _GQAArguments(TypedDict, total=False):
     enable_gqa: bool
 
 
+class _WindowSize(TypedDict, total=False):
+    """The arguments of FlashAttention for a sliding window."""
+
+    window_size_left: int
+    window_size_right: int
+
+
 # torch 2.11 groups heads without being asked, and its varlen_attn has no such argument
 GQA_ARGUMENTS: _GQAArguments
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     GQA_ARGUMENTS = {"enable_gqa": True}
 else:
     GQA_ARGUMENTS = {}
-MAX_VARLEN_HEAD_DIM = 256  # of FlashAttention
 
 
 def attend(
@@ -63,6 +69,9 @@ def attend(
         scale = float(q.size(-1) ** -0.5)
     if cache is not None:
         k, v, mask = cache.update(k, v, window)
+        texts = cache.cache.call.texts
+        if mask is None and texts is not None:
+            return _attend_cached(q, cache, texts, window, scale)
     if mask is not None:
         return _masked_attention(q, k, v, mask, softcap, sinks, scale)
 
@@ -163,7 +172,7 @@ def supports_varlen(q: Tensor) -> bool:
     """Return whether the GPU kernel for packed sequences computes with queries (B, H, T, D) of this
     device, dtype and head size."""
     in_half = q.dtype in (torch.bfloat16, torch.float16)
-    if not in_half or q.size(3) > MAX_VARLEN_HEAD_DIM:
+    if not in_half or q.size(3) > MAX_FLASH_HEAD_DIM:
         return False
     return not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
 
@@ -205,6 +214,40 @@ def _attend_varlen(
     )
     assert isinstance(attended, Tensor)  # there is a second result on request only
     y = attended[..., :head_dim] if padding else attended
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def _attend_cached(
+    q: Tensor, cache: LayerCache, texts: TextLengths, window: int | Chunk | None, scale: float
+) -> Tensor:
+    """Run the GPU kernel for packed sequences with queries (B, H, T, D), the last tokens of texts
+    in the cache; it reads no keys behind a text, and splits the keys of a long one."""
+    assert not isinstance(window, Chunk)  # chunks have masks
+    batch, _, length, _ = q.shape
+    # the heads of a token are stored side by side, so nothing is copied
+    keys = cache.keys.transpose(1, 2).flatten(0, 1)  # (B S, K, D)
+    values = cache.values.transpose(1, 2).flatten(0, 1)
+    queries = q.transpose(1, 2).flatten(0, 1)  # (B T, H, D)
+    # one query sees all keys; the keys are split only if the kernel is told of no limit
+    is_causal = True if length > 1 else False  # noqa: SIM210
+    window_size: _WindowSize = {}
+    if window is not None:
+        window_size = {"window_size_left": window - 1, "window_size_right": 0}
+    y = torch.ops.aten._flash_attention_forward(
+        queries,
+        keys,
+        values,
+        texts.query_starts.to(q.device),
+        texts.key_starts.to(q.device),
+        length,
+        cache.cache.call.end,
+        0.0,  # no dropout
+        is_causal,
+        False,  # no debug mask
+        scale=scale,
+        seqused_k=texts.lengths.to(q.device),
+        **window_size,
+    )[0]
     return y.unflatten(0, (batch, length)).transpose(1, 2)
 
 

@@ -3,9 +3,10 @@ network once.
 
 A cache has a fixed size and one row per text. If all rows have the same length, `length` is that
 length and new tokens are appended. Otherwise the caller passes the position of each token, which is
-also its index in the cache. A token does not see entries at later positions. So rows of different
-lengths need no padding, and rejected draft tokens are overwritten. The state of a recurrent mixer
-cannot be truncated: to drop tokens, restore an earlier copy (inference/state_snapshots.py).
+also its index in the cache; those of a row follow one another. A token does not see entries at
+later positions. So rows of different lengths need no padding, and rejected draft tokens are
+overwritten. The state of a recurrent mixer cannot be truncated: to drop tokens, restore an earlier
+copy (inference/state_snapshots.py).
 """
 
 import math
@@ -17,8 +18,18 @@ from torch import Tensor
 
 from litft.model.config import Chunk, Config
 
+MAX_FLASH_HEAD_DIM = 256  # of FlashAttention
+
 # B batch, K key/value heads, S capacity in tokens, D head dim, T tokens of a call, N keys that a
 # call attends to
+
+
+class TextLengths(NamedTuple):
+    """What a GPU's kernel reads instead of a mask: int32 tensors."""
+
+    lengths: Tensor  # (B,), cached tokens of each text, those of this call included
+    query_starts: Tensor  # (B + 1,), where the queries of each text start
+    key_starts: Tensor  # (B + 1,), where the keys of each row of the cache start
 
 
 class Call(NamedTuple):
@@ -27,10 +38,12 @@ class Call(NamedTuple):
     start: int
     end: int  # the keys before it are attended to
     positions: Tensor | None  # (B, T); None: start to end in every row
-    # by window; empty: the attention kernel needs no mask tensor
+    # by window; without a mask, all keys are seen, or those that `texts` says
     masks: dict[int | Chunk | None, Tensor | None]
     # (B,), rows whose states change; None: all
     active: Tensor | None = None
+    # of the windows that have no mask, if they need more than the kernels' own causal mask
+    texts: TextLengths | None = None
 
 
 class LayerCache:
@@ -121,8 +134,7 @@ class KVCache:
             heads, *sizes = config.cache_shape(layer)
             pair = []
             for size in sizes:
-                shape = (batch, heads, capacity, size)
-                pair.append(torch.zeros(shape, device=on, dtype=dtype))
+                pair.append(_zeros((batch, heads, capacity, size), torch.device(on), dtype))
             storage.append(pair)
         for index in range(len(storage)):
             # the same tensors, if a layer reuses keys and values
@@ -146,6 +158,8 @@ class KVCache:
         # 0, 1, ... (N,); None: the whole capacity
         self.key_positions: Tensor | None = None
         self.call = Call(0, 0, None, {})
+        # windows whose layers need no masks, since a GPU's kernel takes the lengths of the texts
+        self.unmasked = _unmasked_windows(config, storage[0][0])
 
     @staticmethod
     def token_bytes(config: Config, dtype: torch.dtype) -> int:
@@ -219,6 +233,7 @@ class KVCache:
         # No mask tensor is needed for the first tokens of a text, where the kernels are causal, nor
         # for a single token at the end of every row, which sees all keys.
         masks: dict[int | Chunk | None, Tensor | None] = {}
+        texts = None
         if positions is not None or (count > 1 and start):
             if positions is None:
                 key_positions = torch.arange(end, device=device)
@@ -234,15 +249,60 @@ class KVCache:
             else:
                 query_positions = positions
             windows = {layer.window for layer in self.config.layers}
-            for window in windows:
+            for window in windows - self.unmasked:
                 masks[window] = causal_mask(query_positions, key_positions, window)
-        self.call = Call(start, end, positions, masks, self.active)
+            if self.unmasked:
+                texts = self._text_lengths(query_positions, count)
+        if positions is not None:
+            # compiled code would be bound to it, though it is not read
+            start = 0
+        self.call = Call(start, end, positions, masks, self.active, texts)
+
+    def _text_lengths(self, query_positions: Tensor, count: int) -> TextLengths:
+        """Return the lengths of texts whose last `count` tokens are at query_positions (B or 1,
+        count)."""
+        rows = self.layers[0].keys.size(0)
+        device = query_positions.device
+        lengths = (query_positions[:, -1] + 1).int().expand(rows).contiguous()
+        row_starts = torch.arange(rows + 1, device=device, dtype=torch.int32)
+        return TextLengths(lengths, row_starts * count, row_starts * self.capacity)
 
     def end(self) -> None:
         """Finish a call, after its tokens have passed every layer."""
         # with positions, the caller keeps the lengths
         if self.call.positions is None:
             self.length = self.call.end
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return zeros (B, K, S, D). On a GPU the heads of a token are stored side by side, as its
+    kernel for packed sequences reads them."""
+    if device.type != "cuda":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    batch, heads, capacity, size = shape
+    return torch.zeros(batch, capacity, heads, size, device=device, dtype=dtype).transpose(1, 2)
+
+
+def _unmasked_windows(config: Config, keys: Tensor) -> set[int | Chunk | None]:
+    """Return the windows all of whose layers attend with FlashAttention, given keys of the cache's
+    dtype and device."""
+    in_half = keys.dtype in (torch.bfloat16, torch.float16)
+    changes_scores = config.attention_softcap is not None or config.sinks or config.alibi
+    if not keys.is_cuda or not in_half or changes_scores:
+        return set()
+    if torch.cuda.get_device_capability(keys.device) < (8, 0):
+        return set()
+    windows = set()
+    masked = set()
+    for layer in config.layers:
+        head_dim = layer.head_dim or config.head_dim
+        fits = head_dim <= MAX_FLASH_HEAD_DIM and head_dim % 8 == 0
+        is_plain = layer.latent is None and layer.kv_sharing == "none"
+        if fits and is_plain and not isinstance(layer.window, Chunk):
+            windows.add(layer.window)
+        else:
+            masked.add(layer.window)
+    return windows - masked
 
 
 def causal_mask(positions: Tensor, key_positions: Tensor, window: int | Chunk | None) -> Tensor:

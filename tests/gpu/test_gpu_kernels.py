@@ -4,11 +4,14 @@ weights."""
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
+from transformers import MistralConfig
 
 from gpu.comparisons import CUDA, check, skip_host_counts
+from litft.families import read_config
 from litft.model import attention, loss
 from litft.model.attention import attend
 from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.kv_cache import KVCache, causal_mask
 from litft.model.mlp import grouped_product
 from litft.model.packed_sequences import PackedSequences
 from litft.model.quantization import KINDS, QuantizedTensor
@@ -50,6 +53,30 @@ def test_attention_equals_the_eager_form(packed, dtype, limit, heads, kv_heads, 
         actual, gradients(lambda q, k, v: eager_attention(q, k, v, mask), wide), strict=True
     ):
         check(got, expected, limit)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 2, 64), (4, 4, 128), (6, 3, 24)])
+@pytest.mark.parametrize("count", [1, 20])
+def test_cached_attention_equals_the_eager_form(count, heads, kv_heads, head_dim, window):
+    """The last tokens of a long and a short text, of which a kernel is told the lengths."""
+    sizes = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    mistral = MistralConfig(**sizes, sliding_window=window, num_hidden_layers=1)
+    cache = KVCache(read_config(mistral.to_dict()), 2, 4096, CUDA, torch.bfloat16)
+    assert cache.unmasked == {window}
+    generator = torch.Generator().manual_seed(0)
+    (layer,) = cache.layers
+    shapes = [(2, count_of, count, head_dim) for count_of in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, generator=generator).to(CUDA, torch.bfloat16) for shape in shapes)
+    for stored in (layer.keys, layer.values):
+        stored.copy_(torch.randn(stored.shape, generator=generator))
+
+    positions = torch.tensor([[3000], [37]], device=CUDA) + torch.arange(count, device=CUDA)
+    cache.begin(positions, positions)
+    actual = attend(q, k, v, window=window, cache=layer)
+    mask = causal_mask(positions, torch.arange(4096, device=CUDA), window)
+    expected = eager_attention(q.float(), layer.keys.float(), layer.values.float(), mask)
+    check(actual, expected, 0.01)
 
 
 @pytest.mark.parametrize("window", [None, 17])

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor
 
 from litft.methods.mixins import subclass_with
+from litft.model.compilation import compile_block
 from litft.model.config import Chunk
 from litft.model.kv_cache import KVCache
 from litft.model.packed_sequences import PackedSequences
@@ -75,13 +75,8 @@ def compile_blocks(model: GPT) -> None:
     share a graph."""
     model.__class__ = subclass_with(Compiled, type(model))
     model.compiled_loss = True
-    # LoRA's scale is a constant, though `dynamic` would make it an input
-    torch._dynamo.config.specialize_float = True
-    # sizes that are equal in the first step need not be equal later: a row may be as long as the
-    # model is wide, and its length would become a constant
-    torch.fx.experimental._config.use_duck_shape = False
     for block in model.blocks:
-        block.compile(dynamic=True)
+        compile_block(block)
 
 
 def compiles(requested: bool | None, device: str, offloads_blocks: bool) -> bool:
