@@ -53,13 +53,14 @@ figures() { "$python" scripts/gpu_day/measure.py --out "$OUT" --seconds "$LIMIT"
 tests() {
     local out=$1
     shift
-    "$python" -m pytest -v --tb=short -p no:cacheprovider -n "${WORKERS:-6}" --dist load --junitxml "$OUT/$out.xml" "$@"
+    "$python" -m pytest -v --tb=short -p no:cacheprovider -n "${WORKERS:-8}" --dist load --junitxml "$OUT/$out.xml" "$@"
 }
 export -f figures tests
 export python OUT
 
 benchmark=("$python" scripts/benchmark.py --precision bf16 --steps 6 --warmup 2 --data.max_seq_length 2048)
 quick="tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_methods.py tests/gpu/test_gpu_networks.py"
+more_tests="tests/gpu/test_gpu_decoding.py tests/gpu/test_gpu_runs.py tests/gpu/test_gpu_distributed.py $quick"
 
 machine() {
     nvidia-smi
@@ -83,11 +84,15 @@ if [ "$call" = 1 ]; then
     part "QLoRA" 100 bash -c "figures --subject qlora --model $large"
     part "decoding" 150 bash -c "figures --subject decoding --model $large"
 else
-    part "runs" 75 bash -c "tests tests-2 tests/gpu/test_gpu_runs.py tests/gpu/test_gpu_distributed.py -m quick"
-    part "recomputation" 60 bash -c "figures --subject recomputation --model $large"
-    part "small model" 50 bash -c "figures --subject lora --model $small"
+    part "decoding" 60 bash -c "figures --subject decoding --model $large"
+    part "tests" 140 bash -c "tests tests-2 $more_tests -m quick"
+    part "LoRA" 75 bash -c "figures --subject lora --model $large"
+    part "recomputation" 50 bash -c "figures --subject recomputation --model $large"
+    part "attention" 30 "$python" scripts/attention_speed.py --out "$OUT/attention.json"
+    # inductor's C++ code for the host needs a CUDA toolkit; its figures are in the log only
+    part "C++ on the host" 50 bash -c "TORCHINDUCTOR_CPP_WRAPPER=1 OUT=$(mktemp -d) figures --subject lora --model $large"
     part "plan" 60 "$python" scripts/plan_accuracy.py --accelerator cuda --minutes 0.6 --only full --out "$OUT/cells.json"
-    part "attention" 50 "$python" scripts/attention_speed.py --out "$OUT/attention.json"
+    part "small model" 50 bash -c "figures --subject lora --model $small"
 fi
 nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used --format=csv || true
 echo "## end of call $call after $SECONDS s"

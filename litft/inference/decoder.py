@@ -14,7 +14,7 @@ from torch import Tensor
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.distributed.devices import is_out_of_memory
 from litft.errors import first_line
-from litft.inference.compiled_forward import TokenGraphs, with_compiled_blocks
+from litft.inference.compiled_forward import TokenGraphs, compile_forward
 from litft.inference.state_snapshots import RowStates, Snapshot, best_start, take_snapshot
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
@@ -75,10 +75,7 @@ class Decoder:
         self._forward_chunk: Callable = model
         self._forward_token: Callable = model
         if compiled:
-            self._forward_chunk = with_compiled_blocks(model)
-            self._forward_token = self._forward_chunk
-            if self.device.type == "cuda":
-                self._forward_token = TokenGraphs(self._forward_chunk)
+            self._forward_chunk, self._forward_token = compile_forward(model)
 
     def _allocate(self, rows: int, capacity: int) -> None:
         self.capacity = min(capacity, self.model.config.max_positions)
@@ -412,6 +409,7 @@ class Decoder:
         bound = min(bound, self.capacity)
         if bound not in self._key_ranges:
             self._key_ranges[bound] = torch.arange(bound, device=self.device)
+            torch._dynamo.maybe_mark_dynamic(self._key_ranges[bound], 0)
         return self._key_ranges[bound]
 
 

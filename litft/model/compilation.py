@@ -1,6 +1,7 @@
 """torch.compile for a block, in training and in decoding."""
 
 import torch
+import torch._inductor.config
 import torch.fx.experimental._config
 from torch import nn
 
@@ -15,4 +16,6 @@ def compile_block(block: nn.Module) -> None:
     torch.fx.experimental._config.use_duck_shape = False
     # a graph for each kind of block, of each open model, with and without several rows and tokens
     torch._dynamo.config.recompile_limit = 64
+    # the casts of all factors of LoRA in a few kernels: launching them is the host's time
+    torch._inductor.config.combo_kernels = True
     block.compile(dynamic=True)

@@ -1,5 +1,5 @@
-"""Compiled decoding is one graph for each kind of block: every recompilation would be a wait within
-an answer."""
+"""Compiled decoding is one graph per forward pass on a CPU, and one for each kind of block on a GPU:
+every recompilation would be a wait within an answer."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from graphs import counted_graphs
 from parity import ROWS, TINY
 
 from litft.families import read_config
+from litft.inference.compiled_forward import with_compiled_blocks
 from litft.inference.decoder import PREFILL_CHUNK, Decoder
 from litft.model.transformer import GPT
 
@@ -27,12 +28,34 @@ def model(request):
 
 
 @pytest.mark.halved
+def test_each_forward_pass_is_one_graph(model):
+    """Prompts of any length share one graph, tokens another one, whatever the number of cached
+    keys."""
+    with counted_graphs() as counts:
+        decoder = Decoder(model, rows=1, capacity=1024, compiled=True)
+        tokens = [1 + i % 40 for i in range(PREFILL_CHUNK + 250)]
+        decoder.prefill(0, tokens[:250])
+        assert counts.reset() == (1, 1)
+        for _ in range(10):  # the keys to attend to grow from 256 to 512
+            decoder.step(torch.tensor([3]), [True])
+            decoder.append(0, 3)
+        assert counts.reset() == (1, 10)
+        decoder.prefill(0, tokens[::-1])  # without a common prefix
+        assert counts.reset() == (0, 2)
+        decoder.step(torch.tensor([3]), [True])
+        assert counts.reset() == (0, 1)
+        assert not counts.breaks
+
+
+@pytest.mark.halved
 def test_each_block_is_one_graph(model):
     """Prompts of any length share one graph for each kind of block, tokens another one, whatever
     the number of cached keys."""
     kinds = len({layer.window for layer in model.config.layers})
     with counted_graphs() as counts:
         decoder = Decoder(model, rows=1, capacity=1024, compiled=True)
+        # as on a GPU
+        decoder._forward_chunk = decoder._forward_token = with_compiled_blocks(model)
         tokens = [1 + i % 40 for i in range(PREFILL_CHUNK + 250)]
         decoder.prefill(0, tokens[:250])
         assert counts.reset() == (kinds, 2)

@@ -214,11 +214,11 @@ def test_the_kernel_is_told_the_longest_document(monkeypatch):
     """It starts thread blocks for that many tokens of each document, not for those of a row."""
     told = []
 
-    def kernel(q, k, v, starts, key_starts, longest, longest_keys, **settings):
-        told.append((longest, longest_keys))
+    def kernel(q, k, v, *, max_queries, max_keys, **settings):
+        told.append((max_queries, max_keys))
         return torch.empty_like(q)
 
-    monkeypatch.setattr("litft.model.attention.varlen_attn", kernel)
+    monkeypatch.setattr("litft.model.attention._flash_attention", kernel)
     ids = torch.tensor([[0] * 5 + [1] * 7 + [2] * 4, [3] * 10 + [4] * 3 + [5] * 3])
     on_gpu = PackedSequences.of(ids).to(lambda tensor: tensor.to("meta"))
     q = torch.empty(2, 4, 16, 8, device="meta", dtype=torch.bfloat16)
