@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ def compile_forward(model: GPT) -> tuple[Callable, Callable]:
     """
     if model.device.type == "cuda":
         network = with_compiled_blocks(model)
+        # experts in fp32 are multiplied in a loop, for which the host reads their numbers of rows
+        has_experts = any(layer.experts for layer in model.config.layers)
+        if has_experts and model.dtype == torch.float32:
+            return network, network
         return network, TokenGraphs(network)
     forward_chunk = torch.compile(model.forward, dynamic=True)
     forward_token = torch.compile(model.forward, dynamic=False)
@@ -78,9 +83,7 @@ class TokenGraphs:
 class RecordedPass:
     """A CUDA graph of one pass, with the tensors that it reads and writes."""
 
-    def __init__(
-        self, model: GPT, inputs: dict[str, Tensor], cache: KVCache, pool: tuple[int, int]
-    ) -> None:
+    def __init__(self, model: GPT, inputs: dict[str, Tensor], cache: KVCache, pool: Any) -> None:
         self.inputs = {}
         for name, tensor in inputs.items():
             self.inputs[name] = tensor.clone()

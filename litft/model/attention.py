@@ -11,7 +11,7 @@ from litft.model.attention_cpu import attend_documents, eager_attend_documents
 from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.config import Chunk
 from litft.model.device_type import device_type, is_planned
-from litft.model.kv_cache import MAX_FLASH_HEAD_DIM, LayerCache, TextLengths
+from litft.model.kv_cache import MAX_FLASH_HEAD_DIM, LayerCache
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, V value
@@ -53,9 +53,8 @@ def attend(
         scale = float(q.size(-1) ** -0.5)
     if cache is not None:
         k, v, mask = cache.update(k, v, window)
-        texts = cache.cache.call.texts
-        if mask is None and texts is not None:
-            return _attend_cached(q, cache, texts, window, scale)
+        if mask is None and cache.cache.call.texts is not None:
+            return _attend_cached(q, cache, window, scale)
     if mask is not None:
         return _masked_attention(q, k, v, mask, softcap, sinks, scale)
 
@@ -198,10 +197,12 @@ def _attend_varlen(
 
 
 def _attend_cached(
-    q: Tensor, cache: LayerCache, texts: TextLengths, window: int | Chunk | None, scale: float
+    q: Tensor, cache: LayerCache, window: int | Chunk | None, scale: float
 ) -> Tensor:
     """Run the GPU kernel for packed sequences with queries (B, H, T, D), the last tokens of texts
     in the cache; it reads no keys behind a text, and splits the keys of a long one."""
+    texts = cache.cache.call.texts
+    assert texts is not None  # the caller has asked
     assert not isinstance(window, Chunk)  # chunks have masks
     batch, _, length, _ = q.shape
     # the heads of a token are stored side by side, so nothing is copied

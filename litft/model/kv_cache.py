@@ -253,9 +253,6 @@ class KVCache:
                 masks[window] = causal_mask(query_positions, key_positions, window)
             if self.unmasked:
                 texts = self._text_lengths(query_positions, count)
-        if positions is not None:
-            # compiled code would be bound to it, though it is not read
-            start = 0
         self.call = Call(start, end, positions, masks, self.active, texts)
 
     def _text_lengths(self, query_positions: Tensor, count: int) -> TextLengths:

@@ -33,20 +33,21 @@ class Figures:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def measure(self, part: str, function: Callable[[], Values], needs: float = 15) -> None:
+    def measure(self, part: str, function: Callable[[], Values], needs: float = 15) -> bool:
         """Write what a function measures, or its error; nothing is measured if less than `needs`
-        seconds are left."""
+        seconds are left. Return whether there are figures."""
         if self.seconds_left < needs:
             self.write(part, skipped=f"{self.seconds_left:.0f} s were left, {needs:.0f} needed")
-            return
+            return False
         try:
             values = function()
         except Exception as error:
             # the next part may still succeed
             reason = f"{type(error).__name__}: {str(error)[:400]}"
             self.write(part, error=reason, where=traceback.format_exc()[-700:])
-            return
+            return False
         self.write(part, **values)
+        return True
 
 
 def read_figures(folder: Path) -> dict[str, Values]:

@@ -3,6 +3,8 @@
 On the pretended GPU (README.md), those marked `numbers` skip too.
 """
 
+import sys
+
 import pytest
 import torch
 
@@ -25,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs"))
         elif PRETENDED and item.get_closest_marker("numbers"):
             item.add_marker(pytest.mark.skip(reason="the pretended GPU computes nothing"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print why a test failed at once: on a lent GPU, pytest may be stopped before its summary."""
+    if report.failed:
+        print(f"\n== {report.nodeid}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,7 @@ def test_each_block_is_one_graph(model):
         decoder = Decoder(model, rows=1, capacity=1024, compiled=True)
         # as on a GPU
         decoder._forward_chunk = decoder._forward_token = with_compiled_blocks(model)
+        assert not any(block._compiled_call_impl for block in model.blocks)
         tokens = [1 + i % 40 for i in range(PREFILL_CHUNK + 250)]
         decoder.prefill(0, tokens[:250])
         assert counts.reset() == (kinds, 2)
