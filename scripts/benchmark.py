@@ -259,6 +259,7 @@ def contenders(
         "padded": {"room": None, "rows": rows},
         "compiled": {"compile": True},
         "eager": {"compile": False},
+        "elementwise": {"recomputed": "elementwise"},
         "selective": {"recomputed": "selective"},
         "full": {"recomputed": "full"},
         "dora": {"adapter": None, "lora": setup["lora"] | {"dora": True}},

@@ -75,6 +75,7 @@ llama-3.2-1b lora fp32 none 1 2048 none eager 1
 llama-3.2-1b full bf16 none 1 512 none eager 2
 llama-3.2-1b full bf16 none 1 2048 selective compiled 1
 llama-3.2-1b full bf16 none 1 8192 full eager 2
+llama-3.2-1b full bf16 none 1 2048 elementwise compiled 2
 llama-3.2-1b full bf16-true none 1 2048 none eager 1
 llama-3.2-1b full bf16-true none 1 2048 full compiled 2
 gemma-2-2b lora bf16 none 1 512 none eager 1
@@ -82,16 +83,21 @@ gemma-2-2b lora bf16 none 1 512 full eager 1
 gemma-2-2b lora bf16 none 1 2048 none eager 2
 gemma-2-2b lora bf16 none 1 2048 full eager 1
 gemma-2-2b lora bf16 none 1 2048 selective compiled 1
+gemma-2-2b lora bf16 none 1 2048 elementwise eager 1
 gemma-2-2b full bf16 none 1 2048 full eager 1
 llama-3.1-8b lora bf16 none 1 512 none eager 2
 llama-3.1-8b lora bf16 none 1 2048 none eager 1
 llama-3.1-8b lora bf16 none 1 2048 none compiled 2
 llama-3.1-8b lora bf16 none 1 2048 selective eager 1
+llama-3.1-8b lora bf16 none 4 2048 elementwise compiled 1
+llama-3.1-8b lora bf16 none 4 2048 elementwise eager 1
+llama-3.1-8b lora bf16 nf4 1 2048 elementwise compiled 1
 llama-3.1-8b lora bf16 none 1 8192 full eager 1
 llama-3.1-8b lora bf16 none 1 8192 full compiled 1
 llama-3.1-8b lora bf16 nf4 1 2048 full eager 1
 qwen3-30b-a3b lora bf16 none 1 512 none eager 1
 qwen3-30b-a3b lora bf16 none 1 2048 full eager 2
+qwen3-30b-a3b lora bf16 none 1 2048 elementwise eager 1
 """
 # what scripts/plan.py --budget chooses: model, method, tokens, budget
 BUDGETS = """

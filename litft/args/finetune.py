@@ -61,10 +61,10 @@ class TrainArgs:
     compile: bool | None = None
     """Compile the transformer blocks with torch.compile. The first step starts up to a minute
     later, and all steps are faster. Default: true on a GPU, false on a CPU."""
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Save memory by recomputing activations in the backward pass: none, those of the MLPs
-    (selective), or those of whole blocks (full). auto: the least recomputation that fits into
-    memory."""
+    activation_checkpointing: Literal["auto", "none", "elementwise", "selective", "full"] = "auto"
+    """Save memory by recomputing activations in the backward pass: none, those of norms and gates
+    (elementwise), those of the MLPs (selective), or those of whole blocks (full). auto: the least
+    recomputation that fits into memory."""
     cpu_offload: Literal["none", "activations", "parameters"] = "none"
     """What to keep in host memory instead of GPU memory: saved activations, or the blocks' frozen
     weights (parameters). Each block's weights are fetched while the previous block runs; blocks are
@@ -165,6 +165,11 @@ class TrainArgs:
                     "choose another"
                 )
 
+        if self.cpu_offload == "activations" and self.activation_checkpointing == "elementwise":
+            problems.append(
+                "--train.activation_checkpointing elementwise: --train.cpu_offload activations "
+                "saves everything on the host; choose one of them"
+            )
         # auto and full agree with what offloading does anyway: it recomputes whole blocks
         if self.cpu_offload == "parameters":
             if self.activation_checkpointing in ("auto", "full"):

@@ -69,9 +69,9 @@ class PlanArgs:
     quantization)."""
     optimizer: Optimizers = "adamw"
     """The optimizer, whose state takes memory."""
-    activation_checkpointing: Literal["none", "selective", "full"] | None = None
-    """Activations to recompute in the backward pass: none, those of the MLPs (selective), or of
-    whole blocks (full).
+    activation_checkpointing: Literal["none", "elementwise", "selective", "full"] | None = None
+    """Activations to recompute in the backward pass: none, those of norms and gates (elementwise),
+    of the MLPs (selective), or of whole blocks (full).
     Default: the fastest with --budget, full with --cpu_offload, otherwise none."""
     cpu_offload: Literal["none", "parameters"] = "none"
     """Whether to keep the frozen weights of the blocks in host memory."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.methods.mixins import Mixin
+from litft.model.linear import LowRankUpdate
 from litft.model.mlp import ExpertLinear, Grouping, by_expert, expert_linear
 from litft.model.quantization import dense_weight
 
@@ -18,7 +19,7 @@ from litft.model.quantization import dense_weight
 LORA_PARAMETERS = ("lora_a", "lora_b", "lora_m", "lora_a0", "lora_b0")
 
 
-class LoRALinear(Mixin):
+class LoRALinear(Mixin, LowRankUpdate):
     """A Linear y = W x with a low-rank update: y + scale * B A x (arXiv 2106.09685, section 4.1).
 
     DoRA (2402.09353) rescales each row of W + scale * B A to the norm `lora_m`. PiSSA (2404.02948)
@@ -152,7 +153,23 @@ class LoRALinear(Mixin):
         y = super().forward(x, *grouping)
         if not self.enabled:
             return y
-        y = self.add_update(y, x, *grouping)
+        return self.rescale_rows(self.add_update(y, x, *grouping), *grouping)
+
+    def forward_projected(self, x: Tensor, projected: Tensor) -> Tensor:
+        """Return what `forward` returns for x (..., in), given x A^T (..., R)."""
+        y = self.add_projected(super().forward(x), projected)
+        return self.rescale_rows(y)
+
+    def input_rows(self, dtype: torch.dtype) -> Tensor | None:
+        """Return A (R, in) in `dtype`; None if the module is disabled or drops inputs of its
+        own."""
+        drops = self.training and self.lora_dropout > 0
+        if not self.enabled or drops:
+            return None
+        return self.input_factor(dtype)
+
+    def rescale_rows(self, y: Tensor, *grouping: Grouping) -> Tensor:
+        """Return y (..., out) with DoRA's row norms, if the module has magnitudes."""
         if self.lora_m is None:
             return y
         # y + y * (ratio - 1): a ratio of 1 leaves y bitwise unchanged, and a ratio close to 1 is
@@ -168,25 +185,32 @@ class LoRALinear(Mixin):
     def add_update(self, y: Tensor, x: Tensor) -> Tensor:
         """Return y (..., out) plus the update for x (..., in), rounded once: `addmm` accumulates in
         fp32, so that a small update is kept."""
-        # A (R, in), B (out, R)
-        a, b = self.factors(x.dtype)
-        projected = F.linear(F.dropout(x, self.lora_dropout, self.training), a)  # (..., R)
+        x = F.dropout(x, self.lora_dropout, self.training)
+        return self.add_projected(y, F.linear(x, self.input_factor(x.dtype)))
+
+    def add_projected(self, y: Tensor, projected: Tensor) -> Tensor:
+        """Return y (..., out) plus scale * B times x A^T (..., R)."""
+        b = self.output_factor(y.dtype)  # (out, R)
         return torch.addmm(y.flatten(0, -2), projected.flatten(0, -2), b.mT).view_as(y)
 
-    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A (R, in) and scale * B (out, R) in `dtype`; experts have A (E, R, in) and B
-        (E, out, R).
+    def input_factor(self, dtype: torch.dtype) -> Tensor:
+        """Return A (R, in) in `dtype`; experts have (E, R, in).
 
         For PiSSA and OLoRA the update has twice the rank: scale * (B A - B0 A0) = scale * (B (A -
         A0) + (B - B0) A0). The differences are computed in fp32; after rounding A and A0 little of
         them would be left.
         """
         a = self.lora_a
-        b = self.lora_b
-        if self.lora_a0 is not None and self.lora_b0 is not None:
+        if self.lora_a0 is not None:
             a = torch.cat((a - self.lora_a0, self.lora_a0), -2)
+        return a.to(dtype)
+
+    def output_factor(self, dtype: torch.dtype) -> Tensor:
+        """Return scale * B (out, R) in `dtype`; experts have (E, out, R). See `input_factor`."""
+        b = self.lora_b
+        if self.lora_b0 is not None:
             b = torch.cat((b, b - self.lora_b0), -1)
-        return a.to(dtype), (b * self.lora_scale).to(dtype)
+        return (b * self.lora_scale).to(dtype)
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
@@ -235,7 +259,8 @@ class LoRAExpertLinear(LoRALinear):
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A (E, R, in) and scale * B (E, out, R), with the rank padded to a multiple of 8,
         which grouped_mm requires on a GPU."""
-        a, b = super().factors(dtype)
+        a = self.input_factor(dtype)
+        b = self.output_factor(dtype)
         padding = -a.size(-2) % 8
         # rows and columns of zeros change no product
         if padding:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from litft.model.mlp import ExpertLinear, Grouping, expert_linear
 from litft.model.norm import Norm
 from litft.model.quantization import QuantizedModule
+from litft.model.recomputation import recomputable
 from litft.model.transformer import GPT
 
 # C channels, N rows of expert inputs
@@ -139,6 +140,13 @@ class TrainedWeight(Mixin):
         del self.inactive, self.dtype
 
 
+def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight of any shape in `dtype`; a block that recomputes does not save the copy."""
+    if weight.dtype == dtype:
+        return weight
+    return recomputable(lambda weight: weight.to(dtype), weight)
+
+
 class TrainedLinear(TrainedWeight):
     """An nn.Linear with trained parameters."""
 
@@ -149,7 +157,7 @@ class TrainedLinear(TrainedWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, (..., out), for x (..., in), in the dtype of x."""
-        weight = self.weight.to(x.dtype)
+        weight = rounded(self.weight, x.dtype)
         if self.bias is None:
             return F.linear(x, weight)
         return F.linear(x, weight, self.bias.to(x.dtype))
@@ -165,7 +173,7 @@ class TrainedExpertLinear(TrainedWeight):
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply to x (N, in), sorted by expert; return (N, out) in the dtype of x."""
         bias = self.bias if self.bias is None else self.bias.to(x.dtype)
-        return expert_linear(x, self.weight.to(x.dtype), bias, grouping)
+        return expert_linear(x, rounded(self.weight, x.dtype), bias, grouping)
 
 
 class TrainedEmbedding(TrainedWeight):

@@ -10,7 +10,7 @@ from litft.model.attention import attend
 from litft.model.config import Config, LayerConfig
 from litft.model.kv_cache import LayerCache
 from litft.model.latent_attention import LatentAttention
-from litft.model.linear import Linear
+from litft.model.linear import Linear, apply_linears
 from litft.model.mixers import make_mixer
 from litft.model.mlp import make_mlp
 from litft.model.norm import Norm, apply_norm, make_qk_norm, scaled
@@ -199,8 +199,10 @@ class Attention(nn.Module):
         """Return queries, keys and values of x (B, T, C), (B, T, heads * D); overridden where one
         matrix computes all."""
         assert self.k_proj is not None  # a layer without keys calls `reuse` instead
-        k = self.k_proj(x)
-        return self.q_proj(x), k, k if self.v_proj is None else self.v_proj(x)
+        if self.v_proj is None:
+            q, k = apply_linears(x, self.q_proj, self.k_proj)
+            return q, k, k
+        return tuple(apply_linears(x, self.q_proj, self.k_proj, self.v_proj))
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return unrotated keys and values (B, K, T, D) of x (B, T, C)."""

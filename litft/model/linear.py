@@ -32,6 +32,44 @@ class Linear(nn.Linear):
             self.weight = nn.Parameter(packed, requires_grad=False)
 
 
+class LowRankUpdate:
+    """What a method mixes over a Linear whose update begins with a product of few rows.
+
+    Linears that read the same input compute these products as one.
+    """
+
+    def input_rows(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the rows (R, in) of that product in `dtype`; None if it cannot be shared."""
+        raise NotImplementedError
+
+    def forward_projected(self, x: Tensor, projected: Tensor) -> Tensor:
+        """Return what `forward` returns for x (..., in), given its product with the rows
+        (..., R)."""
+        raise NotImplementedError
+
+
+def apply_linears(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Return the output of each Linear, (..., out), for one x (..., in)."""
+    rows = []
+    for linear in linears:
+        rows.append(linear.input_rows(x.dtype) if isinstance(linear, LowRankUpdate) else None)
+    shared = [factor for factor in rows if factor is not None]
+    if len(shared) < 2:
+        return [linear(x) for linear in linears]
+
+    # one product reads x once
+    widths = [factor.size(0) for factor in shared]
+    projected = iter(F.linear(x, torch.cat(shared)).split_with_sizes(widths, -1))
+    outputs = []
+    for linear, factor in zip(linears, rows, strict=True):
+        if factor is None:
+            outputs.append(linear(x))
+        else:
+            assert isinstance(linear, LowRankUpdate)  # it has rows
+            outputs.append(linear.forward_projected(x, next(projected)))
+    return outputs
+
+
 def can_pack(weight: Tensor) -> bool:
     """Return whether oneDNN is available and has kernels for this weight (out, in)."""
     supported = torch.backends.mkldnn.is_available() and weight.is_cpu and not weight.requires_grad

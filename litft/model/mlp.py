@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from litft.model.config import Config, ExpertsConfig, LayerConfig, NormConfig
-from litft.model.linear import Linear
+from litft.model.linear import Linear, apply_linears
 from litft.model.norm import Norm, scaled
+from litft.model.recomputation import recomputable
 
 # B batch, T tokens, C channels, I hidden size of an MLP, E experts, N rows: B x T x top_k, one per
 # token and selected expert
@@ -94,7 +95,7 @@ def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
             # the compiler chooses itself what it saves
             needs_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             if needs_graph:
-                return _Gated.apply(gate, up, act)
+                return recomputable(lambda gate, up: _Gated.apply(gate, up, act), gate, up)
             return act(gate) * up
 
         return gated
@@ -147,7 +148,7 @@ class GatedMLP(nn.Module):
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up, (..., I) each, of x (..., C); overridden where one matrix computes
         both."""
-        return self.gate_proj(x), self.up_proj(x)
+        return tuple(apply_linears(x, self.gate_proj, self.up_proj))
 
 
 class SparseMLP(GatedMLP):
@@ -182,7 +183,7 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., C) for x (..., C); a shared expert reads x as (B T, C)."""
-        return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(recomputable(self.activation, self.up_proj(x)))
 
 
 def route(
@@ -383,7 +384,8 @@ class PlainExperts(nn.Module):
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply the experts to x (N, C), sorted by expert; return (N, C)."""
-        return self.down_proj(self.activation(self.up_proj(x, grouping)), grouping)
+        hidden = recomputable(self.activation, self.up_proj(x, grouping))
+        return self.down_proj(hidden, grouping)
 
 
 # name suffixes of the modules that select experts; these stay in full precision, since a small

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model.config import Config, NormConfig
+from litft.model.recomputation import recomputable
 
 
 class Norm(nn.Module):
@@ -60,7 +61,8 @@ class Norm(nn.Module):
             weight = weight + self.norm.offset
         # compiled: no fp32 copy either
         if self.norm.kind == "rms" and bias is None and not torch.compiler.is_compiling():
-            return _RMSNorm.apply(x, weight, self.norm.eps, len(self.normalized_shape))
+            num_dims = len(self.normalized_shape)
+            return recomputable(lambda x: _RMSNorm.apply(x, weight, self.norm.eps, num_dims), x)
         if self.shape == self.normalized_shape:
             return self.normalize(x.float(), weight, bias).to(x.dtype)
         # F's norms take a weight of the normalized dimensions, not one for each head

@@ -417,6 +417,7 @@ def plan_lines(
     # memory and time
     recomputed = {
         "none": "",
+        "elementwise": "; norms and gates are recomputed",
         "selective": "; MLPs are recomputed",
         "full": "; blocks are recomputed",
     }[settings.recomputed]

@@ -63,7 +63,7 @@ def gradients(model, parameters, micro_batches):
     return total, grads
 
 
-@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["elementwise", "selective", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recomputing_is_bit_identical(tiny, kind, dropout):
     """Dropout draws the same numbers again."""
@@ -77,11 +77,12 @@ def test_recomputing_is_bit_identical(tiny, kind, dropout):
 
 
 def test_recomputing_saves_memory(tiny):
-    """`selective` recomputes the MLPs' activations, `full` everything but the blocks' inputs."""
+    """`elementwise` recomputes norms and gates, `selective` the MLPs' activations, `full` everything
+    but the blocks' inputs."""
     nbytes = {}
     (batch,) = batches(row_tokens=512)
-    for kind in ("none", "selective", "full"):
-        model, _ = learner(tiny)
+    for kind in ("none", "elementwise", "selective", "full"):
+        model, _ = learner(tiny, targets=["all-linear"])
         recompute(model, kind)
         with AllocationTracker() as tracker:
             loss, _ = model(batch.tokens, **batch.inputs())
@@ -90,7 +91,47 @@ def test_recomputing_saves_memory(tiny):
     assert (
         nbytes["full"] < 0.4 * nbytes["none"]
         and nbytes["full"] < nbytes["selective"] < 0.8 * nbytes["none"]
+        and nbytes["elementwise"] < 0.8 * nbytes["none"]
     )
+
+
+def saved_bytes(loss):
+    """Return the bytes that the compiled blocks of a loss have saved."""
+    nodes = [loss.grad_fn]
+    seen = set()
+    storages = {}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CompiledFunction" in type(node).__name__:
+            for tensor in node.saved_tensors:
+                storages[tensor.data_ptr()] = tensor.nbytes
+        nodes += [following for following, _ in node.next_functions]
+    return sum(storages.values())
+
+
+def test_compiled_blocks_do_not_save_what_they_recompute(tiny, monkeypatch):
+    """The same part as without a compiler: the outputs of norms and gates."""
+    compile_with = torch.compile
+
+    # the partition of the graph without generated code
+    def compiled(function, **settings):
+        return compile_with(function, backend="aot_eager_decomp_partition", **settings)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    nbytes = {}
+    (batch,) = batches(row_tokens=512)
+    for kind in ("none", "elementwise"):
+        torch._dynamo.reset()
+        model, _ = learner(tiny, targets=["all-linear"])
+        recompute(model, kind)
+        compile_blocks(model)
+        model.compiled_loss = False
+        loss, _ = model(batch.tokens, **batch.inputs())
+        nbytes[kind] = saved_bytes(loss)
+    assert 0 < nbytes["elementwise"] < 0.9 * nbytes["none"]
 
 
 def test_offloading_activations_is_bit_identical(tiny, monkeypatch):

@@ -153,7 +153,11 @@ def default_dtype():
 QUICK = ("LoRA, two chunks of logits",)
 # of these, one of each kind; the rest runs once a week
 SLOW = ("full, bf16 weights", "LLaMA-Adapter v2", "experts", "preferences, an adapted head")
-RECOMPUTED = (("full, fp32 masters", "full"), ("dropout, a parallel block", "selective"))
+RECOMPUTED = (
+    ("full, fp32 masters", "full"),
+    ("dropout, a parallel block", "selective"),
+    ("LoRA on a Llama 3", "elementwise"),
+)
 
 
 def marks_of(case: str) -> list[pytest.MarkDecorator]:

@@ -168,6 +168,9 @@ def _fastest(
         rows = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < 2 * max_rows]
     if train.activation_checkpointing == "auto":
         kinds = list(RECOMPUTED)
+        # both replace what autograd saves
+        if train.cpu_offload == "activations":
+            kinds.remove("elementwise")
 
     def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
         shape = planned_shape(with_rows(count), strategy)

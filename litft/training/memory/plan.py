@@ -187,7 +187,7 @@ def predict(
     """Return the plan of training `source` with `method`, whose targets are already chosen.
 
     precision: of the computation (bf16, bf16-true, fp32). quantize: the quantization of the base,
-    or none. optimizer: one of OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda.
+    or none. optimizer: one of OPTIMIZERS. recomputed: one of RECOMPUTED. device: cpu or cuda.
     in_backward: the optimizer steps in the backward pass. cpu_offload: none, parameters (with
     shards > 1 also gradients and optimizer state), or activations (those of two blocks stay on the
     device). shards: the number of shards of weights, gradients and optimizer state under FSDP2.

@@ -1,5 +1,5 @@
-"""Activation checkpointing: blocks, or their MLPs, run again in the backward pass instead of saving
-their activations."""
+"""Activation checkpointing: blocks, their MLPs, or norms and gates run again in the backward pass
+instead of saving their activations."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from litft.methods.mixins import subclass_with
+from litft.model.recomputation import saving_recomputations
 from litft.model.transformer import GPT
 
 # in decreasing order of speed and of memory
-RECOMPUTED = ("none", "selective", "full")
+RECOMPUTED = ("none", "elementwise", "selective", "full")
 
 
 class Recomputed(nn.Module):
@@ -29,9 +30,24 @@ class Recomputed(nn.Module):
         )
 
 
+class RecomputedElementwise(nn.Module):
+    """A block that does not save the outputs of its norms and gates, and rounded weights."""
+
+    def forward(self, *inputs: Any) -> Tensor:
+        # a compiled block decides itself what it saves: see `compile_blocks`
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return super().forward(*inputs)
+        with saving_recomputations():
+            return super().forward(*inputs)
+
+
 def recompute(model: GPT, kind: str) -> None:
-    """Recompute every block (full), or every MLP (selective), which saves at least half of a
-    block's activations."""
+    """Recompute every block (full), every MLP (selective), which saves at least half of a block's
+    activations, or norms and gates (elementwise), which saves a fifth and costs little."""
+    if kind == "elementwise":
+        for block in model.blocks:
+            block.__class__ = subclass_with(RecomputedElementwise, type(block))
+        return
     mlps = []
     for block in model.blocks:
         if block.mlp is not None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 from litft.methods.mixins import subclass_with
@@ -14,6 +15,7 @@ from litft.model.kv_cache import KVCache
 from litft.model.packed_sequences import PackedSequences
 from litft.model.rope import CosSin
 from litft.model.transformer import GPT
+from litft.training.memory_saving.activation_checkpointing import RecomputedElementwise
 
 
 class Compiled(GPT):
@@ -75,6 +77,10 @@ def compile_blocks(model: GPT) -> None:
     share a graph."""
     model.__class__ = subclass_with(Compiled, type(model))
     model.compiled_loss = True
+    # Whether the compiler may compute the outputs of norms and gates again: it would keep them, as
+    # what the products before and after them have in common.
+    recomputes = isinstance(model.blocks[0], RecomputedElementwise)
+    torch._functorch.config.ban_recompute_materialized_backward = not recomputes
     for block in model.blocks:
         compile_block(block)
 
