@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from litft.model.attention_cpu import attend_documents, eager_attend_documents
 from litft.model.attention_eager import attention_mask, eager_attention
-from litft.model.config import Chunk
+from litft.model.config import Chunk, Config
 from litft.model.device_type import device_type, is_planned
 from litft.model.kv_cache import MAX_FLASH_HEAD_DIM, LayerCache
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
@@ -149,6 +149,24 @@ def _cu_seqlens(q: Tensor, documents: PackedSequences | None) -> Tensor:
     if documents is not None:
         return documents.cu_seqlens
     return row_cu_seqlens(q.size(0), q.size(2), q.device)
+
+
+# FlashAttention's backward pass counts the entries of a buffer in 32 bits
+MAX_BUFFER_ENTRIES = 2**31
+
+
+def check_packed_backward(config: Config, tokens: int, documents: int) -> None:
+    """Raise ValueError if packed rows have too many tokens and documents for the backward pass of
+    FlashAttention: it would write outside of its buffer, which has 128 rows for each document."""
+    head_dim = max((layer.head_dim or config.head_dim for layer in config.layers), default=0)
+    width = config.n_heads * (head_dim + -head_dim % 32)
+    entries = (tokens + 128 * documents) * width
+    if entries >= MAX_BUFFER_ENTRIES:
+        raise ValueError(
+            f"a micro-batch of {tokens:,} tokens in {documents:,} documents is too large for the "
+            f"gradient of attention on a GPU ({entries:,} entries, at most {MAX_BUFFER_ENTRIES:,});"
+            " lower --train.micro_batch_size or --data.max_seq_length"
+        )
 
 
 def supports_varlen(q: Tensor) -> bool:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from litft.model.altup import AltUpBlock, Streams
+from litft.model.attention import check_packed_backward
 from litft.model.blocks import Block, ParallelBlock, PostNormBlock
 from litft.model.config import Chunk, Config
+from litft.model.device_type import device_type
 from litft.model.kv_cache import KVCache
 from litft.model.linear import Linear
 from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy, token_cross_entropy
@@ -133,6 +135,10 @@ class GPT(nn.Module):
         if isinstance(documents, Tensor):
             documents = PackedSequences.of(documents)
         document_ids = documents.ids if documents else None
+        uses_kernel = device_type(tokens) == "cuda" and self.dtype != torch.float32
+        if documents is not None and uses_kernel and torch.is_grad_enabled():
+            num_documents = documents.cu_seqlens.size(0) - 1
+            check_packed_backward(self.config, tokens.numel(), num_documents)
 
         # positions count the tokens that are cached already: `begin` prepares the cache, and only
         # `end` makes it longer

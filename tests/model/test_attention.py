@@ -1,17 +1,22 @@
 """Fused attention kernels against eager attention."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from graphs import counted_graphs
+from transformers import LlamaConfig
 
+from litft.families import read_config
 from litft.model.attention import _scaled_dot_product, attend
 from litft.model.attention_cpu import attend_documents, attend_documents_backward
 from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.config import Config, LayerConfig, NormConfig
+from litft.model.device_type import planned_for
 from litft.model.kv_cache import KVCache
 from litft.model.packed_sequences import PackedSequences
+from litft.model.transformer import GPT
 
 
 def random_qkv(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0):
@@ -208,6 +213,23 @@ def test_causal_attention_with_dynamic_shapes_is_one_graph():
         )
         attention(q, k, k)
         assert counts.reset() == (1, 1) and not counts.breaks
+
+
+@pytest.mark.parametrize("documents, is_refused", [(3, False), (4, True)])
+def test_too_many_documents_for_the_kernels_gradient_are_refused(
+    monkeypatch, documents, is_refused
+):
+    """Beyond 2^31 entries, the kernel would write outside of its buffer."""
+    monkeypatch.setattr("litft.model.attention.MAX_BUFFER_ENTRIES", (16 + 128 * 4) * 4 * 32)
+    sizes = dict(num_attention_heads=4, head_dim=20, num_hidden_layers=1)
+    config = read_config(LlamaConfig(**sizes, hidden_size=80).to_dict())
+    with torch.device("meta"):
+        model = GPT(config).bfloat16()
+    packed = PackedSequences.of(torch.arange(16)[None] * documents // 16)
+    on_gpu = packed.to(lambda tensor: tensor.to("meta"))
+    refused = pytest.raises(ValueError, match=f"16 tokens in {documents} documents is too large")
+    with planned_for("cuda"), refused if is_refused else nullcontext():
+        model(torch.zeros(1, 16, dtype=torch.int64, device="meta"), documents=on_gpu)
 
 
 def test_the_kernel_is_told_the_longest_document(monkeypatch):

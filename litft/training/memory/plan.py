@@ -21,7 +21,7 @@ from litft.distributed.devices import DTYPES
 from litft.methods import Method
 from litft.methods.new_tokens import TOKEN_ROW_PARAMETERS
 from litft.model.config import Config
-from litft.model.device_type import planned_for
+from litft.model.device_type import device_type, planned_for
 from litft.model.mixers import kernels
 from litft.model.quantization import is_quantizable
 from litft.model.transformer import GPT, default_dtype
@@ -281,17 +281,35 @@ def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[
     return model, parameters
 
 
-def _offloaded(model: GPT) -> tuple[int, int]:
-    """Return the bytes of frozen weights in host memory, and of those on the device: of a block and
-    the next one."""
+class _OffloadedWeights(NamedTuple):
+    """Bytes of frozen weights that wait in host memory."""
+
+    total: int
+    on_device: int  # of a block and the next one
+    pinned: int  # what they take in host memory
+
+
+def _offloaded(model: GPT) -> _OffloadedWeights:
+    """Return the bytes of the frozen weights of all blocks."""
     block_bytes = []
+    pinned = 0
     for block in model.blocks:
         size = 0
         for parameter in block.parameters():
             if is_offloadable(parameter):
                 size += parameter.nbytes
+                pinned += _pinned_bytes(parameter)
         block_bytes.append(size)
-    return sum(block_bytes), min(sum(block_bytes), 2 * max(block_bytes))
+    total = sum(block_bytes)
+    return _OffloadedWeights(total, min(total, 2 * max(block_bytes)), pinned)
+
+
+def _pinned_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor in pinned memory, which CUDA's host allocator rounds up to a
+    power of two."""
+    if device_type(tensor) != "cuda" or not tensor.nbytes:
+        return tensor.nbytes
+    return 1 << (tensor.nbytes - 1).bit_length()
 
 
 class Weight(NamedTuple):
@@ -328,9 +346,10 @@ def _placed_weights(
         return _PlacedWeights(resident, gathered=gathered, all_gathered=all_gathered)
     resident = sum(weight.nbytes for weight in weights.values())
     if cpu_offload == "parameters":
-        host, fetched = _offloaded(model)
+        offloaded = _offloaded(model)
         # the offloaded weights leave the device, but for those of two blocks
-        return _PlacedWeights(resident + fetched - host, host)
+        on_device = resident + offloaded.on_device - offloaded.total
+        return _PlacedWeights(on_device, offloaded.pinned)
     return _PlacedWeights(resident)
 
 
