@@ -161,10 +161,10 @@ class LoRALinear(Mixin, LowRankUpdate):
         return self.rescale_rows(y)
 
     def input_rows(self, dtype: torch.dtype) -> Tensor | None:
-        """Return A (R, in) in `dtype`; None if the module is disabled or drops inputs of its
-        own."""
+        """Return A (R, in) in `dtype`; None if the module is disabled, drops inputs of its own, or
+        has factors as large as the weight, whose products cancel (PiSSA, OLoRA)."""
         drops = self.training and self.lora_dropout > 0
-        if not self.enabled or drops:
+        if not self.enabled or drops or self.lora_a0 is not None:
             return None
         return self.input_factor(dtype)
 

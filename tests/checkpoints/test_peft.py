@@ -114,13 +114,13 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path):
         (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
     _, tokenizer = litft.load(tmp_path / "adapter")
     samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train
-    expected = peft_losses(reference, samples, 0.01, 10)
+    expected = peft_losses(reference, samples, 0.007, 10)
     flags = (
         f"--checkpoint_dir adapter --data.path {examples} --data.val_fraction 0 --out_dir run "
         "--train.max_steps 10 "
     )
     flags += (
-        "--train.learning_rate 0.01 --train.lr_schedule constant --train.warmup_fraction 0 "
+        "--train.learning_rate 0.007 --train.lr_schedule constant --train.warmup_fraction 0 "
         "--train.weight_decay 0.01 "
     )
     flags += "--train.global_batch_size 30 --train.micro_batch_size 4"
@@ -128,7 +128,7 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path):
     with (tmp_path / "run" / "metrics.csv").open() as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     assert expected[0] - expected[-1] >= 0.3
-    assert losses == pytest.approx(expected, abs=1e-4)
+    assert losses == pytest.approx(expected, abs=2e-5)
     model, _ = litft.load(tmp_path / "run")
     with torch.no_grad():
         torch.testing.assert_close(
