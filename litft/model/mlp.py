@@ -81,6 +81,14 @@ def activation(config: Config) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[config.activation]
 
 
+def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the activation of x, of any shape; a block that recomputes does not save it."""
+    # parameters may be sharded when it would be computed again
+    if isinstance(act, nn.Module):
+        return act(x)
+    return recomputable(act, x)
+
+
 def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """Return activation(gate) * up or, with a limit, gpt-oss's clamped activation(gate) * (up + 1)
     (arXiv 2508.10925).
@@ -94,6 +102,8 @@ def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
         def gated(gate: Tensor, up: Tensor) -> Tensor:
             # the compiler chooses itself what it saves
             needs_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            if needs_graph and isinstance(act, nn.Module):
+                return _Gated.apply(gate, up, act)
             if needs_graph:
                 return recomputable(lambda gate, up: _Gated.apply(gate, up, act), gate, up)
             return act(gate) * up
@@ -183,7 +193,7 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., C) for x (..., C); a shared expert reads x as (B T, C)."""
-        return self.down_proj(recomputable(self.activation, self.up_proj(x)))
+        return self.down_proj(activated(self.activation, self.up_proj(x)))
 
 
 def route(
@@ -384,7 +394,7 @@ class PlainExperts(nn.Module):
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply the experts to x (N, C), sorted by expert; return (N, C)."""
-        hidden = recomputable(self.activation, self.up_proj(x, grouping))
+        hidden = activated(self.activation, self.up_proj(x, grouping))
         return self.down_proj(hidden, grouping)
 
 

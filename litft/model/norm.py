@@ -62,7 +62,10 @@ class Norm(nn.Module):
         # compiled: no fp32 copy either
         if self.norm.kind == "rms" and bias is None and not torch.compiler.is_compiling():
             num_dims = len(self.normalized_shape)
-            return recomputable(lambda x: _RMSNorm.apply(x, weight, self.norm.eps, num_dims), x)
+            eps = self.norm.eps
+            return recomputable(
+                lambda x, weight: _RMSNorm.apply(x, weight, eps, num_dims), x, copied=(weight,)
+            )
         if self.shape == self.normalized_shape:
             return self.normalize(x.float(), weight, bias).to(x.dtype)
         # F's norms take a weight of the normalized dimensions, not one for each head

@@ -13,10 +13,17 @@ from torch.autograd.graph import saved_tensors_hooks
 class Recomputation:
     """How to compute a tensor again in the backward pass, once for all operations that need it."""
 
-    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        copied: tuple[Tensor | None, ...],
+    ) -> None:
         self.function = function
-        # autograd has saved them already
-        self.inputs = [tensor.detach() for tensor in inputs]
+        # autograd has saved the inputs already
+        self.inputs: list[Tensor | None] = [tensor.detach() for tensor in inputs]
+        for tensor in copied:
+            self.inputs.append(None if tensor is None else tensor.detach().clone())
         self.uses = 0  # operations that will ask for the tensor
         self.tensor: Tensor | None = None
 
@@ -81,16 +88,19 @@ def _unpack(saved: Tensor | Packed) -> Tensor:
 _current: Recomputations | None = None
 
 
-def recomputable(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return function(*inputs): a new tensor, of any shape.
+def recomputable(
+    function: Callable[..., Tensor], *inputs: Tensor, copied: tuple[Tensor | None, ...] = ()
+) -> Tensor:
+    """Return function(*inputs, *copied): a new tensor, of any shape.
 
     Within `saving_recomputations`, it is not saved for the backward pass but computed again;
-    autograd must save the inputs for the function.
+    autograd must save the inputs for the function. copied: further small inputs, of which a copy is
+    kept: FSDP frees the gathered weight of a norm before the products after the norm need it again.
     """
-    y = function(*inputs)
+    y = function(*inputs, *copied)
     # compiled code decides itself what it saves; without a gradient, the inputs are not saved
     if not torch.compiler.is_compiling() and _current is not None and y.requires_grad:
-        _current.add(y, Recomputation(function, inputs))
+        _current.add(y, Recomputation(function, inputs, copied))
     return y
 
 

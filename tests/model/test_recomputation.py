@@ -42,6 +42,19 @@ def test_an_output_is_computed_again_once_and_only_if_it_is_unchanged(change, fa
         assert torch.equal(actual, expected)
 
 
+def test_a_small_input_is_copied():
+    """FSDP frees the weight of a norm before the products after the norm ask for its output."""
+    x = torch.arange(6.0).view(2, 3).requires_grad_()
+    scale = torch.tensor([1.0, 2.0, 3.0])
+    weights = torch.ones(3, 3, requires_grad=True)
+    with saving_recomputations():
+        y = recomputable(lambda x, scale: x.sin() * scale, x, copied=(scale,)) @ weights
+    expected = (x.sin() * scale).T @ torch.ones(2, 3)
+    scale.zero_()
+    (gradient,) = torch.autograd.grad(y.sum(), weights)
+    torch.testing.assert_close(gradient, expected)
+
+
 def test_nothing_is_remembered_outside_of_a_block_or_without_a_gradient():
     """Without a gradient, nothing else saves the inputs, so recomputing would keep more."""
     x = torch.ones(2, 2)
