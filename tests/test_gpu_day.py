@@ -95,7 +95,7 @@ def test_a_stopped_part_leaves_its_output_and_time_for_the_others(tmp_path):
     command = ["timeout", "100", "bash", ROOT / "scripts" / "gpu_day.sh", "2", "32"]
     subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False)
     log = (tmp_path / "day" / "log-2.txt").read_text()
-    assert "started -m pytest" in log and "## recomputation: no time is left" in log
+    assert "started -m pytest" in log and "## plan: no time is left" in log
     with (tmp_path / "day" / "parts-2.csv").open() as file:
         statuses = {name: status for name, status, _ in csv.reader(file)}
-    assert statuses["runs"] == "124" and statuses["attention"] == "skipped"
+    assert statuses["more tests"] == "124" and statuses["attention"] == "skipped"
