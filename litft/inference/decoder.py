@@ -87,7 +87,7 @@ class Decoder:
         for row, view in enumerate(self.views):
             self._span_views[row, row + 1] = view
         self._span_views[0, rows] = self.cache
-        # by number of keys
+        # by number of keys; a recorded pass reads the same tensor in each call
         self._key_ranges: dict[int, Tensor] = {}
 
     def reserve(self, tokens: int) -> None:
@@ -124,14 +124,13 @@ class Decoder:
         source_row, num_cached, snapshot = self._longest_prefix(row, ids, max_length)
 
         # start from the cached prefix: its keys and values are copied if another row has them
-        cache = self.views[row]
-        if cache is not self.views[source_row]:
-            cache.copy(self.views[source_row], num_cached)
+        if source_row != row:
+            self.views[row].copy(self.views[source_row], num_cached)
         self.texts[row] = list(ids[:num_cached])
         self.lengths[row] = num_cached
         self.max_length[row] = max_length
         if self.states:
-            self._restore(row, cache, num_cached, snapshot)
+            self._restore(row, num_cached, snapshot)
             # the whole prompt is a snapshot that knows its next logits: nothing is computed
             if num_cached == len(ids):
                 assert snapshot is not None
@@ -141,7 +140,7 @@ class Decoder:
             self._check_weights(longest=len(ids) - num_cached)
 
         for start in range(num_cached, len(ids), PREFILL_CHUNK):
-            logits = self.extend(row, ids[start : start + PREFILL_CHUNK], cache)
+            logits = self._extend(row, ids[start : start + PREFILL_CHUNK], last_only=True)
 
         if logits.isnan().any():
             self.clear(row)
@@ -188,9 +187,10 @@ class Decoder:
         # the last token is computed in any case: its logits are needed
         return source_row, min(prefix_lengths[source_row], len(ids) - 1), None
 
-    def _restore(self, row: int, cache: KVCache, length: int, snapshot: Snapshot | None) -> None:
-        """Set the states in `cache` to those after the first `length` tokens: of a snapshot, or
-        those that it has."""
+    def _restore(self, row: int, length: int, snapshot: Snapshot | None) -> None:
+        """Set the states of a row to those after the first `length` tokens: of a snapshot, or those
+        that it has."""
+        cache = self.views[row]
         # without a snapshot, and not at the start, the cache has the states after `length` tokens
         if snapshot:
             cache.restore(snapshot.states)
@@ -212,34 +212,31 @@ class Decoder:
         ids = self.texts[row]
         prompt = states.prompt
         start = snapshot.length if snapshot else 0
-        self._restore(row, self.views[row], start, snapshot)
+        self._restore(row, start, snapshot)
         # `_restore` forgets the snapshots; that of the prompt is still valid
         self.states[row].prompt = prompt
         self.texts[row] = ids[:start]
         self.lengths[row] = start
         for first in range(start, length, PREFILL_CHUNK):
-            self._extend(
-                row, ids[first : min(first + PREFILL_CHUNK, length)], self.views[row], None
-            )
+            piece = ids[first : min(first + PREFILL_CHUNK, length)]
+            self._extend(row, piece, last_only=True)
 
-    def extend(self, row: int, ids: Sequence[int], cache: KVCache | None = None) -> Tensor:
-        """Append tokens to a row; return fp32 logits (T, V), or only the last token's (1, V) if
-        `cache` is passed."""
-        if self.states and cache is None:
+    def extend(self, row: int, ids: Sequence[int]) -> Tensor:
+        """Append T tokens to a row; return the fp32 logits (T, V) after each of them."""
+        if self.states:
             self._catch_up(row)
             if len(ids) > 1:  # drafts, of which some may be rejected
                 self.states[row].piece = take_snapshot(self.views[row], self.lengths[row])
-        if cache is None:
-            # drafts are verified: the logits of every token are needed
-            logits_to_keep = None
-        else:
-            logits_to_keep = torch.tensor([[len(ids) - 1]]).to(self.device)
-        return self._extend(row, ids, cache or self.views[row], logits_to_keep)
+        return self._extend(row, ids, last_only=False)
 
-    def _extend(
-        self, row: int, ids: Sequence[int], cache: KVCache, logits_to_keep: Tensor | None
-    ) -> Tensor:
+    def _extend(self, row: int, ids: Sequence[int], last_only: bool) -> Tensor:
+        """Append T tokens to a row whose states are at its end; return the fp32 logits (T, V), or
+        those of the last token (1, V)."""
+        cache = self.views[row]
         tokens = torch.tensor([ids]).to(self.device)
+        logits_to_keep = None
+        if last_only:
+            logits_to_keep = torch.tensor([[len(ids) - 1]]).to(self.device)
         length = self.lengths[row]
         positions = None
         cache.length = length

@@ -223,11 +223,11 @@ class LeadingDecoder(Decoder):
         with self.tp_decoder.call(self.number, "prefill", row, list(ids), max_length):
             return super().prefill(row, ids, max_length)
 
-    def extend(self, row: int, ids: Sequence[int], *cache: Any) -> Tensor:
-        """Append T tokens to a row on every rank; return the logits (T, V), or (1, V) with a cache,
-        see `Decoder.extend`."""
+    def extend(self, row: int, ids: Sequence[int]) -> Tensor:
+        """Append T tokens to a row on every rank; return the logits (T, V), see
+        `Decoder.extend`."""
         with self.tp_decoder.call(self.number, "extend", row, list(ids)):
-            return super().extend(row, ids, *cache)
+            return super().extend(row, ids)
 
     def clear(self, row: int) -> None:
         with self.tp_decoder.call(self.number, "clear", row):

@@ -160,13 +160,12 @@ class LoRALinear(Mixin, LowRankUpdate):
         y = self.add_projected(super().forward(x), projected)
         return self.rescale_rows(y)
 
-    def input_rows(self, dtype: torch.dtype) -> Tensor | None:
-        """Return A (R, in) in `dtype`; None if the module is disabled, drops inputs of its own, or
-        has factors as large as the weight, whose products cancel (PiSSA, OLoRA)."""
+    @property
+    def shares_input(self) -> bool:
+        """Whether A's product may be computed together with others: not if the module drops inputs
+        of its own, or has factors as large as the weight, whose products cancel (PiSSA, OLoRA)."""
         drops = self.training and self.lora_dropout > 0
-        if not self.enabled or drops or self.lora_a0 is not None:
-            return None
-        return self.input_factor(dtype)
+        return self.enabled and not drops and self.lora_a0 is None
 
     def rescale_rows(self, y: Tensor, *grouping: Grouping) -> Tensor:
         """Return y (..., out) with DoRA's row norms, if the module has magnitudes."""

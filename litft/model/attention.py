@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from litft.model.attention_cpu import attend_documents, eager_attend_documents
 from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.config import Chunk, Config
-from litft.model.device_type import device_type, is_planned
-from litft.model.kv_cache import MAX_FLASH_HEAD_DIM, LayerCache
+from litft.model.device_type import device_type, is_planned, runs_flash_attention
+from litft.model.kv_cache import LayerCache
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, V value
@@ -98,7 +98,7 @@ def attend(
             return y[..., : v.size(3)]
         if on_cpu:
             return attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)[0]
-        if (documents is not None or window is not None) and supports_varlen(q):
+        if (documents is not None or window is not None) and runs_flash_attention(q, q.size(3)):
             return _attend_varlen(q, k, v, documents, window, scale)
 
     # no mask tensor is needed: a single query sees every key, and torch's kernel can be causal
@@ -167,15 +167,6 @@ def check_packed_backward(config: Config, tokens: int, documents: int) -> None:
             f"gradient of attention on a GPU ({entries:,} entries, at most {MAX_BUFFER_ENTRIES:,});"
             " lower --train.micro_batch_size or --data.max_seq_length"
         )
-
-
-def supports_varlen(q: Tensor) -> bool:
-    """Return whether the GPU kernel for packed sequences computes with queries (B, H, T, D) of this
-    device, dtype and head size."""
-    in_half = q.dtype in (torch.bfloat16, torch.float16)
-    if not in_half or q.size(3) > MAX_FLASH_HEAD_DIM:
-        return False
-    return not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _attend_varlen(
@@ -264,7 +255,7 @@ def _flash_attention(
     `varlen_attn` calls the same operator, but is a custom operator itself: each call takes the host
     50 microseconds more, and inductor has no C++ code for it.
     """
-    # one query sees all keys; the kernel splits them only if it is told of no limit
+    # a single query sees all keys, and only without a causal mask does the kernel split the keys
     is_causal = True if max_queries > 1 else False  # noqa: SIM210
     window_size: _WindowSize = {}
     if window is not None:

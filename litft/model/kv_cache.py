@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from litft.model.config import Chunk, Config
-
-MAX_FLASH_HEAD_DIM = 256  # of FlashAttention
+from litft.model.device_type import runs_flash_attention
 
 # B batch, K key/value heads, S capacity in tokens, D head dim, T tokens of a call, N keys that a
 # call attends to
@@ -283,17 +282,14 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 def _unmasked_windows(config: Config, keys: Tensor) -> set[int | Chunk | None]:
     """Return the windows all of whose layers attend with FlashAttention, given keys of the cache's
     dtype and device."""
-    in_half = keys.dtype in (torch.bfloat16, torch.float16)
     changes_scores = config.attention_softcap is not None or config.sinks or config.alibi
-    if not keys.is_cuda or not in_half or changes_scores:
-        return set()
-    if torch.cuda.get_device_capability(keys.device) < (8, 0):
+    if not keys.is_cuda or changes_scores:
         return set()
     windows = set()
     masked = set()
     for layer in config.layers:
         head_dim = layer.head_dim or config.head_dim
-        fits = head_dim <= MAX_FLASH_HEAD_DIM and head_dim % 8 == 0
+        fits = runs_flash_attention(keys, head_dim) and head_dim % 8 == 0
         is_plain = layer.latent is None and layer.kv_sharing == "none"
         if fits and is_plain and not isinstance(layer.window, Chunk):
             windows.add(layer.window)

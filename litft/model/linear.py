@@ -38,8 +38,13 @@ class LowRankUpdate:
     Linears that read the same input compute these products as one.
     """
 
-    def input_rows(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the rows (R, in) of that product in `dtype`; None if it cannot be shared."""
+    @property
+    def shares_input(self) -> bool:
+        """Whether that product may be computed together with others."""
+        raise NotImplementedError
+
+    def input_factor(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows (R, in) of that product in `dtype`."""
         raise NotImplementedError
 
     def forward_projected(self, x: Tensor, projected: Tensor) -> Tensor:
@@ -50,23 +55,23 @@ class LowRankUpdate:
 
 def apply_linears(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     """Return the output of each Linear, (..., out), for one x (..., in)."""
-    rows = []
+    sharing = []
     for linear in linears:
-        rows.append(linear.input_rows(x.dtype) if isinstance(linear, LowRankUpdate) else None)
-    shared = [factor for factor in rows if factor is not None]
-    if len(shared) < 2:
+        if isinstance(linear, LowRankUpdate) and linear.shares_input:
+            sharing.append(linear)
+    if len(sharing) < 2:
         return [linear(x) for linear in linears]
 
     # one product reads x once
-    widths = [factor.size(0) for factor in shared]
-    projected = iter(F.linear(x, torch.cat(shared)).split_with_sizes(widths, -1))
+    factors = [linear.input_factor(x.dtype) for linear in sharing]
+    widths = [factor.size(0) for factor in factors]
+    parts = iter(F.linear(x, torch.cat(factors)).split_with_sizes(widths, -1))
     outputs = []
-    for linear, factor in zip(linears, rows, strict=True):
-        if factor is None:
-            outputs.append(linear(x))
+    for linear in linears:
+        if isinstance(linear, LowRankUpdate) and linear.shares_input:
+            outputs.append(linear.forward_projected(x, next(parts)))
         else:
-            assert isinstance(linear, LowRankUpdate)  # it has rows
-            outputs.append(linear.forward_projected(x, next(projected)))
+            outputs.append(linear(x))
     return outputs
 
 

@@ -102,11 +102,12 @@ def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
         def gated(gate: Tensor, up: Tensor) -> Tensor:
             # the compiler chooses itself what it saves
             needs_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            if needs_graph and isinstance(act, nn.Module):
+            if not needs_graph:
+                return act(gate) * up
+            # parameters may be sharded when it would be computed again
+            if isinstance(act, nn.Module):
                 return _Gated.apply(gate, up, act)
-            if needs_graph:
-                return recomputable(lambda gate, up: _Gated.apply(gate, up, act), gate, up)
-            return act(gate) * up
+            return recomputable(lambda gate, up: _Gated.apply(gate, up, act), gate, up)
 
         return gated
     return lambda gate, up: act(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)

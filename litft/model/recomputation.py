@@ -94,8 +94,9 @@ def recomputable(
     """Return function(*inputs, *copied): a new tensor, of any shape.
 
     Within `saving_recomputations`, it is not saved for the backward pass but computed again;
-    autograd must save the inputs for the function. copied: further small inputs, of which a copy is
-    kept: FSDP frees the gathered weight of a norm before the products after the norm need it again.
+    autograd must save the inputs for the function.
+    copied: further small inputs, of which copies are kept. FSDP frees the gathered weight of a norm
+    before the backward pass of the products after it.
     """
     y = function(*inputs, *copied)
     # compiled code decides itself what it saves; without a gradient, the inputs are not saved

@@ -150,7 +150,8 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
 
 
 def _notes_on_flags(args: FinetuneArgs, schedule: Schedule) -> Iterator[str]:
-    """Yield notes on flags without effect: beside others, or since the run has fewer steps."""
+    """Yield notes on flags that have no effect, because of other flags or of the number of
+    steps."""
     yield from ignored_flags(args)
     steps = schedule.steps
     warmup_steps = args.train.warmup_steps

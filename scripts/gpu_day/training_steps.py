@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch._dynamo.utils
-import torch._functorch.config
 from benchmark import BenchmarkArgs, write_setup
 from decode_speed import copy_speed, timed
 from figures import Figures, Values
@@ -54,6 +53,7 @@ class Trained:
     compiled: bool
     contender: Litft
     device: torch.device
+    recomputed: str = "none"
 
     @property
     def title(self) -> str:
@@ -62,11 +62,11 @@ class Trained:
         return f"{self.model} {method} {'compiled' if self.compiled else 'eager'}"
 
 
-def prepare(model: str, quantize: str, device: torch.device) -> Trained:
+def prepare(model: str, quantize: str, device: torch.device, recomputed: str = "none") -> Trained:
     """Return a compiled model with random weights and a new adapter. model: a folder of
     scripts/configs."""
     configs = Path(__file__).resolve().parent.parent / "configs"
-    train = TrainArgs(compile=True, micro_batch_size=1, activation_checkpointing="none")
+    train = TrainArgs(compile=True, micro_batch_size=1, activation_checkpointing=recomputed)
     precision = "bf16" if device.type == "cuda" else "fp32"
     args = BenchmarkArgs(
         str(configs / model),
@@ -77,7 +77,7 @@ def prepare(model: str, quantize: str, device: torch.device) -> Trained:
     )
     with tempfile.TemporaryDirectory() as folder:
         contender = Litft(write_setup(args, device.type, Path(folder)))
-    return Trained(model, quantize, True, contender, device)
+    return Trained(model, quantize, True, contender, device, recomputed)
 
 
 def measure_steps(trained: Trained, setting: Setting, steps: int = 6) -> Values:
@@ -203,10 +203,8 @@ def measure_qlora(figures: Figures, model: str, device: torch.device, folder: Pa
 
 
 def measure_recomputation(figures: Figures, model: str, device: torch.device, folder: Path) -> None:
-    """The first LoRA step, with the compiler free to recompute gates and norms in the backward
-    pass."""
-    torch._functorch.config.ban_recompute_materialized_backward = False
-    trained = prepare(model, "none", device)
+    """The first LoRA step, with gates and norms recomputed in the backward pass."""
+    trained = prepare(model, "none", device, "elementwise")
     setting = Setting(4, 2048, 2048) if device.type == "cuda" else Setting(1, 64, 64)
     figures.measure(
         f"{trained.title} {setting}, gates and norms recomputed",
@@ -267,7 +265,7 @@ def _planned(trained: Trained, setting: Setting) -> float:
         quantize=trained.quantize,
         rows=setting.rows,
         tokens=setting.tokens,
-        recomputed="none",
+        recomputed=trained.recomputed,
         compiled=trained.compiled,
         micro_batches=1,
     )

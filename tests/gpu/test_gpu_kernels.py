@@ -59,7 +59,7 @@ def test_attention_equals_the_eager_form(packed, dtype, limit, heads, kv_heads, 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 2, 64), (4, 4, 128), (6, 3, 24)])
 @pytest.mark.parametrize("count", [1, 20])
 def test_cached_attention_equals_the_eager_form(count, heads, kv_heads, head_dim, window):
-    """The last tokens of a long and a short text, of which a kernel is told the lengths."""
+    """The queries are the last tokens of a long and of a short text in one cache."""
     sizes = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     mistral = MistralConfig(**sizes, sliding_window=window, num_hidden_layers=1)
     cache = KVCache(read_config(mistral.to_dict()), 2, 4096, CUDA, torch.bfloat16)

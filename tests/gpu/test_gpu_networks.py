@@ -94,7 +94,7 @@ def test_loss_and_gradients_equal_the_cpus(family, variation, packed):
         check(actual, loss, 1e-5 if dtype == torch.float32 else 2e-2, "loss")
         for name in limits:
             expected = gradients[name]
-            # softmax ignores what is added to all keys: such a bias has a gradient of rounding only
+            # softmax ignores a bias of the keys, so its gradient is zero up to rounding
             if expected.norm() < 1e-6 * largest:
                 assert PRETENDED or on_gpu[name].norm().cpu() < ZERO[dtype] * largest, name
                 continue

@@ -49,8 +49,8 @@ def test_each_forward_pass_is_one_graph(model):
 
 @pytest.mark.halved
 def test_each_block_is_one_graph(model):
-    """Prompts of any length share one graph for each kind of block, tokens another one, whatever
-    the number of cached keys."""
+    """Each kind of block has one graph for prompts of any length, and one for tokens with any
+    number of cached keys."""
     kinds = len({layer.window for layer in model.config.layers})
     with counted_graphs() as counts:
         decoder = Decoder(model, rows=1, capacity=1024, compiled=True)
