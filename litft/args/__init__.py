@@ -27,6 +27,7 @@ from litft.args.finetune import (
     SaveArgs,
     TrainArgs,
 )
+from litft.args.grpo import GrpoArgs
 from litft.args.hub import DownloadArgs, UploadArgs
 from litft.args.inference import ChatArgs, GenerateArgs, ModelArgs, OpenArgs, SpeculativeArgs
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
@@ -37,7 +38,7 @@ from litft.args.runs import RunsArgs
 from litft.args.sampling import NUMBERS, Sampling
 from litft.args.serving import ServeArgs
 
-GROUPS = ("data", "preference", "train", "eval", "save", "lora", "adapter")
+GROUPS = ("data", "preference", "grpo", "train", "eval", "save", "lora", "adapter")
 
 __all__ = [
     "FINETUNE",
@@ -58,6 +59,7 @@ __all__ = [
     "GenerateArgs",
     "GgufConvertArgs",
     "GgufExportArgs",
+    "GrpoArgs",
     "LoRAArgs",
     "LoRAFinetuneArgs",
     "MergeArgs",

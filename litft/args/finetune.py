@@ -12,6 +12,7 @@ from litft.args.checks import (
     wrong_types,
 )
 from litft.args.data import DataArgs
+from litft.args.grpo import GrpoArgs
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs, Quantization
 from litft.args.preference import Objectives, PreferenceArgs
 from litft.args.processes import process_counts, started_by
@@ -351,9 +352,15 @@ class FinetuneArgs:
     """Make repeated runs bit-identical on CUDA, at some cost in speed. On a CPU they always are."""
     objective: Objectives = "sft"
     """What to learn. sft: to predict the answers. From preferences, dpo, ipo, simpo and orpo: pairs
-    of a chosen and a rejected answer; kto: answers that are desirable or not."""
+    of a chosen and a rejected answer; kto: answers that are desirable or not. grpo: completions
+    that --reward rates highly."""
+    reward: list[str] = field(default_factory=list)
+    """grpo: the reward functions, which are added up, each with an optional weight: number, exact,
+    contains, math, regex:PATTERN, format:think, brief:TOKENS, or FILE.py:FUNCTION. Example:
+    number,brief:200=0.1 (tutorials/finetune_rewards.md)."""
     data: DataArgs = field(default_factory=DataArgs)
     preference: PreferenceArgs = field(default_factory=PreferenceArgs)
+    grpo: GrpoArgs = field(default_factory=GrpoArgs)
     train: TrainArgs = field(default_factory=TrainArgs)
     eval: EvalArgs = field(default_factory=EvalArgs)
     save: SaveArgs = field(default_factory=SaveArgs)
@@ -401,6 +408,7 @@ class FinetuneArgs:
         except ValueError as error:
             problems.append(str(error))
         problems += self.preference.problems(self.objective) + self.objective_clashes()
+        problems += self.grpo.problems(self.objective, self.reward)
         problems += [
             *self.data.problems(),
             *self.train.problems(),
@@ -416,7 +424,7 @@ class FinetuneArgs:
         return problems
 
     def objective_clashes(self) -> list[str]:
-        """Return the problems of flags that have no meaning when learning from preferences."""
+        """Return the problems of flags that have a meaning for --objective sft alone."""
         if self.objective == "sft":
             return []
         # a value that is true stands for a flag that was set
@@ -426,6 +434,13 @@ class FinetuneArgs:
             "data.mask_prompt": not self.data.mask_prompt and "false",
             "train.label_smoothing": self.train.label_smoothing,
         }
+        # validations measure the rewards, and a step has several passes over its completions
+        if self.objective == "grpo":
+            clashes |= {
+                "eval.exact_match": self.eval.exact_match and "true",
+                "train.neftune_alpha": self.train.neftune_alpha,
+                "train.optimizer_in_backward": self.train.optimizer_in_backward and "true",
+            }
         reason = f"it does not apply to --objective {self.objective}; leave it out"
         problems = []
         for name, value in clashes.items():

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Objectives = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"]
-DataKind = Literal["supervised", "pairs", "labels"]
+Objectives = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo"]
+DataKind = Literal["supervised", "pairs", "labels", "prompts"]
 # the kind of examples that each objective learns from, see `Encoder`
 DATA_KINDS: dict[str, DataKind] = {
     "sft": "supervised",
@@ -13,6 +13,7 @@ DATA_KINDS: dict[str, DataKind] = {
     "simpo": "pairs",
     "orpo": "pairs",
     "kto": "labels",
+    "grpo": "prompts",
 }
 
 

@@ -209,13 +209,22 @@ def prepare_run(args: FinetuneArgs) -> PlannedRun:
     max_positions = source.config.max_positions
     timeout = args.timeout_seconds
     kind = setup.objective.data
-    data = load_data(args.data, setup.tokenizer, vocab_size, max_positions, timeout, kind)
+    data = load_data(
+        args.data,
+        setup.tokenizer,
+        vocab_size,
+        max_positions,
+        timeout=timeout,
+        kind=kind,
+        completion_tokens=args.grpo.max_new_tokens if kind == "prompts" else 0,
+    )
     for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
         if value and not len(data.val):
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
     setup = setup.with_data(data)
-    schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
+    ranks = args.devices * args.num_nodes
+    schedule = Schedule(setup.args, data, ranks, setup.objective.group_size)
     return choose_memory_settings(setup, schedule, device)
 
 

@@ -19,7 +19,7 @@ from litft.args import DataArgs
 from litft.data.chat_template import STYLES, mentions_variable
 from litft.data.encoder import Encoder
 from litft.data.formats import FORMATS
-from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, WITHOUT
+from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, NO_ROOM, WITHOUT
 from litft.data.preferences import PREFERENCE_FIELDS
 from litft.data.sources import File, HubSplit, find_sources
 from litft.data.token_cache import prepare_store
@@ -52,7 +52,7 @@ class DataSplits:
     # with the template, the day and the stop tokens of this data
     tokenizer: Tokenizer
     context: int  # the model's maximum number of tokens
-    kind: str = "supervised"  # or "pairs", "labels": see `Encoder`
+    kind: str = "supervised"  # or "pairs", "labels", "prompts": see `Encoder`
     # of each validation store; empty: they are one set
     val_names: tuple[str, ...] = ()
 
@@ -65,7 +65,7 @@ class DataSplits:
     @property
     def skipped(self) -> int:
         """The number of examples without target tokens."""
-        return self.count(CUT_AWAY, MASKED, EMPTY, BLANK, EQUAL)
+        return self.count(CUT_AWAY, MASKED, EMPTY, BLANK, EQUAL, NO_ROOM)
 
     @cached_property
     def val_sets(self) -> dict[str, np.ndarray]:
@@ -135,13 +135,15 @@ def load_data(
     context: int,
     timeout: float = math.inf,
     kind: str = "supervised",
+    completion_tokens: int = 0,
 ) -> DataSplits:
     """Load both splits, with a tokenizer that has the chat template and stop tokens of the data.
 
     context: the model's maximum number of tokens. timeout: seconds to wait for another process that
-    tokenizes the same file and makes no progress. kind: what the records are, see `Encoder`. Uses
-    no collectives, so it can run before the process group exists. Raise ValueError naming file and
-    record for unreadable data, and for tokens outside the model's vocabulary.
+    tokenizes the same file and makes no progress. kind: what the records are, see `Encoder`;
+    completion_tokens: of prompts, the most tokens of a completion. Uses no collectives, so it can
+    run before the process group exists. Raise ValueError naming file and record for unreadable
+    data, and for tokens outside the model's vocabulary.
     """
     of_folder = tokenizer
     tokenizer, template = _with_template(tokenizer, args)
@@ -155,6 +157,7 @@ def load_data(
         last_only=args.train_on == "last",
         reasoning=args.reasoning,
         kind=kind,
+        completion_tokens=completion_tokens,
     )
 
     # the files, each tokenized once
@@ -311,7 +314,7 @@ def _columns(items: list[str], kind: str) -> dict[str, str]:
     pairs = (item.split("=", 1) for item in items)
     columns = {field.strip(): file_name.strip() for field, file_name in pairs}
     fields = sorted({name for form in FORMATS.values() for name in form.fields + form.optional})
-    fields = fields if kind == "supervised" else sorted(PREFERENCE_FIELDS)
+    fields = fields if kind in ("supervised", "prompts") else sorted(PREFERENCE_FIELDS)
     unknown = []
     for field in columns:
         if field not in fields:

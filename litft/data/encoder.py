@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from litft.data.chat_template import Message, mentions_variable
-from litft.data.encoded import Encoded, hash64
+from litft.data.encoded import Encoded, hash64, unit_hash, without_learned
 from litft.data.formats import (
     COMMON_FIELDS,
     FORMATS,
@@ -26,10 +26,8 @@ from litft.data.formats import (
     to_example,
     unused_fields,
 )
-from litft.data.messages import LEARNED_ENTRIES
 from litft.data.notes import (
     BLANK,
-    CONTROL,
     CUT,
     CUT_AWAY,
     EARLIER_TURNS,
@@ -50,6 +48,7 @@ from litft.data.notes import (
     WITHOUT,
 )
 from litft.data.preferences import cut_together, read_fields, to_preferences
+from litft.data.prompts import PromptEncoder
 from litft.data.reasoning import drop_reasoning
 from litft.data.sample import ID_MASK, IN_ANSWER, SUPERVISED
 from litft.data.stored_messages import has_messages_as_text, read_stored_messages
@@ -93,8 +92,10 @@ class Encoder:
     last_only: bool = False
     # or "learn_empty", "mask", "drop": see --data.reasoning
     reasoning: str = "learn"
-    # or "pairs", "labels": see preferences.py
+    # or "pairs", "labels": see preferences.py; "prompts": see prompts.py
     kind: str = "supervised"
+    # of prompts: the most tokens of a completion
+    completion_tokens: int = 0
 
     @cached_property
     def digest(self) -> str:
@@ -121,6 +122,12 @@ class Encoder:
             record = read_stored_messages(rename_columns(record, self.columns), where)
             if has_messages_as_text(record, where):
                 encoded.notes.append(MESSAGES_AS_TEXT)
+            if self.kind == "prompts":
+                prompts = PromptEncoder(
+                    self.tokenizer, self.limit, self.completion_tokens, self.form
+                )
+                prompts.encode(record, where, encoded)
+                return encoded
             if self.kind != "supervised":
                 self._encode_preferences(record, where, encoded)
                 return encoded
@@ -209,7 +216,7 @@ class Encoder:
         """Return the stored tokens of a conversation of any length, with its last answers as
         targets; None without one."""
         messages, supervised = self._select_turns(example, encoded)
-        self._note_controls([message["content"] for message in messages], encoded)
+        encoded.note_controls([message["content"] for message in messages], self.tokenizer)
         if not supervised:
             if EMPTY not in encoded.notes:
                 encoded.notes.append(MASKED)
@@ -260,7 +267,7 @@ class Encoder:
             self._encode_token_ids(example.token_ids, example.supervised, encoded)
             return
         if example.text is not None:
-            self._note_controls([example.text], encoded)
+            encoded.note_controls([example.text], self.tokenizer)
             encoded.text = True
             for span, ids in self._spans(example, example.text):
                 encoded.units.append(hash64(span))
@@ -271,7 +278,7 @@ class Encoder:
             return
         messages, supervised = self._select_turns(example, encoded)
         messages = self._up_to_limit(messages, example)
-        self._note_controls([message["content"] for message in messages], encoded)
+        encoded.note_controls([message["content"] for message in messages], self.tokenizer)
         self._note_unused(messages, example, encoded)
         was_cut = False
         previous_ids = []
@@ -327,10 +334,6 @@ class Encoder:
                 encoded.last_token = ids[-1]
         else:
             encoded.notes.append(CUT_AWAY if (sample[1:] & SUPERVISED).any() else MASKED)
-
-    def _note_controls(self, texts: list[str], encoded: Encoded) -> None:
-        if self.tokenizer.control_text and any(map(self.tokenizer.control_text.search, texts)):
-            encoded.notes.append(CONTROL)
 
     def _note_unused(self, messages: list[Message], example: Example, encoded: Encoded) -> None:
         """Note variables that the template does not have, and that it shows the model nothing of
@@ -400,7 +403,7 @@ class Encoder:
                 break
         messages = []
         for message in example.messages[: turns[-1] + 1]:
-            clean = _without_learned(message)
+            clean = without_learned(message)
             if (
                 message["role"] == "assistant"
                 and (content := strip_end_token(message["content"])) != message["content"]
@@ -578,17 +581,3 @@ def _prompt_of(example: Example) -> Example:
             break
         before.append(message)
     return replace(example, messages=before)
-
-
-def _without_learned(message: Message) -> Message:
-    """Return a message without the entries that say what is learned of it."""
-    return {name: value for name, value in message.items() if name not in LEARNED_ENTRIES}
-
-
-def unit_hash(example: Example) -> int:
-    """Return the hash of a conversation, independent of which turns are supervised."""
-    if example.token_ids is not None:
-        return hash64(json.dumps(example.token_ids))
-    # a record stays on its side of the split if only its mask changes
-    messages = [_without_learned(message) for message in example.messages]
-    return hash64(json.dumps([messages, example.tools], sort_keys=True))

@@ -33,6 +33,12 @@ TOOLS_LOST = "with tools, which the chat template leaves out"
 WITHOUT = "without the field"
 END_TEXT = "with an end token written after an answer, which is removed"
 
+# of prompts
+NO_ROOM = (
+    "skipped: prompt and completion exceed the length limit (raise --data.max_seq_length, or lower "
+    "--grpo.max_new_tokens)"
+)
+
 # of preferences
 OTHER_QUESTION = "whose chosen and rejected answers follow different prompts"
 EQUAL = "skipped: both answers are equal"

@@ -29,6 +29,19 @@ class Sequences(NamedTuple):
     desirable: Tensor  # (D,) bool: the labels; True without any
 
 
+class Completions(NamedTuple):
+    """What the loss of completions needs: of D completions with N targets, in their order."""
+
+    # (N,) int64: the number of each target's completion in the micro-batch
+    numbers: Tensor
+    advantages: Tensor  # (D,) fp32
+    # (N,) fp32: log-probabilities that the decoder saw, before the step's updates, and in the
+    # reference model; None: not needed
+    decoded: Tensor | None
+    old: Tensor | None
+    reference: Tensor | None
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Rows of one or more samples, padded on the right.
@@ -45,6 +58,7 @@ class MicroBatch:
     # a number for each token's document; -1: padding
     documents: PackedSequences | None = None
     sequences: Sequences | None = None
+    completions: Completions | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on another device."""
@@ -78,7 +92,7 @@ class MicroBatch:
         """Return the model's keyword arguments."""
         arguments = {}
         for item in fields(self):
-            if item.name not in ("tokens", "sequences"):
+            if item.name not in ("tokens", "sequences", "completions"):
                 arguments[item.name] = getattr(self, item.name)
         return arguments
 
@@ -254,14 +268,43 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
         sequences = _sequences(numbers, samples)
     else:
         sequences = None
+    if samples and samples[0].advantage is not None:
+        completions = _completions(samples)
+    else:
+        completions = None
 
     # rows of one document each need no mask of documents: causal attention never reaches the
     # padding on the right
     if not (packed or any(sample.documents for sample in samples)):
-        return MicroBatch(tokens, targets, target_indices, positions, sequences=sequences)
+        packed_documents = None
+    else:
+        packed_documents = PackedSequences.of(documents)
     return MicroBatch(
-        tokens, targets, target_indices, positions, PackedSequences.of(documents), sequences
+        tokens,
+        targets,
+        target_indices,
+        positions=positions,
+        documents=packed_documents,
+        sequences=sequences,
+        completions=completions,
     )
+
+
+def _completions(samples: list[Sample]) -> Completions:
+    counts = torch.tensor([sample.supervised for sample in samples])
+    return Completions(
+        numbers=torch.arange(len(samples)).repeat_interleave(counts),
+        advantages=torch.tensor([sample.advantage for sample in samples]),
+        decoded=_joined([sample.decoded for sample in samples]),
+        old=_joined([sample.old for sample in samples]),
+        reference=_joined([sample.reference_tokens for sample in samples]),
+    )
+
+
+def _joined(values: list[Tensor | None]) -> Tensor | None:
+    """Return the values of all samples one after the other; None if they have none."""
+    known = [value for value in values if value is not None]
+    return torch.cat(known) if known else None
 
 
 def _sequences(numbers: Tensor, samples: list[Sample]) -> Sequences:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from litft.data.chat_template import Message
 from litft.model.loss import IGNORED
 
 # a sample is stored as token ids (T + 1,), uint32, whose two highest bits are flags:
@@ -15,6 +17,14 @@ SUPERVISED = np.uint32(1 << 31)
 # the token is in a complete answer
 IN_ANSWER = np.uint32(1 << 30)
 ID_MASK = np.uint32((1 << 30) - 1)
+
+
+class PromptRecord(NamedTuple):
+    """What reward functions get of a prompt."""
+
+    messages: list[Message]
+    # by name: `answer`, and the record's other fields
+    columns: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,15 @@ class Sample:
     reference: tuple[float, ...] = ()
     # the prompt with the answer of another example, for KTO
     mismatch: "Sample | None" = None
+    # of a prompt, or of a completion of it
+    prompt: PromptRecord | None = None
+    # of a completion: how much better than others it was rated
+    advantage: float | None = None
+    # of a completion, for each target (N,), fp32: the log-probability that the decoder saw, that
+    # before the step's updates, and that in the reference model
+    decoded: Tensor | None = None
+    old: Tensor | None = None
+    reference_tokens: Tensor | None = None
 
     @property
     def document_lengths(self) -> tuple[int, ...]:

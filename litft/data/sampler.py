@@ -26,18 +26,24 @@ class SampleOrder:
 
     sizes: the number of samples of each data set; indices count through all sets. weights: how
     often an epoch passes over each set. For the fractional part of a weight, each epoch draws other
-    samples.
+    samples. group_size: how often each sample comes in a row, for completions of one prompt.
     """
 
     def __init__(
-        self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None
+        self,
+        sizes: Sequence[int],
+        seed: int,
+        weights: Sequence[float] | None = None,
+        group_size: int = 1,
     ) -> None:
         self.sizes = list(sizes)
         self.seed = seed
         self.weights = list(weights or [1.0] * len(sizes))
-        self.size = 0
+        self.group_size = group_size
+        self.epoch_size = 0  # samples of an epoch
         for count, weight in zip(self.sizes, self.weights, strict=True):
-            self.size += round(count * weight)
+            self.epoch_size += round(count * weight)
+        self.size = self.epoch_size * group_size  # positions of an epoch
         # two epochs: a step may reach from one into the next
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
@@ -60,7 +66,11 @@ class SampleOrder:
 
     def indices(self, start: int, stop: int) -> list[int]:
         """Return the samples from position `start` to `stop` of the stream."""
-        return [self._permutation(at // self.size)[at % self.size] for at in range(start, stop)]
+        indices = []
+        for at in range(start, stop):
+            epoch, place = divmod(at // self.group_size, self.epoch_size)
+            indices.append(self._permutation(epoch)[place])
+        return indices
 
 
 class Largest(NamedTuple):

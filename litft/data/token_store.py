@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -20,10 +20,13 @@ from xxhash import xxh3_64
 
 from litft.data.digests import file_hash
 from litft.data.encoded import Encoded, hash64
-from litft.data.sample import ID_MASK, SUPERVISED, Sample, to_sample
+from litft.data.sample import ID_MASK, SUPERVISED, PromptRecord, Sample, to_sample
 
 # an entry's kind: an example; a text or its first span; a later span of it
 EXAMPLE, TEXT, CONTINUATION = range(3)
+# of prompts: what reward functions get, one JSON text after the other, and where each begins
+COLUMNS = "columns.bin"
+COLUMN_OFFSETS = "column_offsets.npy"
 # the index: one value for each entry
 ARRAYS = {
     "supervised": np.int32,
@@ -138,6 +141,7 @@ class TokenStoreWriter:
         self._used_special = set()
         self._last_tokens: Counter[int] = Counter()  # of records of token ids
         self._tokens_hash = xxh3_64()
+        self._columns: list[bytes] = []  # of prompts
 
     def add(self, encoded: Encoded) -> None:
         """Append a record's samples. Samples with equal units go into the same split."""
@@ -146,6 +150,9 @@ class TokenStoreWriter:
         if encoded.last_token is not None:
             self._last_tokens[encoded.last_token] += 1
         self._first_sizes += encoded.first_sizes or [0] * len(encoded.samples)
+        self._columns += encoded.columns
+        for columns in encoded.columns:
+            self._hash.update(columns)
         self._labels += map(int, encoded.labels or [NO_LABEL] * len(encoded.samples))
         # others have none, and keep their hash
         for fact in (*encoded.first_sizes, *encoded.labels):
@@ -207,6 +214,13 @@ class TokenStoreWriter:
         report.special = sorted(self._used_special)
         report.content = self._hash.hexdigest()
         report.hashes = {"tokens.bin": self._tokens_hash.hexdigest()}
+
+        if self._columns:
+            sizes = [len(columns) for columns in self._columns]
+            np.save(self.folder / COLUMN_OFFSETS, np.concatenate(([0], np.cumsum(sizes))))
+            data = b"".join(self._columns)
+            (self.folder / COLUMNS).write_bytes(data)
+            report.hashes[COLUMNS] = xxh3_64(data).hexdigest()
 
         # the hashes of the index; report.json comes last, and makes the store complete
         for path in self.folder.glob("*.npy"):
@@ -272,6 +286,19 @@ class TokenStore:
         """Return `size` stored tokens with their flags from offset `start`, (size,) uint32."""
         return np.array(self._tokens[start : start + size])
 
+    @cached_property
+    def _column_offsets(self) -> np.ndarray:
+        return np.load(self.folder / COLUMN_OFFSETS)
+
+    def prompt(self, entry: int) -> PromptRecord | None:
+        """Return the record of a prompt; None for other entries."""
+        if COLUMNS not in self.report.hashes:
+            return None
+        start, end = self._column_offsets[entry : entry + 2]
+        with (self.folder / COLUMNS).open("rb") as file:
+            file.seek(start)
+            return PromptRecord(*json.loads(file.read(end - start)))
+
     def index_samples(self, entries: np.ndarray, limit: int) -> "SampleIndex":
         """Return the samples of these entries, given in ascending order.
 
@@ -313,6 +340,7 @@ class TokenStore:
             turns=self.turns[entry],
             first_sizes=self.first_sizes[entry],
             labels=self.labels[entry],
+            entries=entry,
         )
 
 
@@ -332,6 +360,7 @@ class SampleIndex(NamedTuple):
     first_sizes: np.ndarray
     # 1 for a desirable answer, 0 for an undesirable one, or NO_LABEL
     labels: np.ndarray
+    entries: np.ndarray  # number of its entry, of a text the first one
 
 
 class Samples(Sequence[Sample]):
@@ -379,7 +408,10 @@ class Samples(Sequence[Sample]):
         label = int(self.sample_index.labels[key])
         desirable = None if label == NO_LABEL else bool(label)
         first_size = int(self.sample_index.first_sizes[key])
-        return to_sample(self._read(key), first_size, desirable)
+        sample = to_sample(self._read(key), first_size, desirable)
+        store = self.stores[self.store_numbers[key]]
+        prompt = store.prompt(int(self.sample_index.entries[key]))
+        return replace(sample, prompt=prompt) if prompt else sample
 
     def mismatched(self, i: int, j: int, limit: int) -> Sample:
         """Return the prompt of sample i with the answer of sample j, cut to `limit` input

@@ -61,6 +61,34 @@ def document_log_probs(
     return log_probs, lengths
 
 
+@torch.no_grad()
+def target_log_probs(
+    model: nn.Module,
+    samples: Sequence[Sample],
+    layout: BatchLayout,
+    device: torch.device,
+    rank: int = 0,
+) -> list[Tensor | None]:
+    """Return the log-probability of each target of each sample, (N,) fp32; None for a sample that
+    another rank computes."""
+    log_probs: list[Tensor | None] = [None] * len(samples)
+    planned = layout.plan([sample.tokens.numel() for sample in samples])
+    with eval_mode(model):
+        for rows in planned[rank :: layout.ranks]:
+            samples_of_rows = []
+            order: list[int] = []
+            for row in rows:
+                samples_of_rows.append([samples[index] for index in row])
+                order.extend(row)
+            batch = layout.collate_rows(samples_of_rows).to(device)
+            losses = model(batch.tokens, **batch.inputs(), reduction="none")  # (N,)
+            # the host keeps them until a micro-batch needs them
+            parts = (-losses).cpu().split([samples[index].supervised for index in order])
+            for index, part in zip(order, parts, strict=True):
+                log_probs[index] = part
+    return log_probs
+
+
 # differences of log-probabilities below it are rounding errors: before the first step, all are 0
 TIE = 1e-5
 

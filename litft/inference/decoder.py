@@ -5,7 +5,7 @@ Two forward passes are worth compiling: a chunk of a prompt, and one token for e
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,14 @@ SHOWS_NAN = 16
 MIN_BOUND = 256
 
 # B rows, V vocabulary
+
+
+class PromptLogits(NamedTuple):
+    """The newest prompt, and the logits after it, (V,)."""
+
+    ids: list[int]
+    rope_length: int  # what rotary frequencies depended on
+    logits: Tensor
 
 
 class BrokenModel(ValueError):
@@ -55,6 +63,8 @@ class Decoder:
         self.texts: list[list[int]] = [[] for _ in range(rows)]
         # tokens in the cache of each row, including those the host does not have yet
         self.lengths = [0] * rows
+        # for further rows with the same prompt
+        self._newest: PromptLogits | None = None
         # of recurrent mixers; empty for other networks
         if KVCache.state_bytes(model.config):
             self.states = [RowStates() for _ in range(rows)]
@@ -122,6 +132,15 @@ class Decoder:
 
         max_length = min(max_length or self.capacity, self.capacity)
         source_row, num_cached, snapshot = self._longest_prefix(row, ids, max_length)
+        # several answers to one prompt: nothing is computed again
+        if self._is_newest(source_row, ids, max_length):
+            assert self._newest is not None
+            if source_row != row:
+                self.views[row].copy(self.views[source_row], len(ids))
+            self.texts[row] = list(ids)
+            self.lengths[row] = len(ids)
+            self.max_length[row] = max_length
+            return self._newest.logits.clone()
 
         # start from the cached prefix: its keys and values are copied if another row has them
         if source_row != row:
@@ -147,7 +166,19 @@ class Decoder:
             raise BrokenModel(NOT_A_NUMBER)
         if self.states:
             self.states[row].prompt = take_snapshot(self.views[row], len(ids), logits[-1])
+        else:
+            # a network with states has a snapshot of the prompt instead
+            self._newest = PromptLogits(
+                list(ids), self._rope_length(max_length), logits[-1].clone()
+            )
         return logits[-1]
+
+    def _is_newest(self, row: int, ids: Sequence[int], max_length: int) -> bool:
+        """Return whether a prompt is the newest one, and a row has all of it."""
+        if self._newest is None or self._newest.ids != list(ids):
+            return False
+        same_rope = self._newest.rope_length == self._rope_length(max_length)
+        return same_rope and self.texts[row][: len(ids)] == list(ids)
 
     def _check_weights(self, longest: int) -> None:
         """Raise BrokenModel if the model has NaN that the passes so far hide. longest: tokens of

@@ -258,6 +258,7 @@ class Completion(NamedTuple):
     text: str
     ended: bool  # by a stop token or text, not by a limit
     tokens: list[int]  # with a stop token at the end
+    logprobs: list[float]  # of each token, by the unmodified logits
 
 
 def generate_completions(
@@ -270,13 +271,15 @@ def generate_completions(
     texts = [""] * len(requests)
     ended = [False] * len(requests)
     tokens: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[float]] = [[] for _ in requests]
     for number, chunk in generate_batch(decoder, tokenizer, requests):
         texts[number] += chunk
         tokens[number] += chunk.tokens
+        logprobs[number] += chunk.logprobs
         if chunk.finish_reason:
             ended[number] = chunk.finish_reason == "stop"
             done()
-    return [Completion(*fields) for fields in zip(texts, ended, tokens, strict=True)]
+    return [Completion(*fields) for fields in zip(texts, ended, tokens, logprobs, strict=True)]
 
 
 @dataclass

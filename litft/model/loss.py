@@ -71,7 +71,7 @@ def summed_cross_entropy(
     # to one chunk
     # The sum times 0 connects the result with `hidden` even if there is no target.
     total = hidden.sum(dtype=torch.float32) * 0.0
-    for losses in _head_losses(head, hidden, targets, softcap, smoothing):
+    for losses in _head_losses(head, hidden, targets, softcap, smoothing=smoothing):
         total = total + losses.sum()
     return total, count
 
@@ -83,10 +83,12 @@ def token_cross_entropy(
     softcap: float | None = None,
     target_indices: Tensor | None = None,
     compiled: bool = False,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Compute the loss of each target token, (N,) fp32, in the order of the flattened positions.
 
-    Arguments and chunks as in `summed_cross_entropy`. For losses of whole sequences, such as DPO's,
+    temperature: the logits are divided by it. Other arguments and chunks as in
+    `summed_cross_entropy`. For losses of whole sequences, such as DPO's,
     whose gradient for a
     token depends on all tokens: it is known only in the backward pass. A frozen head's gradients
     are computed in the forward pass and scaled in the backward pass; a trained head's logits are
@@ -98,14 +100,26 @@ def token_cross_entropy(
     targets = targets.flatten().index_select(0, target_indices)  # (N,)
     if is_plain(head):
         training = torch.is_grad_enabled()
+        bias = head.bias
+        # c tanh((W x + b) / c) / t = (c / t) tanh((W x / t + b / t) / (c / t))
+        if temperature != 1.0:
+            hidden = hidden / temperature
+            bias = bias / temperature if bias is not None else None
+            softcap = softcap / temperature if softcap is not None else None
         return _ChunkedTokenLoss.apply(
-            hidden, head.weight, head.bias, targets, softcap, training, compiled and training
+            hidden, head.weight, bias, targets, softcap, training, compiled and training
         )
-    return torch.cat(list(_head_losses(head, hidden, targets, softcap, 0.0)))
+    losses = _head_losses(head, hidden, targets, softcap, smoothing=0.0, temperature=temperature)
+    return torch.cat(list(losses))
 
 
 def _head_losses(
-    head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    smoothing: float,
+    temperature: float = 1.0,
 ) -> Iterator[Tensor]:
     """Yield the losses of each chunk of tokens with a head that computes its own logits, which
     backward computes again."""
@@ -113,7 +127,14 @@ def _head_losses(
         hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True
     ):
         yield checkpoint(
-            _head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False
+            _head_loss,
+            head,
+            hidden_chunk,
+            target_chunk,
+            softcap,
+            smoothing,
+            temperature,
+            use_reentrant=False,
         )
 
 
@@ -130,10 +151,15 @@ def is_plain(head: nn.Module) -> bool:
 
 
 def _head_loss(
-    head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    smoothing: float,
+    temperature: float,
 ) -> Tensor:
     return F.cross_entropy(
-        apply_softcap(head(hidden).float(), softcap),
+        apply_softcap(head(hidden).float(), softcap) / temperature,
         targets,
         reduction="none",
         label_smoothing=smoothing,

@@ -74,6 +74,7 @@ class GPT(nn.Module):
         for layer in config.layers:
             self.rotary_indices.append(ropes.index(layer.rope) if layer.rope else None)
         self.label_smoothing = self.neftune_alpha = 0.0  # set by the training loop
+        self.loss_temperature = 1.0  # of the losses of single tokens
         # whether the loss is compiled in training
         self.compiled_loss = False
         # set if weights are offloaded to the host; None: the device of the weights
@@ -187,6 +188,7 @@ class GPT(nn.Module):
                 softcap=self.config.logit_softcap,
                 target_indices=target_indices,
                 compiled=self.compiled_loss,
+                temperature=self.loss_temperature,
             )
         return summed_cross_entropy(
             x,

@@ -74,6 +74,8 @@ def build_trained_network(
     model.compute_device = device if on_host else None
     model.label_smoothing = setup.args.train.label_smoothing
     model.neftune_alpha = setup.args.train.neftune_alpha
+    if setup.args.objective == "grpo":
+        model.loss_temperature = setup.args.grpo.temperature
     return TrainedNetwork(model, parameters, mesh is not None)
 
 

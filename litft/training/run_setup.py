@@ -1,7 +1,7 @@
 """What a run is, resolved once from its flags and its model folder."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from litft.checkpoints.adapter_reader import adapter_digest
 from litft.data.dataset import DataSplits
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import pick_full_precision, pick_precision
+from litft.evaluation.rewards.reward import Reward
 from litft.methods import AdapterTensors, Method, method_of
 from litft.methods.base import pattern_matches
 from litft.methods.new_tokens import untrained_ids
@@ -100,6 +101,11 @@ class RunSetup:
             objective |= {
                 f"preference.{name}": value for name, value in flags["preference"].items()
             }
+        if self.args.objective == "grpo":
+            objective["reward"] = ", ".join(self.args.reward)
+            for name, value in flags["grpo"].items():
+                if name not in ("rollout_rows", "reward_timeout"):
+                    objective[f"grpo.{name}"] = value
         return {
             "method": self.method.title,
             "quantize": self.quantize,
@@ -112,10 +118,12 @@ class RunSetup:
         }
 
 
-def resolve_setup(args: FinetuneArgs, source: PretrainedFolder) -> RunSetup:
+def resolve_setup(
+    args: FinetuneArgs, source: PretrainedFolder, rewards: Sequence[Reward] = ()
+) -> RunSetup:
     """Return what the flags and the model's folder stand for; raise ValueError for combinations
-    that cannot be."""
-    objective = objective_of(args)
+    that cannot be. rewards: functions in place of those of --reward."""
+    objective = objective_of(args, rewards)
     args = _with_defaults(args, objective)
     quantize = source.quantization(args.quantize) or "none"
     tokenizer = source.tokenizer()

@@ -18,13 +18,16 @@ LARGEST_STEP = 100  # times the training examples
 class Schedule:
     """A run's steps. The position in the data is the number of samples seen.
 
-    size: samples per step (--train.global_batch_size); samples: how many the whole run sees;
-    layout: how a step's samples become micro-batches.
+    size: samples per step (--train.global_batch_size, times the completions of a prompt); samples:
+    how many the whole run sees; layout: how a step's samples become micro-batches.
     """
 
-    def __init__(self, args: FinetuneArgs, data: DataSplits, ranks: int) -> None:
+    def __init__(
+        self, args: FinetuneArgs, data: DataSplits, ranks: int, group_size: int = 1
+    ) -> None:
         self.data = data
-        self.size = args.train.global_batch_size
+        self.group_size = group_size
+        self.size = args.train.global_batch_size * group_size
         # only this rate is known to be right for few examples, too
         self.has_usual_rate = (
             isinstance(args, LoRAFinetuneArgs)
@@ -34,14 +37,14 @@ class Schedule:
         self.val_fraction = args.data.val_fraction
         self.answers_prompts = args.eval.max_new_tokens > 0
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None
-        self.order = SampleOrder(data.train.sizes, args.seed, data.weights)
+        self.order = SampleOrder(data.train.sizes, args.seed, data.weights, group_size)
         if not self.is_by_epochs and self.size > LARGEST_STEP * self.order.size:
             raise ValueError(
-                f"--train.global_batch_size {self.size:,}: a step would have each of the "
-                f"{self.order.size:,} training examples more than {LARGEST_STEP} times; lower it, "
-                "or leave out --train.max_steps and --train.max_time"
+                f"--train.global_batch_size {args.train.global_batch_size:,}: a step would have "
+                f"each of the {self.order.epoch_size:,} training examples more than {LARGEST_STEP} "
+                "times; lower it, or leave out --train.max_steps and --train.max_time"
             )
-        self.samples = planned_samples(args.train, self.order.size)
+        self.samples = planned_samples(args.train, self.order.epoch_size) * group_size
         self.layout = initial_layout(args, data, ranks)
         self.resume_at(0, 0)
 
@@ -133,7 +136,9 @@ class Schedule:
         # each mismatch, in the reference and in its step
         if objective.needs_mismatches:
             passes += 2.0
-        flops_of_numbers = flops.for_lengths(*counts) + passes * flops.forward(*counts)
+        passes += objective.extra_forward_passes
+        forward = flops.forward(*counts)
+        flops_of_numbers = objective.updates * flops.for_lengths(*counts) + passes * forward
         return flops_of_numbers * self.samples / len(numbers)
 
 

@@ -9,27 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from litft import run_dir
 from litft.args import parse_duration
 from litft.args.parser import method_name
-from litft.data.packing import MicroBatch
 from litft.data.sample import Sample
 from litft.distributed.devices import is_out_of_memory, mesh_of
 from litft.distributed.process_group import (
     Processes,
     end_children,
     peer_failure,
-    sum_over_processes,
-    sync_gradients,
 )
 from litft.errors import Interrupted, RankError
+from litft.evaluation.rewards.scorer import RewardError
 from litft.evaluation.scoring import Metric
 from litft.model.placement import full_tensor
 from litft.signals import Signals
+from litft.training.accumulation import accumulate
 from litft.training.batches import Batches
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import format_duration
@@ -45,36 +43,13 @@ from litft.training.memory.flops import Flops
 from litft.training.memory.probe import MemoryProbe
 from litft.training.memory_saving.compile import is_compiled, uncompiled
 from litft.training.network import blocks_on_host, build_trained_network, prepare_blocks
-from litft.training.objectives import Objective, Totals
+from litft.training.objectives import GRPO
 from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
 from litft.training.optimizers.wrapped import unwrapped_in_backward
 from litft.training.output.recorder import Observers, Recorder
 from litft.training.output.screen import open_screen, shorten, shorten_left
+from litft.training.rollouts import Rollouts
 from litft.training.validation import Measured, Validation, measured_indices
-
-
-def accumulate(
-    fabric: Fabric,
-    objective: Objective,
-    model: nn.Module,
-    batches: list[MicroBatch],
-    totals: Totals,
-) -> Tensor:
-    """Accumulate the gradients of the objective over all ranks, and return its loss and scores, (1
-    + len(scores),).
-
-    The sums of this rank's micro-batches are divided by `totals`, the counts over *all* ranks. DDP
-    averages gradients over the ranks, hence the factor `world_size`.
-    """
-    # the loss and all scores, so that one all-reduce is enough
-    total = torch.zeros(1 + len(objective.scores), device=fabric.device)
-    for number, batch in enumerate(batches, 1):
-        batch = batch.to(fabric.device)
-        with sync_gradients(fabric, model, last=number == len(batches)):
-            values = objective(model, batch, totals)
-            fabric.backward(values[0] * fabric.world_size)
-        total += values.detach()
-    return sum_over_processes(fabric, total)
 
 
 class SignalCaught(Exception):
@@ -129,6 +104,16 @@ class Trainer:
         self.trained = network.trained
         self.flops = Flops(self.model)
         self.objective = setup.objective
+        self.rollouts = None
+        if isinstance(self.objective, GRPO):
+            self.rollouts = Rollouts(
+                processes,
+                self.model,
+                setup.tokenizer,
+                objective=self.objective,
+                seed=self.args.seed,
+                retries=self.args.train.oom_retry,
+            )
 
         # the samples; an objective may need reference values of all that are measured, of all sets
         global_batch = self.args.train.global_batch_size
@@ -143,7 +128,14 @@ class Trainer:
         self.validation = Validation(
             processes,
             self.model,
-            Measured(setup.tokenizer, self.data, self.args.eval, self.objective, metrics or {}),
+            Measured(
+                setup.tokenizer,
+                self.data,
+                self.args.eval,
+                objective=self.objective,
+                metrics=metrics or {},
+                rollouts=self.rollouts,
+            ),
             folder / "samples.jsonl",
             samples=self.batches.validation(),
             # a signal is noticed between the batches of a validation too
@@ -280,8 +272,12 @@ class Trainer:
         metrics = self.metrics
         metrics.start()
         samples = self.batches.step(step)
+        of_rollouts: dict[str, float] = {}
+        if self.rollouts is not None:
+            samples, of_rollouts = self.rollouts.collect(step, samples, self.schedule.layout)
         rate = learning_rate(self.args.train, step, self._projected_steps(step))
-        values, norm = self._update(model, optimizer, samples, step, rate)
+        set_learning_rate(optimizer, rate)
+        values, norm = self._updates(model, optimizer, samples, step)
         metrics.stop()
         self.step += 1
         samples_seen = self.schedule.seen(self.step)
@@ -294,20 +290,34 @@ class Trainer:
             flops=self.flops(samples),
             loss=values[0],
             **dict(zip(self.objective.scores, values[1:], strict=True)),
+            **of_rollouts,
             learning_rate=rate,
             grad_norm=norm,
         )
 
+    def _updates(
+        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Take the updates of a step, which are one but for rewards; returns the mean of the loss
+        and scores, and of the norm."""
+        count = self.objective.updates
+        results = []
+        for update in range(count):
+            results.append(self._update(model, optimizer, samples, step * count + update))
+        if count == 1:
+            return results[0]
+        values = torch.stack([values for values, _ in results]).mean(0)
+        return values, torch.stack([norm for _, norm in results]).mean()
+
     def _update(
-        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], step: int, rate: float
+        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], number: int
     ) -> tuple[Tensor, Tensor]:
         """Update the weights with the gradient over `samples`; returns the objective's loss and
-        scores, and the norm."""
-        # Dropout depends on the step and the rank alone, so that a resumed run draws the same.
-        # 4,099 seeds are reserved for a step: one for each rank, and one for stochastic rounding.
-        seed = (self.args.seed * 1_000_003 + step) * 4099
+        scores, and the norm. number: of the update, from the beginning of the run."""
+        # Dropout depends on the update and the rank alone, so that a resumed run draws the same.
+        # 4,099 seeds are reserved for it: one for each rank, and one for stochastic rounding.
+        seed = (self.args.seed * 1_000_003 + number) * 4099
         model.train()
-        set_learning_rate(optimizer, rate)
         if self.args.train.optimizer_in_backward:  # with one device only
             in_backward = unwrapped_in_backward(optimizer)
             with in_backward.stepping():
@@ -320,7 +330,7 @@ class Trainer:
         norm = full_tensor(nn.utils.clip_grad_norm_(self.trained.values(), limit))
         # to read the numbers is to wait for the GPU, so it is only done where the flag asks for it
         if self.args.train.skip_nan and not math.isfinite(float(values[0]) + float(norm)):
-            self.divergence.skip(step)
+            self.divergence.skip(self.step)
         else:
             self.divergence.skipped = 0
             # stochastic rounding: ranks that hold the same weights round them the same way
@@ -512,6 +522,10 @@ class Trainer:
         """Within the context, a signal ends the run with its state saved."""
         try:
             yield
+        except RewardError as error:
+            self._save_state(optimizer)
+            message = f"{error}\nafter mending it: {self._resume_command()}"
+            raise ValueError(message) from error
         except SignalCaught as signal:
             self._save_state(optimizer)
             stopped = self._interrupted(signal)
@@ -521,10 +535,12 @@ class Trainer:
 
     def _interrupted(self, signal: SignalCaught) -> Interrupted:
         """Return the exception that ends the run, with the command that continues it."""
+        return Interrupted(signal.number, self.step, self._resume_command())
+
+    def _resume_command(self) -> str:
+        """Return the command that continues the run."""
         command = run_dir.command(f"finetune/{method_name(type(self.args))}.py")
-        return Interrupted(
-            signal.number, self.step, f"{command} --resume --out_dir {self.recorder.folder}"
-        )
+        return f"{command} --resume --out_dir {self.recorder.folder}"
 
     def _finish(self, optimizer: Optimizer) -> None:
         """Write the last state, best/, final/ and the report."""
@@ -569,3 +585,5 @@ class Trainer:
             raise self.recorder.explain_os_error(error) from None
         finally:
             self.recorder.close_logger(status)
+            if self.rollouts is not None:
+                self.rollouts.close()

@@ -42,6 +42,7 @@ from litft.model.transformer import GPT, eval_mode
 from litft.training.intervals import NUM_TRAINED_PROMPTS
 from litft.training.objectives import Objective, Supervised
 from litft.training.output.metrics import Row
+from litft.training.rollouts import Rollouts
 
 # validation examples with the largest losses in the report, and among how many they are searched
 NUM_HARDEST = 5
@@ -69,6 +70,8 @@ class Measured:
     objective: Objective = field(default_factory=lambda: Supervised(PreferenceArgs()))
     # of the answers to the validation questions, by column of metrics.csv
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    # answers prompts, where rewards are learned from
+    rollouts: Rollouts | None = None
 
 
 class Validation:
@@ -90,6 +93,7 @@ class Validation:
         self.hosts = processes.hosts
         self.model = model
         self.objective = measured.objective
+        self.rollouts = measured.rollouts
         self.tokenizer = measured.tokenizer
         self.data = measured.data
         self.args = measured.args
@@ -148,7 +152,7 @@ class Validation:
         """The columns of metrics.csv with the objective's scores, and with the loss of each set if
         there are several."""
         return [
-            *(f"val_{name}" for name in self.objective.scores),
+            *(f"val_{name}" for name in self.objective.validation_scores),
             *(f"val_loss_{name}" for name in self.sets),
         ]
 
@@ -259,10 +263,13 @@ class Validation:
         self, step: int, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]
     ) -> None:
         """Measure the loss and the scores of each set, and of all together."""
-        names = ("loss", *self.objective.scores)
+        names = ("loss", *self.objective.validation_scores)
         # of each set: the values in the order of `names`
         by_set = []
         for samples in sets.values():
+            if self.rollouts is not None:
+                by_set.append(self.rollouts.measure(samples))
+                continue
             by_set.append(
                 validation_scores(
                     self.fabric,
@@ -315,6 +322,11 @@ class Validation:
     def line(self, step: int, scores: Row) -> str:
         """Return the scores after `step` steps as text."""
         parts = [f"step {step}: validation loss {scores['val_loss']:.4f}"]
+        if self.rollouts is not None:
+            parts = [f"step {step}: validation reward {scores['val_reward']:.4f}"]
+            for name in self.objective.validation_scores[1:]:
+                at = name.removeprefix("pass_")
+                parts.append(f"pass@{at} {scores[f'val_{name}']:.1%}")
         for name, form in SHOWN_SCORES.items():
             if f"val_{name}" in scores:
                 parts.append(f"{name} {form.format(scores[f'val_{name}'])}")

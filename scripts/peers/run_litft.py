@@ -11,8 +11,8 @@ from turns import Contender, Sample, run_contender
 import litft.data.packing as data
 from litft.args import PreferenceArgs
 from litft.distributed.devices import pick_accelerator
+from litft.training.accumulation import accumulate
 from litft.training.objectives import OBJECTIVES
-from litft.training.trainer import accumulate
 
 # where modules were before: other commits of litft are peers, too
 FORMER_MODULES = {

@@ -131,6 +131,13 @@ def test_no_step_waits_for_the_gpu(args, compiled, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "_train_step", checked_step)
     train = TrainArgs(max_steps=4, compile=compiled)
     saving = dict(save=SaveArgs(interval=0), eval=EvalArgs(interval=0, max_new_tokens=0))
-    litft.finetune(args(accelerator="cuda", train=train, out_dir=str(tmp_path / "run"), **saving))
+    try:
+        litft.finetune(
+            args(accelerator="cuda", train=train, out_dir=str(tmp_path / "run"), **saving)
+        )
+    except ValueError as error:
+        # numbers of the pretended GPU are those that the memory held
+        if not PRETENDED or "NaN" not in str(error):
+            raise
     assert count == 4
     assert PRETENDED or torch.cuda.max_memory_allocated() > 0

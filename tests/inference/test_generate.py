@@ -148,7 +148,7 @@ def test_samples_share_one_prefill(folder, tmp_path):
     assert done.stdout == "".join(
         complete(folder, temperature=1, seed=seed) + "\n" for seed in (1, 2, 3)
     )
-    assert "prefill: 1)" in done.stderr.split("--- 2 of 3")[1].split("\n")[0]
+    assert "prefill: 0)" in done.stderr.split("--- 2 of 3")[1].split("\n")[0]
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n")
     generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", *flags, greedy=False)
     assert lines(tmp_path / "out.jsonl")[0]["completions"] == done.stdout.split("\n")[:3]

@@ -23,11 +23,12 @@ from litft.methods import LoRA
 from litft.model.loss import IGNORED
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
+from litft.training.accumulation import accumulate
 from litft.training.lr_schedule import learning_rate
 from litft.training.memory.probe import MemoryProbe
 from litft.training.objectives import OBJECTIVES, Objective
 from litft.training.schedule import planned_samples
-from litft.training.trainer import Trainer, accumulate
+from litft.training.trainer import Trainer
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 
@@ -175,7 +176,7 @@ sys.path[:0] = [{tests!r}, {tests!r} + "/training"]
 from litft.args import LoRAFinetuneArgs
 from litft.distributed.devices import make_fabric
 from litft.data.packing import BatchLayout
-from litft.training.trainer import accumulate
+from litft.training.accumulation import accumulate
 from test_train import LAYOUTS, make_objective, samples_of, trainable
 fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
 fabric.launch()

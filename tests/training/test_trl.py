@@ -16,7 +16,8 @@ from litft.distributed.process_group import Processes, launch
 from litft.methods.lora import LoRA
 from litft.pretrained.folder import resolve
 from litft.training import batches
-from litft.training.trainer import Trainer, accumulate
+from litft.training.accumulation import accumulate
+from litft.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 STEPS, BATCH, RATE = 10, 8, 3e-4

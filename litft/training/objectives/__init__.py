@@ -1,7 +1,11 @@
 """Objectives: what training minimizes. One file each; `--objective` names them."""
 
+from collections.abc import Sequence
+
 from litft.args import FinetuneArgs
+from litft.evaluation.rewards.reward import Reward
 from litft.training.objectives.dpo import DPO
+from litft.training.objectives.grpo import GRPO
 from litft.training.objectives.ipo import IPO
 from litft.training.objectives.kto import KTO
 from litft.training.objectives.objective import Objective, Totals
@@ -10,13 +14,14 @@ from litft.training.objectives.simpo import SimPO
 from litft.training.objectives.supervised import Supervised
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    cls.name: cls for cls in (Supervised, DPO, IPO, SimPO, ORPO, KTO)
+    cls.name: cls for cls in (Supervised, DPO, IPO, SimPO, ORPO, KTO, GRPO)
 }
 
 
-def objective_of(args: FinetuneArgs) -> Objective:
-    """Return the objective that the flags name."""
-    return OBJECTIVES[args.objective](args.preference)
+def objective_of(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> Objective:
+    """Return the objective that the flags name; rewards: functions in place of those of
+    --reward."""
+    return OBJECTIVES[args.objective].of(args, rewards)
 
 
-__all__ = ["OBJECTIVES", "Objective", "Supervised", "Totals", "objective_of"]
+__all__ = ["GRPO", "OBJECTIVES", "Objective", "Supervised", "Totals", "objective_of"]

@@ -9,10 +9,11 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from litft.args import PreferenceArgs
+from litft.args import FinetuneArgs, PreferenceArgs
 from litft.args.preference import DATA_KINDS, DataKind
 from litft.data.packing import BatchLayout, MicroBatch
 from litft.data.sample import Sample
+from litft.evaluation.rewards.reward import Reward
 
 # learning rate of LoRA divided by that of full fine-tuning (https://thinkingmachines.ai/blog/lora)
 LORA_RATIO = 10
@@ -52,8 +53,30 @@ class Objective:
     # the default for full fine-tuning; None: the method's default
     full_learning_rate: ClassVar[float | None] = None
 
+    # optimizer updates with the samples of one step
+    updates: int = 1
+    # samples of a step for each example
+    group_size: int = 1
+    # forward passes over a step's samples in addition to those of the updates
+    extra_forward_passes: int = 0
+
     def __init__(self, args: PreferenceArgs) -> None:
         self.args = args
+
+    @classmethod
+    def of(cls, args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> "Objective":
+        """Return the objective of the flags; rewards: functions in place of those of --reward."""
+        return cls(args.preference)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of metrics.csv that a step has next to the loss."""
+        return self.scores
+
+    @property
+    def validation_scores(self) -> tuple[str, ...]:
+        """What a validation measures next to the loss."""
+        return self.scores
 
     @property
     def data(self) -> DataKind:

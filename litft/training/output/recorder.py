@@ -94,7 +94,7 @@ class Recorder:
         if not self.is_writer:
             path = None
         columns = [
-            *setup.objective.scores,
+            *setup.objective.columns,
             *validation.columns,
             *(validation.metrics.keys() - {"exact_match"}),
         ]

@@ -1,0 +1,145 @@
+"""Records to prompts, for learning from rewards: a conversation up to the last answer, and the
+columns that the reward functions get."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from litft.data.chat_template import Message, user_content
+from litft.data.encoded import Encoded, unit_hash, without_learned
+from litft.data.formats import (
+    COMMON_FIELDS,
+    FORMATS,
+    Example,
+    Record,
+    detect_format,
+    read_template_args,
+    to_example,
+    with_system,
+)
+from litft.data.messages import check_messages, read_tools, text_field
+from litft.data.notes import NO_ROOM
+from litft.data.sample import IN_ANSWER, SUPERVISED
+from litft.data.tokenizer import Tokenizer
+
+# fields that may be the prompt of a record without an answer
+PROMPT_FIELDS = ("prompt", "question", "instruction")
+# fields of a record that are the conversation, or would hide what a function gets by that name
+NOT_COLUMNS = {"messages", "conversations", "prompt", "completion", "completions", *COMMON_FIELDS}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that ends before an answer."""
+
+    example: Example
+    # what the reward functions get by name: `answer`, and the record's other fields
+    columns: dict[str, Any]
+
+    def as_json(self, where: str) -> bytes:
+        """Return the messages and the columns; raise ValueError for a value that is not JSON."""
+        try:
+            return json.dumps([self.example.messages, self.columns], ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:  # a date from Parquet, a lone surrogate
+            raise ValueError(
+                f"{where}: cannot be given to the reward functions ({error}); fix or remove it"
+            ) from None
+
+
+def to_prompt(record: Record, where: str, template: str, form: str | None = None) -> Prompt:
+    """Convert a record of any format, or one with a prompt alone; raise ValueError naming the
+    record.
+
+    template: see `formats.to_example`.
+    """
+    example = _without_answer(record, where, template)
+    if example is None or form is not None:
+        example = to_example(record, where, template, form or detect_format(record, where))
+    if example.text is not None or example.token_ids is not None:
+        raise ValueError(
+            f"{where}: --objective grpo answers prompts, and this is a text to continue; give the "
+            "field prompt, question or messages"
+        )
+
+    # the last answer is not a part of the prompt, but a column
+    messages = example.messages
+    answer = None
+    if messages[-1]["role"] == "assistant":
+        answer = messages[-1]["content"]
+        messages = messages[:-1]
+    if not any(message["content"].strip() for message in messages):
+        raise ValueError(f"{where}: there is no prompt before the answer; add a question")
+    columns = {}
+    for name, value in record.items():
+        if name not in NOT_COLUMNS:
+            columns[name] = value
+    if answer is not None:
+        columns.setdefault("answer", answer)
+    messages = [without_learned(message) for message in messages]
+    return Prompt(replace(example, messages=messages), columns)
+
+
+def _without_answer(record: Record, where: str, template: str) -> Example | None:
+    """Return the conversation of a record with a prompt alone, maybe as messages; None if the
+    record has the fields of a format."""
+    for form in FORMATS.values():
+        if form.fields != ("text",) and all(record.get(name) for name in form.fields):
+            return None
+    for name in PROMPT_FIELDS:
+        value = record.get(name)
+        if not value:
+            continue
+        messages: list[Message]
+        if isinstance(value, list):
+            messages = check_messages(value, where)
+        else:
+            text = text_field(record, name, where)
+            if name == "instruction" and record.get("input"):
+                text = user_content(text, text_field(record, "input", where), template)
+            messages = [{"role": "user", "content": text}]
+        return Example(
+            with_system(messages, record, where),
+            read_tools(record.get("tools"), where),
+            template_args=read_template_args(record, where),
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Encodes prompts, each with room for a completion: tokens that the completion's replace."""
+
+    tokenizer: Tokenizer
+    limit: int  # the most input tokens of prompt and completion
+    completion_tokens: int
+    form: str | None = None
+
+    def encode(self, record: Record, where: str, encoded: Encoded) -> None:
+        """Add the sample of a record."""
+        encoded.form = self.form or "prompts"
+        # without a template: the split does not depend on it
+        plain = to_prompt(record, where, "", self.form)
+        prompt = to_prompt(record, where, self.tokenizer.chat_template, self.form)
+        example = prompt.example
+        encoded.note_controls([message["content"] for message in example.messages], self.tokenizer)
+        encoded.has_tools = bool(example.tools)
+        encoded.system = ""
+        if example.messages[0]["role"] in ("system", "developer"):
+            encoded.system = example.messages[0]["content"]
+        text = self.tokenizer.apply_chat_template(
+            example.messages, example.tools, add_generation_prompt=True, **example.template_args
+        )
+        ids = self.tokenizer.encode(text, bos=False)
+        # the last token of a sample is only a target
+        if len(ids) + self.completion_tokens > self.limit + 1:
+            encoded.notes.append(NO_ROOM)
+            return
+        room = np.full(self.completion_tokens, self.tokenizer.end_id, np.uint32)
+        encoded.samples.append(
+            np.concatenate([np.array(ids, np.uint32), room | SUPERVISED | IN_ANSWER])
+        )
+        encoded.units.append(unit_hash(plain.example))
+        encoded.turns.append(0)
+        encoded.columns.append(prompt.as_json(where))

@@ -1,0 +1,1 @@
+"""Reward functions: built in or from a file, called in processes of their own. No torch."""

@@ -1,0 +1,107 @@
+"""The reward functions that are built in, by name. Each is made from the text after the colon."""
+
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+
+# a number as people write it: 1,234.5 or -3 or .5
+NUMBER = re.compile(r"(?:(?<![\w.])-)?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)")
+# a thought and what follows; the opening tag may be in the prompt
+THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)
+
+RewardFunction = Callable[..., float | None]
+
+
+def exact(completion: str, answer: str) -> float:
+    """1 if the completion is the answer, apart from white space at its ends."""
+    return float(completion.strip() == str(answer).strip())
+
+
+def contains(completion: str, answer: str) -> float:
+    """1 if the completion contains the answer."""
+    return float(str(answer).strip() in completion)
+
+
+def number(completion: str, answer: str) -> float | None:
+    """1 if the last number of the completion equals the last number of the answer; None if the
+    answer has none."""
+    expected = _last_number(str(answer))
+    if expected is None:
+        return None
+    return float(_last_number(completion) == expected)
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = [match for match in NUMBER.findall(text) if match]
+    if not found:
+        return None
+    try:
+        return Decimal(found[-1].replace(",", ""))
+    except InvalidOperation:
+        return None
+
+
+def math(completion: str, answer: str) -> float | None:
+    """1 if both are the same by the package math-verify; None if it reads nothing in the answer."""
+    from math_verify import parse, verify
+
+    expected = parse(str(answer)) or parse(f"${answer}$")
+    if not expected:
+        return None
+    return float(verify(expected, parse(completion)))
+
+
+def make_regex(pattern: str) -> RewardFunction:
+    """Return a function that gives 1 if a pattern is found in the completion."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression ({error})") from None
+
+    def regex(completion: str) -> float:
+        return float(compiled.search(completion) is not None)
+
+    return regex
+
+
+def make_format(name: str) -> RewardFunction:
+    """Return a function that gives 1 to one thought that an answer follows."""
+    if name != "think":
+        raise ValueError(f"format:{name} is not known; use format:think")
+
+    def think(completion: str) -> float:
+        match = THOUGHT.fullmatch(completion)
+        if match is None:
+            return 0.0
+        thought, answer = match.groups()
+        has_further = "<think>" in thought or "think>" in answer
+        return float(not has_further and bool(thought.strip()) and bool(answer.strip()))
+
+    return think
+
+
+def make_brief(limit: str) -> RewardFunction:
+    """Return a function that gives 1 up to `limit` tokens, falling to 0 at twice as many."""
+    if not limit.isdigit() or int(limit) == 0:
+        raise ValueError(f"brief:{limit}: give a number of tokens, such as brief:200")
+    most = int(limit)
+
+    def brief(completion_tokens: int) -> float:
+        return min(1.0, max(0.0, 2.0 - completion_tokens / most))
+
+    return brief
+
+
+# without and with an argument after a colon
+PLAIN: dict[str, RewardFunction] = {
+    "exact": exact,
+    "contains": contains,
+    "number": number,
+    "math": math,
+}
+MADE: dict[str, Callable[[str], RewardFunction]] = {
+    "regex": make_regex,
+    "format": make_format,
+    "brief": make_brief,
+}
+EXAMPLES = (*PLAIN, "regex:PATTERN", "format:think", "brief:TOKENS", "FILE.py:FUNCTION")

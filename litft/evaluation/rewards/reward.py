@@ -1,0 +1,115 @@
+"""What `--reward` names: functions, their weights and the columns of metrics.csv."""
+
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from litft.evaluation.rewards.builtin import EXAMPLES, MADE, PLAIN, RewardFunction
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function and what its value counts in the sum."""
+
+    # as it is named in messages and, with reward_ before it, in metrics.csv
+    name: str
+    # built in: number, brief:200; of a file: its path, with the function after a colon
+    source: str
+    weight: float = 1.0
+    # from Python; None: `source` names it
+    function: Callable | None = None
+
+
+def parse_rewards(items: Sequence[str]) -> list[Reward]:
+    """Return the functions that --reward names; raise ValueError for one that is not known."""
+    rewards = []
+    for item in items:
+        source, weight = _weight(item.strip())
+        name = re.sub(r"\W", "_", _check_source(source))
+        rewards.append(Reward(name, source, weight))
+    return _with_unique_names(rewards)
+
+
+def of_functions(functions: Sequence[Callable]) -> list[Reward]:
+    """Return the rewards of functions from Python, each with weight 1."""
+    rewards = []
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        rewards.append(Reward(re.sub(r"\W", "_", name), name, function=function))
+    return _with_unique_names(rewards)
+
+
+def _weight(item: str) -> tuple[str, float]:
+    """Return what --reward names, and its weight: the number after the last equals sign."""
+    source, equals, text = item.rpartition("=")
+    try:
+        return (source, float(text)) if equals else (item, 1.0)
+    except ValueError:
+        # the sign belongs to a pattern
+        return item, 1.0
+
+
+def _check_source(source: str) -> str:
+    """Return the name of a function; raise ValueError if there is none."""
+    if is_file(source):
+        path, _, function = source.rpartition(":")
+        if not Path(path).is_file():
+            raise ValueError(f"--reward {source}: there is no file {path}")
+        if not function.isidentifier():
+            raise ValueError(f"--reward {source}: {function!r} is no name of a function")
+        return function
+    name, _, argument = source.partition(":")
+    if name in MADE:
+        try:
+            MADE[name](argument)
+        except ValueError as error:
+            raise ValueError(f"--reward {source}: {error}") from None
+        return name
+    if source not in PLAIN:
+        close = get_close_matches(name, (*PLAIN, *MADE), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"--reward {source}: not known; {hint}use {', '.join(EXAMPLES)}")
+    if source == "math" and importlib.util.find_spec("math_verify") is None:
+        raise ValueError("--reward math: needs the package math-verify; pip install 'litft[math]'")
+    return source
+
+
+def is_file(source: str) -> bool:
+    """Return whether --reward names a function of a file."""
+    return ".py:" in source or source.endswith(".py")
+
+
+def _with_unique_names(rewards: list[Reward]) -> list[Reward]:
+    """Number the second and further functions of a name."""
+    named: list[Reward] = []
+    for reward in rewards:
+        taken = {other.name for other in named}
+        name = reward.name
+        number = 2
+        while name in taken:
+            name = f"{reward.name}_{number}"
+            number += 1
+        named.append(replace(reward, name=name))
+    return named
+
+
+def load_function(source: str) -> RewardFunction:
+    """Return the function that a source names; of a file, this executes the file."""
+    if not is_file(source):
+        name, _, argument = source.partition(":")
+        if name in MADE:
+            return MADE[name](argument)
+        return PLAIN[source]
+    path, _, name = source.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path} has no function {name}")
+    return function

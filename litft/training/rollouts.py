@@ -1,0 +1,286 @@
+"""Rollouts: completions of a step's prompts by the model that is trained, their rewards and
+advantages.
+
+The decoder runs on the network itself, with the method in it: nothing is merged or copied. What the
+i-th completion of a prompt draws depends on the seed, the step, the prompt's place in the step and
+i alone.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from litft.args import parse_duration
+from litft.args.sampling import Sampling
+from litft.data.encoded import hash64
+from litft.data.packing import BatchLayout
+from litft.data.sample import Sample
+from litft.data.tokenizer import Tokenizer
+from litft.distributed.devices import is_out_of_memory
+from litft.distributed.process_group import Processes, join_uneven
+from litft.evaluation.log_probs import target_log_probs
+from litft.evaluation.rewards.call import Completed
+from litft.evaluation.rewards.scorer import RewardError, RewardScorer
+from litft.inference.decoder import Decoder
+from litft.inference.generation import Completion, Request, generate_completions
+from litft.methods.mixins import disabled
+from litft.model.loss import IGNORED
+from litft.model.transformer import GPT, eval_mode
+from litft.training.memory_saving.compile import uncompiled
+from litft.training.objectives.grpo import GRPO, spread
+
+# a group with a smaller standard deviation has rewards that are all equal
+EQUAL_REWARDS = 1e-8
+# a completion passes if its first reward is at least this
+PASSED = 1.0
+
+# P prompts, G completions of each, F reward functions
+
+
+@dataclass(frozen=True)
+class Rated:
+    """The completions of P prompts, in the order of the prompts, and their rewards."""
+
+    completions: list[Completion]  # P * G of them
+    values: Tensor  # (P, G, F) fp64: of each function; NaN: it does not apply
+    rewards: Tensor  # (P, G) fp64: the weighted sums; NaN: no function applies
+    rollout_seconds: float
+    reward_seconds: float
+
+
+class Rollouts:
+    """Answers prompts with the network of a run, and rates the answers. Every process takes part in
+    each method."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        model: GPT,
+        tokenizer: Tokenizer,
+        objective: GRPO,
+        seed: int,
+        retries: bool,
+    ) -> None:
+        # retries: generate fewer completions at once after an out-of-memory error
+        self.fabric = processes.fabric
+        self.hosts = processes.hosts
+        self.model = model
+        self.tokenizer = tokenizer
+        self.objective = objective
+        self.args = objective.grpo
+        self.rewards = objective.rewards
+        self.seed = seed
+        self.retries = retries and self.fabric.world_size == 1
+        self.rows = self.args.rollout_rows
+        timeout = parse_duration(self.args.reward_timeout)
+        assert timeout is not None  # `GrpoArgs.problems` requires a duration
+        self.scorer = RewardScorer(self.rewards, timeout)
+
+    def collect(
+        self, step: int, prompts: Sequence[Sample], layout: BatchLayout
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """Return the completions of a step's prompts as samples with advantages, and values of the
+        objective's `columns`.
+
+        prompts: each G times in a row. Raises RewardError if a reward function fails.
+        """
+        rated = self.rate(f"step {step}", prompts)
+        samples = []
+        for prompt, completion in zip(prompts, rated.completions, strict=True):
+            is_masked = self.args.mask_truncated and not completion.ended
+            samples.append(_sample(prompt, completion, is_masked, self.args.temperature == 1.0))
+
+        # what the loss compares with
+        if self.objective.needs_old:
+            old = self._log_probs(samples, layout)
+            samples = [
+                replace(sample, old=values) for sample, values in zip(samples, old, strict=True)
+            ]
+        rewards = rated.rewards
+        if self.args.beta:
+            with disabled(self.model):
+                reference = self._log_probs(samples, layout)
+            samples = [
+                replace(sample, reference_tokens=values)
+                for sample, values in zip(samples, reference, strict=True)
+            ]
+            if self.args.loss == "rloo":
+                rewards = rewards - self.args.beta * self._divergences(samples).view_as(rewards)
+        advantages = self.objective.advantages(rewards).flatten().tolist()
+        with_advantages = [
+            replace(sample, advantage=advantage)
+            for sample, advantage in zip(samples, advantages, strict=True)
+        ]
+        return with_advantages, self._facts(rated)
+
+    def measure(self, prompts: Sequence[Sample]) -> list[float]:
+        """Return minus the mean reward of completions of these prompts, the mean reward, and the
+        shares of completions that pass (pass@1), and of prompts with one that does (pass@G)."""
+        repeated = [prompt for prompt in prompts for _ in range(self.args.group_size)]
+        rated = self.rate("validation", repeated)
+        reward = rated.rewards.nanmean().item()
+        passed = rated.values[:, :, 0] >= PASSED
+        at_one = passed.double().mean().item()
+        at_all = passed.any(1).double().mean().item()
+        return [-reward, reward, at_one, at_all]
+
+    def rate(self, name: str, prompts: Sequence[Sample]) -> Rated:
+        """Generate a completion of each prompt, and rate it; name: of the random numbers."""
+        start = time.perf_counter()
+        # the groups of this process
+        size = self.args.group_size
+        own = []
+        for number in range(len(prompts)):
+            if number // size % self.fabric.world_size == self.fabric.global_rank:
+                own.append(number)
+        with eval_mode(self.model), uncompiled():
+            completions = self._generate(name, prompts, own)
+        generated = time.perf_counter()
+        values, error = self._own_rewards([prompts[number] for number in own], completions)
+        rated = time.perf_counter()
+
+        # all processes know all completions, or the error of the first that has one
+        gathered = self.hosts.all_gather((own, completions, values, error))
+        numbered: list[tuple[int, Completion, list[float]]] = []
+        for numbers, of_rank, values, error in gathered:
+            if error is not None:
+                raise RewardError(error)
+            numbered += zip(numbers, of_rank, values, strict=True)
+        numbered.sort(key=lambda item: item[0])
+        all_values = torch.tensor([item[2] for item in numbered], dtype=torch.float64)
+        all_values = all_values.view(-1, size, len(self.rewards))
+        weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
+        rewards = (all_values * weights).nansum(2)
+        rewards[all_values.isnan().all(2)] = torch.nan
+        return Rated(
+            completions=[item[1] for item in numbered],
+            values=all_values,
+            rewards=rewards,
+            rollout_seconds=generated - start,
+            reward_seconds=rated - generated,
+        )
+
+    def _generate(
+        self, name: str, prompts: Sequence[Sample], numbers: Sequence[int]
+    ) -> list[Completion]:
+        """Return completions of the prompts with these numbers."""
+        requests = []
+        for number in numbers:
+            place, index = divmod(number, self.args.group_size)
+            sampling = Sampling(
+                temperature=self.args.temperature,
+                top_p=self.args.top_p,
+                seed=hash64(f"{self.seed}, {name}, {place}, {index}"),
+            )
+            requests.append(
+                Request(
+                    _prompt_ids(prompts[number]),
+                    max_new_tokens=self.args.max_new_tokens,
+                    sampling=sampling,
+                    stop_ids=self.tokenizer.stop_ids,
+                    shown_special_ids=self.tokenizer.answer_ids,
+                )
+            )
+        with join_uneven(self.model, self.hosts):
+            if not requests:
+                return []
+            longest = max(len(request.ids) for request in requests)
+            capacity = longest + self.args.max_new_tokens
+            while True:
+                try:
+                    decoder = Decoder(self.model, min(len(requests), self.rows), capacity)
+                    return generate_completions(decoder, self.tokenizer, requests)
+                except RuntimeError as error:
+                    if not self.retries or self.rows == 1 or not is_out_of_memory(error):
+                        raise
+                self.rows = min(len(requests), self.rows) // 2
+
+    def _own_rewards(
+        self, prompts: Sequence[Sample], completions: Sequence[Completion]
+    ) -> tuple[list[list[float]], str | None]:
+        """Return the values of each function for this process's completions, NaN where it does not
+        apply, or the message of a function that has failed."""
+        items = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            record = prompt.prompt
+            assert record is not None  # the samples of --objective grpo have one
+            items.append(
+                Completed(
+                    completion=completion.text,
+                    completion_tokens=len(completion.tokens),
+                    prompt=record.messages,
+                    columns=record.columns,
+                )
+            )
+        if not items:
+            return [], None
+        try:
+            values = self.scorer.score(items)
+        except RewardError as error:
+            return [], str(error)
+        return [[torch.nan if value is None else value for value in row] for row in values], None
+
+    def _log_probs(self, samples: list[Sample], layout: BatchLayout) -> list[Tensor | None]:
+        """Return the log-probabilities of the targets of each sample of this process's
+        micro-batches, None for others."""
+        with uncompiled():
+            return target_log_probs(
+                self.model, samples, layout, self.fabric.device, self.fabric.global_rank
+            )
+
+    def _divergences(self, samples: Sequence[Sample]) -> Tensor:
+        """Return the log of each completion's probability relative to the reference, (P * G,)."""
+        own = {}
+        for number, sample in enumerate(samples):
+            if sample.old is not None and sample.reference_tokens is not None:
+                own[number] = float((sample.old - sample.reference_tokens).double().sum())
+        values = {}
+        for of_rank in self.hosts.all_gather(own):
+            values |= of_rank
+        return torch.tensor([values[number] for number in range(len(samples))]).double()
+
+    def _facts(self, rated: Rated) -> dict[str, float]:
+        """Return the values of columns that the loss does not give."""
+        completions = rated.completions
+        deviations = spread(rated.rewards)
+        facts: dict[str, Any] = {
+            "reward": rated.rewards.nanmean(),
+            "reward_std": deviations.mean(),
+            "equal_rewards": (deviations < EQUAL_REWARDS).double().mean(),
+            "completion_tokens": sum(len(item.tokens) for item in completions) / len(completions),
+            "truncated": sum(not item.ended for item in completions) / len(completions),
+            "rollout_seconds": rated.rollout_seconds,
+            "reward_seconds": rated.reward_seconds,
+        }
+        for number, reward in enumerate(self.rewards):
+            facts[f"reward_{reward.name}"] = rated.values[:, :, number].nanmean()
+        return {name: float(value) for name, value in facts.items()}
+
+    def close(self) -> None:
+        """End the processes of the reward functions."""
+        self.scorer.close()
+
+
+def _prompt_ids(sample: Sample) -> list[int]:
+    assert sample.answer is not None  # the room for the completion is marked as an answer
+    return sample.answer[0].tolist()
+
+
+def _sample(prompt: Sample, completion: Completion, is_masked: bool, is_plain: bool) -> Sample:
+    """Return a completion as a sample, whose targets are its tokens; none if it is masked.
+
+    is_plain: it was drawn from the probabilities that the decoder reports.
+    """
+    ids = _prompt_ids(prompt)
+    tokens = torch.tensor([*ids, *completion.tokens])
+    targets = tokens[1:].clone()
+    targets[: len(ids) - 1] = IGNORED
+    decoded = torch.tensor(completion.logprobs)
+    if is_masked:
+        targets[:] = IGNORED
+        decoded = decoded[:0]
+    return Sample(tokens[:-1], targets, prompt=prompt.prompt, decoded=decoded if is_plain else None)

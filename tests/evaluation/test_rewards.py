@@ -1,0 +1,190 @@
+"""Reward functions: those that are built in, those of files, and what happens to broken ones."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from litft.evaluation.rewards.call import Completed
+from litft.evaluation.rewards.reward import load_function, of_functions, parse_rewards
+from litft.evaluation.rewards.scorer import RewardError, RewardScorer
+
+
+def completed(text: str, answer: str = "", tokens: int = 1, **columns) -> Completed:
+    return Completed(
+        text, tokens, [{"role": "user", "content": "How?"}], columns | {"answer": answer}
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "answer", "expected"),
+    [
+        ("exact", " 42\n", "42", 1),
+        ("exact", "42.", "42", 0),
+        ("contains", "It is Paris.", "Paris", 1),
+        ("contains", "It is Rome.", "Paris", 0),
+        # GSM8K's form, and numbers as people write them
+        ("number", "so 3 and 4 give 1,234", "2 * 617 = 1234\n#### 1,234", 1),
+        ("number", "The result is 12.50 dollars.", "12.5", 1),
+        ("number", "10-2=8", "8", 1),
+        ("number", "it is -3", "-3", 1),
+        ("number", "it is 3", "-3", 0),
+        ("number", "no idea", "3", 0),
+        ("number", "3", "none", None),
+        (r"regex:^\d+$", "42", "", 1),
+        (r"regex:^\d+$", "42!", "", 0),
+        ("format:think", "<think>a</think>b", "", 1),
+        ("format:think", "a</think>\n\nb", "", 1),
+        ("format:think", "<think>a</think>  ", "", 0),
+        ("format:think", "<think></think>b", "", 0),
+        ("format:think", "b", "", 0),
+        ("format:think", "<think>a</think>b</think>c", "", 0),
+        ("format:think", "<think>a<think>b</think>c", "", 0),
+        ("math", r"so it is $\frac{2}{4}$", "0.5", 1),
+        ("math", "so it is $0.4$", r"$\frac{1}{2}$", 0),
+    ],
+)
+def test_built_in_functions(source, text, answer, expected):
+    (row,) = RewardScorer(of_functions([load_function(source)]), 10).score(
+        [completed(text, answer)]
+    )
+    assert row == [expected]
+
+
+def test_brevity_falls_from_the_limit_to_twice_the_limit():
+    function = load_function("brief:100")
+    assert [function(completion_tokens=n) for n in (1, 100, 150, 200, 900)] == [1, 1, 0.5, 0, 0]
+
+
+def test_weights_names_and_patterns_with_an_equals_sign():
+    rewards = parse_rewards(["number", "brief:200=0.1", "regex:a=b", "brief:9=-2"])
+    assert [(r.name, r.source, r.weight) for r in rewards] == [
+        ("number", "number", 1),
+        ("brief", "brief:200", 0.1),
+        ("regex", "regex:a=b", 1),
+        ("brief_2", "brief:9", -2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("nmber", "did you mean number"),
+        ("brief", "brief:200"),
+        ("regex:(", "not a regular expression"),
+        ("format:xml", "format:think"),
+        ("missing.py:score", "there is no file missing.py"),
+        ("missing.py", "there is no file"),
+    ],
+)
+def test_unknown_functions_are_named(item, message):
+    with pytest.raises(ValueError, match=message):
+        parse_rewards([item])
+
+
+GOOD = """
+import sys
+def by_column(completion, tests, **columns): return len(completion) + tests[0]
+def none(completion): return None
+def lists(completions, prompts, answer): return [len(c) for c in completions]
+def chatty(completion):
+    print("x" * 10_000_000)
+    return 1
+def forks(completion):
+    import os
+    if os.fork() == 0:
+        return 5
+    os.wait()
+    return 2
+def numpy_number(completion):
+    import numpy
+    return numpy.float32(0.5)
+"""
+
+
+def score(path, name: str, items, timeout: float = 20) -> list:
+    scorer = RewardScorer(parse_rewards([f"{path}:{name}"]), timeout)
+    try:
+        return [row[0] for row in scorer.score(items)]
+    finally:
+        scorer.close()
+
+
+def test_functions_of_a_file(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(GOOD)
+    items = [completed("ab", tests=[10]), completed("abc", tests=[20])]
+    assert score(path, "by_column", items) == [12, 23]
+    assert score(path, "none", items) == [None, None]
+    assert score(path, "lists", items) == [2, 3]
+    assert score(path, "chatty", items) == [1, 1]
+    assert score(path, "forks", items) == [2, 2]
+    assert score(path, "numpy_number", items) == [0.5, 0.5]
+
+
+BAD = """
+def raises(completion): return 1 / 0
+def hangs(completion):
+    import time
+    time.sleep(600)
+def text(completion): return "good"
+def nan(completion): return float("nan")
+def short(completions): return [1.0]
+def number(completions): return 1.0
+def exits(completion):
+    import os
+    os._exit(3)
+def needs(completion, solution): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "ZeroDivisionError.*rewards.py:2"),
+        ("hangs", "has not returned within 1 s"),
+        ("text", "returned str 'good'; it must return a number"),
+        ("nan", "must return a finite number"),
+        ("short", "returned 1 rewards for 2 completions"),
+        ("number", "returned float '1.0'; it must return a list"),
+        ("exits", r"has ended its process \(exit code 3\)"),
+        ("needs", "takes 'solution', which the record does not have"),
+        ("absent", "has no function absent"),
+    ],
+)
+def test_broken_functions_are_one_message(tmp_path, name, message):
+    path = tmp_path / "rewards.py"
+    path.write_text(BAD)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=message) as raised:
+        score(path, name, [completed("the completion"), completed("another one")], timeout=1)
+    if name != "absent":
+        assert "How?" in str(raised.value)
+        assert "completion" in str(raised.value)
+    assert time.monotonic() - start < 30
+
+
+def test_what_a_function_starts_ends_with_the_scorer(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(
+        "import os, subprocess\n"
+        "def score(completion):\n    child = subprocess.Popen(['sleep', '600'])\n"
+        "    return child.pid\n"
+    )
+    (pid,) = score(path, "score", [completed("a")])
+    time.sleep(0.2)
+    # it is gone, or dead and not yet collected
+    stat = Path(f"/proc/{int(pid)}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_functions_from_python_need_no_process():
+    def own(completion, answer):
+        return math.nan if completion == "b" else 0.25
+
+    scorer = RewardScorer(of_functions([own]), 1)
+    assert scorer.score([completed("a")]) == [[0.25]]
+    with pytest.raises(RewardError, match="function own failed"):
+        scorer.score([completed("b")])
+    assert not scorer.workers

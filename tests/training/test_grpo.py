@@ -1,0 +1,298 @@
+"""Learning from rewards: closed forms, draws that depend on nothing but their place, processes,
+kills, and functions that fail."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, copy_tokenizer, kill_after, rows_of, script, write_records
+from torch import nn
+
+from litft.args import (
+    DataArgs,
+    EvalArgs,
+    GrpoArgs,
+    LoRAArgs,
+    LoRAFinetuneArgs,
+    TrainArgs,
+)
+from litft.commands.finetune import prepare_run, run_finetuning
+from litft.data.packing import BatchLayout
+from litft.data.sample import Sample
+from litft.distributed.devices import make_fabric
+from litft.distributed.process_group import Processes, launch
+from litft.model.loss import IGNORED
+from litft.training.objectives.grpo import GRPO
+from litft.training.trainer import Trainer
+
+NAN = math.nan
+
+
+class Given(nn.Module):
+    """Stands for a network: its losses are a parameter, one for each target."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.losses = nn.Parameter(torch.tensor(losses))
+
+    def forward(self, tokens, *, targets, target_indices, reduction, **inputs):
+        return self.losses
+
+
+def completion(size: int, advantage: float, old: list[float] | None = None) -> Sample:
+    """Return a completion of `size` tokens after a prompt of two."""
+    tokens = torch.arange(1, size + 3)
+    targets = tokens[1:].clone()
+    targets[0] = IGNORED
+    values = None if old is None else torch.tensor(old)
+    return Sample(tokens[:-1], targets, advantage=advantage, old=values)
+
+
+def test_ratio_and_clip_of_two_tokens_by_hand():
+    """Ratios 1.5 and 0.5 with advantage 2, then with -2."""
+    old = [math.log(0.4), math.log(0.4)]
+    network = Given([-math.log(0.6), -math.log(0.2)])
+    for advantage, expected, clipped, slopes in (
+        # min(1.5 * 2, 1.2 * 2) = 2.4 without a gradient, min(0.5 * 2, 0.8 * 2) = 1
+        (2.0, -(2.4 + 1.0) / 2, 0.5, [0.0, 0.5]),
+        # min(-3, -2.4) = -3, min(-1, -1.6) = -1.6 without a gradient
+        (-2.0, -(-3.0 - 1.6) / 2, 0.5, [-1.5, 0.0]),
+    ):
+        objective = GRPO(GrpoArgs(updates=2), [])
+        (batch,) = BatchLayout(1).batches([completion(2, advantage, old)])
+        network.zero_grad()
+        values = objective(network, batch, objective.totals([completion(2, advantage, old)]))
+        values[0].backward()
+        assert values[0].item() == pytest.approx(expected)
+        assert values[2].item() == pytest.approx(clipped)
+        # of a loss, which is minus a log-probability
+        assert network.losses.grad.tolist() == pytest.approx(slopes)
+
+
+def test_advantages():
+    rewards = torch.tensor([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0], [0.0, NAN, 4.0]])
+    sqrt8 = math.sqrt(8)
+    everything = torch.tensor([1.0, 2, 3, 5, 5, 5, 0, 4]).std().item()
+    expected = {
+        "group_mean": [[-1, 0, 1], [0, 0, 0], [-2, 0, 2]],
+        "group": [
+            [-1 / 1.0001, 0, 1 / 1.0001],
+            [0, 0, 0],
+            [-2 / (sqrt8 + 1e-4), 0, 2 / (sqrt8 + 1e-4)],
+        ],
+        "leave_one_out": [[-1.5, 0, 1.5], [0, 0, 0], [-4, 0, 4]],
+        "batch": [
+            [x / (everything + 1e-4) for x in row] for row in [[-1, 0, 1], [0, 0, 0], [-2, 0, 2]]
+        ],
+    }
+    for kind, rows in expected.items():
+        advantages = GRPO(GrpoArgs(advantages=kind), []).advantages(rewards)
+        torch.testing.assert_close(advantages, torch.tensor(rows, dtype=torch.float32))
+    # nobody has rated a group, or one of it alone
+    unrated = torch.tensor([[NAN, NAN], [NAN, 3.0]])
+    for kind in expected:
+        assert GRPO(GrpoArgs(advantages=kind), []).advantages(unrated).tolist() == [[0, 0], [0, 0]]
+
+
+def test_advantages_do_not_depend_on_the_order_of_prompts():
+    generator = torch.Generator().manual_seed(1)
+    rewards = torch.rand(9, 4, generator=generator, dtype=torch.float64)
+    order = torch.randperm(9, generator=generator)
+    for kind in ("group", "group_mean", "leave_one_out", "batch"):
+        objective = GRPO(GrpoArgs(advantages=kind), [])
+        torch.testing.assert_close(
+            objective.advantages(rewards)[order], objective.advantages(rewards[order])
+        )
+
+
+@pytest.fixture(scope="module")
+def model(make_model) -> Path:
+    from transformers import Qwen3Config
+
+    _, folder = make_model(Qwen3Config, vocab_size=512, max_position_embeddings=128)
+    copy_tokenizer(ROOT / "tests" / "stories", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    names = "the little girl went to play in the park with her red ball".split()
+    records = []
+    for number in range(12):
+        question = " ".join(random.Random(number).sample(names, 2 + number % 5))
+        records.append({"prompt": question, "answer": names[number % 7], "number": number})
+    write_records(path, records)
+    return path
+
+
+REWARDS = """
+def vowels(completion, number, completion_tokens):
+    return sum(c in "aeiou" for c in completion) / completion_tokens + 0.01 * number
+"""
+
+
+@pytest.fixture(scope="module")
+def flags(model, prompts, tmp_path_factory) -> LoRAFinetuneArgs:
+    file = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    file.write_text(REWARDS)
+    template = file.with_name("template.jinja")
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{{ ':' if m.role == 'user' else eos_token }}"
+        "{% endfor %}"
+    )
+    return LoRAFinetuneArgs(
+        checkpoint_dir=str(model),
+        objective="grpo",
+        reward=[f"{file}:vowels", "brief:6=0.5"],
+        grpo=GrpoArgs(group_size=4, max_new_tokens=8),
+        data=DataArgs(
+            path=[str(prompts)], val_fraction=0.2, max_seq_length=64, template=str(template)
+        ),
+        train=TrainArgs(
+            max_steps=4, global_batch_size=3, learning_rate=1e-2, lr_schedule="constant"
+        ),
+        eval=EvalArgs(max_new_tokens=0, interval=2),
+        lora=LoRAArgs(r=4),
+    )
+
+
+def trainer_of(args: LoRAFinetuneArgs, folder: Path) -> Trainer:
+    run = prepare_run(args)
+    fabric = make_fabric(args, run.settings.strategy)
+    return Trainer(Processes(fabric, launch(fabric, args.timeout)), run, folder)
+
+
+def test_a_run_learns_and_records_it(flags, tmp_path):
+    args = replace(flags, out_dir=str(tmp_path / "run"))
+    result = run_finetuning(replace(args, train=replace(args.train, max_steps=12)))
+    rows = [row for row in rows_of(tmp_path / "run") if "reward" in row]
+    assert len(rows) == 12
+    first, last = (sum(row["reward"] for row in part) for part in (rows[:3], rows[-3:]))
+    assert last > first
+    for row in rows:
+        total = row["reward_vowels"] + 0.5 * row["reward_brief"]
+        assert row["reward"] == pytest.approx(total)
+        # the decoder and the training pass agree on what was drawn
+        assert row["mismatch"] < 1e-5
+        assert 1 <= row["completion_tokens"] <= 8
+        assert 0 <= row["truncated"] <= 1
+        assert row["entropy"] > 0
+    validations = [row for row in rows_of(tmp_path / "run") if "val_reward" in row]
+    assert {"val_pass_1", "val_pass_4"} <= validations[0].keys()
+    assert validations[-1]["val_loss"] == -validations[-1]["val_reward"]
+    assert result is not None and (result.folder / "final" / "adapter_config.json").is_file()
+
+
+def test_what_is_drawn_depends_on_its_place_alone(flags, tmp_path):
+    """Rows that are generated at once, and the other prompts, change nothing."""
+    trainer = trainer_of(flags, tmp_path / "a")
+    prompts = trainer.batches.step(0)
+    many = trainer.rollouts.rate("step 0", prompts)
+    trainer.rollouts.rows = 3
+    few = trainer.rollouts.rate("step 0", prompts)
+    assert [c.tokens for c in many.completions] == [c.tokens for c in few.completions]
+    alone = trainer.rollouts.rate("step 0", prompts[:4])
+    assert [c.tokens for c in many.completions[:4]] == [c.tokens for c in alone.completions]
+    other = trainer.rollouts.rate("step 1", prompts)
+    assert [c.tokens for c in many.completions] != [c.tokens for c in other.completions]
+    assert len({tuple(c.tokens) for c in many.completions[:4]}) > 1
+    trainer.rollouts.close()
+
+
+def test_gradients_do_not_depend_on_the_layout(flags, tmp_path):
+    args = replace(flags, grpo=replace(flags.grpo, beta=0.1, updates=2, loss="dapo"))
+    trainer = trainer_of(args, tmp_path / "a")
+    step = trainer.batches.step(0)
+    results = []
+    for layout in (BatchLayout(12), BatchLayout(1), BatchLayout(2, 64), BatchLayout(5)):
+        samples, _ = trainer.rollouts.collect(0, step, layout)
+        totals = trainer.objective.totals(samples)
+        trainer.model.zero_grad()
+        loss = 0.0
+        for batch in layout.batches(samples):
+            values = trainer.objective(trainer.model.train(), batch, totals)
+            values[0].backward()
+            loss += float(values[0])
+        results.append((loss, {n: p.grad.clone() for n, p in trainer.trained.items()}))
+    trainer.rollouts.close()
+    for loss, gradients in results[1:]:
+        assert loss == pytest.approx(results[0][0], abs=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, results[0][1][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "rloo"])
+def test_the_reference_is_the_base(flags, tmp_path, loss):
+    """At the start the method changes nothing, so the divergence is 0; later it is not."""
+    args = replace(
+        flags,
+        out_dir=str(tmp_path / "run"),
+        grpo=replace(flags.grpo, beta=0.1, loss=loss),
+    )
+    run_finetuning(args)
+    kls = [row["kl"] for row in rows_of(tmp_path / "run") if "kl" in row]
+    assert kls[0] == pytest.approx(0, abs=1e-6)
+    assert kls[-1] > 1e-6
+
+
+def test_masked_completions_have_no_target(flags, tmp_path):
+    args = replace(flags, grpo=replace(flags.grpo, max_new_tokens=2, mask_truncated=True))
+    trainer = trainer_of(args, tmp_path / "a")
+    samples, facts = trainer.rollouts.collect(0, trainer.batches.step(0), trainer.schedule.layout)
+    trainer.rollouts.close()
+    assert facts["truncated"] > 0
+    masked = [sample for sample in samples if not sample.supervised]
+    assert len(masked) == round(facts["truncated"] * len(samples))
+    assert trainer.objective.totals(samples).samples == len(samples)
+
+
+def test_a_killed_run_ends_the_same(flags, tmp_path):
+    """kill -9 right after a checkpoint, and in the middle of a later step."""
+    whole = replace(
+        flags,
+        grpo=replace(flags.grpo, updates=2, beta=0.05),
+        train=replace(flags.train, max_steps=6),
+        save=replace(flags.save, interval=1),
+    )
+    run_finetuning(replace(whole, out_dir=str(tmp_path / "whole")))
+    config = tmp_path / "whole" / "config.yaml"
+    killed = tmp_path / "killed"
+    command = ["finetune/lora.py", "--config", config, "--out_dir", killed]
+    kill_after(2, killed, *command, cwd=tmp_path)
+    kill_after(4, killed, *command, "--resume", cwd=tmp_path)
+    script(*command, "--resume", cwd=tmp_path)
+    for name in ("final/adapter_model.safetensors", "metrics.csv"):
+        if name == "metrics.csv":
+            seconds = ("seconds", "tokens_per_second", "data_share", "memory_gib")
+            rows = []
+            for run in (tmp_path / "whole", killed):
+                rows.append(
+                    [
+                        {k: v for k, v in row.items() if not k.endswith(seconds)}
+                        for row in rows_of(run)
+                    ]
+                )
+            assert rows[0] == rows[1]
+        else:
+            assert (tmp_path / "whole" / name).read_bytes() == (killed / name).read_bytes()
+
+
+def test_a_reward_function_that_fails_ends_the_run_with_its_state(flags, tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "calls = 0\ndef score(completion):\n    global calls\n    calls += 1\n"
+        "    return 1 / (20 - calls)\n"
+    )
+    args = replace(flags, reward=[f"{file}:score"], out_dir=str(tmp_path / "run"))
+    args = replace(args, data=replace(args.data, val_fraction=0.0))
+    with pytest.raises(ValueError, match="ZeroDivisionError") as error:
+        run_finetuning(args)
+    assert "--resume --out_dir" in str(error.value)
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+    file.write_text("def score(completion):\n    return len(completion)\n")
+    run_finetuning(replace(args, resume=True))
+    assert len([row for row in rows_of(tmp_path / "run") if "reward" in row]) == 4
