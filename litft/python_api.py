@@ -3,7 +3,7 @@ memory."""
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any
@@ -12,6 +12,7 @@ from litft.args import FINETUNE, FinetuneArgs
 from litft.args.keywords import from_keywords, name_keywords, signature
 from litft.commands.finetune import Callback, RunResult, run_finetuning
 from litft.data.in_memory import EXAMPLES, stored_examples
+from litft.evaluation.rewards.reward import of_functions
 from litft.evaluation.scoring import Metric
 
 # how records in memory are named in messages
@@ -28,6 +29,7 @@ def finetune(
     data: Examples | None = None,
     val_data: Examples | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    rewards: Sequence[Callable[..., Any]] = (),
     **flags: Any,
 ) -> RunResult | None:
     """Fine-tune a model; return the run's folder and its newest metrics, or None after a dry run.
@@ -41,6 +43,8 @@ def finetune(
     val_data: validation examples, likewise.
     metrics: functions by name, called with the model's answers to the validation questions before
     and after training.
+    rewards: for objective="grpo": functions like those of --reward, which they replace. They are
+    called in this process, without a time limit.
     flags: all flags of the command, by their last name (`max_steps=100`), or by group_name
     (`lora_r=8`, `eval_interval=50`).
 
@@ -57,9 +61,11 @@ def finetune(
             raise TypeError(
                 "finetune() takes either args or keywords; set the fields of args instead"
             )
-        return run_finetuning(args, callback, metrics)
+        return run_finetuning(args, callback, metrics, of_functions(rewards))
     method = method or "lora"
     try:
+        if rewards:
+            flags["reward"] = [reward.name for reward in of_functions(rewards)]
         if model is not None:
             flags["checkpoint_dir"] = fspath(model)
         if data is not None:
@@ -71,7 +77,8 @@ def finetune(
             data_args = replace(data_args, path=_paths(data, args.data.limit))
         if val_data is not None:
             data_args = replace(data_args, val_path=_paths(val_data))
-        return run_finetuning(replace(args, data=data_args), callback, metrics)
+        args = replace(args, data=data_args)
+        return run_finetuning(args, callback, metrics, of_functions(rewards))
     except (TypeError, ValueError) as error:
         # subclasses have messages that need no change
         if type(error) not in (TypeError, ValueError) or method not in FINETUNE:

@@ -182,6 +182,7 @@ def test_only_commands_and_workers_exit():
     }
     workers = {
         "data/token_cache.py",
+        "evaluation/rewards/worker.py",
         "inference/tp_decoding.py",
         "serving/engine.py",
         "serving/server.py",

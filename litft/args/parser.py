@@ -32,6 +32,8 @@ from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_fla
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
 DEMO = Path(__file__).parent.parent / "demo"
+# the demo of learning from rewards, for --config
+GRPO_DEMO = "grpo-demo"
 MOST_VALUES = 10_000  # of a YAML file
 
 # settings of a recipe that memory depends on and `plan` does not have, with the values that change
@@ -290,6 +292,8 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
         if values.get("resume", "").lower() == "true" and run_dir.is_run(Path(folder)):
             return [], [f"--resume continues the run in --out_dir: use --resume --out_dir {folder}"]
         return ([], [])
+    if values.get("objective") == "grpo":
+        method = GRPO_DEMO
     return _read_config(DEMO / f"{method}.yaml", cls)
 
 
@@ -355,7 +359,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         problem = _problem_of_recipe(str(path), cls)
         if problem:
             return [], [problem]
-        path = recipe_file(str(path))
+        path = DEMO / f"{path}.yaml" if path == GRPO_DEMO else recipe_file(str(path))
     flag_types = types_of_flags(cls)
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
@@ -490,7 +494,7 @@ def _problem_of_recipe(name: str, cls: type) -> str:
     takes_recipes = cls in FINETUNE.values() or cls is flags.PlanArgs
     if not takes_recipes:
         return f"--config {name}: no such file"
-    if is_recipe(name):
+    if is_recipe(name) or (name == GRPO_DEMO and cls is flags.LoRAFinetuneArgs):
         return ""
     matches = difflib.get_close_matches(name, names(), n=1)
     remedy = "`litft recipes` lists the recipes"

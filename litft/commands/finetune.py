@@ -1,7 +1,7 @@
 """Fine-tuning, from the flags to a run's folder: `litft.finetune`, and the four commands."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from litft.data.dataset import load_data
 from litft.data.sources import hub_dataset
 from litft.distributed.devices import check_devices, make_fabric, pick_accelerator
 from litft.distributed.process_group import Processes, launch
+from litft.evaluation.rewards.reward import Reward
 from litft.evaluation.scoring import Metric
 from litft.folder_lock import locked_folder
 from litft.model.quantization import bitsandbytes
@@ -50,12 +51,13 @@ def run_finetuning(
     args: FinetuneArgs,
     callback: Callback | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    rewards: Sequence[Reward] = (),
 ) -> RunResult | None:
     """Train with these arguments; see `litft.finetune`."""
     _check_metrics(metrics or {})
     # what can be refused is refused before the processes meet and weights are read
     args, named = _resolve(args)
-    run = prepare_run(args)
+    run = prepare_run(args, rewards)
     if metrics and not len(run.schedule.data.val):
         reason = "metrics: they are of the validation examples, and nothing is held out"
         raise ValueError(f"{reason}; give data.val_fraction or data.val_path")
@@ -128,9 +130,10 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     if problems:
         raise ValueError("\n".join(problems))
     if args.checkpoint_dir is None:
-        args = replace(
-            args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)])
-        )
+        # completions that are sometimes right can be learned from; those of the base never are
+        start = "tuned" if args.objective == "grpo" else "base"
+        data = replace(args.data, path=[str(DEMO)])
+        args = replace(args, checkpoint_dir=str(DEMO / start), data=data)
     args = _pin_hub_ids(args)
     folder = run_dir.from_flags(args.out_dir, args.resume)
     if folder and args.resume and not args.out_dir and is_first_on_node():
@@ -182,16 +185,16 @@ def _pinned(path: str) -> str:
     return path
 
 
-def prepare_run(args: FinetuneArgs) -> PlannedRun:
+def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRun:
     """Prepare the method, the data and the plan, before the processes meet and without reading a
-    weight; ValueError."""
+    weight; ValueError. rewards: functions in place of those of --reward."""
     # checks that need no data come first, so that they fail at once
     source = resolve(args.model_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     source.check()
     if args.save.text_names:
         source.check_text_names("--save.text_names")
-    setup = resolve_setup(args, source)
+    setup = resolve_setup(args, source, rewards)
     if setup.quantize != "none":
         # raises here rather than after the data has been read
         bitsandbytes()

@@ -39,7 +39,7 @@ class Encoded:
     # those with an empty thought of the template, which is not learned
     empty_thoughts: int = 0
     unused: list[str] = field(default_factory=list)  # fields with a value that nothing reads
-    # of each prompt: what reward functions get, see `prompts.Prompt`
+    # of each prompt: what reward functions get, see `prompts.PromptExample`
     columns: list[bytes] = field(default_factory=list)
     error: str | None = None
 

@@ -31,7 +31,7 @@ NOT_COLUMNS = {"messages", "conversations", "prompt", "completion", "completions
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptExample:
     """A conversation that ends before an answer."""
 
     example: Example
@@ -48,7 +48,7 @@ class Prompt:
             ) from None
 
 
-def to_prompt(record: Record, where: str, template: str, form: str | None = None) -> Prompt:
+def to_prompt(record: Record, where: str, template: str, form: str | None = None) -> PromptExample:
     """Convert a record of any format, or one with a prompt alone; raise ValueError naming the
     record.
 
@@ -78,7 +78,7 @@ def to_prompt(record: Record, where: str, template: str, form: str | None = None
     if answer is not None:
         columns.setdefault("answer", answer)
     messages = [without_learned(message) for message in messages]
-    return Prompt(replace(example, messages=messages), columns)
+    return PromptExample(replace(example, messages=messages), columns)
 
 
 def _without_answer(record: Record, where: str, template: str) -> Example | None:
@@ -118,7 +118,7 @@ class PromptEncoder:
 
     def encode(self, record: Record, where: str, encoded: Encoded) -> None:
         """Add the sample of a record."""
-        encoded.form = self.form or "prompts"
+        encoded.form = "prompts"
         # without a template: the split does not depend on it
         plain = to_prompt(record, where, "", self.form)
         prompt = to_prompt(record, where, self.tokenizer.chat_template, self.form)

@@ -93,6 +93,11 @@ class EncodingReport:
             _count(self.notes.setdefault(note, [0, []]), encoded.where)
 
     @property
+    def is_prompts(self) -> bool:
+        """Whether the records are prompts with room for completions."""
+        return "prompts" in self.formats
+
+    @property
     def has_conversations(self) -> bool:
         """Whether any record was rendered with the chat template."""
         return any(form not in ("text", "tokens") for form in self.formats)
@@ -405,13 +410,17 @@ class Samples(Sequence[Sample]):
         if isinstance(key, slice):
             index = SampleIndex(*(array[key] for array in self.sample_index))
             return Samples(self.stores, self.store_numbers[key], index)
-        label = int(self.sample_index.labels[key])
+        return self._sample(key)
+
+    def _sample(self, number: int) -> Sample:
+        index = self.sample_index
+        label = int(index.labels[number])
         desirable = None if label == NO_LABEL else bool(label)
-        first_size = int(self.sample_index.first_sizes[key])
-        sample = to_sample(self._read(key), first_size, desirable)
-        store = self.stores[self.store_numbers[key]]
-        prompt = store.prompt(int(self.sample_index.entries[key]))
-        return replace(sample, prompt=prompt) if prompt else sample
+        sample = to_sample(self._read(number), int(index.first_sizes[number]), desirable)
+        prompt = self.stores[self.store_numbers[number]].prompt(int(index.entries[number]))
+        if prompt is None:
+            return sample
+        return replace(sample, prompt=prompt)
 
     def mismatched(self, i: int, j: int, limit: int) -> Sample:
         """Return the prompt of sample i with the answer of sample j, cut to `limit` input

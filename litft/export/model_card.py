@@ -29,7 +29,7 @@ ALWAYS_LISTED = (
     "train.learning_rate",
     "train.optimizer",
 )
-LISTED_GROUPS = ("train", "data", "preference", "lora", "adapter")
+LISTED_GROUPS = ("train", "data", "preference", "grpo", "lora", "adapter")
 # specific to the machine
 UNLISTED = ("path", "val_path", "template", "log_interval", "micro_batch_size")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
@@ -174,8 +174,9 @@ def _about(info: CardInfo) -> Iterator[str]:
     method = f" by {TITLES[info.method]}" if info.method else ""
     if info.args and info.args.objective != "sft":
         objective = OBJECTIVES[info.args.objective]
+        what = "rewards" if objective.data == "prompts" else "preferences"
         method += (
-            f" from preferences with {objective.title} "
+            f" from {what} with {objective.title} "
             f"([{objective.paper}](https://arxiv.org/abs/{objective.paper}))"
         )
     if info.args or info.source.adapter:
@@ -241,7 +242,10 @@ def _results(info: CardInfo) -> Iterator[str]:
         f"| training loss, first and last step | {float(steps[0]['loss']):.4f}, "
         f"{float(last['loss']):.4f} |"
     )
-    if validations:
+    if validations and validations[0].get("val_reward"):
+        rewards = [float(row["val_reward"]) for row in validations]
+        yield f"| validation reward, first and last | {rewards[0]:.4f}, {rewards[-1]:.4f} |"
+    elif validations:
         first = validations[0]
         best = min(validations, key=lambda row: float(row["val_loss"]))
         if first["step"] == "0":

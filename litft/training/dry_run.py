@@ -4,8 +4,6 @@ Used by the command `prepare_data`, the `--dry_run` of every fine-tuning command
 lines of every run.
 """
 
-import os
-import sys
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -18,19 +16,20 @@ from litft.checkpoints.hub import downloaded_from
 from litft.data.dataset import DataSplits, histogram, unknown_tokens
 from litft.data.notes import CUT_AWAY
 from litft.data.packing import num_slots
-from litft.data.sample import Sample
 from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
-from litft.model.loss import IGNORED
 from litft.model.mixers import kernels
 from litft.training.intervals import FEWEST_VALIDATIONS, validation_cost, validation_interval
 from litft.training.memory.choose import MemorySettings, PlannedRun
 from litft.training.memory.communication import UTILIZATION
 from litft.training.memory.flops import chip_peak_flops, peak_flops
 from litft.training.memory.plan import format_bytes, process_line
+from litft.training.objectives import GRPO
+from litft.training.reward_report import reward_lines
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
+from litft.training.shown_samples import samples_lines
 
 # a CPU without bf16 arithmetic is slower in bf16 by at least this factor
 SLOW_BF16 = 1.5
@@ -41,9 +40,6 @@ STRATEGIES = {
     "hsdp": "each device holds a part of the weights and of the optimizer's state, and each {size} "
     "devices all of them",
 }
-GREEN = "\033[32m"
-OFF = "\033[0m"
-MARKS = "⟦", "⟧"  # without colours
 # the variable of most templates that have thoughts
 SWITCH = "enable_thinking"
 FEW_STEPS = 30
@@ -61,6 +57,8 @@ def dry_run(run: PlannedRun) -> None:
     setup = run.setup
     settings = run.settings
     lines = [*data_report(run.schedule, setup.tokenizer, count=3), ""]
+    if isinstance(setup.objective, GRPO):
+        lines += reward_lines(setup.objective, run.schedule.data, setup.tokenizer)
     chip = setup.args.chip
     if chip:
         where = f"{settings.precision} on this machine"
@@ -234,9 +232,9 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     by_weight = _by_weight(data)
     yield (
         f"{len(data.train):,} training and {len(data.val):,} validation examples; "
-        f"{_count(schedule.steps, 'step')} of {schedule.size}, "
+        f"{_count(schedule.steps, 'step')} of {_step_size(schedule)}, "
         f"{schedule.samples / schedule.order.size:.3g} epochs of "
-        f"{schedule.order.size:,}{by_weight}, on "
+        f"{schedule.order.epoch_size:,}{by_weight}, on "
         f"{_count(schedule.layout.ranks, 'device')}"
     )
     yield packing_line(schedule)
@@ -312,6 +310,14 @@ def _tokenizer_notes(data: DataSplits, tokenizer: Tokenizer) -> Iterator[str]:
         yield note
 
 
+def _step_size(schedule: Schedule) -> str:
+    """What a step has."""
+    group = schedule.group_size
+    if group == 1:
+        return str(schedule.size)
+    return f"{schedule.size // group} prompts with {group} completions each"
+
+
 def _by_weight(data: DataSplits) -> str:
     if any(weight != 1 for weight in data.weights):
         return " by weight"
@@ -345,7 +351,7 @@ def file_line(report: EncodingReport) -> str:
         formats = list(report.formats)
     parts = [
         f"{_count(report.records, 'record')} ({', '.join(formats)}), {report.tokens:,} tokens, "
-        f"{report.supervised:,} of them learned"
+        f"{report.supervised:,} of them {'for completions' if report.is_prompts else 'learned'}"
     ]
     if report.empty_thoughts:
         parts.append(
@@ -514,75 +520,3 @@ def histogram_lines(lengths: np.ndarray) -> Iterator[str]:
     largest = max(count for _, _, count in bars)
     for low, high, count in bars:
         yield f"  {low:7,} to {high:7,} tokens {'█' * round(40 * count / largest):<40} {count:,}"
-
-
-def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
-    """The first samples of the run, as the model reads them."""
-    colour = (
-        sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    )
-    train = schedule.data.train
-    numbers = schedule.order.indices(0, min(count, schedule.order.size))
-    # the order may have no example of a path among its first ones
-    if len(train.stores) > 1 and count:  # at least one of each path
-        missing = set(train.store_numbers.tolist())
-        for number in numbers:
-            missing.discard(int(train.store_numbers[number]))
-        for store in sorted(missing):
-            numbers.append(int(np.argmax(train.store_numbers == store)))
-    for number in numbers:
-        sample = train[number]
-        for title, document in zip(_titles(sample), sample.split(), strict=True):
-            size = f"{document.tokens.numel():,} tokens, {document.supervised:,} learned"
-            yield f"\n--- training example {number}{_path_of(schedule.data, number)}{title}: {size}"
-            yield marked_text(document, tokenizer, colour)
-
-
-def _path_of(data: DataSplits, number: int) -> str:
-    """Where a training sample comes from, if there are several paths."""
-    if len(data.train.stores) == 1:
-        return ""
-    report = data.train.stores[data.train.store_numbers[number]].report
-    text = ""
-    for name, other in data.reports.items():
-        if other is report:
-            text += f" of {name}"
-    return text
-
-
-def _titles(sample: Sample) -> list[str]:
-    """What each document of a sample is."""
-    if sample.documents:
-        return [", chosen", ", rejected"]
-    return [{True: ", desirable", False: ", undesirable", None: ""}[sample.desirable]]
-
-
-def marked_text(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
-    """A sample's text, with its target tokens in colour or between marks."""
-    counted = (sample.targets != IGNORED).tolist()
-    ids = sample.tokens.tolist()
-    # targets[i] is the token after tokens[i]
-    is_target = [False, *counted[:-1]]
-    if counted[-1]:
-        # the last target is not among the tokens
-        ids.append(int(sample.targets[-1]))
-        is_target.append(True)
-    if colour:
-        begin = GREEN
-        end = OFF
-    else:
-        begin, end = MARKS
-    text = ""
-    shown = 0
-    # decodes whole prefixes, since the bytes of a character may be spread over several tokens
-    for at in range(1, len(ids) + 1):
-        # only at the end of a run of tokens that are all targets, or all none
-        if at < len(ids) and is_target[at] == is_target[at - 1]:
-            continue
-        prefix = tokenizer.decode(ids[:at], skip_special=False)
-        part = prefix[shown:]
-        if is_target[at - 1]:
-            part = f"{begin}{part}{end}"
-        text += part
-        shown = len(prefix)
-    return text

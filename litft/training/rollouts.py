@@ -32,6 +32,7 @@ from litft.model.loss import IGNORED
 from litft.model.transformer import GPT, eval_mode
 from litft.training.memory_saving.compile import uncompiled
 from litft.training.objectives.grpo import GRPO, spread
+from litft.training.run_setup import RunSetup
 
 # a group with a smaller standard deviation has rewards that are all equal
 EQUAL_REWARDS = 1e-8
@@ -131,12 +132,7 @@ class Rollouts:
     def rate(self, name: str, prompts: Sequence[Sample]) -> Rated:
         """Generate a completion of each prompt, and rate it; name: of the random numbers."""
         start = time.perf_counter()
-        # the groups of this process
-        size = self.args.group_size
-        own = []
-        for number in range(len(prompts)):
-            if number // size % self.fabric.world_size == self.fabric.global_rank:
-                own.append(number)
+        own = self._own_numbers(len(prompts))
         with eval_mode(self.model), uncompiled():
             completions = self._generate(name, prompts, own)
         generated = time.perf_counter()
@@ -144,25 +140,39 @@ class Rollouts:
         rated = time.perf_counter()
 
         # all processes know all completions, or the error of the first that has one
-        gathered = self.hosts.all_gather((own, completions, values, error))
         numbered: list[tuple[int, Completion, list[float]]] = []
-        for numbers, of_rank, values, error in gathered:
-            if error is not None:
-                raise RewardError(error)
-            numbered += zip(numbers, of_rank, values, strict=True)
+        for numbers, of_rank, of_functions, failure in self.hosts.all_gather(
+            (own, completions, values, error)
+        ):
+            if failure is not None:
+                raise RewardError(failure)
+            numbered += zip(numbers, of_rank, of_functions, strict=True)
         numbered.sort(key=lambda item: item[0])
         all_values = torch.tensor([item[2] for item in numbered], dtype=torch.float64)
-        all_values = all_values.view(-1, size, len(self.rewards))
-        weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
-        rewards = (all_values * weights).nansum(2)
-        rewards[all_values.isnan().all(2)] = torch.nan
+        all_values = all_values.view(-1, self.args.group_size, len(self.rewards))
         return Rated(
             completions=[item[1] for item in numbered],
             values=all_values,
-            rewards=rewards,
+            rewards=self._weighted(all_values),
             rollout_seconds=generated - start,
             reward_seconds=rated - generated,
         )
+
+    def _own_numbers(self, count: int) -> list[int]:
+        """Return the completions, of `count`, that this process generates: whole groups."""
+        own = []
+        for number in range(count):
+            group = number // self.args.group_size
+            if group % self.fabric.world_size == self.fabric.global_rank:
+                own.append(number)
+        return own
+
+    def _weighted(self, values: Tensor) -> Tensor:
+        """Return the weighted sum over the functions, (P, G), of their values (P, G, F); NaN where
+        none applies."""
+        weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
+        sums = (values * weights).nansum(2)
+        return sums.masked_fill(values.isnan().all(2), torch.nan)
 
     def _generate(
         self, name: str, prompts: Sequence[Sample], numbers: Sequence[int]
@@ -263,6 +273,20 @@ class Rollouts:
     def close(self) -> None:
         """End the processes of the reward functions."""
         self.scorer.close()
+
+
+def open_rollouts(processes: Processes, setup: RunSetup, model: GPT) -> Rollouts | None:
+    """Return the rollouts of a run; None if it does not learn from rewards."""
+    if not isinstance(setup.objective, GRPO):
+        return None
+    return Rollouts(
+        processes,
+        model,
+        setup.tokenizer,
+        objective=setup.objective,
+        seed=setup.args.seed,
+        retries=setup.args.train.oom_retry,
+    )
 
 
 def _prompt_ids(sample: Sample) -> list[int]:

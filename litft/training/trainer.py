@@ -43,12 +43,11 @@ from litft.training.memory.flops import Flops
 from litft.training.memory.probe import MemoryProbe
 from litft.training.memory_saving.compile import is_compiled, uncompiled
 from litft.training.network import blocks_on_host, build_trained_network, prepare_blocks
-from litft.training.objectives import GRPO
 from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
 from litft.training.optimizers.wrapped import unwrapped_in_backward
 from litft.training.output.recorder import Observers, Recorder
 from litft.training.output.screen import open_screen, shorten, shorten_left
-from litft.training.rollouts import Rollouts
+from litft.training.rollouts import open_rollouts
 from litft.training.validation import Measured, Validation, measured_indices
 
 
@@ -104,16 +103,7 @@ class Trainer:
         self.trained = network.trained
         self.flops = Flops(self.model)
         self.objective = setup.objective
-        self.rollouts = None
-        if isinstance(self.objective, GRPO):
-            self.rollouts = Rollouts(
-                processes,
-                self.model,
-                setup.tokenizer,
-                objective=self.objective,
-                seed=self.args.seed,
-                retries=self.args.train.oom_retry,
-            )
+        self.rollouts = open_rollouts(processes, setup, self.model)
 
         # the samples; an objective may need reference values of all that are measured, of all sets
         global_batch = self.args.train.global_batch_size

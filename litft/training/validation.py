@@ -160,6 +160,9 @@ class Validation:
     def titles(self) -> dict[str, str]:
         """The titles of the columns of named sets and of metrics that a report would not know."""
         metrics = {name: name.replace("_", " ") for name in self.metrics if name != "exact_match"}
+        if self.rollouts is not None:
+            of_group = self.objective.validation_scores[-1]
+            metrics[f"val_{of_group}"] = of_group.replace("_", "@")
         return {f"val_loss_{name}": f"loss on {name}" for name in self.sets} | metrics
 
     def measure(self, step: int, layout: BatchLayout, batch_size: int) -> Row:

@@ -109,7 +109,7 @@ def load_function(source: str) -> RewardFunction:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
+    function: RewardFunction | None = getattr(module, name, None)
+    if function is None or not callable(function):
         raise ValueError(f"{path} has no function {name}")
     return function

@@ -13,7 +13,7 @@ from litft.evaluation.rewards.call import Completed, call_with_lists, call_with_
 from litft.evaluation.rewards.reward import load_function
 
 
-def main() -> None:
+def answer_requests() -> None:
     """Answer requests until stdin ends."""
     process = os.getpid()
     functions: dict[str, Callable] = {}
@@ -61,4 +61,4 @@ def _place(error: BaseException, source: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests()

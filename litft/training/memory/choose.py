@@ -8,12 +8,17 @@ from functools import cache
 import torch
 
 from litft.args import FinetuneArgs
-from litft.distributed.devices import device_memory, num_shards
+from litft.distributed.devices import DTYPES, device_memory, num_shards
+from litft.model.kv_cache import KVCache
 from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
+from litft.training.objectives import GRPO
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
+
+# the logits of two steps, scores and probabilities in fp32, and their sums in fp64
+BYTES_PER_LOGIT = 28
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,20 @@ def choose_memory_settings(setup: RunSetup, schedule: Schedule, device: torch.de
     return PlannedRun(setup, chosen_schedule, settings)
 
 
+def rollout_bytes(setup: RunSetup, schedule: Schedule, dtype: torch.dtype) -> int:
+    """Return the bytes of a device's rollouts: the KV cache of the completions that it generates at
+    once, and what their logits take to be drawn from; 0 for other objectives."""
+    if not isinstance(setup.objective, GRPO):
+        return 0
+    config = setup.source.config
+    # a group is not divided between devices
+    groups = -(-setup.args.train.global_batch_size // schedule.layout.ranks)
+    rows = min(setup.objective.grpo.rollout_rows, groups * schedule.group_size)
+    longest = int(schedule.data.train.lengths.max()) + 1
+    cache = longest * KVCache.token_bytes(config, dtype) + KVCache.state_bytes(config)
+    return rows * (cache + config.vocab_size * BYTES_PER_LOGIT)
+
+
 def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -> None:
     """Raise ValueError for flags that do not go with the strategy, or with several micro-batches
     per step."""
@@ -184,6 +203,8 @@ def _fastest(
             shard_count,
             train.compile,
         )
-        return predict(setup.source, setup.method, precision, quantize, shape, *fixed)
+        plan = predict(setup.source, setup.method, precision, quantize, shape, *fixed)
+        rollouts = rollout_bytes(setup, schedule, DTYPES[precision.removesuffix("-true")])
+        return replace(plan, memory=replace(plan.memory, rollouts=rollouts))
 
     return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)

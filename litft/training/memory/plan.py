@@ -67,10 +67,13 @@ class Memory:
     stepping: int  # temporary memory of the optimizer step
     host: int = 0  # bytes in host memory
     workspace: int = 0  # of cuBLAS
+    # between the steps: the KV cache of completions and their logits
+    rollouts: int = 0
 
     @property
     def peak(self) -> int:
-        """Return the peak: at the loss, within the backward pass, or at the optimizer step."""
+        """Return the peak: at the loss, within the backward pass, at the optimizer step, or in
+        rollouts."""
         return sum(self.parts.values())
 
     @property
@@ -83,11 +86,12 @@ class Memory:
             "activations": self.activations,
         }
         gathered = {"gathered": self.gathered}
-        # the peak is at the loss, within the backward pass, or at the optimizer step
+        # the peak is at the loss, within the backward pass, at the optimizer step, or in rollouts
         moments = (
             before | {"loss": self.loss} | gathered,
             before | {"backward pass": self.backward} | gathered,
             {"gradients": self.gradients, "optimizer step": self.stepping},
+            {"rollouts": self.rollouts},
         )
         return constant | max(moments, key=lambda moment: sum(moment.values()))
 

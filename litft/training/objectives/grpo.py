@@ -4,6 +4,7 @@ Completions are compared with others of the same prompt, so that no network esti
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,14 @@ from litft.training.objectives.objective import Objective, Totals
 PER_TOKEN = ("grpo", "dr_grpo", "dapo", "cispo")
 # added to a standard deviation, as in TRL
 EPSILON = 1e-4
+
+
+class Update(NamedTuple):
+    """What a micro-batch increases."""
+
+    ratios: Tensor  # (N,): of the probability to that before the updates, for each token
+    gains: Tensor  # of each token, (N,), or of each completion, (D,)
+    clipped: Tensor  # (N,) bool: whether the ratio is beyond its limit
 
 
 class GRPO(Objective):
@@ -94,39 +103,45 @@ class GRPO(Objective):
             old = log_probs.detach()
         else:
             old = completions.old
-        log_ratios = log_probs - old
-
-        # token by token, or completion by completion
-        numbers = completions.numbers
-        per_completion = torch.zeros_like(completions.advantages)  # (D,)
-        lengths = per_completion.index_add(0, numbers, torch.ones_like(log_probs))
-        weights = self._token_weights(lengths[numbers], totals)  # (N,)
+        lengths = torch.zeros_like(completions.advantages)  # (D,)
+        lengths = lengths.index_add(0, completions.numbers, torch.ones_like(log_probs))
+        weights = self._token_weights(lengths[completions.numbers], totals)  # (N,)
         if self.grpo.loss in PER_TOKEN:
-            ratios = log_ratios.exp()
-            gains, clipped = self._gains(ratios, log_probs, completions.advantages[numbers])
+            ratios, gains, clipped = self._by_token(log_probs, old, completions)
             loss = -(gains * weights).sum()
         else:
-            sums = per_completion.index_add(0, numbers, log_ratios)
-            if self.grpo.loss == "gspo":
-                # the geometric mean of the tokens' ratios
-                sums = sums / lengths.clamp(min=1)
-            gains, clipped = self._gains(sums.exp(), sums, completions.advantages)
-            # one that is masked has no tokens
-            loss = -(gains * (lengths > 0)).sum() / totals.samples
-            ratios = sums.exp()[numbers]
-            clipped = clipped[numbers]
+            ratios, gains, clipped = self._by_completion(log_probs, old, completions, lengths)
+            loss = -gains.sum() / totals.samples
 
         kl = self._divergence(log_probs, completions)
         if self.has_kl_term:
             # with the ratio, the gradient is that of the divergence (arXiv 2512.02556)
             loss = loss + self.grpo.beta * (kl * ratios * weights).sum()
         with torch.no_grad():
-            tokens = max(1, totals.tokens)
-            decoded = log_probs if completions.decoded is None else completions.decoded
-            mismatch = (old - decoded).abs().sum()
-            scores = [-log_probs.sum(), clipped.sum(), kl.sum(), mismatch]
-            means = torch.stack([score.float() / tokens for score in scores])
+            decoded = old if completions.decoded is None else completions.decoded
+            sums = [-log_probs.sum(), clipped.sum(), kl.sum(), (old - decoded).abs().sum()]
+            means = torch.stack([value.float() for value in sums]) / max(1, totals.tokens)
         return torch.cat([loss[None], means])
+
+    def _by_token(self, log_probs: Tensor, old: Tensor, completions: Completions) -> Update:
+        """Return the update with a ratio for each token; log_probs and old are (N,)."""
+        ratios = (log_probs - old).exp()
+        advantages = completions.advantages[completions.numbers]
+        gains, clipped = self._gains(ratios, log_probs, advantages)
+        return Update(ratios, gains, clipped)
+
+    def _by_completion(
+        self, log_probs: Tensor, old: Tensor, completions: Completions, lengths: Tensor
+    ) -> Update:
+        """Return the update with a ratio for each completion, which has `lengths` tokens, (D,)."""
+        numbers = completions.numbers
+        sums = torch.zeros_like(lengths).index_add(0, numbers, log_probs - old)
+        if self.grpo.loss == "gspo":
+            # the geometric mean of the tokens' ratios
+            sums = sums / lengths.clamp(min=1)
+        gains, clipped = self._gains(sums.exp(), sums, completions.advantages)
+        # one that is masked has no tokens
+        return Update(sums.exp()[numbers], gains * (lengths > 0), clipped[numbers])
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Return how much better each completion is than others, (P, G), of rewards (P, G) of P

@@ -395,6 +395,11 @@ class Recorder:
 
         # title, format, and values by step
         scores = [("validation loss", "{:.4f}", validation.losses)]
+        if self.setup.objective.data == "prompts":
+            scores = [("validation reward", "{:.4f}", self._score_by_step("val_reward"))]
+            for name in validation.objective.validation_scores[1:]:
+                title = name.replace("_", "@")
+                scores.append((title, "{:.1%}", self._score_by_step(f"val_{name}")))
         for name, by_step in validation.metric_values.items():
             scores.append((name.replace("_", " "), metric_format(name), by_step))
         for name in validation.sets:

@@ -70,6 +70,13 @@ class Report:
 
 # title, columns, whether the y-axis starts at 0
 CHARTS = (
+    ("Reward", ("reward", "val_reward"), False),
+    ("Spread of the rewards of a prompt (standard deviation)", ("reward_std",), True),
+    ("Prompts whose completions all have one reward", ("equal_rewards",), True),
+    ("Tokens of a completion", ("completion_tokens",), True),
+    ("Completions cut at the length limit", ("truncated",), True),
+    ("Entropy of a token", ("entropy",), True),
+    ("KL divergence from the reference", ("kl",), True),
     ("{loss}", ("loss", "val_loss"), False),
     ("Accuracy of the rewards", ("accuracy", "val_accuracy"), True),
     ("Margin between the rewards", ("margin", "val_margin"), False),
@@ -99,15 +106,15 @@ SCORES = (
     ("val_chosen_reward", "chosen reward", "{:.3g}"),
     ("val_rejected_reward", "rejected reward", "{:.3g}"),
     ("val_kl", "KL", "{:.3g}"),
+    ("val_reward", "reward", "{:.4f}"),
+    ("val_pass_1", "pass@1", "{:.1%}"),
 )
 
 
 def write_report(folder: Path, report: Report) -> None:
     """Write report.html into the run folder."""
     # the data of the page
-    rows = []
-    for row in metrics_rows(folder / "metrics.csv"):
-        rows.append({name: float(value) for name, value in row.items()})
+    rows = _rows(folder)
     config = (folder / CONFIG).read_text("utf-8")
     of_sets = []
     for column in report.scores:
@@ -155,6 +162,18 @@ def write_report(folder: Path, report: Report) -> None:
     )
     body = f"<body><main>{''.join(filter(None, parts))}</main><script>{SCRIPT}</script></body>"
     atomic_write(folder / "report.html", f"{head}{body}</html>\n")
+
+
+def _rows(folder: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's metrics.csv."""
+    rows = []
+    for row in metrics_rows(folder / "metrics.csv"):
+        values = {name: float(value) for name, value in row.items()}
+        # it is minus the reward
+        if "val_reward" in values:
+            del values["val_loss"]
+        rows.append(values)
+    return rows
 
 
 def points(rows: list[dict[str, float]], column: str) -> Points:
@@ -353,7 +372,7 @@ def _flags(flags: Mapping[str, str]) -> str:
 
 def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str:
     """Return a table of the validations. scores: the titles of further columns."""
-    validations = [row for row in rows if "val_loss" in row]
+    validations = [row for row in rows if row.keys() & {"val_loss", "val_reward"}]
     if not validations:
         return ""
     all_scores = list(SCORES)

@@ -264,6 +264,10 @@ def _left(left: str, separator: str = ", ") -> str:
 
 
 def _scores(row: Row, separator: str = ", ") -> str:
+    # the loss of rewards says little: it is about 0 at every step
+    if "reward" in row:
+        length = f"{row['completion_tokens']:.0f} tokens each"
+        return separator.join([f"reward {row['reward']:.3g}", length])
     scores = (f"{name} {row[name]:.3g}" for name in ("accuracy", "margin") if name in row)
     return separator.join([f"loss {row['loss']:.4g}", *scores])
 

@@ -1,0 +1,54 @@
+"""What the reward functions say of the answers in the data: shown before a run begins."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from litft.args import parse_duration
+from litft.data.dataset import DataSplits
+from litft.data.tokenizer import Tokenizer
+from litft.evaluation.rewards.call import Completed
+from litft.evaluation.rewards.scorer import RewardScorer
+from litft.training.objectives.grpo import GRPO
+
+# prompts whose own answers are rated
+RATED = 32
+
+
+def reward_lines(objective: GRPO, data: DataSplits, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the mean reward of the first answers of the data, by function; a function that fails
+    raises RewardError here rather than after the weights are read."""
+    items = []
+    for sample in islice(data.train, RATED):
+        assert sample.prompt is not None  # the samples of --objective grpo have one
+        answer = sample.prompt.columns.get("answer")
+        if answer is None:
+            continue
+        text = str(answer)
+        items.append(
+            Completed(
+                completion=text,
+                completion_tokens=len(tokenizer.encode(text, bos=False)),
+                prompt=sample.prompt.messages,
+                columns=sample.prompt.columns,
+            )
+        )
+    if not items:
+        yield "the records have no answer; the reward functions are tried in the first step"
+        return
+    timeout = parse_duration(objective.grpo.reward_timeout)
+    assert timeout is not None  # `GrpoArgs.problems` requires a duration
+    scorer = RewardScorer(objective.rewards, timeout)
+    try:
+        values = scorer.score(items)
+    finally:
+        scorer.close()
+    means = []
+    for number, reward in enumerate(objective.rewards):
+        known = []
+        for row in values:
+            value = row[number]
+            if value is not None:
+                known.append(value)
+        mean = f"{sum(known) / len(known):.3g}" if known else "does not apply"
+        means.append(f"{reward.name} {mean}")
+    yield f"rewards of the first {len(items)} answers of the data: {', '.join(means)}"
