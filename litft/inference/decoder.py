@@ -31,9 +31,10 @@ MIN_BOUND = 256
 
 
 class PromptLogits(NamedTuple):
-    """The newest prompt, and the logits after it, (V,)."""
+    """The newest prompt, its row, and the logits after it, (V,)."""
 
     ids: list[int]
+    row: int
     rope_length: int  # what rotary frequencies depended on
     logits: Tensor
 
@@ -131,16 +132,16 @@ class Decoder:
             )
 
         max_length = min(max_length or self.capacity, self.capacity)
-        source_row, num_cached, snapshot = self._longest_prefix(row, ids, max_length)
         # several answers to one prompt: nothing is computed again
-        if self._is_newest(source_row, ids, max_length):
-            assert self._newest is not None
-            if source_row != row:
-                self.views[row].copy(self.views[source_row], len(ids))
+        newest = self._newest
+        if newest is not None and self._has_prompt(newest, ids, max_length):
+            if newest.row != row:
+                self.views[row].copy(self.views[newest.row], len(ids))
             self.texts[row] = list(ids)
             self.lengths[row] = len(ids)
             self.max_length[row] = max_length
-            return self._newest.logits.clone()
+            return newest.logits.clone()
+        source_row, num_cached, snapshot = self._longest_prefix(row, ids, max_length)
 
         # start from the cached prefix: its keys and values are copied if another row has them
         if source_row != row:
@@ -168,17 +169,15 @@ class Decoder:
             self.states[row].prompt = take_snapshot(self.views[row], len(ids), logits[-1])
         else:
             # a network with states has a snapshot of the prompt instead
-            self._newest = PromptLogits(
-                list(ids), self._rope_length(max_length), logits[-1].clone()
-            )
+            rope_length = self._rope_length(max_length)
+            self._newest = PromptLogits(list(ids), row, rope_length, logits[-1].clone())
         return logits[-1]
 
-    def _is_newest(self, row: int, ids: Sequence[int], max_length: int) -> bool:
-        """Return whether a prompt is the newest one, and a row has all of it."""
-        if self._newest is None or self._newest.ids != list(ids):
+    def _has_prompt(self, newest: PromptLogits, ids: Sequence[int], max_length: int) -> bool:
+        """Return whether a prompt is the newest one, and its row still has it."""
+        if newest.ids != list(ids) or newest.rope_length != self._rope_length(max_length):
             return False
-        same_rope = self._newest.rope_length == self._rope_length(max_length)
-        return same_rope and self.texts[row][: len(ids)] == list(ids)
+        return self.texts[newest.row][: len(ids)] == newest.ids
 
     def _check_weights(self, longest: int) -> None:
         """Raise BrokenModel if the model has NaN that the passes so far hide. longest: tokens of

@@ -333,10 +333,12 @@ class Batch:
         The row is chosen to keep the span of busy rows small, which a step computes; then the least
         recently assigned, since a later request may reuse the cache of the others.
         """
+        busy = [*self.running, *self.prefilling]
+        first = min(busy, default=len(self.assigned))
+        last = max(busy, default=-1)
         spans = {}
         for row in self.free:
-            rows = [row, *self.running, *self.prefilling]
-            spans[row] = max(rows) - min(rows)
+            spans[row] = max(row, last) - min(row, first)
         row = min(spans, key=lambda row: (spans[row], self.assigned[row]))
         self.prefilling[row] = Prefill(number, request, time.perf_counter())
         self.assigned[row] = max(self.assigned) + 1

@@ -44,6 +44,8 @@ class TokenSampler:
         self.counts: Tensor | None = None
         self.bias: Tensor | None = None  # (B, V)
         self.constraints: list[Constraint | None] = [None] * rows
+        # whether rows have other settings than those that were collected
+        self.is_stale = False
         self._collect_settings()
 
     def begin(
@@ -58,7 +60,8 @@ class TokenSampler:
         self.settings[row] = settings
         # a generator for each answer: the other rows do not change what it draws
         self.generators[row] = random.Random(settings.seed)
-        self._collect_settings()
+        self.is_stale = True
+        self.has_penalties = self.has_penalties or _has_penalties(settings)
 
         shape = (len(self.settings), self.vocab_size)
         # (2, B, V) and (B, V) are allocated only when a request needs them
@@ -81,6 +84,11 @@ class TokenSampler:
         """Sample only for these rows from now on: B is their number."""
         if rows != self.rows:
             self.rows = rows
+            self._collect_settings()
+
+    def _collect_new_settings(self) -> None:
+        """Collect the settings once for all answers that have begun since the last step."""
+        if self.is_stale:
             self._collect_settings()
 
     def _collect_settings(self) -> None:
@@ -111,13 +119,12 @@ class TokenSampler:
         self.greedy = all(row.temperature == 0 for row in settings)
         self.has_top_p = any(row.top_p < 1 for row in settings)
         # of all rows, also those that are not sampled now: their counts must go on
-        self.has_penalties = any(
-            row.repetition_penalty != 1 or row.presence_penalty or row.frequency_penalty
-            for row in self.settings
-        )
+        self.has_penalties = any(map(_has_penalties, self.settings))
+        self.is_stale = False
 
     def next(self, logits: Tensor) -> Tensor:
         """Sample the next tokens (B,) from logits (B, V), and count them."""
+        self._collect_new_settings()
         if self.greedy:
             tokens = self.adjusted_logits(logits).argmax(-1)
         else:
@@ -145,6 +152,7 @@ class TokenSampler:
 
     def adjusted_logits(self, logits: Tensor) -> Tensor:
         """Return logits (B, V) in fp32 with bias and penalties applied."""
+        self._collect_new_settings()
         logits = logits.float()
         if self.bias is not None:
             logits = logits + self.bias[self.rows]
@@ -211,6 +219,12 @@ class TokenSampler:
         excluded[:, 0] = False  # a top_p near 0 is 0 in fp32
         kept_probs = sorted_probs.masked_fill(excluded, 0.0)
         return torch.zeros_like(probs).scatter_(1, order, kept_probs)
+
+
+def _has_penalties(settings: Sampling) -> bool:
+    """Return whether tokens of the text change what is drawn."""
+    penalties = settings.presence_penalty or settings.frequency_penalty
+    return settings.repetition_penalty != 1 or bool(penalties)
 
 
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:

@@ -95,28 +95,42 @@ class Rollouts:
             is_masked = self.args.mask_truncated and not completion.ended
             samples.append(_sample(prompt, completion, is_masked, self.args.temperature == 1.0))
 
-        # what the loss compares with
-        if self.objective.needs_old:
-            old = self._log_probs(samples, layout)
-            samples = [
-                replace(sample, old=values) for sample, values in zip(samples, old, strict=True)
-            ]
         rewards = rated.rewards
-        if self.args.beta:
-            with disabled(self.model):
-                reference = self._log_probs(samples, layout)
-            samples = [
-                replace(sample, reference_tokens=values)
-                for sample, values in zip(samples, reference, strict=True)
-            ]
-            if self.args.loss == "rloo":
-                rewards = rewards - self.args.beta * self._divergences(samples).view_as(rewards)
+        if self.args.beta and self.args.loss == "rloo":
+            # the divergence is a part of the reward, so it is needed of all completions
+            samples = self._with_log_probs(samples, layout)
+            rewards = rewards - self.args.beta * _divergences(samples).view_as(rewards)
         advantages = self.objective.advantages(rewards).flatten().tolist()
-        with_advantages = [
+        samples = [
             replace(sample, advantage=advantage)
             for sample, advantage in zip(samples, advantages, strict=True)
         ]
-        return with_advantages, self._facts(rated)
+        if self.args.loss != "rloo" or not self.args.beta:
+            samples = self._with_log_probs(samples, layout)
+        return samples, self._facts(rated)
+
+    def _with_log_probs(self, samples: list[Sample], layout: BatchLayout) -> list[Sample]:
+        """Return completions with what the loss compares their log-probabilities with: those before
+        the updates, and those of the reference; as far as they have a gradient."""
+        if samples[0].advantage is None:
+            learned = samples
+        else:
+            learned = list(self.objective.learned(samples))
+        changed = learned
+        if self.objective.needs_old:
+            old = self._log_probs(learned, layout)
+            changed = [
+                replace(sample, old=values) for sample, values in zip(changed, old, strict=True)
+            ]
+        if self.args.beta:
+            with disabled(self.model):
+                reference = self._log_probs(learned, layout)
+            changed = [
+                replace(sample, reference_tokens=values)
+                for sample, values in zip(changed, reference, strict=True)
+            ]
+        by_identity = {id(before): after for before, after in zip(learned, changed, strict=True)}
+        return [by_identity.get(id(sample), sample) for sample in samples]
 
     def measure(self, prompts: Sequence[Sample]) -> list[float]:
         """Return minus the mean reward of completions of these prompts, the mean reward, and the
@@ -234,24 +248,18 @@ class Rollouts:
             return [], str(error)
         return [[torch.nan if value is None else value for value in row] for row in values], None
 
-    def _log_probs(self, samples: list[Sample], layout: BatchLayout) -> list[Tensor | None]:
-        """Return the log-probabilities of the targets of each sample of this process's
-        micro-batches, None for others."""
+    def _log_probs(self, samples: list[Sample], layout: BatchLayout) -> list[Tensor]:
+        """Return the log-probabilities of the targets of each sample, (N,), on every process."""
         with uncompiled():
-            return target_log_probs(
+            own = target_log_probs(
                 self.model, samples, layout, self.fabric.device, self.fabric.global_rank
             )
-
-    def _divergences(self, samples: Sequence[Sample]) -> Tensor:
-        """Return the log of each completion's probability relative to the reference, (P * G,)."""
-        own = {}
-        for number, sample in enumerate(samples):
-            if sample.old is not None and sample.reference_tokens is not None:
-                own[number] = float((sample.old - sample.reference_tokens).double().sum())
-        values = {}
+        by_number = {}
         for of_rank in self.hosts.all_gather(own):
-            values |= of_rank
-        return torch.tensor([values[number] for number in range(len(samples))]).double()
+            for number, values in enumerate(of_rank):
+                if values is not None:
+                    by_number[number] = values
+        return [by_number[number] for number in range(len(samples))]
 
     def _facts(self, rated: Rated) -> dict[str, float]:
         """Return the values of columns that the loss does not give."""
@@ -287,6 +295,16 @@ def open_rollouts(processes: Processes, setup: RunSetup, model: GPT) -> Rollouts
         seed=setup.args.seed,
         retries=setup.args.train.oom_retry,
     )
+
+
+def _divergences(samples: Sequence[Sample]) -> Tensor:
+    """Return the log of each completion's probability relative to the reference, (P * G,)."""
+    divergences = []
+    for sample in samples:
+        assert sample.old is not None
+        assert sample.reference_tokens is not None
+        divergences.append((sample.old - sample.reference_tokens).double().sum())
+    return torch.stack(divergences)
 
 
 def _prompt_ids(sample: Sample) -> list[int]:

@@ -339,7 +339,8 @@ class Trainer:
             try:
                 # a new attempt starts with the same random state, however far the failed one got
                 torch.manual_seed(seed)
-                batches = self.schedule.layout.batches(samples, self.fabric.global_rank)
+                learned = self.objective.learned(samples)
+                batches = self.schedule.layout.batches(learned, self.fabric.global_rank)
                 # later, the time of the failed attempt would count as waiting for data
                 if is_first_attempt:
                     self.metrics.data_ready()

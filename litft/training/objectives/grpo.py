@@ -89,8 +89,22 @@ class GRPO(Objective):
         return self.grpo.beta > 0 and self.grpo.loss != "rloo"
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
-        """Return the number of completions, and of their tokens that are in the loss."""
-        return Totals(len(samples), sum(sample.supervised for sample in samples))
+        """Return the number of completions, of their tokens that are in the loss, and of those that
+        have a gradient."""
+        tokens = sum(sample.supervised for sample in samples)
+        learned = sum(sample.supervised for sample in self.learned(samples))
+        return Totals(len(samples), tokens, learned=learned)
+
+    def learned(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return the completions that have an advantage: others have no gradient, but for the KL
+        term.
+
+        At least one is returned, so that each process has a backward pass.
+        """
+        if self.has_kl_term:
+            return samples
+        learned = [sample for sample in samples if sample.advantage and sample.supervised]
+        return learned or samples[:1]
 
     def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
         """Return (5,): this micro-batch's share of the step's loss and of the scores."""
@@ -120,7 +134,7 @@ class GRPO(Objective):
         with torch.no_grad():
             decoded = old if completions.decoded is None else completions.decoded
             sums = [-log_probs.sum(), clipped.sum(), kl.sum(), (old - decoded).abs().sum()]
-            means = torch.stack([value.float() for value in sums]) / max(1, totals.tokens)
+            means = torch.stack([value.float() for value in sums]) / max(1, totals.learned)
         return torch.cat([loss[None], means])
 
     def _by_token(self, log_probs: Tensor, old: Tensor, completions: Completions) -> Update:

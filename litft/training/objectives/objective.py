@@ -31,6 +31,7 @@ class Totals(NamedTuple):
     tokens: int
     desirable: int = 0  # samples with this label
     undesirable: int = 0
+    learned: int = 0  # tokens of completions that have a gradient
 
 
 class Objective:
@@ -112,6 +113,10 @@ class Objective:
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples."""
         raise NotImplementedError
+
+    def learned(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return the samples that a step computes: those with a gradient."""
+        return samples
 
     def mean(self, score: str, values: list[float], totals: list[Totals]) -> float:
         """Return the value of "loss" or another score over several sets, each with its value and
