@@ -322,6 +322,18 @@ def test_the_guide_to_preferences(clone):
     assert float(row["val_loss"]) == pytest.approx(0.693147, abs=1e-5)
 
 
+@pytest.mark.weekly
+def test_the_guide_to_rewards(clone):
+    """The demo raises exact match from below 40 % to above 90 % by rewards alone."""
+    folder, paths = clone
+    demo, own = run_guide("finetune_rewards.md", folder, paths)
+    scores = re.search(r"exact_match \| +\S+ \| +(\S+)", demo)
+    assert scores is not None and float(scores[1]) > 0.9, demo
+    first, last = re.search(r"validation reward: (\S+) -> (\S+)", demo).groups()
+    assert float(first) < 0.4 < float(last)
+    assert "validation reward" in own
+
+
 @pytest.mark.slow
 def test_the_guide_to_scores(clone):
     examples, task = run_guide("evaluate.md", *clone)

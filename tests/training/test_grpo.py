@@ -239,6 +239,23 @@ def test_the_reference_is_the_base(flags, tmp_path, loss):
     assert kls[-1] > 1e-6
 
 
+def test_a_second_update_has_other_ratios(flags, tmp_path):
+    """At a high rate, the first update moves probabilities beyond the limits of the second."""
+    shares = []
+    for updates in (1, 2):
+        args = replace(
+            flags,
+            out_dir=str(tmp_path / str(updates)),
+            grpo=replace(flags.grpo, updates=updates, clip_low=0.01, clip_high=0.01),
+            train=replace(flags.train, max_steps=3),
+        )
+        run_finetuning(args)
+        rows = [row for row in rows_of(tmp_path / str(updates)) if "clipped" in row]
+        shares.append(sum(row["clipped"] for row in rows))
+    assert shares[0] == 0
+    assert shares[1] > 0
+
+
 def test_masked_completions_have_no_target(flags, tmp_path):
     args = replace(flags, grpo=replace(flags.grpo, max_new_tokens=2, mask_truncated=True))
     trainer = trainer_of(args, tmp_path / "a")
@@ -296,3 +313,28 @@ def test_a_reward_function_that_fails_ends_the_run_with_its_state(flags, tmp_pat
     file.write_text("def score(completion):\n    return len(completion)\n")
     run_finetuning(replace(args, resume=True))
     assert len([row for row in rows_of(tmp_path / "run") if "reward" in row]) == 4
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_two_processes_learn_as_one(flags, tmp_path, strategy):
+    """The same completions, and losses equal to 1e-5: with a reference, and two updates a step."""
+    args = replace(
+        flags,
+        grpo=replace(flags.grpo, updates=2, beta=0.1),
+        train=replace(flags.train, max_steps=2),
+        save=replace(flags.save, interval=0),
+    )
+    run_finetuning(replace(args, out_dir=str(tmp_path / "one")))
+    config = tmp_path / "one" / "config.yaml"
+    two = ["--out_dir", tmp_path / "two", "--devices", "2", "--strategy", strategy]
+    script("finetune/lora.py", "--config", config, *two, cwd=tmp_path)
+    rows = [rows_of(tmp_path / name) for name in ("one", "two")]
+    assert len(rows[0]) == len(rows[1])
+    exact = {"reward", "reward_vowels", "completion_tokens", "val_reward", "tokens"}
+    near = {"loss", "kl", "grad_norm", "entropy"}
+    for one, other in zip(*rows, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() & exact:
+            assert other[name] == pytest.approx(one[name], abs=1e-9)
+        for name in one.keys() & near:
+            assert other[name] == pytest.approx(one[name], abs=1e-5, rel=1e-4)
