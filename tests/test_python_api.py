@@ -254,6 +254,7 @@ def test_metrics_of_the_answers(settings, capfd):
 
 
 @pytest.mark.parametrize("result", [None, ZeroDivisionError("no answers")], ids=str)
+@pytest.mark.halved
 def test_a_metric_that_fails_does_not_end_the_run(settings, capfd, result):
     def broken(answers):
         if isinstance(result, Exception):

@@ -286,7 +286,7 @@ def test_the_guides_to_generating(clone):
     assert len(json.loads((folder / "talk.json").read_text())[0]["messages"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_guide_to_python(clone):
     first, faq, _, answer = run_guide("python.md", *clone)
     assert first.splitlines()[-1].startswith("out/demo ")

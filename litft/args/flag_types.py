@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+# groups with names that other groups have, too, and that mean these without the group: beta
+GROUPED_NAMES = ("grpo",)
+
 
 def class_of_group(item: dataclasses.Field) -> "type[DataclassInstance] | None":
     """Return the dataclass of a field that is a group of flags; None for the field of a flag."""
@@ -47,3 +50,12 @@ def describe_type(flag_type: Any) -> str:
     if get_origin(flag_type) is Literal:
         return " or ".join(get_args(flag_type))
     return " or ".join(names.get(part) or describe_type(part) for part in get_args(flag_type))
+
+
+def short_name(flag: str) -> str:
+    """Return the name that a flag may have without its group: the last one, or group_name in groups
+    whose names are those of other groups, too."""
+    group, _, leaf = flag.rpartition(".")
+    if group in GROUPED_NAMES:
+        return f"{group}_{leaf}"
+    return leaf

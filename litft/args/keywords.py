@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from litft.args.aliases import translate_flag
 from litft.args.finetune import FINETUNE, FinetuneArgs
-from litft.args.flag_types import types_of_flags
+from litft.args.flag_types import short_name, types_of_flags
 from litft.args.parser import parse
 
 # flags with a parameter of their own
@@ -23,7 +23,7 @@ def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
     """Return {keyword: flag}: the flag's last name, or group_name if several groups have it, or if
     it is a method's."""
     flags = [flag for flag in types_of_flags(cls) if flag not in PARAMETER_OF_FLAG]
-    leaves = [flag.rpartition(".")[2] for flag in flags]
+    leaves = [short_name(flag) for flag in flags]
     names = {}
     for flag, leaf in zip(flags, leaves, strict=True):
         group = flag.rpartition(".")[0]
@@ -32,7 +32,7 @@ def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
         if is_clear:
             names[leaf] = flag
         else:
-            names[f"{group}_{leaf}"] = flag
+            names[flag.replace(".", "_")] = flag
     return names
 
 

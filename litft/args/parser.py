@@ -25,7 +25,7 @@ from litft.args.aliases import (
 )
 from litft.args.build_parser import AnyArgs, args_from, parser_for_help, parser_of
 from litft.args.finetune import FINETUNE
-from litft.args.flag_types import describe_type, is_finetuning, types_of_flags
+from litft.args.flag_types import describe_type, is_finetuning, short_name, types_of_flags
 from litft.args.foreign_config import translate_config
 from litft.args.lost_paths import lost_paths
 from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_flag
@@ -553,7 +553,7 @@ def _full_name(name: str, flag_types: dict[str, Any]) -> str:
             return former
     matches = []
     for flag in flag_types:
-        if name in (flag.rpartition(".")[2], flag.replace(".", "_")):
+        if name in (short_name(flag), flag.replace(".", "_")):
             matches.append(flag)
     if len(matches) == 1:
         return matches[0]

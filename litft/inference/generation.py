@@ -336,10 +336,11 @@ class Batch:
         busy = [*self.running, *self.prefilling]
         first = min(busy, default=len(self.assigned))
         last = max(busy, default=-1)
-        spans = {}
+        costs = {}
         for row in self.free:
-            spans[row] = max(row, last) - min(row, first)
-        row = min(spans, key=lambda row: (spans[row], self.assigned[row]))
+            span = max(row, last) - min(row, first)
+            costs[row] = span, self.assigned[row]
+        row = min(costs, key=costs.__getitem__)
         self.prefilling[row] = Prefill(number, request, time.perf_counter())
         self.assigned[row] = max(self.assigned) + 1
 

@@ -582,6 +582,7 @@ def test_an_upload_without_a_network_is_reported(tuned):
     assert "cannot be reached" in run(arguments, root, offline, code=2).stderr
 
 
+@pytest.mark.weekly
 def test_the_card_of_the_best_step_describes_that_step(tmp_path):
     """The card of a run that continues from an adapter lists no LoRA flags."""
     # the base knows these stories, and the learning rate rises: each step makes it worse

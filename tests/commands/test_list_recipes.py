@@ -35,6 +35,7 @@ def plan_args(recipe: Recipe) -> PlanArgs:
 
 
 @pytest.mark.parametrize("recipe", recipes(), ids=names())
+@pytest.mark.halved
 def test_a_recipe_fits_into_its_memory_and_states_it(recipe):
     """`plan --budget` keeps the recipe's settings, and its peak is the one that `litft recipes`
     prints."""

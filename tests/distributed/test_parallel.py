@@ -511,6 +511,7 @@ def plan_with_memory(tiny, examples, monkeypatch):
     return plan
 
 
+@pytest.mark.weekly
 def test_auto_shards_what_does_not_fit(plan_with_memory):
     """The plan also states the reason."""
     settings, lines, _ = plan_with_memory(2**30)
@@ -726,7 +727,7 @@ def test_a_missing_process_is_reported(tiny, examples, tmp_path):
     "signum, victim",
     [
         (signal.SIGKILL, 0),
-        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.weekly),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_noticed(tiny, examples, tmp_path, signum, victim):

@@ -277,7 +277,7 @@ def test_scores_equal_the_harness_hugging_face_backend(checkpoints, tasks, tmp_p
                 assert math.isclose(results[task][name], value, rel_tol=1e-4), (task, name)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
     """Tasks and examples share one table; the base's column equals an evaluation of the base
     alone."""

@@ -1076,7 +1076,7 @@ LARGE = ["llama-2-7b", "qwen2.5", "gemma-2"]
     "name",
     [
         *TOKENIZERS,
-        pytest.param("llama-3.1", marks=pytest.mark.slow),
+        pytest.param("llama-3.1", marks=pytest.mark.weekly),
         *(pytest.param(name, marks=pytest.mark.weekly) for name in LARGE),
     ],
 )

@@ -746,6 +746,7 @@ def test_a_tensor_parallel_model_is_served(folder, reference):
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.halved
+@pytest.mark.weekly
 def test_the_base_is_served_too(method, tmp_path):
     """An adapter's base shares its weights; that of a full fine-tuning run is the model that it
     began with."""

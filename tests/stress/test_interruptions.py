@@ -80,6 +80,7 @@ def resumed(folder: Path) -> bytes:
     return (folder / "final" / "adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.halved
 def test_flipped_bits_in_a_run(begun, tmp_path, cases, capsys):
     """A bit in any file of a run changes nothing in what is learned, or is noticed."""
     whole = tmp_path / "whole"

@@ -171,6 +171,7 @@ def marks_of(case: str) -> list[pytest.MarkDecorator]:
     [pytest.param(case, "none", marks=marks_of(case)) for case in CASES] + [*RECOMPUTED],
 )
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.halved
 def test_planned_memory_matches_training_steps(case, recomputed):
     """Within 3 % of MemTracker under fake tensors."""
     name, layers, args, precision, shape = CASES[case]

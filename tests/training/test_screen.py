@@ -141,7 +141,7 @@ def test_a_run_in_a_terminal(tiny, examples, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_notebook_shows_a_bar_and_the_curve(tmp_path):
     import nbformat
     from nbclient import NotebookClient

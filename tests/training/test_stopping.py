@@ -107,6 +107,7 @@ def start_training(run: Path, flags: list, cwd: Path) -> Process:
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.weekly
 def test_a_signal_from_another_process(tiny, examples, tmp_path, devices):
     """With two processes one receives the signal and both stop; a single process resumes at the
     very next example."""
@@ -236,6 +237,7 @@ def test_finetune_from_python_equals_the_command(args, tmp_path):
 
 
 @pytest.mark.parametrize("disk", ["fast", "slow"])
+@pytest.mark.halved
 def test_patience_ends_a_run_and_the_best_is_kept(args, disk, monkeypatch):
     """The learning rate overshoots, so the loss soon rises.
 
@@ -281,7 +283,7 @@ def test_patience_needs_validation_data(args):
         litft.finetune(args)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_max_time_ends_a_run_with_a_decayed_learning_rate(args):
     args.train.max_steps, args.train.max_time, args.eval.interval = None, "4s", 0
     args.train.epochs = 10_000.0
@@ -482,6 +484,7 @@ def run_limited(large, tmp_path, name, code=0, **settings):
     return script(tmp_path / f"{name}.py", cwd=tmp_path, code=code)
 
 
+@pytest.mark.weekly
 def test_out_of_memory_names_the_longest_row_and_remedies(large, tmp_path):
     done = run_limited(
         large, tmp_path, "none", code=2, retry=False, at=1, rows=32, size=32, more=300 << 20
@@ -545,7 +548,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
 @pytest.mark.parametrize(
     "method, kills, flags",
     [
-        ("lora", 12, "--lora.dropout 0.1 --train.optimizer paged_adamw_8bit"),
+        ("lora", 6, "--lora.dropout 0.1 --train.optimizer paged_adamw_8bit"),
         pytest.param("adapter_v2", 4, "--save.best", marks=pytest.mark.weekly),
     ],
 )

@@ -14,7 +14,7 @@ from lightning_fabric import Fabric
 
 import litft
 import litft.training.trainer
-from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
+from litft.args import DataArgs, GrpoArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
@@ -26,7 +26,7 @@ from litft.pretrained.folder import resolve
 from litft.training.accumulation import accumulate
 from litft.training.lr_schedule import learning_rate
 from litft.training.memory.probe import MemoryProbe
-from litft.training.objectives import OBJECTIVES, Objective
+from litft.training.objectives import GRPO, OBJECTIVES, Objective
 from litft.training.schedule import planned_samples
 from litft.training.trainer import Trainer
 
@@ -79,11 +79,29 @@ def ragged_preferences(count: int, objective: str) -> list[Sample]:
 
 def samples_of(objective: str, count: int) -> list[Sample]:
     """Return ragged samples of an objective."""
-    return ragged(count) if objective == "sft" else ragged_preferences(count, objective)
+    if objective == "sft":
+        return ragged(count)
+    if objective == "grpo":
+        return completions(count)
+    return ragged_preferences(count, objective)
+
+
+def completions(count: int) -> list[Sample]:
+    """Return ragged completions, with what a second update with a reference compares with."""
+    samples = []
+    for number, sample in enumerate(ragged(count)):
+        generator = torch.Generator().manual_seed(number)
+        near = 5 + torch.rand(2, sample.supervised, generator=generator)
+        samples.append(
+            replace(sample, advantage=number - 2.0, old=-near[0], reference_tokens=-near[1])
+        )
+    return samples
 
 
 def make_objective(name: str) -> Objective:
     """Return an objective that also adds the loss of the chosen answers, where it can."""
+    if name == "grpo":
+        return GRPO(GrpoArgs(beta=0.1, updates=2), [])
     return OBJECTIVES[name](PreferenceArgs(sft_weight=0.3))
 
 
