@@ -26,6 +26,7 @@ def completed(text: str, answer: str = "", tokens: int = 1, **columns) -> Comple
         ("contains", "It is Rome.", "Paris", 0),
         # GSM8K's form, and numbers as people write them
         ("number", "so 3 and 4 give 1,234", "2 * 617 = 1234\n#### 1,234", 1),
+        ("number", "5,234", "1,234", 0),
         ("number", "The result is 12.50 dollars.", "12.5", 1),
         ("number", "10-2=8", "8", 1),
         ("number", "it is -3", "-3", 1),
