@@ -52,11 +52,12 @@ class ValidationAnswer(NamedTuple):
     ended: bool
 
 
-class _Reasoning(TypedDict, total=False):
+class _Optional(TypedDict, total=False):
     reasoning_content: str  # of a model that thinks
+    reward: float  # of a completion that was rated
 
 
-class ShownAnswer(_Reasoning):
+class ShownAnswer(_Optional):
     """An answer as people read it."""
 
     answer: str

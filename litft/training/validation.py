@@ -366,7 +366,28 @@ class Validation:
                 )
             self.answers.append({"step": step, "prompt": text, **self._shown(ids, completion.text)})
             yield self.answers[-1]
+        if self.rollouts is not None and self.args.max_new_tokens and len(self.samples):
+            self._add_rated(self.rollouts, step)
         self._write()
+
+    def _add_rated(self, rollouts: Rollouts, step: int) -> None:
+        """Add the completions of the first validation prompt, which a validation measures, with
+        their rewards."""
+        prompt = self.samples[0]
+        assert prompt.answer is not None  # the room for the completion is marked as an answer
+        ids = prompt.answer[0].tolist()
+        rated = rollouts.rate("validation", [prompt] * self.objective.group_size)
+        rewards = rated.rewards.flatten().tolist()
+        for completion, reward in zip(rated.completions, rewards, strict=True):
+            answer: SampleAnswer = {
+                "step": step,
+                "prompt": question_text(self.tokenizer, ids),
+                "answer": completion.text.strip(),
+            }
+            # NaN, where no function applies, is not JSON
+            if not math.isnan(reward):
+                answer["reward"] = reward
+            self.answers.append(answer)
 
     def _shown(self, prompt: list[int], text: str) -> ShownAnswer:
         """Return an answer as people read it: the calls after the content, and the reasoning by

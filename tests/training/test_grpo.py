@@ -1,6 +1,7 @@
 """Learning from rewards: closed forms, draws that depend on nothing but their place, processes,
 kills, and functions that fail."""
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -168,11 +169,19 @@ def trainer_of(args: LoRAFinetuneArgs, folder: Path) -> Trainer:
 
 def test_a_run_learns_and_records_it(flags, tmp_path):
     args = replace(flags, out_dir=str(tmp_path / "run"))
-    result = run_finetuning(replace(args, train=replace(args.train, max_steps=12)))
+    evaluation = replace(args.eval, max_new_tokens=8)
+    result = run_finetuning(replace(args, train=replace(args.train, max_steps=12), eval=evaluation))
     rows = [row for row in rows_of(tmp_path / "run") if "reward" in row]
     assert len(rows) == 12
     first, last = (sum(row["reward"] for row in part) for part in (rows[:3], rows[-3:]))
     assert last > first
+    # the completions of one prompt at each validation, with their rewards
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    rated = [item for item in map(json.loads, lines) if "reward" in item]
+    assert len(rated) == 4 * len([row for row in rows_of(tmp_path / "run") if "val_reward" in row])
+    assert len({item["prompt"] for item in rated}) == 1
+    assert len({item["answer"] for item in rated}) > 4
+    assert "reward 0." in (tmp_path / "run" / "report.html").read_text()
     for row in rows:
         total = row["reward_vowels"] + 0.5 * row["reward_brief"]
         assert row["reward"] == pytest.approx(total)

@@ -407,7 +407,10 @@ def _answers(answers: Sequence[SampleAnswer]) -> str:
         step = int(item["step"])
         key = num_answered[step], str(item["prompt"])
         num_answered[step] += 1
-        by_prompt.setdefault(key, []).append((step, str(item["answer"])))
+        answer = str(item["answer"])
+        if "reward" in item:
+            answer += f" (reward {item['reward']:.3g})"
+        by_prompt.setdefault(key, []).append((step, answer))
 
     # the first and the last answer side by side, the others folded
     blocks = ""

@@ -1,0 +1,120 @@
+"""Prompts to learn from rewards: what of a record is the prompt, and what reward functions get."""
+
+import numpy as np
+import pytest
+from conftest import STORIES, write_records
+
+from litft.args import DataArgs
+from litft.data.dataset import load_data
+from litft.data.prompts import to_prompt
+from litft.data.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "2 + 2?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ROOM = 8
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "columns"),
+    [
+        ({"prompt": "2 + 2?", "answer": "4"}, [USER], {"answer": "4"}),
+        ({"prompt": "2 + 2?"}, [USER], {}),
+        ({"prompt": [SYSTEM, USER], "answer": "4"}, [SYSTEM, USER], {"answer": "4"}),
+        ({"prompt": "2 + 2?", "completion": "4"}, [USER], {"answer": "4"}),
+        (
+            {"question": "2 + 2?", "answer": "4", "tests": ["a"]},
+            [USER],
+            {"question": "2 + 2?", "answer": "4", "tests": ["a"]},
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "4"}], "level": 3},
+            [USER],
+            {"answer": "4", "level": 3},
+        ),
+        ({"messages": [SYSTEM, USER], "answer": "4"}, [SYSTEM, USER], {"answer": "4"}),
+        # an earlier answer is a part of the prompt
+        (
+            {"messages": [USER, {"role": "assistant", "content": "5"}, USER]},
+            [USER, {"role": "assistant", "content": "5"}, USER],
+            {},
+        ),
+        (
+            {"instruction": "Add.", "input": "2 and 2", "output": "4"},
+            [{"role": "user", "content": "Add.\n\n2 and 2"}],
+            {"instruction": "Add.", "input": "2 and 2", "output": "4", "answer": "4"},
+        ),
+        (
+            {"prompt": "2 + 2?", "system": "Be brief."},
+            [SYSTEM, USER],
+            {},
+        ),
+        # a column of its own wins
+        (
+            {"messages": [USER, {"role": "assistant", "content": "It is 4."}], "answer": "4"},
+            [USER],
+            {"answer": "4"},
+        ),
+    ],
+    ids=str,
+)
+def test_prompts_and_columns(record, messages, columns):
+    prompt = to_prompt(record, "line 1", "")
+    assert prompt.example.messages == messages
+    assert prompt.columns == columns
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a story"}, "this is a text to continue"),
+        ({"input_ids": [1, 2]}, "this is a text to continue"),
+        ({"messages": [{"role": "assistant", "content": "4"}]}, "no prompt before the answer"),
+        ({"chosen": "4"}, "chosen"),
+    ],
+    ids=str,
+)
+def test_records_without_a_prompt_are_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        to_prompt(record, "line 1", "")
+
+
+def load(path, **flags):
+    tokenizer = Tokenizer(STORIES)
+    args = DataArgs(path=[str(path)], template="chatml", **flags)
+    return load_data(args, tokenizer, 1 << 20, 512, kind="prompts", completion_tokens=ROOM)
+
+
+def test_samples_are_the_prompt_with_room_for_a_completion(tmp_path):
+    records = [{"prompt": "word " * (n + 1), "answer": str(n), "n": n} for n in range(20)]
+    data = load(write_records(tmp_path / "a.jsonl", records), val_fraction=0.3, max_seq_length=60)
+    tokenizer = data.tokenizer
+    longest = 0
+    for samples in (data.train, data.val):
+        for sample, length in zip(samples, samples.lengths, strict=True):
+            messages, columns = sample.prompt
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            ids = tokenizer.encode(text, bos=False)
+            assert sample.answer[0].tolist() == ids
+            assert sample.supervised == ROOM
+            assert length == len(ids) + ROOM - 1
+            assert messages[0]["content"] == "word " * (columns["n"] + 1)
+            longest = max(longest, length)
+    assert longest <= 60
+    skipped = 20 - len(data.train) - len(data.val)
+    assert skipped and data.skipped == skipped
+
+
+def test_the_split_depends_on_the_prompt_alone(tmp_path):
+    records = [{"prompt": f"question {n}", "answer": str(n)} for n in range(40)]
+    first = load(write_records(tmp_path / "a.jsonl", records), val_fraction=0.3)
+    changed = [record | {"answer": "other", "more": 1} for record in records]
+    second = load(write_records(tmp_path / "b.jsonl", changed), val_fraction=0.3)
+    assert len(first.val)
+    np.testing.assert_array_equal(first.val.sample_index.units, second.val.sample_index.units)
+    # but what the reward functions get is a part of what the data is
+    assert first.train_digest != second.train_digest
+
+
+def test_a_column_that_is_not_json_is_named(tmp_path):
+    with pytest.raises(ValueError, match="cannot be given to the reward functions"):
+        to_prompt({"prompt": "a", "when": {1, 2}}, "line 1", "").as_json("line 1")
