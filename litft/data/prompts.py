@@ -35,6 +35,9 @@ class PromptExample:
     """A conversation that ends before an answer."""
 
     example: Example
+    # the whole record, which decides its split: that of supervised fine-tuning, so that what one
+    # run has held out the next one holds out, too
+    whole: Example
     # what the reward functions get by name: `answer`, and the record's other fields
     columns: dict[str, Any]
 
@@ -78,7 +81,7 @@ def to_prompt(record: Record, where: str, template: str, form: str | None = None
     if answer is not None:
         columns.setdefault("answer", answer)
     messages = [without_learned(message) for message in messages]
-    return PromptExample(replace(example, messages=messages), columns)
+    return PromptExample(replace(example, messages=messages), example, columns)
 
 
 def _without_answer(record: Record, where: str, template: str) -> Example | None:
@@ -140,6 +143,6 @@ class PromptEncoder:
         encoded.samples.append(
             np.concatenate([np.array(ids, np.uint32), room | SUPERVISED | IN_ANSWER])
         )
-        encoded.units.append(unit_hash(plain.example))
+        encoded.units.append(unit_hash(plain.whole))
         encoded.turns.append(0)
         encoded.columns.append(prompt.as_json(where))

@@ -117,13 +117,14 @@ def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
     if own_run is not None:
         trained = finetune_args(own_run).objective
         objective = objective or trained
-        if args.data.val_fraction and (objective == "sft") != (trained == "sft"):
+        scores_answers = scored_kind(objective) == "supervised"
+        if args.data.val_fraction and scores_answers != is_supervised(own_run):
             reason = f"{own_run} was trained with {trained}, which holds out other examples"
             raise ValueError(
                 f"--objective {objective}: {reason}; leave it out, or score a file of its own"
             )
-    if objective and DATA_KINDS[objective] != "labels":
-        return DATA_KINDS[objective]
+    if objective and scored_kind(objective) != "labels":
+        return scored_kind(objective)
 
     # by the fields of the first record
     first_file = find_sources(args.data)[0][0]
@@ -179,9 +180,17 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
 
 
 def is_supervised(run: Path) -> bool:
-    """Return whether a run has learned answers; examples of preferences are held out by their
-    prompts alone."""
-    return finetune_args(run).objective == "sft"
+    """Return whether a run has learned answers, or from rewards; examples of preferences are held
+    out by their prompts alone."""
+    return scored_kind(finetune_args(run).objective) == "supervised"
+
+
+def scored_kind(objective: str) -> str:
+    """Return how the examples of an objective are scored: those of rewards by their answers."""
+    kind = DATA_KINDS[objective]
+    if kind == "prompts":
+        return "supervised"
+    return kind
 
 
 def _was_trained_on(data: DataArgs, trained_data: DataArgs, same_split: bool) -> bool:
@@ -375,7 +384,7 @@ def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[N
     records = {record for record, _, _ in names}
     for run, trained_data in _training_runs(args, source).items():
         data = replace(trained_data, weights=[], new_tokens=[])
-        kind = DATA_KINDS[finetune_args(run).objective]
+        kind = scored_kind(finetune_args(run).objective)
         context = source.config.max_positions
         trained_names = load_data(
             data, _tokenizer(source), ANY_VOCAB_SIZE, context, kind=kind

@@ -137,6 +137,12 @@ class Rollouts:
         shares of completions that pass (pass@1), and of prompts with one that does (pass@G)."""
         repeated = [prompt for prompt in prompts for _ in range(self.args.group_size)]
         rated = self.rate("validation", repeated)
+        if rated.rewards.isnan().all():
+            names = ", ".join(reward.name for reward in self.rewards)
+            raise RewardError(
+                f"--reward: no function ({names}) applies to a validation prompt: each returned "
+                "None; change the functions, or leave the validation out (--data.val_fraction 0)"
+            )
         reward = rated.rewards.nanmean().item()
         passed = rated.values[:, :, 0] >= PASSED
         at_one = passed.double().mean().item()

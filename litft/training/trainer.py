@@ -416,10 +416,7 @@ class Trainer:
         if self.elapsed >= self.time_limit:
             return f"--train.max_time {self.args.train.max_time} is over"
         if patience and self.validation.stale >= patience:
-            return (
-                f"the validation loss was lowest at step {self.validation.best}, {patience} "
-                "validations ago"
-            )
+            return f"{self.validation.best_text}, {patience} validations ago"
         return None
 
     def _projected_steps(self, step: int) -> int:

@@ -419,6 +419,15 @@ class Validation:
         )
 
     @property
+    def best_text(self) -> str:
+        """Which step is the best, and its loss, or its reward, which is minus the loss."""
+        assert self.best is not None  # asked for after a validation
+        loss = self.losses[self.best]
+        if self.rollouts is None:
+            return f"the validation loss was lowest at step {self.best} ({loss:.4f})"
+        return f"the validation reward was highest at step {self.best} ({-loss:.4f})"
+
+    @property
     def stale(self) -> int:
         """Return the number of validations since the best one."""
         best = self.best or 0

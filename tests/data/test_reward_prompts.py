@@ -104,7 +104,18 @@ def test_samples_are_the_prompt_with_room_for_a_completion(tmp_path):
     assert skipped and data.skipped == skipped
 
 
-def test_the_split_depends_on_the_prompt_alone(tmp_path):
+def test_the_split_is_that_of_supervised_fine_tuning(tmp_path):
+    """A run that goes on from a supervised one holds out the same records."""
+    records = [{"question": f"question {n}", "answer": str(n)} for n in range(40)]
+    path = write_records(tmp_path / "a.jsonl", records)
+    rewarded = load(path, val_fraction=0.3)
+    args = DataArgs(path=[str(path)], template="chatml", val_fraction=0.3)
+    supervised = load_data(args, Tokenizer(STORIES), 1 << 20, 512)
+    assert len(supervised.val)
+    assert set(rewarded.val.sample_index.units) == set(supervised.val.sample_index.units)
+
+
+def test_the_split_of_prompts_does_not_depend_on_columns(tmp_path):
     records = [{"prompt": f"question {n}", "answer": str(n)} for n in range(40)]
     first = load(write_records(tmp_path / "a.jsonl", records), val_fraction=0.3)
     changed = [record | {"answer": "other", "more": 1} for record in records]

@@ -196,6 +196,14 @@ def test_a_run_learns_and_records_it(flags, tmp_path):
     assert result is not None and (result.folder / "final" / "adapter_config.json").is_file()
 
 
+def test_the_demo_is_known_by_its_name(tmp_path):
+    for flag in (["--config", "grpo-demo"], ["--objective", "grpo"]):
+        done = script("finetune/lora.py", *flag, "--dry_run", cwd=tmp_path)
+        assert "120 steps of 32 prompts with 8 completions each" in done.stdout
+        assert "rewards of the first 32 answers of the data: exact 1" in done.stdout
+        assert "tuned" in done.stdout
+
+
 def test_what_is_drawn_depends_on_its_place_alone(flags, tmp_path):
     """Rows that are generated at once, and the other prompts, change nothing."""
     trainer = trainer_of(flags, tmp_path / "a")

@@ -377,7 +377,7 @@ class Recorder:
         validation = self.validation
         lines = []
         if self.args.save.best and validation.best is not None:
-            line = f"lowest at step {validation.best}, {validation.losses[validation.best]:.4f}"
+            line = validation.best_text
             kept = _step_of(self.folder / "best")
             if kept == validation.best:
                 line += ", which is in best/"
