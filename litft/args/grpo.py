@@ -34,10 +34,11 @@ class GrpoArgs:
     weights of the log-probabilities. rloo: REINFORCE with a leave-one-out baseline."""
     advantages: Advantages | None = None
     """What a reward is compared with. group: mean and standard deviation of its group; group_mean:
-    the mean alone; leave_one_out: the mean of the others; batch: mean and standard deviation of the
-    step. Default: group; with dr_grpo, group_mean; with rloo, leave_one_out."""
+    the mean alone; leave_one_out: the mean of the others; batch: the mean of its group, and the
+    standard deviation of the step. Default: group; with dr_grpo, group_mean; with rloo,
+    leave_one_out."""
     beta: float = 0.0
-    """Weight of the KL divergence from the model at the start. 0: none, and no reference model."""
+    """Weight of the KL divergence from the base without the method. 0: none, and no reference."""
     clip_low: float = 0.2
     """Lower limit of the probability ratio: 1 - clip_low."""
     clip_high: float = 0.2

@@ -28,6 +28,14 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
         yield from _note("data", data, "train_on", reason)
         if data.reasoning == "mask":
             yield from _note("data", data, "reasoning", reason)
+    if args.objective == "grpo":
+        reason = "--objective grpo learns completions, not the answers of the data"
+        for name in ("train_on", "reasoning"):
+            yield from _note("data", data, name, reason)
+        if args.grpo.updates == 1:
+            reason = "with --grpo.updates 1, probabilities are compared with themselves"
+            for name in ("clip_low", "clip_high"):
+                yield from _note("grpo", args.grpo, name, reason)
     if args.eval.max_new_tokens == 0:
         reason = "--eval.max_new_tokens 0 answers no prompts"
         yield from _note("eval", args.eval, "prompts", reason)

@@ -221,6 +221,14 @@ def test_without_a_model_the_demo_recipe_is_used():
     ("words", "note"),
     [
         ("--train.decay_fraction 0.5", "--train.decay_fraction 0.5 has no effect"),
+        (
+            "--objective grpo --reward exact --data.train_on last",
+            "--data.train_on last has no effect",
+        ),
+        (
+            "--objective grpo --reward exact --grpo.clip_low 0.1",
+            "--grpo.clip_low 0.1 has no effect",
+        ),
         ("--train.lr_schedule constant --train.min_lr_ratio 0", "min_lr_ratio 0.0 has no effect"),
         ("--train.warmup_steps 3 --train.warmup_fraction 0.2", "--train.warmup_steps 3 counts"),
         ("--data.val_path b --data.val_fraction 0.2", "--data.val_path names the validation"),
