@@ -1,6 +1,6 @@
 """Log-probabilities of the answers of examples, which preferences compare."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,21 @@ def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Ten
     )
 
 
+def _batches(
+    samples: Sequence[Sample], layout: BatchLayout, rank: int
+) -> Iterator[tuple[list[int], MicroBatch]]:
+    """Yield a rank's micro-batches, each with the numbers of its samples in the order of its
+    rows."""
+    planned = layout.plan([sample.tokens.numel() for sample in samples])
+    for rows in planned[rank :: layout.ranks]:
+        samples_of_rows = []
+        order: list[int] = []
+        for row in rows:
+            samples_of_rows.append([samples[index] for index in row])
+            order.extend(row)
+        yield order, layout.collate_rows(samples_of_rows)
+
+
 @torch.no_grad()
 def document_log_probs(
     model: nn.Module,
@@ -42,18 +57,10 @@ def document_log_probs(
     log_probs, lengths = torch.zeros(
         2, len(samples), len(samples[0].document_lengths), dtype=torch.float64, device=device
     )
-    planned = layout.plan([sample.tokens.numel() for sample in samples])
     with eval_mode(model):
-        for rows in planned[rank :: layout.ranks]:
+        for order, batch in _batches(samples, layout, rank):
             before_batch()
-            samples_of_rows = []
-            # a micro-batch has its sequences in the order
-            # of its rows, the result in that of the samples
-            order: list[int] = []
-            for row in rows:
-                samples_of_rows.append([samples[index] for index in row])
-                order.extend(row)
-            batch = layout.collate_rows(samples_of_rows).to(device)
+            batch = batch.to(device)
             # of all documents of the micro-batch, one after the other
             batch_log_probs, batch_lengths = sequence_log_probs(model, batch)
             log_probs[order] = batch_log_probs.view(-1, log_probs.size(1))
@@ -72,15 +79,9 @@ def target_log_probs(
     """Return the log-probability of each target of each sample, (N,) fp32; None for a sample that
     another rank computes."""
     log_probs: list[Tensor | None] = [None] * len(samples)
-    planned = layout.plan([sample.tokens.numel() for sample in samples])
     with eval_mode(model):
-        for rows in planned[rank :: layout.ranks]:
-            samples_of_rows = []
-            order: list[int] = []
-            for row in rows:
-                samples_of_rows.append([samples[index] for index in row])
-                order.extend(row)
-            batch = layout.collate_rows(samples_of_rows).to(device)
+        for order, batch in _batches(samples, layout, rank):
+            batch = batch.to(device)
             losses = model(batch.tokens, **batch.inputs(), reduction="none")  # (N,)
             # the host keeps them until a micro-batch needs them
             parts = (-losses).cpu().split([samples[index].supervised for index in order])
