@@ -86,7 +86,10 @@ class RecordedPass:
     def __init__(self, model: GPT, inputs: dict[str, Tensor], cache: KVCache, pool: Any) -> None:
         self.inputs = {}
         for name, tensor in inputs.items():
-            self.inputs[name] = tensor.clone()
+            # In inference mode, the copy of a normal tensor is of another kind, so that blocks are
+            # compiled again, which torch 2.15 refuses while a graph is recorded.
+            with torch.inference_mode(tensor.is_inference()):
+                self.inputs[name] = tensor.clone()
         cache.active = self.inputs.get("active")
         cache.max_length = self.inputs.get("max_length", cache.max_length)
         self.graph = torch.cuda.CUDAGraph()
