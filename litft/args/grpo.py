@@ -53,6 +53,13 @@ class GrpoArgs:
         """--grpo.advantages, or the default of the loss."""
         return self.advantages or ADVANTAGES.get(self.loss, "group")
 
+    @property
+    def reward_timeout_seconds(self) -> float:
+        """--grpo.reward_timeout in seconds; `problems` requires a duration."""
+        timeout = parse_duration(self.reward_timeout)
+        assert timeout is not None
+        return timeout
+
     def problems(self, objective: str, reward: list[str]) -> list[str]:
         """Return the problems of values that are out of range, or of no use to the objective;
         reward: --reward."""

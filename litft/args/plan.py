@@ -12,6 +12,7 @@ from litft.args.checks import (
 )
 from litft.args.data import DataArgs
 from litft.args.finetune import Optimizers
+from litft.args.grpo import GrpoArgs
 from litft.args.methods import AdapterV2Args, LoRAArgs, Quantization
 from litft.args.preference import Objectives
 
@@ -31,7 +32,9 @@ class PrepareArgs:
     show: int = 3
     """Number of examples to print as the model sees them."""
     objective: Objectives = "sft"
-    """What the examples are for: sft, or an objective that learns from preferences."""
+    """What the examples are for: sft, an objective that learns from preferences, or grpo."""
+    max_new_tokens: int = GrpoArgs.max_new_tokens
+    """grpo: the maximum length of a completion, which has room after its prompt."""
     data: DataArgs = field(default_factory=DataArgs)
 
     @property
@@ -48,7 +51,7 @@ class PrepareArgs:
                 problems.append(f"--{name} is missing")
         return (
             problems
-            + below_minimum(self, "", 1, "global_batch_size")
+            + below_minimum(self, "", 1, "global_batch_size", "max_new_tokens")
             + below_minimum(self, "", 0, "show")
         )
 

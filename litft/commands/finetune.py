@@ -219,7 +219,7 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
         max_positions,
         timeout=timeout,
         kind=kind,
-        completion_tokens=args.grpo.max_new_tokens if kind == "prompts" else 0,
+        completion_tokens=setup.objective.completion_tokens,
     )
     for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
         if value and not len(data.val):

@@ -17,10 +17,18 @@ def prepare_data(args: PrepareArgs) -> None:
         objective=args.objective,
     )
     finetuning.train.global_batch_size = args.global_batch_size
+    finetuning.grpo.max_new_tokens = args.max_new_tokens
     source = resolve(args.source_dir, args.base_dir)
     source.check_base_dir(args.base_dir)
     setup = resolve_setup(finetuning, source)
-    vocab_size = setup.method.vocab_size(source.config)
-    kind = setup.objective.data
-    data = load_data(args.data, setup.tokenizer, vocab_size, source.config.max_positions, kind=kind)
-    print_hints_last(data_report(Schedule(finetuning, data, 1), data.tokenizer, args.show))
+    objective = setup.objective
+    data = load_data(
+        args.data,
+        setup.tokenizer,
+        setup.method.vocab_size(source.config),
+        source.config.max_positions,
+        kind=objective.data,
+        completion_tokens=objective.completion_tokens,
+    )
+    schedule = Schedule(finetuning, data, ranks=1, group_size=objective.group_size)
+    print_hints_last(data_report(schedule, data.tokenizer, args.show))

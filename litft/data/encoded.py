@@ -43,6 +43,13 @@ class Encoded:
     columns: list[bytes] = field(default_factory=list)
     error: str | None = None
 
+    def describe(self, messages: list[Message], tools: list | None) -> None:
+        """Take note of a conversation's system prompt and of whether it has tools."""
+        self.system = ""
+        if messages[0]["role"] in ("system", "developer"):
+            self.system = messages[0]["content"]
+        self.has_tools = bool(tools)
+
     def note_controls(self, texts: list[str], tokenizer: Tokenizer) -> None:
         """Note that one of the texts contains that of a control token."""
         if tokenizer.control_text and any(map(tokenizer.control_text.search, texts)):

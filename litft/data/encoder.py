@@ -413,10 +413,7 @@ class Encoder:
                 clean["content"] = content
             messages.append(clean)
         # a model that was always trained with a system prompt needs it afterwards, too
-        encoded.system = ""
-        if messages[0]["role"] in ("system", "developer"):
-            encoded.system = messages[0]["content"]
-        encoded.has_tools = bool(example.tools)
+        encoded.describe(messages, example.tools)
         if self.reasoning == "drop":
             messages = drop_reasoning(messages)
         empty = set()

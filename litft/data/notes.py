@@ -36,7 +36,7 @@ END_TEXT = "with an end token written after an answer, which is removed"
 # of prompts
 NO_ROOM = (
     "skipped: prompt and completion exceed the length limit (raise --data.max_seq_length, or lower "
-    "--grpo.max_new_tokens)"
+    "max_new_tokens)"
 )
 
 # of preferences

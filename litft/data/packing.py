@@ -30,7 +30,7 @@ class Sequences(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """What the loss of completions needs: of D completions with N targets, in their order."""
+    """What the loss needs of D completions, which have N targets together."""
 
     # (N,) int64: the number of each target's completion in the micro-batch
     numbers: Tensor

@@ -127,10 +127,7 @@ class PromptEncoder:
         prompt = to_prompt(record, where, self.tokenizer.chat_template, self.form)
         example = prompt.example
         encoded.note_controls([message["content"] for message in example.messages], self.tokenizer)
-        encoded.has_tools = bool(example.tools)
-        encoded.system = ""
-        if example.messages[0]["role"] in ("system", "developer"):
-            encoded.system = example.messages[0]["content"]
+        encoded.describe(example.messages, example.tools)
         text = self.tokenizer.apply_chat_template(
             example.messages, example.tools, add_generation_prompt=True, **example.template_args
         )

@@ -63,6 +63,12 @@ class Sample:
         return self.documents or (self.tokens.numel(),)
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens of a prompt, without the room for its completion, which is its answer."""
+        assert self.answer is not None
+        return self.answer[0].tolist()
+
+    @property
     def is_preference(self) -> bool:
         """Whether it is a pair, or an answer with a label."""
         return bool(self.documents) or self.desirable is not None

@@ -86,8 +86,8 @@ class RecordedPass:
     def __init__(self, model: GPT, inputs: dict[str, Tensor], cache: KVCache, pool: Any) -> None:
         self.inputs = {}
         for name, tensor in inputs.items():
-            # In inference mode, the copy of a normal tensor is of another kind, so that blocks are
-            # compiled again, which torch 2.15 refuses while a graph is recorded.
+            # In inference mode, a normal tensor is copied to an inference tensor. Blocks would be
+            # compiled again for it, which torch 2.15 refuses while a graph is recorded.
             with torch.inference_mode(tensor.is_inference()):
                 self.inputs[name] = tensor.clone()
         cache.active = self.inputs.get("active")

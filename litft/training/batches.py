@@ -129,7 +129,10 @@ class Batches:
         """Return the samples of a step."""
         train = self._referenced("train", self.schedule.data.train)
         schedule = self.schedule
-        samples = [train[index] for index in schedule.step_indices(step)]
+        indices = schedule.step_indices(step)
+        # a prompt comes once for each of its completions, and is read once
+        distinct = {index: train[index] for index in dict.fromkeys(indices)}
+        samples = [distinct[index] for index in indices]
         if not self.objective.needs_mismatches:
             return samples
         mismatches = self._mismatches("train_mismatches")

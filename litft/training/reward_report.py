@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from litft.args import parse_duration
 from litft.data.dataset import DataSplits
 from litft.data.tokenizer import Tokenizer
 from litft.evaluation.rewards.call import Completed
@@ -35,9 +34,7 @@ def reward_lines(objective: GRPO, data: DataSplits, tokenizer: Tokenizer) -> Ite
     if not items:
         yield "the records have no answer; the reward functions are tried in the first step"
         return
-    timeout = parse_duration(objective.grpo.reward_timeout)
-    assert timeout is not None  # `GrpoArgs.problems` requires a duration
-    scorer = RewardScorer(objective.rewards, timeout)
+    scorer = RewardScorer(objective.rewards, objective.grpo.reward_timeout_seconds)
     try:
         values = scorer.score(items)
     finally:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litft.args import parse_duration
 from litft.args.sampling import Sampling
 from litft.data.encoded import hash64
 from litft.data.packing import BatchLayout
@@ -77,9 +76,7 @@ class Rollouts:
         self.seed = seed
         self.retries = retries and self.fabric.world_size == 1
         self.rows = self.args.rollout_rows
-        timeout = parse_duration(self.args.reward_timeout)
-        assert timeout is not None  # `GrpoArgs.problems` requires a duration
-        self.scorer = RewardScorer(self.rewards, timeout)
+        self.scorer = RewardScorer(self.rewards, self.args.reward_timeout_seconds)
 
     def collect(
         self, step: int, prompts: Sequence[Sample], layout: BatchLayout
@@ -96,7 +93,7 @@ class Rollouts:
             samples.append(_sample(prompt, completion, is_masked, self.args.temperature == 1.0))
 
         rewards = rated.rewards
-        if self.args.beta and self.args.loss == "rloo":
+        if self.objective.has_kl_reward:
             # the divergence is a part of the reward, so it is needed of all completions
             samples = self._with_log_probs(samples, layout)
             rewards = rewards - self.args.beta * _divergences(samples).view_as(rewards)
@@ -105,7 +102,7 @@ class Rollouts:
             replace(sample, advantage=advantage)
             for sample, advantage in zip(samples, advantages, strict=True)
         ]
-        if self.args.loss != "rloo" or not self.args.beta:
+        if not self.objective.has_kl_reward:
             samples = self._with_log_probs(samples, layout)
         return samples, self._facts(rated)
 
@@ -208,7 +205,7 @@ class Rollouts:
             )
             requests.append(
                 Request(
-                    _prompt_ids(prompts[number]),
+                    prompts[number].prompt_ids,
                     max_new_tokens=self.args.max_new_tokens,
                     sampling=sampling,
                     stop_ids=self.tokenizer.stop_ids,
@@ -313,17 +310,12 @@ def _divergences(samples: Sequence[Sample]) -> Tensor:
     return torch.stack(divergences)
 
 
-def _prompt_ids(sample: Sample) -> list[int]:
-    assert sample.answer is not None  # the room for the completion is marked as an answer
-    return sample.answer[0].tolist()
-
-
 def _sample(prompt: Sample, completion: Completion, is_masked: bool, is_plain: bool) -> Sample:
     """Return a completion as a sample, whose targets are its tokens; none if it is masked.
 
     is_plain: it was drawn from the probabilities that the decoder reports.
     """
-    ids = _prompt_ids(prompt)
+    ids = prompt.prompt_ids
     tokens = torch.tensor([*ids, *completion.tokens])
     targets = tokens[1:].clone()
     targets[: len(ids) - 1] = IGNORED

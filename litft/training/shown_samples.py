@@ -96,7 +96,6 @@ def marked_text(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
 
 def prompt_text(sample: Sample, tokenizer: Tokenizer) -> str:
     """Return a prompt as the model reads it, with its length."""
-    assert sample.answer is not None  # the room for the completion is marked as an answer
-    ids = sample.answer[0].tolist()
+    ids = sample.prompt_ids
     size = f"{len(ids):,} tokens, and at most {sample.supervised:,} of a completion"
     return f"{tokenizer.decode(ids, skip_special=False)}\n({size})"

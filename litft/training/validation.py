@@ -374,14 +374,12 @@ class Validation:
         """Add the completions of the first validation prompt, which a validation measures, with
         their rewards."""
         prompt = self.samples[0]
-        assert prompt.answer is not None  # the room for the completion is marked as an answer
-        ids = prompt.answer[0].tolist()
         rated = rollouts.rate("validation", [prompt] * self.objective.group_size)
         rewards = rated.rewards.flatten().tolist()
         for completion, reward in zip(rated.completions, rewards, strict=True):
             answer: SampleAnswer = {
                 "step": step,
-                "prompt": question_text(self.tokenizer, ids),
+                "prompt": question_text(self.tokenizer, prompt.prompt_ids),
                 "answer": completion.text.strip(),
             }
             # NaN, where no function applies, is not JSON

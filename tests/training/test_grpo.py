@@ -92,7 +92,7 @@ def test_advantages():
     for kind, rows in expected.items():
         advantages = GRPO(GrpoArgs(advantages=kind), []).advantages(rewards)
         torch.testing.assert_close(advantages, torch.tensor(rows, dtype=torch.float32))
-    # nobody has rated a group, or one of it alone
+    # in one group no completion is rated, in the other one is
     unrated = torch.tensor([[NAN, NAN], [NAN, 3.0]])
     for kind in expected:
         assert GRPO(GrpoArgs(advantages=kind), []).advantages(unrated).tolist() == [[0, 0], [0, 0]]
@@ -202,6 +202,14 @@ def test_the_demo_is_known_by_its_name(tmp_path):
         assert "120 steps of 32 prompts with 8 completions each" in done.stdout
         assert "rewards of the first 32 answers of the data: exact 1" in done.stdout
         assert "tuned" in done.stdout
+
+
+def test_prompts_are_prepared_and_shown(model, prompts, tmp_path):
+    flags = ["--checkpoint_dir", model, "--data.path", prompts, "--objective", "grpo"]
+    flags += ["--max_new_tokens", "8", "--data.template", "chatml", "--show", "2"]
+    done = script("scripts/prepare_data.py", *flags, cwd=tmp_path)
+    assert "prompts with 8 completions each" in done.stdout
+    assert done.stdout.count("and at most 8 of a completion") == 2
 
 
 def test_what_is_drawn_depends_on_its_place_alone(flags, tmp_path):

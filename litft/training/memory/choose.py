@@ -191,6 +191,9 @@ def _fastest(
         if train.cpu_offload == "activations":
             kinds.remove("elementwise")
 
+    # the same for all settings
+    rollouts = rollout_bytes(setup, schedule, DTYPES[precision.removesuffix("-true")])
+
     def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
         shape = planned_shape(with_rows(count), strategy)
         in_backward = train.optimizer_in_backward
@@ -204,7 +207,6 @@ def _fastest(
             train.compile,
         )
         plan = predict(setup.source, setup.method, precision, quantize, shape, *fixed)
-        rollouts = rollout_bytes(setup, schedule, DTYPES[precision.removesuffix("-true")])
         return replace(plan, memory=replace(plan.memory, rollouts=rollouts))
 
     return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)

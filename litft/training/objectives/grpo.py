@@ -51,6 +51,7 @@ class GRPO(Objective):
         self.rewards = list(rewards)
         self.updates = args.updates
         self.group_size = args.group_size
+        self.completion_tokens = args.max_new_tokens
         # the rollouts, the log-probabilities before the updates, and those of the reference
         self.extra_forward_passes = 1 + self.needs_old + (args.beta > 0)
 
@@ -76,7 +77,7 @@ class GRPO(Objective):
     def needs_old(self) -> bool:
         """Whether the log-probabilities before the updates differ from those of the loss, or are
         needed before it."""
-        return self.updates > 1 or (self.grpo.beta > 0 and self.grpo.loss == "rloo")
+        return self.updates > 1 or self.has_kl_reward
 
     @property
     def beta_or_none(self) -> float | None:
@@ -85,8 +86,13 @@ class GRPO(Objective):
 
     @property
     def has_kl_term(self) -> bool:
-        """Whether the loss has the KL divergence; rloo subtracts it from the rewards."""
+        """Whether the loss has the KL divergence."""
         return self.grpo.beta > 0 and self.grpo.loss != "rloo"
+
+    @property
+    def has_kl_reward(self) -> bool:
+        """Whether the KL divergence is subtracted from the rewards."""
+        return self.grpo.beta > 0 and self.grpo.loss == "rloo"
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the number of completions, of their tokens that are in the loss, and of those that

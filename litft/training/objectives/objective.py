@@ -58,6 +58,8 @@ class Objective:
     updates: int = 1
     # samples of a step for each example
     group_size: int = 1
+    # of prompts: the most tokens of a completion
+    completion_tokens: int = 0
     # forward passes over a step's samples in addition to those of the updates
     extra_forward_passes: int = 0
 
