@@ -6,6 +6,7 @@ The docstring below a field is its --help text.
 from litft.args.checks import impossible_numbers, parse_duration, parse_size
 from litft.args.data import DataArgs
 from litft.args.data_path import Formats
+from litft.args.distill import DistillArgs
 from litft.args.evaluation import RunEvalArgs
 from litft.args.export import (
     ConvertArgs,
@@ -15,17 +16,13 @@ from litft.args.export import (
     MergeArgs,
     WriteArgs,
 )
-from litft.args.finetune import (
+from litft.args.finetune import EvalArgs, FinetuneArgs, Optimizers, SaveArgs, TrainArgs
+from litft.args.finetune_methods import (
     FINETUNE,
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
-    EvalArgs,
-    FinetuneArgs,
     FullFinetuneArgs,
     LoRAFinetuneArgs,
-    Optimizers,
-    SaveArgs,
-    TrainArgs,
 )
 from litft.args.grpo import GrpoArgs
 from litft.args.hub import DownloadArgs, UploadArgs
@@ -38,7 +35,7 @@ from litft.args.runs import RunsArgs
 from litft.args.sampling import NUMBERS, Sampling
 from litft.args.serving import ServeArgs
 
-GROUPS = ("data", "preference", "grpo", "train", "eval", "save", "lora", "adapter")
+GROUPS = ("data", "preference", "grpo", "distill", "train", "eval", "save", "lora", "adapter")
 
 __all__ = [
     "FINETUNE",
@@ -50,6 +47,7 @@ __all__ = [
     "ChatArgs",
     "ConvertArgs",
     "DataArgs",
+    "DistillArgs",
     "DownloadArgs",
     "EvalArgs",
     "ExportArgs",

@@ -1,8 +1,8 @@
-"""The flags of fine-tuning: the groups that all methods share, and one class per method."""
+"""The flags of fine-tuning that all methods share."""
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from litft.args.checks import (
     below_minimum,
@@ -12,8 +12,9 @@ from litft.args.checks import (
     wrong_types,
 )
 from litft.args.data import DataArgs
+from litft.args.distill import DistillArgs
 from litft.args.grpo import GrpoArgs
-from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs, Quantization
+from litft.args.methods import Quantization
 from litft.args.preference import Objectives, PreferenceArgs
 from litft.args.processes import process_counts, started_by
 
@@ -353,14 +354,18 @@ class FinetuneArgs:
     objective: Objectives = "sft"
     """What to learn. sft: to predict the answers. From preferences, dpo, ipo, simpo and orpo: pairs
     of a chosen and a rejected answer; kto: answers that are desirable or not. grpo: completions
-    that --reward rates highly."""
+    that --reward rates highly. distill: the probabilities of --teacher."""
     reward: list[str] = field(default_factory=list)
     """grpo: the reward functions, which are added up, each with an optional weight: number, exact,
     contains, math, regex:PATTERN, format:think, brief:TOKENS, or FILE.py:FUNCTION. Example:
     number,brief:200=0.1 (tutorials/finetune_rewards.md)."""
+    teacher: str | None = None
+    """distill: the folder or hub id of the model to learn from, which has the same vocabulary
+    (tutorials/distill.md)."""
     data: DataArgs = field(default_factory=DataArgs)
     preference: PreferenceArgs = field(default_factory=PreferenceArgs)
     grpo: GrpoArgs = field(default_factory=GrpoArgs)
+    distill: DistillArgs = field(default_factory=DistillArgs)
     train: TrainArgs = field(default_factory=TrainArgs)
     eval: EvalArgs = field(default_factory=EvalArgs)
     save: SaveArgs = field(default_factory=SaveArgs)
@@ -409,6 +414,7 @@ class FinetuneArgs:
             problems.append(str(error))
         problems += self.preference.problems(self.objective) + self.objective_clashes()
         problems += self.grpo.problems(self.objective, self.reward)
+        problems += self.distill.problems(self.objective, self.teacher)
         problems += [
             *self.data.problems(),
             *self.train.problems(),
@@ -424,16 +430,17 @@ class FinetuneArgs:
         return problems
 
     def objective_clashes(self) -> list[str]:
-        """Return the problems of flags that have a meaning for --objective sft alone."""
+        """Return the problems of flags that have no meaning for the objective."""
         if self.objective == "sft":
             return []
         # a value that is true stands for a flag that was set
-        clashes = {
-            "data.format": self.data.format,
-            # the value is shown as it was given
-            "data.mask_prompt": not self.data.mask_prompt and "false",
-            "train.label_smoothing": self.train.label_smoothing,
-        }
+        clashes: dict[str, Any] = {"train.label_smoothing": self.train.label_smoothing}
+        if self.objective != "distill":
+            clashes |= {
+                "data.format": self.data.format,
+                # the value is shown as it was given
+                "data.mask_prompt": not self.data.mask_prompt and "false",
+            }
         # validations measure the rewards, and a step has several passes over its completions
         if self.objective == "grpo":
             clashes |= {
@@ -492,85 +499,6 @@ class FinetuneArgs:
                     "or use ddp"
                 )
         return problems
-
-
-@dataclass
-class LoRAFinetuneArgs(FinetuneArgs):
-    """Fine-tune with LoRA: train low-rank updates of frozen weights."""
-
-    lora: LoRAArgs = field(default_factory=LoRAArgs)
-
-    def problems(self) -> list[str]:
-        """Return the problems of the common flags plus those of the LoRA flags."""
-        return super().problems() + self.lora.problems()
-
-
-@dataclass
-class AdapterFinetuneArgs(FinetuneArgs):
-    """Fine-tune with LLaMA-Adapter: train prefixes for attention, with gates initialized to
-    zero."""
-
-    default_learning_rate: ClassVar[float] = 2e-2
-
-    adapter: AdapterArgs = field(default_factory=AdapterArgs)
-
-    def problems(self) -> list[str]:
-        """Return the problems of the common flags plus those of the adapter flags."""
-        return super().problems() + self.adapter.problems()
-
-
-@dataclass
-class AdapterV2FinetuneArgs(FinetuneArgs):
-    """Fine-tune with LLaMA-Adapter v2: train prefixes, a scale and bias for every Linear, and the
-    norms."""
-
-    default_learning_rate: ClassVar[float] = 1e-3
-
-    adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
-
-    def problems(self) -> list[str]:
-        """Return the problems of the common flags plus those of the adapter flags."""
-        return super().problems() + self.adapter.problems()
-
-
-@dataclass
-class FullFinetuneArgs(FinetuneArgs):
-    """Fine-tune all weights of the model."""
-
-    default_learning_rate: ClassVar[float] = 5e-5
-
-    precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
-    """The dtype of the computation; weights and optimizer state stay fp32. bf16-true: weights are
-    bf16 too, with stochastic rounding so that no update is lost. auto: on a GPU with bf16
-    arithmetic, bf16, or bf16-true if memory does not suffice; otherwise fp32."""
-
-    def problems(self) -> list[str]:
-        """Return the problems of the common flags, and reject quantization: no weights are
-        frozen."""
-        problems = super().problems()
-        if self.grpo.beta:
-            problems.append(
-                f"--grpo.beta {self.grpo.beta}: with full fine-tuning the reference would be a "
-                "second copy of the model; use finetune/lora.py, or leave it out"
-            )
-        if self.quantize != "none":
-            reason = (
-                "full fine-tuning cannot train quantized weights: an update is smaller than their "
-                "4- or 8-bit steps"
-            )
-            problems.append(
-                f"--quantize {self.quantize}: {reason}; use finetune/lora.py (QLoRA), or leave it "
-                "out"
-            )
-        return problems
-
-
-FINETUNE: dict[str, type[FinetuneArgs]] = {  # by method name
-    "lora": LoRAFinetuneArgs,
-    "adapter": AdapterFinetuneArgs,
-    "adapter_v2": AdapterV2FinetuneArgs,
-    "full": FullFinetuneArgs,
-}
 
 
 def apply_launcher(args: FinetuneArgs) -> FinetuneArgs:

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 # groups with names that other groups have, too, and that mean these without the group: beta
-GROUPED_NAMES = ("grpo",)
+GROUPED_NAMES = ("grpo", "distill")
 
 
 def class_of_group(item: dataclasses.Field) -> "type[DataclassInstance] | None":

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
 from litft.args.aliases import translate_flag
-from litft.args.finetune import FINETUNE, FinetuneArgs
+from litft.args.finetune import FinetuneArgs
+from litft.args.finetune_methods import FINETUNE
 from litft.args.flag_types import short_name, types_of_flags
 from litft.args.parser import parse
 

@@ -24,7 +24,7 @@ from litft.args.aliases import (
     translate_precision,
 )
 from litft.args.build_parser import AnyArgs, args_from, parser_for_help, parser_of
-from litft.args.finetune import FINETUNE
+from litft.args.finetune_methods import FINETUNE
 from litft.args.flag_types import describe_type, is_finetuning, short_name, types_of_flags
 from litft.args.foreign_config import translate_config
 from litft.args.lost_paths import lost_paths

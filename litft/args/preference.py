@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Objectives = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo"]
+Objectives = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "distill"]
 DataKind = Literal["supervised", "pairs", "labels", "prompts"]
 # the kind of examples that each objective learns from, see `Encoder`
 DATA_KINDS: dict[str, DataKind] = {
@@ -14,6 +14,7 @@ DATA_KINDS: dict[str, DataKind] = {
     "orpo": "pairs",
     "kto": "labels",
     "grpo": "prompts",
+    "distill": "supervised",
 }
 
 

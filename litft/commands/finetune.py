@@ -153,14 +153,16 @@ def _check_folder(args: FinetuneArgs, folder: Path) -> None:
     paths = []
     for item in items:
         paths.extend((item.path, item.template))
-    inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)
+    inputs = (args.checkpoint_dir, args.base_dir, args.teacher, *paths, args.data.template)
     run_dir.check(folder, args.resume, args.overwrite, inputs)
 
 
 def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
     """Replace hub ids by the commits that they stand for now, so that config.yaml says which were
     used."""
-    models = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
+    models = {}
+    for name in ("checkpoint_dir", "base_dir", "teacher"):
+        models[name] = hub_id(getattr(args, name) or "")
     pinned = {}
     for name, model in models.items():
         if model:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from litft.data.sample import Sample
+from litft.model.distillation import TeacherTargets
 from litft.model.loss import IGNORED, target_indices_of
 from litft.model.packed_sequences import PackedSequences
 
@@ -59,6 +60,7 @@ class MicroBatch:
     documents: PackedSequences | None = None
     sequences: Sequences | None = None
     completions: Completions | None = None
+    teacher: TeacherTargets | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on another device."""
@@ -92,7 +94,7 @@ class MicroBatch:
         """Return the model's keyword arguments."""
         arguments = {}
         for item in fields(self):
-            if item.name not in ("tokens", "sequences", "completions"):
+            if item.name not in ("tokens", "sequences", "completions", "teacher"):
                 arguments[item.name] = getattr(self, item.name)
         return arguments
 
@@ -272,6 +274,10 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
         completions = _completions(samples)
     else:
         completions = None
+    if samples and samples[0].teacher is not None:
+        teacher = _teacher_targets(samples)
+    else:
+        teacher = None
 
     # rows of one document each need no mask of documents: causal attention never reaches the
     # padding on the right
@@ -287,6 +293,7 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
         documents=packed_documents,
         sequences=sequences,
         completions=completions,
+        teacher=teacher,
     )
 
 
@@ -299,6 +306,18 @@ def _completions(samples: list[Sample]) -> Completions:
         old=_joined([sample.old for sample in samples]),
         reference=_joined([sample.reference_tokens for sample in samples]),
     )
+
+
+def _teacher_targets(samples: list[Sample]) -> TeacherTargets:
+    ids = []
+    log_probs = []
+    is_label = []
+    for sample in samples:
+        assert sample.teacher is not None  # all samples of a step have one, or none has
+        ids.append(sample.teacher.ids)
+        log_probs.append(sample.teacher.log_probs)
+        is_label.append(torch.full((sample.supervised,), not sample.is_own))
+    return TeacherTargets(torch.cat(ids), torch.cat(log_probs), torch.cat(is_label))
 
 
 def _joined(values: list[Tensor | None]) -> Tensor | None:

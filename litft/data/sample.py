@@ -27,6 +27,13 @@ class PromptRecord(NamedTuple):
     columns: dict[str, Any]
 
 
+class TeacherValues(NamedTuple):
+    """What a teacher says of a sample's N targets, see `litft.model.distillation`."""
+
+    ids: Tensor  # (N, K) int32: its likeliest tokens
+    log_probs: Tensor  # (N, K + 1) fp16: of them, and of all others together
+
+
 @dataclass(frozen=True)
 class Sample:
     """Inputs and targets of one example, both (T,) int64: `targets[t]` is the token after
@@ -56,6 +63,8 @@ class Sample:
     decoded: Tensor | None = None
     old: Tensor | None = None
     reference_tokens: Tensor | None = None
+    teacher: TeacherValues | None = None
+    is_own: bool = False  # the student that learns from the teacher has written the answer itself
 
     @property
     def document_lengths(self) -> tuple[int, ...]:

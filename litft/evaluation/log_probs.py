@@ -25,7 +25,7 @@ def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Ten
     )
 
 
-def _batches(
+def sample_batches(
     samples: Sequence[Sample], layout: BatchLayout, rank: int
 ) -> Iterator[tuple[list[int], MicroBatch]]:
     """Yield a rank's micro-batches, each with the numbers of its samples in the order of its
@@ -58,7 +58,7 @@ def document_log_probs(
         2, len(samples), len(samples[0].document_lengths), dtype=torch.float64, device=device
     )
     with eval_mode(model):
-        for order, batch in _batches(samples, layout, rank):
+        for order, batch in sample_batches(samples, layout, rank):
             before_batch()
             batch = batch.to(device)
             # of all documents of the micro-batch, one after the other
@@ -80,7 +80,7 @@ def target_log_probs(
     another rank computes."""
     log_probs: list[Tensor | None] = [None] * len(samples)
     with eval_mode(model):
-        for order, batch in _batches(samples, layout, rank):
+        for order, batch in sample_batches(samples, layout, rank):
             batch = batch.to(device)
             losses = model(batch.tokens, **batch.inputs(), reduction="none")  # (N,)
             # the host keeps them until a micro-batch needs them

@@ -258,17 +258,22 @@ def _chunk_losses(
         torch._dynamo.mark_static(logits, 1)
         return _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
 
-    # as many tokens as keep a softmax below its limit of fp32 numbers
-    if device_type(logits) == "cpu":
-        limit = SOFTMAX_CHUNK["cpu"]
-    else:
-        limit = SOFTMAX_CHUNK["cuda"]
-    count = max(1, limit // logits.size(1))
+    count = rows_of_a_softmax(logits, logits.size(1))
     parts = zip(logits.split(count), targets.split(count), strict=True)
     return torch.cat([_softmax_loss(*part, softcap, smoothing, training) for part in parts])
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def rows_of_a_softmax(values: Tensor, vocab_size: int) -> int:
+    """Return how many tokens keep a softmax below its limit of fp32 numbers, on the device of
+    `values`."""
+    if device_type(values) == "cpu":
+        limit = SOFTMAX_CHUNK["cpu"]
+    else:
+        limit = SOFTMAX_CHUNK["cuda"]
+    return max(1, limit // vocab_size)
+
+
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the logits (n, V) of hidden (n, C), in its dtype."""
     weight = weight.to(hidden.dtype)
     if bias is not None:
@@ -276,13 +281,13 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(hidden, weight, bias)
 
 
-def _chunks(hidden: Tensor) -> Iterator[slice]:
+def chunks(hidden: Tensor) -> Iterator[slice]:
     """Yield the slices of LOGIT_ROWS tokens that hidden (N, C) is divided into."""
     for start in range(0, hidden.size(0), LOGIT_ROWS):
         yield slice(start, start + LOGIT_ROWS)
 
 
-class _HeadGradients:
+class HeadGradients:
     """The gradients of a head's input, weight and bias, accumulated over chunks of tokens; None
     where not needed."""
 
@@ -336,9 +341,9 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         needed = [needs_grad and training for needs_grad in ctx.needs_input_grad[:3]]
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
-        grads = _HeadGradients(hidden, weight, bias, needed)
-        for chunk in _chunks(hidden):
-            logits = _logits(hidden[chunk], weight, bias)
+        grads = HeadGradients(hidden, weight, bias, needed)
+        for chunk in chunks(hidden):
+            logits = head_logits(hidden[chunk], weight, bias)
             total += _chunk_losses(
                 logits, targets[chunk], softcap, smoothing, any(needed), compiled
             ).sum()
@@ -381,9 +386,9 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         trains_head = any(ctx.needs_input_grad[1:3]) and training
         keeps_grad = ctx.needs_input_grad[0] and training and not trains_head
         losses = torch.empty(hidden.size(0), device=hidden.device, dtype=torch.float32)
-        grads = _HeadGradients(hidden, weight, bias, (keeps_grad, False, False))
-        for chunk in _chunks(hidden):
-            logits = _logits(hidden[chunk], weight, bias)
+        grads = HeadGradients(hidden, weight, bias, (keeps_grad, False, False))
+        for chunk in chunks(hidden):
+            logits = head_logits(hidden[chunk], weight, bias)
             losses[chunk] = _chunk_losses(
                 logits, targets[chunk], softcap, 0.0, keeps_grad, compiled and keeps_grad
             )
@@ -410,9 +415,9 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         # trained head: compute the logits again, and weight the gradient of each token's
         hidden, weight, bias, targets = ctx.saved_tensors
         softcap, compiled = ctx.options
-        grads = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        for chunk in _chunks(hidden):
-            logits = _logits(hidden[chunk], weight, bias)
+        grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        for chunk in chunks(hidden):
+            logits = head_logits(hidden[chunk], weight, bias)
             _chunk_losses(logits, targets[chunk], softcap, 0.0, True, compiled)
             logits *= grad[chunk, None].to(logits.dtype)
             grads.add(chunk, logits)

@@ -16,6 +16,7 @@ from litft.model.attention import check_packed_backward
 from litft.model.blocks import Block, ParallelBlock, PostNormBlock
 from litft.model.config import Chunk, Config
 from litft.model.device_type import device_type
+from litft.model.distillation import Distillation, distillation_loss
 from litft.model.kv_cache import KVCache
 from litft.model.linear import Linear
 from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy, token_cross_entropy
@@ -115,6 +116,7 @@ class GPT(nn.Module):
         target_indices: Tensor | None = None,
         logits_to_keep: Tensor | None = None,
         reduction: Literal["sum", "none"] = "sum",
+        distillation: Distillation | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run tokens (B, T) through the network.
 
@@ -129,10 +131,44 @@ class GPT(nn.Module):
         logits_to_keep: (B, N), indices of the tokens whose logits are computed; default: all.
         reduction: sum: the loss is summed over the targets; none: the loss of each target, (N,),
         without label smoothing.
+        distillation: the loss is that of `distillation_loss`, (3,).
 
         Returns logits (B, T or N, V), or with targets the loss, and with sum the number of targets
         too. The head runs inside `forward`, so that DDP and FSDP handle it.
         """
+        x = self.head_input(
+            tokens,
+            positions=positions,
+            documents=documents,
+            cache=cache,
+            targets=targets,
+            logits_to_keep=logits_to_keep,
+        )
+        if targets is None:
+            return apply_softcap(self.lm_head(x), self.config.logit_softcap)
+        if distillation is not None:
+            return distillation_loss(
+                x,
+                self.lm_head,
+                targets,
+                distillation,
+                softcap=self.config.logit_softcap,
+                target_indices=target_indices,
+            )
+        return self._cross_entropy(x, targets, target_indices, reduction)
+
+    def head_input(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: PackedSequences | Tensor | None = None,
+        cache: KVCache | None = None,
+        targets: Tensor | None = None,
+        logits_to_keep: Tensor | None = None,
+    ) -> Tensor:
+        """Return what the head reads, (B, T or N, C), of tokens (B, T); arguments as in
+        `forward`."""
         if isinstance(documents, Tensor):
             documents = PackedSequences.of(documents)
         document_ids = documents.ids if documents else None
@@ -170,10 +206,7 @@ class GPT(nn.Module):
         if logits_to_keep is not None:
             x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.size(2)))
         # The scale of the logits is applied to the head's input, which is much smaller.
-        x = scaled(self.final_norm(x), self.config.logit_scale)
-        if targets is None:
-            return apply_softcap(self.lm_head(x), self.config.logit_softcap)
-        return self._cross_entropy(x, targets, target_indices, reduction)
+        return scaled(self.final_norm(x), self.config.logit_scale)
 
     def _cross_entropy(
         self, x: Tensor, targets: Tensor, target_indices: Tensor | None, reduction: str

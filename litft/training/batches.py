@@ -19,7 +19,7 @@ from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
 from litft.data.packing import BatchLayout
-from litft.data.sample import Sample
+from litft.data.sample import Sample, TeacherValues
 from litft.data.token_store import Samples
 from litft.distributed.process_group import sum_over_processes
 from litft.evaluation.log_probs import document_log_probs
@@ -28,6 +28,8 @@ from litft.training.objectives import Objective
 from litft.training.schedule import Schedule
 
 FOLDER = "reference"  # within the run's folder
+# returns what a teacher says of the sample with this number; None if it was not asked
+TeacherReader = Callable[[int], TeacherValues | None]
 # samples of a process that are laid out at once, and written together
 SAMPLES_AT_ONCE = 64
 
@@ -83,13 +85,33 @@ class SamplesWithReference(Sequence[Sample]):
         return replace(sample, mismatch=self.mismatches[index])
 
 
+class SamplesWithTeacher(Sequence[Sample]):
+    """A lazy view of samples that adds what a teacher says of their targets."""
+
+    def __init__(self, samples: Sequence[Sample], read: TeacherReader) -> None:
+        self.samples = samples
+        self.read = read
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return replace(self.samples[index], teacher=self.read(index))
+
+
 class Batches:
     """The samples of a run's steps and validations, with what their objective needs of the
     reference model."""
 
     def __init__(
-        self, objective: Objective, schedule: Schedule, val_indices: Sequence[int]
+        self,
+        objective: Objective,
+        schedule: Schedule,
+        val_indices: Sequence[int],
+        teacher: Mapping[str, TeacherReader] | None = None,
     ) -> None:
+        # teacher: of the parts "train" and "val"
+        self.teacher = teacher or {}
         self.objective = objective
         self.schedule = schedule
         data = schedule.data
@@ -151,6 +173,8 @@ class Batches:
     def _referenced(
         self, name: str, samples: Sequence[Sample], mismatches: SamplesWithReference | None = None
     ) -> Sequence[Sample]:
+        if name in self.teacher:
+            return SamplesWithTeacher(samples, self.teacher[name])
         if self.parts:
             return SamplesWithReference(samples, self.values, name, mismatches)
         return samples
@@ -174,7 +198,7 @@ class Batches:
         before each forward pass; it may raise.
         """
         # the name of the file has a hash of all that the values depend on
-        key = _digest(identity | {"limit": self.schedule.data.limit, "rows": "hashed"})
+        key = digest(identity | {"limit": self.schedule.data.limit, "rows": "hashed"})
         for name, (samples, indices) in self.parts.items():
             file = LogProbFile(folder / FOLDER / f"{name}-{key}.bin", self.width)
             values = np.full((len(samples), self.width), np.nan)
@@ -196,7 +220,7 @@ class Batches:
 
             # written block by block: an interrupted run loses one block at most
             size = SAMPLES_AT_ONCE * fabric.world_size
-            with _bar(len(missing), title, fabric) as bar:
+            with progress_bar(len(missing), "reference", title, fabric) as bar:
                 for start in range(0, len(missing), size):
                     block = missing[start : start + size]
                     part = [samples[index] for index in block]
@@ -209,7 +233,7 @@ class Batches:
             self.values[name] = values
 
 
-def _digest(facts: dict[str, Any]) -> str:
+def digest(facts: dict[str, Any]) -> str:
     """Return a short hash of facts."""
     text = json.dumps(facts, default=str)
     # config.yaml turns some whole numbers into floats
@@ -217,13 +241,14 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _bar(total: int, title: str, fabric: Fabric) -> tqdm:
-    """Return a progress bar that the first process shows on a terminal."""
+def progress_bar(total: int, whose: str, title: str, fabric: Fabric) -> tqdm:
+    """Return a progress bar that the first process shows on a terminal; whose: the model that reads
+    the examples."""
     if fabric.global_rank == 0:
         hidden = None
     else:
         hidden = True
-    return tqdm(total=total, desc=f"reference, {title}", unit=" examples", disable=hidden)
+    return tqdm(total=total, desc=f"{whose}, {title}", unit=" examples", disable=hidden)
 
 
 def log_probs(

@@ -103,7 +103,7 @@ def run_title(setup: RunSetup) -> str:
 def method_title(setup: RunSetup) -> str:
     """The method, and the objective if it is not the supervised one."""
     objective = setup.objective
-    if objective.data == "supervised":
+    if objective.name == "sft":
         return setup.method.title
     return f"{setup.method.title}, {objective.title}"
 

@@ -14,21 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litft.args.sampling import Sampling
-from litft.data.encoded import hash64
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.devices import is_out_of_memory
-from litft.distributed.process_group import Processes, join_uneven
+from litft.distributed.process_group import Processes
 from litft.evaluation.log_probs import target_log_probs
 from litft.evaluation.rewards.call import Completed
 from litft.evaluation.rewards.scorer import RewardError, RewardScorer
-from litft.inference.decoder import Decoder
-from litft.inference.generation import Completion, Request, generate_completions
+from litft.inference.generation import Completion
 from litft.methods.mixins import disabled
 from litft.model.loss import IGNORED
-from litft.model.transformer import GPT, eval_mode
+from litft.model.transformer import GPT
+from litft.training.completions import CompletionWriter, Draw, DrawSettings, completed_sample
 from litft.training.memory_saving.compile import uncompiled
 from litft.training.objectives.grpo import GRPO, spread
 from litft.training.run_setup import RunSetup
@@ -69,13 +66,11 @@ class Rollouts:
         self.fabric = processes.fabric
         self.hosts = processes.hosts
         self.model = model
-        self.tokenizer = tokenizer
         self.objective = objective
         self.args = objective.grpo
         self.rewards = objective.rewards
-        self.seed = seed
-        self.retries = retries and self.fabric.world_size == 1
-        self.rows = self.args.rollout_rows
+        settings = DrawSettings(self.args.temperature, self.args.top_p, self.args.rollout_rows)
+        self.writer = CompletionWriter(processes, model, tokenizer, settings, seed, retries)
         self.scorer = RewardScorer(self.rewards, self.args.reward_timeout_seconds)
 
     def collect(
@@ -150,8 +145,7 @@ class Rollouts:
         """Generate a completion of each prompt, and rate it; name: of the random numbers."""
         start = time.perf_counter()
         own = self._own_numbers(len(prompts))
-        with eval_mode(self.model), uncompiled():
-            completions = self._generate(name, prompts, own)
+        completions = self._generate(name, prompts, own)
         generated = time.perf_counter()
         values, error = self._own_rewards([prompts[number] for number in own], completions)
         rated = time.perf_counter()
@@ -195,36 +189,12 @@ class Rollouts:
         self, name: str, prompts: Sequence[Sample], numbers: Sequence[int]
     ) -> list[Completion]:
         """Return completions of the prompts with these numbers."""
-        requests = []
+        draws = []
         for number in numbers:
             place, index = divmod(number, self.args.group_size)
-            sampling = Sampling(
-                temperature=self.args.temperature,
-                top_p=self.args.top_p,
-                seed=hash64(f"{self.seed}, {name}, {place}, {index}"),
-            )
-            requests.append(
-                Request(
-                    prompts[number].prompt_ids,
-                    max_new_tokens=self.args.max_new_tokens,
-                    sampling=sampling,
-                    stop_ids=self.tokenizer.stop_ids,
-                    shown_special_ids=self.tokenizer.answer_ids,
-                )
-            )
-        with join_uneven(self.model, self.hosts):
-            if not requests:
-                return []
-            longest = max(len(request.ids) for request in requests)
-            capacity = longest + self.args.max_new_tokens
-            while True:
-                try:
-                    decoder = Decoder(self.model, min(len(requests), self.rows), capacity)
-                    return generate_completions(decoder, self.tokenizer, requests)
-                except RuntimeError as error:
-                    if not self.retries or self.rows == 1 or not is_out_of_memory(error):
-                        raise
-                self.rows = min(len(requests), self.rows) // 2
+            prompt_ids = prompts[number].prompt_ids
+            draws.append(Draw(f"{name}, {place}, {index}", prompt_ids, self.args.max_new_tokens))
+        return self.writer.write(draws)
 
     def _own_rewards(
         self, prompts: Sequence[Sample], completions: Sequence[Completion]
@@ -315,12 +285,9 @@ def _sample(prompt: Sample, completion: Completion, is_masked: bool, is_plain: b
 
     is_plain: it was drawn from the probabilities that the decoder reports.
     """
-    ids = prompt.prompt_ids
-    tokens = torch.tensor([*ids, *completion.tokens])
-    targets = tokens[1:].clone()
-    targets[: len(ids) - 1] = IGNORED
+    sample = completed_sample(prompt.prompt_ids, completion)
     decoded = torch.tensor(completion.logprobs)
     if is_masked:
-        targets[:] = IGNORED
+        sample.targets[:] = IGNORED
         decoded = decoded[:0]
-    return Sample(tokens[:-1], targets, prompt=prompt.prompt, decoded=decoded if is_plain else None)
+    return replace(sample, prompt=prompt.prompt, decoded=decoded if is_plain else None)

@@ -18,7 +18,7 @@ from litft.methods import AdapterTensors, Method, method_of
 from litft.methods.base import pattern_matches
 from litft.methods.new_tokens import untrained_ids
 from litft.model.mlp import CONSTANTS
-from litft.pretrained.folder import PretrainedFolder, fingerprint
+from litft.pretrained.folder import PretrainedFolder, fingerprint, resolve
 from litft.training.objectives import Objective, objective_of
 
 # flags that a resumed run must share with its beginning, or it would silently become another run
@@ -48,6 +48,7 @@ class RunSetup:
     # the values of that adapter
     initial_values: AdapterTensors | None
     quantize: str  # the kind, or "none"
+    teacher: PretrainedFolder | None = None  # of --objective distill
 
     def with_data(self, data: DataSplits) -> "RunSetup":
         """Return the setup with the tokenizer and the date of the data."""
@@ -106,6 +107,11 @@ class RunSetup:
             for name, value in flags["grpo"].items():
                 if name not in ("rollout_rows", "reward_timeout"):
                     objective[f"grpo.{name}"] = value
+        if self.teacher is not None:
+            objective["teacher"] = fingerprint(self.teacher.checkpoint)
+            if self.teacher.adapter:
+                objective["teacher's adapter"] = adapter_digest(self.teacher.adapter)
+            objective |= {f"distill.{name}": value for name, value in flags["distill"].items()}
         return {
             "method": self.method.title,
             "quantize": self.quantize,
@@ -153,7 +159,33 @@ def resolve_setup(
         method=method,
         initial_values=initial_values,
         quantize=quantize,
+        teacher=_teacher(args, tokenizer),
     )
+
+
+def _teacher(args: FinetuneArgs, tokenizer: Tokenizer) -> PretrainedFolder | None:
+    """Return the folder of the teacher; raise ValueError if its vocabulary is another one. None
+    without --teacher."""
+    if args.teacher is None:
+        return None
+    teacher = resolve(args.teacher)
+    teacher.check()
+    own = teacher.tokenizer()
+    if own is None:
+        raise ValueError(
+            f"--teacher {args.teacher} has no tokenizer, so its vocabulary cannot be compared; "
+            "copy tokenizer.json into it"
+        )
+    others = own.vocabulary()
+    for text, token in tokenizer.vocabulary().items():
+        if others.get(text) != token:
+            of_teacher = "no token" if text not in others else f"token {others[text]}"
+            raise ValueError(
+                f"--teacher {args.teacher}: its vocabulary differs from the student's: {text!r} is "
+                f"token {token} of the student and {of_teacher} of the teacher; name a teacher of "
+                "the same family"
+            )
+    return teacher
 
 
 def _with_defaults(args: FinetuneArgs, objective: Objective) -> FinetuneArgs:

@@ -26,6 +26,7 @@ class Schedule:
         self, args: FinetuneArgs, data: DataSplits, ranks: int, group_size: int = 1
     ) -> None:
         self.data = data
+        self.teacher_tokens = args.distill.top_k if args.objective == "distill" else 0
         self.group_size = group_size
         self.size = args.train.global_batch_size * group_size
         # only this rate is known to be right for few examples, too
@@ -78,13 +79,13 @@ class Schedule:
         """The shape of the largest micro-batch, and whether gradients are accumulated over several
         in its step."""
         rows, target_count, several = self.largest
-        per_token = self.data.kind != "supervised"
         return Shape(
             len(rows),
             num_slots(self.data.train.lengths, rows) // len(rows),
-            several,
-            target_count,
-            per_token,
+            accumulated=several,
+            max_targets=target_count,
+            per_token=self.data.kind != "supervised",
+            teacher_tokens=self.teacher_tokens,
         )
 
     def accumulates(self, step: int) -> bool:

@@ -28,7 +28,6 @@ from litft.evaluation.scoring import Metric
 from litft.model.placement import full_tensor
 from litft.signals import Signals
 from litft.training.accumulation import accumulate
-from litft.training.batches import Batches
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import format_duration
 from litft.training.intervals import (
@@ -43,12 +42,15 @@ from litft.training.memory.flops import Flops
 from litft.training.memory.probe import MemoryProbe
 from litft.training.memory_saving.compile import is_compiled, uncompiled
 from litft.training.network import blocks_on_host, build_trained_network, prepare_blocks
+from litft.training.on_policy import open_own_answers
 from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
 from litft.training.optimizers.wrapped import unwrapped_in_backward
 from litft.training.output.recorder import Observers, Recorder
+from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import open_screen, shorten, shorten_left
 from litft.training.rollouts import open_rollouts
-from litft.training.validation import Measured, Validation, measured_indices
+from litft.training.teacher import open_batches
+from litft.training.validation import Measured, Validation
 
 
 class SignalCaught(Exception):
@@ -90,12 +92,17 @@ class Trainer:
         self.data = run.schedule.data
         self.signals = Signals()
 
-        # the network, built and filled before Fabric wraps it
-        self.mesh = mesh_of(self.args, run.settings.strategy, fabric.device)
         if observers is None:
             observers = Observers(open_screen(fabric.global_rank == 0))
         self.screen = observers.screen
         self.say = self.screen.say
+        self.run_folder = RunFolder(processes, run, folder)
+
+        # the samples; a teacher reads them before the student is in memory
+        self.batches, teacher = open_batches(processes, run, self.run_folder, self.screen)
+
+        # the network, built and filled before Fabric wraps it
+        self.mesh = mesh_of(self.args, run.settings.strategy, fabric.device)
         with self.screen.showing_activity(f"reading the weights of {setup.source.folder}"):
             network = build_trained_network(setup, run.settings.precision, fabric.device, self.mesh)
         prepare_blocks(setup, network, run.settings.recomputed, fabric.device)
@@ -104,13 +111,7 @@ class Trainer:
         self.flops = Flops(self.model)
         self.objective = setup.objective
         self.rollouts = open_rollouts(processes, setup, self.model)
-
-        # the samples; an objective may need reference values of all that are measured, of all sets
-        global_batch = self.args.train.global_batch_size
-        measured: set[int] = set()
-        for of_set in measured_indices(self.data, self.args.eval, global_batch).values():
-            measured.update(of_set)
-        self.batches = Batches(self.objective, self.schedule, sorted(measured))
+        self.own_answers = open_own_answers(processes, setup, self.model, teacher, self.data.limit)
 
         # the measurements, and the folder that records them
         self.num_measured = num_measured(self.args, self.data)  # examples in a validation
@@ -131,7 +132,9 @@ class Trainer:
             # a signal is noticed between the batches of a validation too
             before_batch=self._check_signals,
         )
-        self.recorder = Recorder(processes, run, folder, network, self.validation, observers)
+        self.recorder = Recorder(
+            processes, run, self.run_folder, network, self.validation, observers
+        )
         self.metrics = self.recorder.metrics
         self.probe = MemoryProbe(processes, run, network, self.say)
         self.divergence = DivergenceGuard(
@@ -187,7 +190,7 @@ class Trainer:
         """Compute the log-probabilities in the reference model; a resumed run computes them from
         the initial weights, too."""
         if self.batches.parts:
-            self.recorder.claim()
+            self.run_folder.claim()
             while (reason := self._try_references()) is not None:
                 self.probe.halve(reason)  # what was computed is not computed again
             self.start_time = time.monotonic()
@@ -199,7 +202,7 @@ class Trainer:
         layout may avoid."""
         try:
             with uncompiled():
-                identity = self.recorder.identity()
+                identity = self.run_folder.identity()
                 folder = self.recorder.folder
                 self.batches.compute_references(
                     self.fabric, self.model, folder, identity, self.say, self._check_signals
@@ -265,6 +268,8 @@ class Trainer:
         of_rollouts: dict[str, float] = {}
         if self.rollouts is not None:
             samples, of_rollouts = self.rollouts.collect(step, samples, self.schedule.layout)
+        if self.own_answers is not None:
+            samples, of_rollouts = self.own_answers.replaced(step, samples, self.schedule.layout)
         rate = learning_rate(self.args.train, step, self._projected_steps(step))
         set_learning_rate(optimizer, rate)
         values, norm = self._updates(model, optimizer, samples, step)

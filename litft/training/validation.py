@@ -173,7 +173,7 @@ class Validation:
         if step not in self.losses:
             self._measure_sets(step, layout, sets)
         values = {"val_loss": self.losses[step]} | self.scores[step]
-        if self.objective.data == "supervised":
+        if self.objective.name == "sft":
             # exp of more than 709 overflows
             values["val_perplexity"] = math.exp(min(self.losses[step], 700))
         if self.metrics:
@@ -445,6 +445,14 @@ def measured_indices(data: DataSplits, args: EvalArgs, batch_size: int) -> dict[
         sets[""] = range(len(data.val))
     limit = (args.max_batches or len(data.val)) * batch_size
     return {name: evenly_spaced(indices, limit) for name, indices in sets.items()}
+
+
+def all_measured(data: DataSplits, args: EvalArgs, batch_size: int) -> list[int]:
+    """Return the indices of the samples that a validation measures, of all sets together."""
+    measured: set[int] = set()
+    for indices in measured_indices(data, args, batch_size).values():
+        measured.update(indices)
+    return sorted(measured)
 
 
 def metric_format(metric: str) -> str:

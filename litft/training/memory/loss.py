@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from litft.model.device_type import device_type
+from litft.model.distillation import Distillation, TeacherTargets, distillation_loss
 from litft.model.loss import LOGIT_ROWS, summed_cross_entropy, token_cross_entropy
 from litft.model.transformer import GPT
 from litft.training.memory.trace import AllocationTracker, Shape, stepping_in_backward
@@ -46,7 +47,11 @@ def trace_loss(
             "compiled": compiled,
         }
         with stepping:
-            if shape.per_token:
+            if shape.teacher_tokens:
+                how = _distillation(shape.teacher_tokens, rows)
+                options.pop("compiled")
+                distillation_loss(hidden, head, targets, how, **options)[0].backward()
+            elif shape.per_token:
                 token_cross_entropy(hidden, head, targets, **options).sum().backward()
             else:
                 summed_cross_entropy(hidden, head, targets, **options)[0].backward()
@@ -66,6 +71,7 @@ def trace_loss(
         device_type(targets),
         compiled,
         shape.per_token,
+        shape.teacher_tokens,
         shape.accumulated,
         model.config.logit_softcap,
         *_head_facts(head),
@@ -86,6 +92,17 @@ def trace_loss(
     # those with a target, and the gradient of the latter
     other_rows = (num_tokens - rows) + 2 * (count - rows)
     return peak + other_rows * model.config.dim * dtype.itemsize
+
+
+def _distillation(top_k: int, count: int) -> Distillation:
+    """Return the loss of `count` targets against a teacher's top_k tokens."""
+    teacher = TeacherTargets(
+        torch.zeros(count, top_k, dtype=torch.int32),
+        torch.zeros(count, top_k + 1, dtype=torch.float16),
+        torch.ones(count, dtype=torch.bool),
+    )
+    # the temperature has a softmax of its own, so it is the larger case
+    return Distillation(teacher, 0.5, 0.5, beta=0.5, temperature=2.0)
 
 
 def _head_facts(head: nn.Module) -> Iterator[Any]:

@@ -49,6 +49,8 @@ class Shape(NamedTuple):
     max_targets: int | None = None
     # the objective needs the loss of each token, not their sum
     per_token: bool = False
+    # tokens of a teacher at each target, whose probabilities the loss compares; 0: no teacher
+    teacher_tokens: int = 0
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.tokens:,} tokens"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from litft.args import FinetuneArgs
 from litft.evaluation.rewards.reward import Reward
+from litft.training.objectives.distill import Distill
 from litft.training.objectives.dpo import DPO
 from litft.training.objectives.grpo import GRPO
 from litft.training.objectives.ipo import IPO
@@ -14,7 +15,7 @@ from litft.training.objectives.simpo import SimPO
 from litft.training.objectives.supervised import Supervised
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    cls.name: cls for cls in (Supervised, DPO, IPO, SimPO, ORPO, KTO, GRPO)
+    cls.name: cls for cls in (Supervised, DPO, IPO, SimPO, ORPO, KTO, GRPO, Distill)
 }
 
 
@@ -24,4 +25,4 @@ def objective_of(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> Objectiv
     return OBJECTIVES[args.objective].of(args, rewards)
 
 
-__all__ = ["GRPO", "OBJECTIVES", "Objective", "Supervised", "Totals", "objective_of"]
+__all__ = ["GRPO", "OBJECTIVES", "Distill", "Objective", "Supervised", "Totals", "objective_of"]

@@ -32,6 +32,7 @@ class Totals(NamedTuple):
     desirable: int = 0  # samples with this label
     undesirable: int = 0
     learned: int = 0  # tokens of completions that have a gradient
+    labels: int = 0  # target tokens of the data, beside a student's own
 
 
 class Objective:
@@ -47,6 +48,8 @@ class Objective:
     paper: ClassVar[str | None] = None  # arXiv id
     # the samples have the log-probabilities of the model at the start
     needs_reference: ClassVar[bool] = False
+    # the samples have the probabilities of a teacher
+    needs_teacher: ClassVar[bool] = False
     # KTO: each prompt is also scored with the answer of another sample, for the KL term
     needs_mismatches: ClassVar[bool] = False
     scores: ClassVar[tuple[str, ...]] = ()  # columns of metrics.csv next to the loss

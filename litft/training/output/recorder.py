@@ -12,17 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch.optim import Optimizer
 
 from litft import run_dir
-from litft.args.processes import launch_id, started_by
 from litft.atomic import atomic_folder, replace_folder
 from litft.checkpoints.adapter_reader import (
     ADAPTER_RECORD,
 )
 from litft.checkpoints.weight_files import SHARD_BYTES
-from litft.data.dataset import SPLIT_RULE, histogram
+from litft.data.dataset import histogram
 from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import Processes
 from litft.errors import Interrupted
@@ -31,7 +29,6 @@ from litft.model.placement import full_tensor
 from litft.pretrained.folder import base_record
 from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
 from litft.training.dry_run import description, format_duration, method_title, run_title
-from litft.training.intervals import num_measured
 from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import peak_flops
 from litft.training.network import TrainedNetwork
@@ -41,6 +38,7 @@ from litft.training.output.loggers import finish, make_logger, row_sink
 from litft.training.output.metrics import Metrics, Row
 from litft.training.output.next_commands import next_commands
 from litft.training.output.report import Report, SummaryTile, write_report
+from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import Screen
 from litft.training.validation import Validation, metric_format
 
@@ -64,7 +62,7 @@ class Recorder:
         self,
         processes: Processes,
         run: PlannedRun,
-        folder: Path,
+        run_folder: RunFolder,
         network: TrainedNetwork,
         validation: Validation,
         observers: Observers,
@@ -78,7 +76,8 @@ class Recorder:
         self.setup = setup
         self.schedule = run.schedule
         self.settings = run.settings
-        self.folder = folder
+        self.run_folder = run_folder
+        self.folder = run_folder.folder
         self.network = network
         self.validation = validation
         self.screen = observers.screen
@@ -86,7 +85,7 @@ class Recorder:
         self.say = self.screen.say
         self.is_writer = fabric.global_rank == 0
         self.peak = peak_flops(fabric.device, run.settings.precision)
-        path = folder / "metrics.csv"
+        path = self.folder / "metrics.csv"
         peak = None
         # a CPU's peak is measured, which other programs disturb
         if self.peak and fabric.device.type != "cpu":
@@ -100,9 +99,8 @@ class Recorder:
         ]
         self.metrics = Metrics(path, peak, columns, self._send_row)
         group = processes.hosts.checkpoint_group
-        self.saver = run_checkpoints.Saver(folder, self.is_writer, group)
+        self.saver = run_checkpoints.Saver(self.folder, self.is_writer, group)
         self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
-        self.is_claimed = False  # config.yaml is written
         self.is_open = False  # the folder is this run's
         # time.monotonic() from which on report.html may be written again
         self.next_report = 0.0
@@ -124,7 +122,7 @@ class Recorder:
         if not self.args.resume:
             return None, []
         parameters = self.network.parameters
-        identity = self.identity()
+        identity = self.run_folder.identity()
         progress, damaged = run_checkpoints.restore_newest(
             self.folder, identity, parameters, optimizer, self.hosts
         )
@@ -132,20 +130,6 @@ class Recorder:
             self.logged_as = progress.get("logger")
             self.base_files.check(progress.get("base_files") or {})
         return progress, damaged
-
-    def claim(self) -> None:
-        """Make the folder of a new run and write its config.yaml.
-
-        Called before `open`, since log-probabilities of the reference are written into the folder
-        first.
-
-        Raises ValueError if the run in the folder cannot be resumed with these settings.
-        """
-        if self.args.resume:
-            run_checkpoints.check_resumable(self.folder, self.identity())
-        if self.is_writer and not (self.args.resume and run_dir.is_run(self.folder)):
-            self._write_config()
-        self.fabric.barrier()
 
     def open(self, start_step: int) -> None:
         """Make the run's folder and write config.yaml; what a resumed run left beyond `start_step`
@@ -166,7 +150,7 @@ class Recorder:
         self.metrics.resumed_rows = self.fabric.broadcast(self.metrics.resumed_rows)
 
     def _open(self, start_step: int) -> None:
-        config = self._write_config()
+        config = self.run_folder.write_config()
         self.is_open = True
 
         # what the folder has beyond `start_step` belongs to steps that are taken again
@@ -194,39 +178,6 @@ class Recorder:
         if self.log_row:
             self.log_row(row)
 
-    def _write_config(self) -> dict[str, Any]:
-        """Make the folder, once without what was in it if it is to be overwritten; returns the
-        flags."""
-        if self.args.overwrite and not self.is_claimed:
-            run_dir.clear(self.folder)
-        self.is_claimed = True
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config = dataclasses.asdict(self.args)
-        # a resumed run may have other devices, and the launcher sets them
-        from_launcher = ("devices", "num_nodes") if started_by() else ()
-        for name in ("out_dir", "resume", "overwrite", *from_launcher):
-            config.pop(name)
-        data = self.args.data
-        config["data"] |= {
-            "path": [item.entry() for item in data.paths],
-            "val_path": [item.entry() for item in data.val_paths],
-        }
-        text = yaml.safe_dump(config, sort_keys=False)
-        run_dir.write_config(self.folder, self.setup.method.title, text, launch_id())
-        return config
-
-    def identity(self) -> dict[str, Any]:
-        """What must be the same where a run is resumed, or it would silently become another run."""
-        data = self.schedule.data
-        return self.setup.identity() | {
-            "seed": self.args.seed,
-            "precision": self.settings.precision,
-            run_checkpoints.TRAINING_DATA: data.train_digest,
-            "split": SPLIT_RULE,
-            run_checkpoints.VALIDATION_DATA: data.val_digest,
-            "measured examples (--eval.max_batches)": num_measured(self.args, data),
-        }
-
     def start_lines(self, start_step: int) -> Iterator[str]:
         """Yield where a resumed run starts."""
         if start_step == self.schedule.steps:
@@ -252,7 +203,7 @@ class Recorder:
         progress = {
             "samples": self.schedule.seen(step),
             "elapsed": elapsed,
-            "identity": self.identity(),
+            "identity": self.run_folder.identity(),
             "tokenizer": self.setup.tokenizer.choices(),
             "logger": [self.args.logger, self.logger.version] if self.logger else None,
             "base_files": self.base_files.record() if self.is_writer else {},
