@@ -18,6 +18,8 @@ from litft.data.sources import hub_dataset
 from litft.pretrained.folder import PretrainedFolder, resolve
 from litft.training.objectives import OBJECTIVES
 
+# what objectives learn from, other than preferences
+LEARNED_FROM = {"grpo": "rewards", "distill": "a teacher"}
 # the settings table lists these flags always, and those
 # of LISTED_GROUPS if they differ from their defaults
 ALWAYS_LISTED = (
@@ -29,7 +31,7 @@ ALWAYS_LISTED = (
     "train.learning_rate",
     "train.optimizer",
 )
-LISTED_GROUPS = ("train", "data", "preference", "grpo", "lora", "adapter")
+LISTED_GROUPS = ("train", "data", "preference", "grpo", "distill", "lora", "adapter")
 # specific to the machine
 UNLISTED = ("path", "val_path", "template", "log_interval", "micro_batch_size")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
@@ -174,7 +176,7 @@ def _about(info: CardInfo) -> Iterator[str]:
     method = f" by {TITLES[info.method]}" if info.method else ""
     if info.args and info.args.objective != "sft":
         objective = OBJECTIVES[info.args.objective]
-        what = "rewards" if objective.data == "prompts" else "preferences"
+        what = LEARNED_FROM.get(objective.name, "preferences")
         method += (
             f" from {what} with {objective.title} "
             f"([{objective.paper}](https://arxiv.org/abs/{objective.paper}))"

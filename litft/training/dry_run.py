@@ -30,6 +30,7 @@ from litft.training.reward_report import reward_lines
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
 from litft.training.shown_samples import samples_lines
+from litft.training.teacher_report import teacher_flops, teacher_lines
 
 # a CPU without bf16 arithmetic is slower in bf16 by at least this factor
 SLOW_BF16 = 1.5
@@ -435,8 +436,9 @@ def plan_lines(
     yield f"{what}: {plan.memory.line()}{recomputed}"
     if device.type == "cpu":
         yield process_line(plan.memory, malloc_name())
+    yield from teacher_lines(run)
     yield time_line(
-        schedule.flops(plan.flops, setup.objective),
+        schedule.flops(plan.flops, setup.objective) + teacher_flops(run),
         settings.slowdown,
         "the run",
         chip,

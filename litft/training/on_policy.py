@@ -12,11 +12,9 @@ from litft.distributed.process_group import Processes
 from litft.inference.generation import Completion
 from litft.model.transformer import GPT
 from litft.training.completions import CompletionWriter, Draw, DrawSettings, completed_sample
+from litft.training.objectives.distill import ROWS
 from litft.training.run_setup import RunSetup
 from litft.training.teacher import Teacher
-
-# answers that a device generates at once
-ROWS = 64
 
 
 class OwnAnswers:

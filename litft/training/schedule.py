@@ -27,6 +27,8 @@ class Schedule:
     ) -> None:
         self.data = data
         self.teacher_tokens = args.distill.top_k if args.objective == "distill" else 0
+        # a student's own answer may be longer than that of the data
+        self.own_tokens = args.distill.max_new_tokens if args.distill.on_policy else 0
         self.group_size = group_size
         self.size = args.train.global_batch_size * group_size
         # only this rate is known to be right for few examples, too
@@ -79,9 +81,13 @@ class Schedule:
         """The shape of the largest micro-batch, and whether gradients are accumulated over several
         in its step."""
         rows, target_count, several = self.largest
+        tokens = num_slots(self.data.train.lengths, rows) // len(rows)
+        if self.own_tokens:
+            tokens = max(tokens, min(self.data.limit, tokens + self.own_tokens))
+            target_count = None
         return Shape(
             len(rows),
-            num_slots(self.data.train.lengths, rows) // len(rows),
+            tokens,
             accumulated=several,
             max_targets=target_count,
             per_token=self.data.kind != "supervised",

@@ -11,9 +11,11 @@ from litft.args import FinetuneArgs
 from litft.distributed.devices import DTYPES, device_memory, num_shards
 from litft.model.kv_cache import KVCache
 from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
+from litft.training.memory.teacher import teacher_weight_bytes
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
-from litft.training.objectives import GRPO
+from litft.training.objectives import GRPO, Distill
+from litft.training.objectives.distill import ROWS
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
 
@@ -111,16 +113,30 @@ def choose_memory_settings(setup: RunSetup, schedule: Schedule, device: torch.de
 
 def rollout_bytes(setup: RunSetup, schedule: Schedule, dtype: torch.dtype) -> int:
     """Return the bytes of a device's rollouts: the KV cache of the completions that it generates at
-    once, and what their logits take to be drawn from; 0 for other objectives."""
-    if not isinstance(setup.objective, GRPO):
-        return 0
+    once, and what their logits take to be drawn from; 0 for objectives without rollouts."""
+    objective = setup.objective
     config = setup.source.config
+    longest = int(schedule.data.train.lengths.max()) + 1
+    if isinstance(objective, GRPO):
+        rows_at_once = objective.grpo.rollout_rows
+    elif isinstance(objective, Distill) and objective.distill.on_policy:
+        rows_at_once = ROWS
+        longest = min(schedule.data.limit, longest + objective.distill.max_new_tokens)
+    else:
+        return 0
     # a group is not divided between devices
     groups = -(-setup.args.train.global_batch_size // schedule.layout.ranks)
-    rows = min(setup.objective.grpo.rollout_rows, groups * schedule.group_size)
-    longest = int(schedule.data.train.lengths.max()) + 1
+    rows = min(rows_at_once, groups * schedule.group_size)
     cache = longest * KVCache.token_bytes(config, dtype) + KVCache.state_bytes(config)
     return rows * (cache + config.vocab_size * BYTES_PER_LOGIT)
+
+
+def resident_teacher_bytes(setup: RunSetup, precision: str) -> int:
+    """Return the bytes of a teacher's weights that are beside the student's; 0 without one, or if
+    it reads the examples before."""
+    if setup.teacher is None or not setup.args.distill.on_policy:
+        return 0
+    return teacher_weight_bytes(setup.teacher, precision, setup.args.distill.quantize)
 
 
 def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -> None:
@@ -192,7 +208,9 @@ def _fastest(
             kinds.remove("elementwise")
 
     # the same for all settings
-    rollouts = rollout_bytes(setup, schedule, DTYPES[precision.removesuffix("-true")])
+    computed_in = precision.removesuffix("-true")
+    rollouts = rollout_bytes(setup, schedule, DTYPES[computed_in])
+    teacher = resident_teacher_bytes(setup, computed_in)
 
     def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
         shape = planned_shape(with_rows(count), strategy)
@@ -207,6 +225,6 @@ def _fastest(
             train.compile,
         )
         plan = predict(setup.source, setup.method, precision, quantize, shape, *fixed)
-        return replace(plan, memory=replace(plan.memory, rollouts=rollouts))
+        return replace(plan, memory=replace(plan.memory, rollouts=rollouts, teacher=teacher))
 
     return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from litft.model.device_type import device_type
 from litft.model.distillation import Distillation, TeacherTargets, distillation_loss
@@ -31,8 +31,6 @@ def trace_loss(
     count = min(shape.max_targets or num_tokens, num_tokens)
     rows = min(count, LOGIT_ROWS)  # the loss is computed chunk by chunk
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    targets = torch.zeros(1, rows, dtype=torch.int64)
-    target_indices = torch.arange(rows)
 
     def run() -> None:
         hidden = torch.empty(1, rows, model.config.dim, dtype=dtype, requires_grad=True)
@@ -41,20 +39,8 @@ def trace_loss(
             stepping = nullcontext()
         else:
             stepping = stepping_in_backward(optimizer)
-        options = {
-            "softcap": model.config.logit_softcap,
-            "target_indices": target_indices,
-            "compiled": compiled,
-        }
         with stepping:
-            if shape.teacher_tokens:
-                how = _distillation(shape.teacher_tokens, rows)
-                options.pop("compiled")
-                distillation_loss(hidden, head, targets, how, **options)[0].backward()
-            elif shape.per_token:
-                token_cross_entropy(hidden, head, targets, **options).sum().backward()
-            else:
-                summed_cross_entropy(hidden, head, targets, **options)[0].backward()
+            _loss(model, shape, hidden, compiled).backward()
 
     if optimizer and trained:
         with AllocationTracker():
@@ -68,7 +54,7 @@ def trace_loss(
     key = (
         rows,
         dtype,
-        device_type(targets),
+        device_type(head.weight),
         compiled,
         shape.per_token,
         shape.teacher_tokens,
@@ -92,6 +78,22 @@ def trace_loss(
     # those with a target, and the gradient of the latter
     other_rows = (num_tokens - rows) + 2 * (count - rows)
     return peak + other_rows * model.config.dim * dtype.itemsize
+
+
+def _loss(model: GPT, shape: Shape, hidden: Tensor, compiled: bool) -> Tensor:
+    """Return the loss of hidden (1, N, C), which all have targets, in the form that the objective
+    needs."""
+    count = hidden.size(1)
+    targets = torch.zeros(1, count, dtype=torch.int64)
+    softcap = model.config.logit_softcap
+    options: dict[str, Any] = {"softcap": softcap, "target_indices": torch.arange(count)}
+    if shape.teacher_tokens:
+        how = _distillation(shape.teacher_tokens, count)
+        return distillation_loss(hidden, model.lm_head, targets, how, **options)[0]
+    options["compiled"] = compiled
+    if shape.per_token:
+        return token_cross_entropy(hidden, model.lm_head, targets, **options).sum()
+    return summed_cross_entropy(hidden, model.lm_head, targets, **options)[0]
 
 
 def _distillation(top_k: int, count: int) -> Distillation:

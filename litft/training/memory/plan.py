@@ -69,6 +69,7 @@ class Memory:
     workspace: int = 0  # of cuBLAS
     # between the steps: the KV cache of completions and their logits
     rollouts: int = 0
+    teacher: int = 0  # the weights of a teacher that judges the student's own answers
 
     @property
     def peak(self) -> int:
@@ -79,7 +80,12 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Return the bytes of each kind at the peak."""
-        constant = {"weights": self.weights, "optimizer": self.optimizer, "cuBLAS": self.workspace}
+        constant = {
+            "weights": self.weights,
+            "teacher": self.teacher,
+            "optimizer": self.optimizer,
+            "cuBLAS": self.workspace,
+        }
         # before the backward pass there are gradients only if an earlier micro-batch left them
         before = {
             "gradients": self.gradients * self.shape.accumulated,

@@ -12,6 +12,9 @@ from litft.evaluation.rewards.reward import Reward
 from litft.model.distillation import Distillation, TeacherTargets
 from litft.training.objectives.objective import Objective, Totals
 
+# a student's own answers that a device generates at once
+ROWS = 64
+
 
 class Distill(Objective):
     """alpha x cross-entropy of the data's answers + (1 - alpha) x divergence from the teacher, each

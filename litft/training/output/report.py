@@ -78,6 +78,8 @@ CHARTS = (
     ("Entropy of a token", ("entropy",), True),
     ("KL divergence from the reference", ("kl",), True),
     ("{loss}", ("loss", "val_loss"), False),
+    ("Cross-entropy of the labels", ("cross_entropy", "val_cross_entropy"), False),
+    ("Divergence from the teacher", ("divergence", "val_divergence"), True),
     ("Accuracy of the rewards", ("accuracy", "val_accuracy"), True),
     ("Margin between the rewards", ("margin", "val_margin"), False),
     (
@@ -106,6 +108,8 @@ SCORES = (
     ("val_chosen_reward", "chosen reward", "{:.3g}"),
     ("val_rejected_reward", "rejected reward", "{:.3g}"),
     ("val_kl", "KL", "{:.3g}"),
+    ("val_cross_entropy", "cross-entropy of the labels", "{:.4f}"),
+    ("val_divergence", "divergence from the teacher", "{:.4f}"),
     ("val_reward", "reward", "{:.4f}"),
     ("val_pass_1", "pass@1", "{:.1%}"),
 )
