@@ -35,6 +35,7 @@ from litft.training.output.recorder import Observers
 from litft.training.output.screen import open_screen
 from litft.training.run_setup import RunSetup, resolve_setup
 from litft.training.schedule import Schedule
+from litft.training.teacher_report import check_teacher
 from litft.training.trainer import Trainer
 
 Callback = Callable[[Row], None]
@@ -230,7 +231,9 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
     setup = setup.with_data(data)
     ranks = args.devices * args.num_nodes
     schedule = Schedule(setup.args, data, ranks, setup.objective.group_size)
-    return choose_memory_settings(setup, schedule, device)
+    run = choose_memory_settings(setup, schedule, device)
+    check_teacher(run)
+    return run
 
 
 def _check_offload(setup: RunSetup, device: torch.device) -> None:

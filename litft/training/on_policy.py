@@ -89,6 +89,9 @@ class OwnAnswers:
 
     def _judged(self, samples: list[Sample], layout: BatchLayout) -> list[TeacherValues]:
         """Return what the teacher says of samples, on every process."""
+        # of a step without own answers
+        if not samples:
+            return []
         judged: dict[int, TeacherValues] = {}
         for of_rank in self.hosts.all_gather(self.teacher.judge(samples, layout)):
             for number, values in enumerate(of_rank):

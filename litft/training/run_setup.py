@@ -129,8 +129,6 @@ def resolve_setup(
 ) -> RunSetup:
     """Return what the flags and the model's folder stand for; raise ValueError for combinations
     that cannot be. rewards: functions in place of those of --reward."""
-    objective = objective_of(args, rewards)
-    args = _with_defaults(args, objective)
     quantize = source.quantization(args.quantize) or "none"
     tokenizer = source.tokenizer()
     if tokenizer is None:
@@ -146,6 +144,11 @@ def resolve_setup(
     else:
         _check_tokens_of_adapter(args, tokenizer, method)
     method.frozen = _frozen(args, source, method)
+    teacher = _teacher(args, tokenizer)
+    if teacher is not None:
+        args = _with_top_k(args, method.vocab_size(source.config), teacher.config.vocab_size)
+    objective = objective_of(args, rewards)
+    args = _with_defaults(args, objective)
     if method.saves_full_model and quantize != "none":
         raise ValueError(
             f"{source.base} is quantized, and full fine-tuning changes every weight; use "
@@ -159,8 +162,14 @@ def resolve_setup(
         method=method,
         initial_values=initial_values,
         quantize=quantize,
-        teacher=_teacher(args, tokenizer),
+        teacher=teacher,
     )
+
+
+def _with_top_k(args: FinetuneArgs, *vocab_sizes: int) -> FinetuneArgs:
+    """Return the flags with as many tokens of a teacher as teacher and student have."""
+    top_k = min(args.distill.top_k, *vocab_sizes)
+    return dataclasses.replace(args, distill=dataclasses.replace(args.distill, top_k=top_k))
 
 
 def _teacher(args: FinetuneArgs, tokenizer: Tokenizer) -> PretrainedFolder | None:

@@ -11,6 +11,8 @@ from litft.training.memory.teacher import teacher_pass_bytes
 
 # of a target: for each token of the teacher an int32 and an fp16, and one fp16 for all others
 BYTES_OF_TOKEN = 6
+# training examples that are looked at for questions
+LOOKED_AT = 64
 
 
 def pass_bytes(run: PlannedRun) -> int:
@@ -54,3 +56,43 @@ def teacher_lines(run: PlannedRun) -> Iterator[str]:
         f"{format_bytes(size)} on disk ({setup.args.distill.top_k} tokens for each of {targets:,} "
         f"targets); {when}"
     )
+    if setup.teacher.adapter:
+        warning = setup.teacher.quantization_warning(setup.args.distill.quantize)
+        if warning:
+            yield warning.replace("--quantize", "--distill.quantize")
+    if setup.args.distill.on_policy:
+        train = schedule.data.train
+        looked_at = numbers[:LOOKED_AT]
+        answered = sum(train[number].answer is not None for number in looked_at)
+        if answered < len(looked_at):
+            count = len(looked_at) - answered
+            yield (
+                f"note: {count} of the first {len(looked_at)} training examples have no whole "
+                "answer (a text, or one that is cut at --data.max_seq_length): the "
+                "student answers none of these itself"
+            )
+
+
+def check_teacher(run: PlannedRun) -> None:
+    """Raise ValueError for a teacher that cannot read the examples, or has none to judge."""
+    setup = run.setup
+    if setup.teacher is None:
+        return
+    data = run.schedule.data
+    longest = int(data.train.lengths.max())
+    if len(data.val):
+        longest = max(longest, int(data.val.lengths.max()))
+    if setup.args.distill.on_policy:
+        longest = min(data.limit, longest + setup.args.distill.max_new_tokens)
+    positions = setup.teacher.config.max_positions
+    if longest > positions:
+        raise ValueError(
+            f"--teacher {setup.args.teacher} reads at most {positions:,} tokens, and examples have "
+            f"up to {longest:,}; lower --data.max_seq_length to {positions}"
+        )
+    looked_at = range(min(LOOKED_AT, len(data.train)))
+    if setup.args.distill.on_policy and all(data.train[at].answer is None for at in looked_at):
+        raise ValueError(
+            f"--distill.on_policy {setup.args.distill.on_policy:g}: the examples have no questions "
+            "that the student could answer; leave it out, or give prompts with answers"
+        )

@@ -405,6 +405,42 @@ def test_a_teacher_of_another_vocabulary_is_refused(flags, models, tmp_path):
         prepare_run(replace(flags, teacher=str(other)))
 
 
+def test_more_tokens_than_the_vocabulary_are_all_tokens(flags, tmp_path):
+    args = replace(flags, distill=DistillArgs(top_k=9999, on_policy=0.5, max_new_tokens=4))
+    trainer = trainer_of(args, tmp_path / "a")
+    for sample in trainer.batches.step(0):
+        assert sample.teacher is not None
+        assert sample.teacher.log_probs.shape == (sample.supervised, 512)
+    trainer.fit()
+    assert trainer.metrics.newest["val_divergence"] > 0
+
+
+def test_a_step_may_have_no_answer_of_its_own(flags, tmp_path):
+    """Nor a label: then the cross-entropy has no value."""
+    distill = replace(flags.distill, on_policy=0.1)
+    train = replace(flags.train, max_steps=6, global_batch_size=1)
+    run_finetuning(replace(flags, distill=distill, train=train, out_dir=str(tmp_path / "run")))
+    rows = [row for row in rows_of(tmp_path / "run") if "own_answers" in row]
+    assert 0.0 in {row["own_answers"] for row in rows}
+    distill = replace(flags.distill, on_policy=1.0)
+    run_finetuning(replace(flags, distill=distill, train=train, out_dir=str(tmp_path / "own")))
+    rows = [row for row in rows_of(tmp_path / "own") if "own_answers" in row]
+    assert rows and all("cross_entropy" not in row for row in rows)
+
+
+def test_what_a_teacher_cannot_judge_is_refused(flags, make_model, tmp_path):
+    from transformers import LlamaConfig
+
+    _, short = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=16)
+    copy_tokenizer(STORIES, short)
+    with pytest.raises(ValueError, match="reads at most 16 tokens, and examples have up to"):
+        prepare_run(replace(flags, teacher=str(short)))
+    write_records(tmp_path / "texts.jsonl", [{"text": f"once upon a time {n}"} for n in range(20)])
+    texts = replace(flags.data, path=[str(tmp_path / "texts.jsonl")])
+    with pytest.raises(ValueError, match="the examples have no questions"):
+        prepare_run(replace(flags, data=texts))
+
+
 def test_flags_of_a_teacher(flags):
     for changed, message in (
         ({"teacher": None}, "--teacher is missing"),

@@ -98,9 +98,11 @@ def _loss(model: GPT, shape: Shape, hidden: Tensor, compiled: bool) -> Tensor:
 
 def _distillation(top_k: int, count: int) -> Distillation:
     """Return the loss of `count` targets against a teacher's top_k tokens."""
+    # one token fewer than the vocabulary may have, so that there are always others
+    num_ids = max(1, top_k - 1)
     teacher = TeacherTargets(
-        torch.zeros(count, top_k, dtype=torch.int32),
-        torch.zeros(count, top_k + 1, dtype=torch.float16),
+        torch.zeros(count, num_ids, dtype=torch.int32),
+        torch.zeros(count, num_ids + 1, dtype=torch.float16),
         torch.ones(count, dtype=torch.bool),
     )
     # the temperature has a softmax of its own, so it is the larger case

@@ -1,5 +1,6 @@
 """Learning from the probabilities of a teacher (arXiv 1503.02531, 2306.13649)."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -74,7 +75,8 @@ class Distill(Objective):
             temperature=self.distill.temperature,
         )
         loss, cross_entropy, divergence = model(batch.tokens, **batch.inputs(), distillation=how)
-        labels = max(1, totals.labels)
+        # without labels, their cross-entropy has no value
+        labels = totals.labels or math.nan
         return torch.stack(
             [loss / totals.tokens, cross_entropy / labels, divergence / totals.tokens]
         )
@@ -84,9 +86,10 @@ class Distill(Objective):
         measures memory."""
         count = len(batch.target_indices)
         device = batch.tokens.device
-        top_k = self.distill.top_k
+        # one token fewer than the vocabulary may have, so that there are always others
+        num_ids = max(1, self.distill.top_k - 1)
         return TeacherTargets(
-            torch.arange(top_k, device=device, dtype=torch.int32).expand(count, top_k),
-            torch.zeros(count, top_k + 1, device=device, dtype=torch.float16),
+            torch.arange(num_ids, device=device, dtype=torch.int32).expand(count, num_ids),
+            torch.zeros(count, num_ids + 1, device=device, dtype=torch.float16),
             torch.ones(count, device=device, dtype=torch.bool),
         )
