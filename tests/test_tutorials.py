@@ -334,6 +334,14 @@ def test_the_guide_to_rewards(clone):
     assert "validation reward" in own
 
 
+@pytest.mark.weekly
+def test_the_guide_to_teachers(clone):
+    """The student learns most of what the teacher knows from half of its examples."""
+    (output,) = run_guide("distill.md", *clone)
+    matches = re.findall(r"exact match: \S+ -> (\S+)%", output)
+    assert float(matches[-1]) > 90, output
+
+
 @pytest.mark.slow
 def test_the_guide_to_scores(clone):
     examples, task = run_guide("evaluate.md", *clone)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import STORIES, copy_tokenizer, kill_after, rows_of, script, write_records
+from conftest import STORIES, adapted, copy_tokenizer, kill_after, rows_of, script, write_records
 from sentencepiece import sentencepiece_model_pb2
 from torch import nn
 
@@ -26,6 +26,7 @@ from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.distributed.devices import make_fabric
 from litft.distributed.process_group import Processes, launch
+from litft.methods import LoRA
 from litft.model import loss as chunked
 from litft.model.distillation import (
     Distillation,
@@ -403,6 +404,25 @@ def test_a_teacher_of_another_vocabulary_is_refused(flags, models, tmp_path):
     (other / "tokenizer.model").write_bytes(vocabulary.SerializeToString())
     with pytest.raises(ValueError, match=r"its vocabulary differs from the student's: .* is token"):
         prepare_run(replace(flags, teacher=str(other)))
+
+
+def test_a_run_is_not_resumed_as_another_one(flags, models, tmp_path):
+    """With the base of the teacher's adapter, or without a teacher."""
+    adapter = tmp_path / "adapter"
+    adapted(models[1], adapter, LoRA(LoRAArgs(r=2)), scale=0.1)
+    args = replace(
+        flags,
+        teacher=str(adapter),
+        distill=DistillArgs(top_k=4),
+        out_dir=str(tmp_path / "run"),
+        train=replace(flags.train, max_steps=2),
+    )
+    run_finetuning(args)
+    args = replace(args, resume=True, train=replace(args.train, max_steps=4))
+    with pytest.raises(ValueError, match=r"teacher.s adapter .*, now None"):
+        run_finetuning(replace(args, teacher=flags.teacher))
+    with pytest.raises(ValueError, match="objective distill, now None"):
+        run_finetuning(replace(args, objective="sft", teacher=None, distill=DistillArgs()))
 
 
 def test_more_tokens_than_the_vocabulary_are_all_tokens(flags, tmp_path):

@@ -360,12 +360,14 @@ def restore_newest(
 
 
 def identity_changes(progress: dict[str, Any], identity: dict[str, Any]) -> list[str]:
-    """Return the entries of `identity` that differ from the saved ones, each with its saved and its
-    current value."""
+    """Return the entries of `identity` that differ from the saved ones, or that only one of both
+    has, each with its saved and its current value."""
     saved = progress.get("identity", {})
     changes = []
-    for name, now in identity.items():
+    # an objective, or an adapter of the teacher, may be there no more
+    for name in identity | saved:
         before = saved.get(name)
+        now = identity.get(name)
         if before != now:
             changes.append(f"{name} {str(before)[:40]}, now {str(now)[:40]}")
     return changes
