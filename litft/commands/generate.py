@@ -10,14 +10,18 @@ from typing import Any
 
 from litft.args import GenerateArgs
 from litft.data.tokenizer import Tokenizer
+from litft.inference.answer_file import (
+    EXTRA_FIELDS,
+    count_finished,
+    remove_settings,
+    write_settings,
+)
 from litft.inference.chat_answers import call_entry
 from litft.inference.generation import GenerationChunk, Request, generate_batch
 from litft.inference.prompt_files import (
-    EXTRA_FIELDS,
     FinishedAnswer,
     Prompt,
     completed_in_order,
-    count_finished,
     encode_prompt,
     ends_with_answer,
     read_prompts,
@@ -59,7 +63,9 @@ def run_generation(args: GenerateArgs) -> None:
 
     answers = completed_in_order(session.tokenizer, prompts[num_done:], chunks, args.num_samples)
     if args.prompts:
+        write_settings(args)
         _write_all(args, records[num_done:], answers)
+        remove_settings(args)
     else:
         _print_all(args.num_samples, answers)
 

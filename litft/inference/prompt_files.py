@@ -1,13 +1,11 @@
 """Files of prompts for `generate`, and what is written for each answer."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from litft.args import GenerateArgs
 from litft.data.answer_parser import AnswerFormat, AnswerParser, ParsedAnswer, make_parser
 from litft.data.chat_template import Message
 from litft.data.formats import COMMON_FIELDS, read_template_args, with_system
@@ -20,9 +18,6 @@ from litft.inference.chat_answers import answer_parser, call_entry
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import GenerationChunk, GenerationStats
 from litft.inference.session import Session
-
-# fields of an output line in addition to the completion
-EXTRA_FIELDS = ("reasoning_content", "tool_calls")
 
 
 @dataclass(frozen=True)
@@ -79,49 +74,6 @@ def completed_in_order(
             parsed = parser.parse(texts.pop(next_number))
             yield FinishedAnswer(next_number, parsed, done.pop(next_number))
             next_number += 1
-
-
-def count_finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
-    """Return how many prompts a partial --out answers.
-
-    Raise ValueError if it does not belong to these prompts.
-    """
-    path = Path(args.out) if args.out else None
-    if path is None or not path.exists() or args.overwrite:
-        return 0
-    if not args.resume:
-        raise ValueError(f"--out {path} exists; --resume continues it, --overwrite replaces it")
-    # a line that a crash has cut short is generated again
-    complete = path.read_bytes().rpartition(b"\n")
-    lines = complete[0].split(b"\n") if complete[1] else []
-    for number, line in enumerate(lines):
-        if number >= len(records) or not _is_answer(line, records[number], args.num_samples):
-            reason = (
-                f"line {number + 1} of {path} does not answer {args.prompts} with --num_samples "
-                f"{args.num_samples}"
-            )
-            raise ValueError(f"--resume: {reason}; use --overwrite to start over")
-
-    # only now, when every line is known to belong to these prompts
-    os.truncate(path, len(complete[0] + complete[1]))
-    return len(lines)
-
-
-def _is_answer(line: bytes, record: dict[str, Any], num_samples: int) -> bool:
-    """Return whether an output line belongs to this record and has `num_samples` answers."""
-    try:
-        output_record = json.loads(line)
-        if num_samples == 1:
-            texts = [output_record.pop("completion")]
-        else:
-            texts = output_record.pop("completions")
-        # litft has added these, unless the prompt's record had them
-        for name in EXTRA_FIELDS:
-            if name not in record:
-                output_record.pop(name, None)
-        return len(texts) == num_samples and output_record == record
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return False
 
 
 def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[str, Any]]]:

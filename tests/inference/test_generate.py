@@ -9,7 +9,9 @@ from conftest import script
 
 import litft
 from litft.args import GenerateArgs, ModelArgs, Sampling, ServeArgs
+from litft.args.parser import parse
 from litft.cli import run as command
+from litft.inference.answer_file import write_settings
 from litft.inference.prompt_files import encode_prompt
 from litft.inference.session import open_session
 
@@ -252,6 +254,30 @@ def test_other_fields_of_a_generation_config(folder, tmp_path):
         "\n"
     ]
     assert session.request([1], 3).sampling.seed is None and session.max_new_tokens == 256
+
+
+def test_answers_of_other_settings_are_not_continued(folder, tmp_path, monkeypatch):
+    """The settings are beside an --out until it is complete."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "One"}\n{"prompt": "day"}\n')
+    flags = ["--prompts", "in.jsonl", "--out", "out.jsonl", "--temperature", "1", "--seed", "3"]
+    generate(folder, tmp_path, *flags, greedy=False)
+    out = tmp_path / "out.jsonl"
+    expected = out.read_text()
+    settings = tmp_path / "out.jsonl.settings.json"
+    assert not settings.exists()
+
+    # as an interrupted command leaves them
+    out.write_text(expected[: expected.index("\n") + 1])
+    monkeypatch.chdir(tmp_path)
+    length = ["--max_new_tokens", "20"]
+    started = parse(GenerateArgs, ["--checkpoint_dir", str(folder), *flags, *length])
+    write_settings(started)
+    other = [*flags, "--temperature", "0.5", "--resume"]
+    failed = generate(folder, tmp_path, *other, greedy=False, code=2)
+    assert "--temperature was 1.0, and is 0.5; repeat them" in failed.stderr
+    generate(folder, tmp_path, *flags, "--resume", "--batch_size", "1", greedy=False)
+    assert out.read_text() == expected
+    assert not settings.exists()
 
 
 def test_a_file_cut_inside_a_character_is_resumed(folder, tmp_path):
