@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from litft.args import FINETUNE, FinetuneArgs
@@ -106,7 +107,20 @@ def _given_paths(examples: Examples) -> list[str]:
         if not isinstance(item, str | PathLike):
             return []
         paths.append(fspath(item))
+    texts = [path for path in paths if _is_text(path)]
+    if texts:
+        raise ValueError(
+            f"data: {texts[0][:60]!r} is no file; for texts give records, such as "
+            f"[{{'text': {texts[0][:20]!r}}}]"
+        )
     return paths
+
+
+def _is_text(path: str) -> bool:
+    """Return whether what was given as a path is a text: several words without a file's suffix."""
+    if len(path.split()) == 1 or re.search(r"\.\w", path):
+        return False
+    return not Path(path).exists()
 
 
 def _paths(examples: Examples, limit: int | None = None) -> list[str]:

@@ -91,6 +91,7 @@ def test_examples_in_memory_train_like_a_file(settings, kind, tmp_path):
         ([1], "record 0 must be a mapping with fields"),
         (["a", {}], "record 0 must be a mapping with fields, such as messages, found text ('a')"),
         ([{"text": b"bytes"}], "record 0 cannot be written as JSON"),
+        (["Once upon a time"], "is no file; for texts give records, such as"),
         ({"train": RECORDS, "test": RECORDS}, "dict with train, test"),
         (7, "cannot use int as examples"),
         (

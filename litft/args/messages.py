@@ -21,6 +21,13 @@ MERGED_FOLDERS = {
     "export_dir": "out_dir",
 }
 
+# methods that are a method and its flags here
+METHODS_ELSEWHERE = {
+    "qlora": "--method lora --quantize nf4",
+    "dora": "--method lora --lora.dora true",
+    "rslora": "--method lora --lora.rslora true",
+}
+
 
 def unknown_flag(
     name: str, flag_types: dict[str, Any], value: str | None, given: dict[str, str | None]
@@ -92,8 +99,8 @@ def not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
 
 
 def hint_for(name: str, value: str, expected: str) -> str:
-    """Return how to write a number with a comma, or where the type of a GGUF file comes from;
-    otherwise nothing."""
+    """Return how to write a number with a comma, where the type of a GGUF file comes from, or what
+    another program's name of a method is here; otherwise nothing."""
     if "whole" in expected and re.fullmatch(r"\d{1,3}(,\d{3})+", value):
         return f"; write {value.replace(',', '')}"
     if "whole" not in expected and re.fullmatch(r"\d+,\d+", value):
@@ -101,6 +108,8 @@ def hint_for(name: str, value: str, expected: str) -> str:
     # types of llama.cpp's files that its own program makes
     if name == "outtype" and re.fullmatch(r"i?q[2-6]_\w+", value, re.IGNORECASE):
         return f"; write f16, then run llama.cpp's llama-quantize with {value.upper()}"
+    if name == "method" and value.lower() in METHODS_ELSEWHERE:
+        return f"; write {METHODS_ELSEWHERE[value.lower()]}"
     return ""
 
 

@@ -1003,6 +1003,7 @@ def test_hints_for_words_of_other_programs(words, message):
         # chat has no counterpart of this one
         (flags.ChatArgs, ["--cutoff_len", "9"], "--cutoff_len does not exist; --help lists"),
         (flags.GgufExportArgs, ["--outtype", "q4_k_m"], "llama.cpp's llama-quantize with Q4_K_M"),
+        (flags.PlanArgs, ["--method", "QLoRA"], "write --method lora --quantize nf4"),
         (flags.GenerateArgs, ["Hello"], "did you mean --prompt 'Hello'?"),
         (flags.PlanArgs, ["--tokens", "1,000"], "expected a whole number; write 1000"),
         (flags.MergeArgs, ["--adapter", "runs/a"], "use --checkpoint_dir runs/a"),

@@ -413,6 +413,9 @@ class Recorder:
             loss = "Loss per token"
         else:
             loss = f"Loss ({self.setup.objective.title})"
+        smoothing = self.args.train.label_smoothing
+        if smoothing:
+            loss += f"; that of training has label smoothing {smoothing:g}"
         report = Report(
             title=run_title(self.setup),
             state=state,
