@@ -25,6 +25,10 @@ class RunEvalArgs(OpenArgs):
     """How to score the examples of --data: sft scores loss and exact match; dpo and kto score the
     log-probabilities of pairs and of labelled answers. Default: the objective of the run whose
     examples are scored; otherwise detected from the fields of the records."""
+    reward: list[str] = field(default_factory=list)
+    """Rate the model's answers to the prompts of --data with reward functions, instead of loss and
+    exact match: number, exact, contains, math, regex:PATTERN, format:think, brief:TOKENS, or
+    FILE.py:FUNCTION, each with an optional weight (tutorials/finetune_rewards.md)."""
     data: DataArgs = field(default_factory=lambda: DataArgs(val_fraction=0.0))
     against: str | None = None
     """The folder of another model to compare with. none: score this model only. Default: the base
@@ -35,7 +39,7 @@ class RunEvalArgs(OpenArgs):
     """Number of texts per forward pass."""
     max_new_tokens: int | None = None
     """Maximum length of an answer to an example of --data, in tokens. Default: that of the expected
-    answer plus 8."""
+    answer plus 8; with --reward, 256."""
     show: int = 3
     """Number of answers to --data to print."""
     out: str | None = None
@@ -50,6 +54,11 @@ class RunEvalArgs(OpenArgs):
             + below_minimum(self, "", 1, "limit", "batch_size", "max_new_tokens")
         )
         problems += below_minimum(self, "", 0, "show", "num_fewshot")
+        if self.reward and self.objective not in (None, "grpo"):
+            problems.append(
+                f"--objective {self.objective} scores examples otherwise than --reward; leave one "
+                "out"
+            )
         # flags of the data that only a training run uses
         for name in ("new_tokens", "weights"):
             if getattr(self.data, name):

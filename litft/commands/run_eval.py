@@ -20,12 +20,14 @@ from litft.evaluation.examples import (
     warn_if_trained_on,
     with_shared_length,
 )
+from litft.evaluation.rewards.reward import parse_rewards
 from litft.inference.session import Session, open_session, source_of
 
 
 def run_eval(args: RunEvalArgs) -> None:
     """Print the table of scores and some answers, and write everything to --out."""
     # reports errors before anything is loaded
+    parse_rewards(args.reward)
     source = source_of(args.model(args.checkpoint_dir, args.base_dir))
     if (
         args.against not in (None, "none")

@@ -23,9 +23,11 @@ from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
 from litft.evaluation.examples import (
     Name,
+    answer_tokens,
     scored_samples,
 )
 from litft.evaluation.preferences import PreferenceScores
+from litft.evaluation.rated import rate_answers
 from litft.evaluation.scoring import (
     SAMPLES_PER_PASS,
     greedy_request,
@@ -75,7 +77,12 @@ def score_examples(
     """
     config = session.model.config
     data = load_data(
-        args.data, session.tokenizer, config.vocab_size, config.max_positions, kind=kind
+        args.data,
+        session.tokenizer,
+        config.vocab_size,
+        config.max_positions,
+        kind=kind,
+        completion_tokens=answer_tokens(args),
     )
     # with the template and the stop tokens of the data
     session = session._replace(tokenizer=data.tokenizer)
@@ -83,6 +90,8 @@ def score_examples(
     samples = [sample for _, sample in selected]
 
     # the scores
+    if kind == "prompts":
+        return _rated(subject, session, selected, args)
     if kind == "supervised":
         subject.scores |= _loss_scores(subject.name, session.model, samples, args.batch_size)
     else:
@@ -115,6 +124,33 @@ def score_examples(
             file=sys.stderr,
         )
     return {example.name: _texts(example, data.tokenizer) for example in examples}
+
+
+def _rated(
+    subject: ScoredModel,
+    session: Session,
+    selected: Sequence[tuple[Name, Sample]],
+    args: RunEvalArgs,
+) -> dict[Name, dict[str, str]]:
+    """Score the answers to prompts by reward functions; return the texts of each prompt."""
+    samples = [sample for _, sample in selected]
+    rated = rate_answers(subject.name, session, samples, args)
+    subject.scores |= rated.scores()
+    texts = {}
+    for (name, sample), answer in zip(selected, rated.answers, strict=True):
+        subject.answers[name] = answer.text.strip()
+        if not answer.ended:
+            subject.cut.add(name)
+        prompt = session.tokenizer.decode(sample.prompt_ids, skip_special=False)
+        texts[name] = {"prompt": prompt}
+        question = question_text(session.tokenizer, sample.prompt_ids)
+        if question != prompt:
+            texts[name]["question"] = question
+        assert sample.prompt is not None  # the samples of prompts have one
+        expected = sample.prompt.columns.get("answer")
+        if expected is not None:
+            texts[name]["expected"] = str(expected)
+    return texts
 
 
 def _selected(candidates: Samples, names: set[Name]) -> Iterator[tuple[Name, Sample]]:

@@ -21,6 +21,8 @@ from litft.inference.session import source_of
 from litft.pretrained.folder import PretrainedFolder, resolve
 
 # identifies an example independently of the model, see Samples.names
+# the longest answer that is rated, unless --max_new_tokens says otherwise
+ANSWER_TOKENS = 256
 Name = tuple[int, int, int]
 # flags that determine the held-out examples
 SPLIT_FLAGS = ("val_path", "val_fraction", "seed", "subset", "split", "limit", "format", "columns")
@@ -113,6 +115,8 @@ def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
 def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
     """Return what the examples of --data are, see `Encoder`: by the flag, the run that held them
     out, or their fields."""
+    if args.reward:
+        return "prompts"
     objective = args.objective
     if own_run is not None:
         trained = finetune_args(own_run).objective
@@ -325,6 +329,11 @@ def with_shared_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataA
     return replace(data, max_seq_length=min(limits))
 
 
+def answer_tokens(args: RunEvalArgs) -> int:
+    """Return the tokens that a prompt needs room for, if answers are rated."""
+    return args.max_new_tokens or ANSWER_TOKENS
+
+
 def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: str) -> set[Name]:
     """Return the names of the scored examples: the first --limit that every model can read within
     the length limit.
@@ -335,7 +344,14 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
     ordered_by_source = []
     for source, tokenizer in zip(sources, tokenizers, strict=True):
         limit = source.config.max_positions
-        data = load_data(args.data, tokenizer, ANY_VOCAB_SIZE, limit, kind=kind)
+        data = load_data(
+            args.data,
+            tokenizer,
+            ANY_VOCAB_SIZE,
+            limit,
+            kind=kind,
+            completion_tokens=answer_tokens(args),
+        )
         ordered_by_source.append(scored_samples(data, args.data).names)
     ordered = ordered_by_source[0]
     # their windows depend on the tokenizer; all are scored

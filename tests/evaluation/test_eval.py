@@ -398,6 +398,31 @@ def test_scores_on_a_users_examples(folder, examples, tmp_path):
     )
 
 
+def test_answers_are_rated_by_reward_functions(folder, tuned, examples, tmp_path):
+    """Base and adapter side by side: the mean of a function of one's own, by hand."""
+    (tmp_path / "rewards.py").write_text(
+        "def vowels(completion, answer):\n"
+        "    if answer.startswith('D'):\n        return None\n"
+        "    return sum(letter in 'aeiou' for letter in completion)\n"
+    )
+    flags = ["--checkpoint_dir", tuned, "--data.path", examples, "--max_new_tokens", "8"]
+    flags += ["--limit", "6", "--reward", "rewards.py:vowels=2,brief:4"]
+    output, done = run_eval(tmp_path, *flags)
+    expected = [item["expected"] for item in output["answers"]]
+    assert len(expected) == 6
+    for name in ("base", "tuned"):
+        scores = output["scores"][name]
+        answers = [item[name] for item in output["answers"]]
+        vowels = []
+        for answer, of_data in zip(answers, expected, strict=True):
+            if not of_data.startswith("D"):
+                vowels.append(sum(letter in "aeiou" for letter in answer))
+        assert scores["answers"] == 6
+        assert scores["reward_vowels"] == pytest.approx(sum(vowels) / len(vowels))
+        assert 0 <= scores["reward_brief"] <= 1
+    assert "reward_vowels" in done.stdout
+
+
 def test_plain_text_has_only_a_perplexity(folder, tmp_path):
     (tmp_path / "text.txt").write_text("Lily saw a dog. " * 20)
     output, _ = run_eval(tmp_path, "--checkpoint_dir", folder, "--data.path", "text.txt")
