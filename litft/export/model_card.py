@@ -199,7 +199,9 @@ def _about(info: CardInfo) -> Iterator[str]:
     if info.licence or base or info.args:
         yield f"Licence: {_licence_text(info.licence)}.\n"
 
-    # of a local file only the name is published
+    # of a local folder or file only the name is published
+    if info.args and info.args.teacher:
+        yield f"Teacher: `{hub_id(info.args.teacher) or Path(info.args.teacher).name}`.\n"
     if info.args:
         paths = [item.path for item in info.args.data.paths]
         names = [

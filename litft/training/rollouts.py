@@ -7,7 +7,7 @@ i alone.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,8 +61,12 @@ class Rollouts:
         objective: GRPO,
         seed: int,
         retries: bool,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        # retries: generate fewer completions at once after an out-of-memory error
+        # retries: generate fewer completions at once after an out-of-memory error; say: prints a
+        # line
+        self.say = say
+        self.has_warned = False  # of a step without a reward
         self.fabric = processes.fabric
         self.hosts = processes.hosts
         self.model = model
@@ -88,6 +92,12 @@ class Rollouts:
             samples.append(_sample(prompt, completion, is_masked, self.args.temperature == 1.0))
 
         rewards = rated.rewards
+        if rewards.isnan().all() and not self.has_warned:
+            self.has_warned = True
+            self.say(
+                f"warning: step {step + 1}: no reward function applies to a completion (each "
+                "returned None), so the step learns nothing"
+            )
         if self.objective.has_kl_reward:
             # the divergence is a part of the reward, so it is needed of all completions
             samples = self._with_log_probs(samples, layout)
@@ -256,8 +266,10 @@ class Rollouts:
         self.scorer.close()
 
 
-def open_rollouts(processes: Processes, setup: RunSetup, model: GPT) -> Rollouts | None:
-    """Return the rollouts of a run; None if it does not learn from rewards."""
+def open_rollouts(
+    processes: Processes, setup: RunSetup, model: GPT, say: Callable[[str], None]
+) -> Rollouts | None:
+    """Return the rollouts of a run; None if it does not learn from rewards. say: prints a line."""
     if not isinstance(setup.objective, GRPO):
         return None
     return Rollouts(
@@ -267,6 +279,7 @@ def open_rollouts(processes: Processes, setup: RunSetup, model: GPT) -> Rollouts
         objective=setup.objective,
         seed=setup.args.seed,
         retries=setup.args.train.oom_retry,
+        say=say,
     )
 
 

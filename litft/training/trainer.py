@@ -110,7 +110,7 @@ class Trainer:
         self.trained = network.trained
         self.flops = Flops(self.model)
         self.objective = setup.objective
-        self.rollouts = open_rollouts(processes, setup, self.model)
+        self.rollouts = open_rollouts(processes, setup, self.model, self.say)
         self.own_answers = open_own_answers(processes, setup, self.model, teacher, self.data.limit)
 
         # the measurements, and the folder that records them

@@ -402,7 +402,7 @@ def test_answers_are_rated_by_reward_functions(folder, tuned, examples, tmp_path
     """Base and adapter side by side: the mean of a function of one's own, by hand."""
     (tmp_path / "rewards.py").write_text(
         "def vowels(completion, answer):\n"
-        "    if answer.startswith('D'):\n        return None\n"
+        "    if len(answer.strip()) % 2:\n        return None\n"
         "    return sum(letter in 'aeiou' for letter in completion)\n"
     )
     flags = ["--checkpoint_dir", tuned, "--data.path", examples, "--max_new_tokens", "8"]
@@ -415,9 +415,9 @@ def test_answers_are_rated_by_reward_functions(folder, tuned, examples, tmp_path
         answers = [item[name] for item in output["answers"]]
         vowels = []
         for answer, of_data in zip(answers, expected, strict=True):
-            if not of_data.startswith("D"):
+            if not len(of_data) % 2:
                 vowels.append(sum(letter in "aeiou" for letter in answer))
-        assert scores["answers"] == 6
+        assert scores["answers"] == 6 > len(vowels) > 0
         assert scores["reward_vowels"] == pytest.approx(sum(vowels) / len(vowels))
         assert 0 <= scores["reward_brief"] <= 1
     assert "reward_vowels" in done.stdout

@@ -252,6 +252,7 @@ def test_a_run_learns_and_records_it(flags, tmp_path):
     words = "--checkpoint_dir run --repo_id me/mine --base_model me/base --dry_run".split()
     card = script("scripts/upload.py", *words, cwd=tmp_path).stdout
     assert "trained by LoRA from a teacher with distillation ([2306.13649]" in card
+    assert f"Teacher: `{Path(flags.teacher).name}`." in card
     assert "Divergence from the teacher" in (tmp_path / "run" / "report.html").read_text()
     kept = sorted(path.name for path in (tmp_path / "run" / "reference").iterdir())
     assert [name.split("-")[1] for name in kept] == ["train", "val"]

@@ -250,6 +250,15 @@ def test_gradients_do_not_depend_on_the_layout(flags, tmp_path):
             torch.testing.assert_close(gradient, results[0][1][name], rtol=1e-4, atol=1e-6)
 
 
+def test_a_step_without_a_reward_is_said(flags, tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text("def none(completion):\n    return None\n")
+    data = replace(flags.data, val_fraction=0.0)
+    reward = [f"{tmp_path / 'rewards.py'}:none"]
+    run_finetuning(replace(flags, reward=reward, data=data, out_dir=str(tmp_path / "run")))
+    said = capsys.readouterr().out
+    assert said.count("no reward function applies to a completion") == 1
+
+
 @pytest.mark.parametrize("loss", ["grpo", "rloo"])
 def test_the_reference_is_the_base(flags, tmp_path, loss):
     """At the start the method changes nothing, so the divergence is 0; later it is not."""
