@@ -78,8 +78,8 @@ def compare(args: DistillBenchmarkArgs, folder: Path) -> dict[str, list[tuple[fl
                 seed=seed,
                 **{
                     "data_val_path": str(DEMO / "val.jsonl"),
-                    "train_epochs": 4,
-                    "train_learning_rate": 2e-3,
+                    "train_epochs": 6,
+                    "train_learning_rate": 1e-3,
                     "train_micro_batch_size": 8,
                     "lora_r": 16,
                     "lora_alpha": 32,

@@ -45,6 +45,9 @@ class GrpoArgs:
     """Upper limit of the probability ratio: 1 + clip_high."""
     updates: int = 1
     """Optimizer updates with the completions of one step."""
+    resample: int = 0
+    """Draw the completions of a prompt again, at most this many times, while all of them have one
+    reward, from which nothing is learned (DAPO's dynamic sampling, with the same prompts)."""
     mask_truncated: bool = False
     """Leave completions out of the loss that have reached max_new_tokens."""
 
@@ -80,7 +83,7 @@ class GrpoArgs:
             )
         problems += below_minimum(self, "grpo", 2, "group_size")
         problems += below_minimum(self, "grpo", 1, "max_new_tokens", "rollout_rows", "updates")
-        problems += below_minimum(self, "grpo", 0, "beta", "clip_low", "clip_high")
+        problems += below_minimum(self, "grpo", 0, "beta", "clip_low", "clip_high", "resample")
         if not 0 < self.temperature <= 100:
             problems.append(
                 f"--grpo.temperature {self.temperature}: must lie in (0, 100]; without a draw, all "

@@ -48,6 +48,26 @@ class Rated:
     rollout_seconds: float
     reward_seconds: float
 
+    def with_groups(self, places: Sequence[int], drawn: "Rated") -> "Rated":
+        """Return a copy in which the groups at these places are those that were drawn again."""
+        size = self.rewards.size(1)
+        completions = list(self.completions)
+        values = self.values.clone()
+        rewards = self.rewards.clone()
+        for number, place in enumerate(places):
+            completions[place * size : (place + 1) * size] = drawn.completions[
+                number * size : (number + 1) * size
+            ]
+            values[place] = drawn.values[number]
+            rewards[place] = drawn.rewards[number]
+        return Rated(
+            completions=completions,
+            values=values,
+            rewards=rewards,
+            rollout_seconds=self.rollout_seconds + drawn.rollout_seconds,
+            reward_seconds=self.reward_seconds + drawn.reward_seconds,
+        )
+
 
 class Rollouts:
     """Answers prompts with the network of a run, and rates the answers. Every process takes part in
@@ -85,7 +105,7 @@ class Rollouts:
 
         prompts: each G times in a row. Raises RewardError if a reward function fails.
         """
-        rated = self.rate(f"step {step}", prompts)
+        rated = self._with_unequal_rewards(f"step {step}", prompts)
         samples = []
         for prompt, completion in zip(prompts, rated.completions, strict=True):
             is_masked = self.args.mask_truncated and not completion.ended
@@ -110,6 +130,23 @@ class Rollouts:
         if not self.objective.has_kl_reward:
             samples = self._with_log_probs(samples, layout)
         return samples, self._facts(rated)
+
+    def _with_unequal_rewards(self, name: str, prompts: Sequence[Sample]) -> Rated:
+        """Generate and rate completions; those of prompts whose completions all have one reward
+        again, up to --grpo.resample times."""
+        rated = self.rate(name, prompts)
+        size = self.args.group_size
+        for attempt in range(1, self.args.resample + 1):
+            is_equal = spread(rated.rewards)[:, 0] < EQUAL_REWARDS  # (P,)
+            places = is_equal.nonzero()[:, 0].tolist()
+            if not places:
+                break
+            again = []
+            for place in places:
+                again += prompts[place * size : (place + 1) * size]
+            drawn = self.rate(f"{name}, draw {attempt}", again, places)
+            rated = rated.with_groups(places, drawn)
+        return rated
 
     def _with_log_probs(self, samples: list[Sample], layout: BatchLayout) -> list[Sample]:
         """Return completions with what the loss compares their log-probabilities with: those before
@@ -151,11 +188,18 @@ class Rollouts:
         at_all = passed.any(1).double().mean().item()
         return [-reward, reward, at_one, at_all]
 
-    def rate(self, name: str, prompts: Sequence[Sample]) -> Rated:
-        """Generate a completion of each prompt, and rate it; name: of the random numbers."""
+    def rate(
+        self, name: str, prompts: Sequence[Sample], places: Sequence[int] | None = None
+    ) -> Rated:
+        """Generate a completion of each prompt, and rate it.
+
+        name, places: of the random numbers; places: one for each group, by default their order.
+        """
+        if places is None:
+            places = range(len(prompts) // self.args.group_size)
         start = time.perf_counter()
         own = self._own_numbers(len(prompts))
-        completions = self._generate(name, prompts, own)
+        completions = self._generate(name, prompts, own, places)
         generated = time.perf_counter()
         values, error = self._own_rewards([prompts[number] for number in own], completions)
         rated = time.perf_counter()
@@ -196,12 +240,17 @@ class Rollouts:
         return sums.masked_fill(values.isnan().all(2), torch.nan)
 
     def _generate(
-        self, name: str, prompts: Sequence[Sample], numbers: Sequence[int]
+        self,
+        name: str,
+        prompts: Sequence[Sample],
+        numbers: Sequence[int],
+        places: Sequence[int],
     ) -> list[Completion]:
-        """Return completions of the prompts with these numbers."""
+        """Return completions of the prompts with these numbers; places: of each group."""
         draws = []
         for number in numbers:
-            place, index = divmod(number, self.args.group_size)
+            group, index = divmod(number, self.args.group_size)
+            place = places[group]
             prompt_ids = prompts[number].prompt_ids
             draws.append(Draw(f"{name}, {place}, {index}", prompt_ids, self.args.max_new_tokens))
         return self.writer.write(draws)

@@ -250,6 +250,48 @@ def test_gradients_do_not_depend_on_the_layout(flags, tmp_path):
             torch.testing.assert_close(gradient, results[0][1][name], rtol=1e-4, atol=1e-6)
 
 
+def test_groups_with_one_reward_are_drawn_again(flags, tmp_path):
+    """A group depends on its place and attempt alone; one with several rewards stays."""
+    args = replace(flags, grpo=replace(flags.grpo, resample=2, max_new_tokens=3))
+    trainer = trainer_of(args, tmp_path / "a")
+    rollouts = trainer.rollouts
+    prompts = trainer.batches.step(0)
+    first = rollouts.rate("step 0", prompts)
+
+    def tokens(rated, place: int) -> list[list[int]]:
+        return [completion.tokens for completion in rated.completions[4 * place : 4 * place + 4]]
+
+    # a reward that is one for all but the second prompt, until the second attempt
+    calls = []
+
+    def rewards_of(name: str, places: list[int]) -> torch.Tensor:
+        calls.append((name, places))
+        rewards = torch.zeros(len(places), 4, dtype=torch.float64)
+        for number, place in enumerate(places):
+            if place == 1 or name.endswith("draw 2"):
+                rewards[number] = torch.arange(4.0) + place
+        return rewards
+
+    rate = rollouts.rate
+
+    def rated(name, prompts, places=None):
+        result = rate(name, prompts, places)
+        return replace(result, rewards=rewards_of(name, places or [0, 1, 2]))
+
+    rollouts.rate = rated
+    result = rollouts._with_unequal_rewards("step 0", prompts)
+    rollouts.close()
+    assert calls == [
+        ("step 0", [0, 1, 2]),
+        ("step 0, draw 1", [0, 2]),
+        ("step 0, draw 2", [0, 2]),
+    ]
+    assert (result.rewards == torch.arange(4.0) + torch.arange(3.0)[:, None]).all()
+    assert tokens(result, 1) == tokens(first, 1)
+    alone = rate("step 0, draw 2", prompts[8:], [2])
+    assert tokens(result, 2) == tokens(alone, 0) != tokens(first, 2)
+
+
 def test_a_step_without_a_reward_is_said(flags, tmp_path, capsys):
     (tmp_path / "rewards.py").write_text("def none(completion):\n    return None\n")
     data = replace(flags.data, val_fraction=0.0)
