@@ -203,16 +203,7 @@ class Rollouts:
         generated = time.perf_counter()
         values, error = self._own_rewards([prompts[number] for number in own], completions)
         rated = time.perf_counter()
-
-        # all processes know all completions, or the error of the first that has one
-        numbered: list[tuple[int, Completion, list[float]]] = []
-        for numbers, of_rank, of_functions, failure in self.hosts.all_gather(
-            (own, completions, values, error)
-        ):
-            if failure is not None:
-                raise RewardError(failure)
-            numbered += zip(numbers, of_rank, of_functions, strict=True)
-        numbered.sort(key=lambda item: item[0])
+        numbered = self._of_all_processes(own, completions, values, error)
         all_values = torch.tensor([item[2] for item in numbered], dtype=torch.float64)
         all_values = all_values.view(-1, self.args.group_size, len(self.rewards))
         return Rated(
@@ -222,6 +213,24 @@ class Rollouts:
             rollout_seconds=generated - start,
             reward_seconds=rated - generated,
         )
+
+    def _of_all_processes(
+        self,
+        own: list[int],
+        completions: list[Completion],
+        values: list[list[float]],
+        error: str | None,
+    ) -> list[tuple[int, Completion, list[float]]]:
+        """Return the numbers, completions and values of all processes, in the order of the numbers;
+        raise RewardError with the message of the first process that has one."""
+        numbered: list[tuple[int, Completion, list[float]]] = []
+        for numbers, of_rank, of_functions, failure in self.hosts.all_gather(
+            (own, completions, values, error)
+        ):
+            if failure is not None:
+                raise RewardError(failure)
+            numbered += zip(numbers, of_rank, of_functions, strict=True)
+        return sorted(numbered, key=lambda item: item[0])
 
     def _own_numbers(self, count: int) -> list[int]:
         """Return the completions, of `count`, that this process generates: whole groups."""

@@ -11,6 +11,7 @@ from torch import nn
 from litft.args import FinetuneArgs
 from litft.checkpoints.adapter_reader import adapter_digest
 from litft.data.dataset import DataSplits
+from litft.data.digests import file_hash
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import pick_full_precision, pick_precision
 from litft.evaluation.rewards.reward import Reward
@@ -109,6 +110,7 @@ class RunSetup:
                     objective[f"grpo.{name}"] = value
         if self.teacher is not None:
             objective["teacher"] = fingerprint(self.teacher.checkpoint)
+            objective["config.json of the teacher"] = file_hash(self.teacher.base / "config.json")
             if self.teacher.adapter:
                 objective["teacher's adapter"] = adapter_digest(self.teacher.adapter)
             objective |= {f"distill.{name}": value for name, value in flags["distill"].items()}

@@ -1,10 +1,12 @@
 """Learning from a teacher: the loss against closed forms and TRL, what a run reads and records,
 processes, kills, and files that are damaged."""
 
+import json
 import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -424,6 +426,31 @@ def test_a_run_is_not_resumed_as_another_one(flags, models, tmp_path):
         run_finetuning(replace(args, teacher=flags.teacher))
     with pytest.raises(ValueError, match="objective distill, now None"):
         run_finetuning(replace(args, objective="sft", teacher=None, distill=DistillArgs()))
+
+
+def test_a_teacher_that_has_changed_is_noticed(flags, models, tmp_path):
+    """Its config, and a weight beyond the first values of its tensor."""
+    teacher = copytree(models[1], tmp_path / "teacher")
+    args = replace(
+        flags,
+        teacher=str(teacher),
+        distill=DistillArgs(top_k=4),
+        out_dir=str(tmp_path / "run"),
+        train=replace(flags.train, max_steps=2),
+    )
+    run_finetuning(args)
+    args = replace(args, resume=True, train=replace(args.train, max_steps=4))
+    config = (teacher / "config.json").read_text()
+    changed = json.loads(config) | {"rms_norm_eps": 10.0}
+    (teacher / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match=r"config\.json of the teacher"):
+        run_finetuning(args)
+    (teacher / "config.json").write_text(config)
+    weights = bytearray((teacher / "model.safetensors").read_bytes())
+    weights[-5] ^= 64
+    (teacher / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="a part of the teacher of what was trained"):
+        run_finetuning(args)
 
 
 def test_more_tokens_than_the_vocabulary_are_all_tokens(flags, tmp_path):

@@ -15,8 +15,10 @@ class BaseFiles:
     while the run begins: the files were just read, so that they are mostly in the system's cache.
     """
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], role: str = "the base of what was trained") -> None:
+        # role: what the files are a part of, for messages
         self.paths = paths
+        self.role = role
         # by file name; of the files that were read to their end
         self._hashes: dict[str, str] = {}
         self._thread: threading.Thread | None = None
@@ -55,8 +57,8 @@ class BaseFiles:
                 and file_hash(path) != entry["hash"]
             ):
                 raise ValueError(
-                    f"{path} has changed since the run began, and it is a part of the base of what "
-                    "was trained; restore the file, or start another run"
+                    f"{path} has changed since the run began, and it is a part of {self.role}; "
+                    "restore the file, or start another run"
                 )
             # unchanged, so it need not be hashed again
             self._hashes[path.name] = entry["hash"]

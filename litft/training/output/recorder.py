@@ -101,6 +101,10 @@ class Recorder:
         group = processes.hosts.checkpoint_group
         self.saver = run_checkpoints.Saver(self.folder, self.is_writer, group)
         self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
+        of_teacher = []
+        if setup.teacher is not None:
+            of_teacher = [*setup.teacher.weight_files, setup.teacher.base / "config.json"]
+        self.teacher_files = BaseFiles(of_teacher, "the teacher of what was trained")
         self.is_open = False  # the folder is this run's
         # time.monotonic() from which on report.html may be written again
         self.next_report = 0.0
@@ -129,6 +133,7 @@ class Recorder:
         if progress is not None:
             self.logged_as = progress.get("logger")
             self.base_files.check(progress.get("base_files") or {})
+            self.teacher_files.check(progress.get("teacher_files") or {})
         return progress, damaged
 
     def open(self, start_step: int) -> None:
@@ -140,6 +145,7 @@ class Recorder:
         if self.is_writer:
             self._open(start_step)
             self.base_files.start()
+            self.teacher_files.start()
         self.fabric.barrier()
         if any(self.hosts.all_reduce_max(not run_dir.is_run(self.folder))):
             reason = "a process does not see what the first one writes there"
@@ -207,6 +213,7 @@ class Recorder:
             "tokenizer": self.setup.tokenizer.choices(),
             "logger": [self.args.logger, self.logger.version] if self.logger else None,
             "base_files": self.base_files.record() if self.is_writer else {},
+            "teacher_files": self.teacher_files.record() if self.is_writer else {},
         }
 
         def when_written() -> None:
