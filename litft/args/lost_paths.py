@@ -14,7 +14,7 @@ def lost_paths(run_values: list[tuple[str, str]], given: dict[str, str]) -> dict
     for name, value in run_values:
         if name in given:
             continue
-        if name in ("checkpoint_dir", "teacher") and value and _is_lost(value):
+        if name in ("checkpoint_dir", "teacher") and value != "null" and _is_lost(value):
             lost[f"--{name}"] = value
         if name in ("data.path", "data.val_path"):
             paths = [DataPath.parse(item).path for item in _items_of(value)]
