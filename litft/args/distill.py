@@ -21,6 +21,8 @@ class DistillArgs:
     top_k: int = 64
     """The teacher's likeliest tokens that are kept for each target, with the probability of all
     others together."""
+    teacher_base_dir: str | None = None
+    """The folder of the base of a teacher that is an adapter, if it has moved."""
     quantize: Quantization = "none"
     """Quantize the teacher's weights; it then takes less memory, and says something else."""
     on_policy: float = 0.0

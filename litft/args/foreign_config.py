@@ -38,6 +38,8 @@ READ_TOGETHER = (
 DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
 # settings that only TRL's DPO has
 SETTINGS_OF_DPO = {"preference.beta", "rpo_alpha", "precompute_ref_log_probs"}
+# the same of generalized knowledge distillation, which has DPO's beta
+SETTINGS_OF_GKD = {"teacher_model_name_or_path", "lmbda", "seq_kd"}
 # flags that apply to supervised training alone
 # whether the scales of quantized weights are quantized, too
 NESTED_QUANTIZATION = (
@@ -122,11 +124,25 @@ def _set_objective(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
         # LLaMA-Factory names the stage, and TRL's settings of DPO tell its files
         if entries.get("stage") in DATA_KINDS:
             given["objective"] = entries["stage"]
+        elif not SETTINGS_OF_GKD.isdisjoint(entries):
+            given["objective"] = "distill"
         elif not SETTINGS_OF_DPO.isdisjoint(entries):
             given["objective"] = "dpo"
+    if given.get("objective") == "distill" and not SETTINGS_OF_GKD.isdisjoint(entries):
+        _settle_gkd(given, entries)
     # the weight of the odds ratio is called beta elsewhere
     if given.get("objective") == "orpo" and "preference.beta" in given:
         given["preference.orpo_lambda"] = given.pop("preference.beta")
+
+
+def _settle_gkd(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Set the flags of TRL's GKD with its defaults: its loss has no cross-entropy, and its beta and
+    length have names that mean something else here."""
+    given["distill.alpha"] = 0.0
+    given["distill.beta"] = given.pop("preference.beta", 0.5)
+    given["distill.temperature"] = entries.get("temperature", 0.9)
+    given.setdefault("distill.on_policy", 0.5)
+    given["distill.max_new_tokens"] = given.pop("eval.max_new_tokens", 128)
 
 
 def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: list[str]) -> None:

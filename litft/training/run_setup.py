@@ -179,7 +179,10 @@ def _teacher(args: FinetuneArgs, tokenizer: Tokenizer) -> PretrainedFolder | Non
     without --teacher."""
     if args.teacher is None:
         return None
-    teacher = resolve(args.teacher)
+    try:
+        teacher = resolve(args.teacher, args.distill.teacher_base_dir)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--base_dir", "--distill.teacher_base_dir")) from None
     teacher.check()
     own = teacher.tokenizer()
     if own is None:

@@ -50,6 +50,7 @@ class Teacher:
         precision = run.settings.precision.removesuffix("-true")
         quantize = setup.args.distill.quantize
         self.fabric = fabric
+        self.folder = setup.teacher.folder
         self.args = setup.args.distill
         self.vocab_size = setup.method.vocab_size(setup.source.config)
         self.model = load_network(setup.teacher, precision, fabric.device, quantize)
@@ -80,7 +81,13 @@ class Teacher:
                 softcap=self.model.config.logit_softcap,
             )
             counts = [samples[index].supervised for index in order]
-            parts = zip(ids.cpu().split(counts), log_probs.cpu().split(counts), strict=True)
+            on_host = log_probs.cpu()
+            if not on_host.isfinite().all():
+                raise ValueError(
+                    f"--teacher {self.folder}: its logits are not all finite; look for NaN or "
+                    "infinity in its weights and config.json, or name another teacher"
+                )
+            parts = zip(ids.cpu().split(counts), on_host.split(counts), strict=True)
             for index, part in zip(order, parts, strict=True):
                 values[index] = TeacherValues(*part)
         return values
@@ -205,7 +212,10 @@ class TeacherPass:
         setup = self.run.setup
         args = setup.args.distill
         self.folder.claim()
-        facts = self.folder.identity() | {"limit": self.run.schedule.data.limit}
+        facts = self.folder.identity() | {
+            "limit": self.run.schedule.data.limit,
+            "files of the teacher": self._stamps(),
+        }
         key = digest(facts)
         missing: dict[str, list[int]] = {}
         for name, (samples, indices) in self.parts.items():
@@ -230,6 +240,16 @@ class TeacherPass:
                 self._read(teacher, name, indices)
         if args.on_policy:
             self.teacher = teacher
+
+    def _stamps(self) -> list[tuple[str, int, int]]:
+        """Return names, sizes and times of the teacher's weights: a teacher that was mended reads
+        the examples again."""
+        assert self.run.setup.teacher is not None  # there is no pass without one
+        stamps = []
+        for path in self.run.setup.teacher.weight_files:
+            stat = path.stat()
+            stamps.append((path.name, stat.st_size, stat.st_mtime_ns))
+        return stamps
 
     @property
     def readers(self) -> dict[str, TeacherReader]:

@@ -902,6 +902,13 @@ def test_what_differs_is_converted(text, expected, tmp_path):
             "",
         ),
         (
+            "model_name_or_path: m\nteacher_model_name_or_path: t\nlmbda: 0.7\nbeta: 0.3",
+            {"objective": "distill", "teacher": "t", "distill.on_policy": 0.7}
+            | {"distill.alpha": 0.0, "distill.beta": 0.3, "distill.temperature": 0.9}
+            | {"preference.beta": None},
+            "",
+        ),
+        (
             "base_model: m\nrl: orpo\norpo_alpha: 0.5\nsample_packing: true",
             {"preference.orpo_lambda": 0.5},
             "packing: a step has packed rows there",

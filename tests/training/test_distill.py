@@ -11,6 +11,7 @@ from shutil import copytree
 import pytest
 import torch
 from conftest import STORIES, adapted, copy_tokenizer, kill_after, rows_of, script, write_records
+from safetensors.torch import load_file, save_file
 from sentencepiece import sentencepiece_model_pb2
 from torch import nn
 
@@ -447,7 +448,7 @@ def test_a_teacher_that_has_changed_is_noticed(flags, models, tmp_path):
         run_finetuning(args)
     (teacher / "config.json").write_text(config)
     weights = bytearray((teacher / "model.safetensors").read_bytes())
-    weights[-5] ^= 64
+    weights[-4] ^= 1
     (teacher / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match="a part of the teacher of what was trained"):
         run_finetuning(args)
@@ -474,6 +475,28 @@ def test_a_step_may_have_no_answer_of_its_own(flags, tmp_path):
     run_finetuning(replace(flags, distill=distill, train=train, out_dir=str(tmp_path / "own")))
     rows = [row for row in rows_of(tmp_path / "own") if "own_answers" in row]
     assert rows and all("cross_entropy" not in row for row in rows)
+
+
+def test_a_teacher_that_is_not_finite_is_named(flags, models, tmp_path):
+    """What it says is not kept: a teacher that was mended reads the examples again."""
+    teacher = copytree(models[1], tmp_path / "teacher")
+    weights = load_file(teacher / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    whole = weights[name].clone()
+    weights[name][-1, -1] = torch.nan
+    save_file(weights, teacher / "model.safetensors", {"format": "pt"})
+    args = replace(
+        flags,
+        teacher=str(teacher),
+        distill=DistillArgs(top_k=4),
+        out_dir=str(tmp_path / "run"),
+        train=replace(flags.train, max_steps=1),
+    )
+    with pytest.raises(ValueError, match=r"--teacher .*its logits are not all finite"):
+        run_finetuning(args)
+    save_file(weights | {name: whole}, teacher / "model.safetensors", {"format": "pt"})
+    result = run_finetuning(replace(args, resume=True))
+    assert result is not None and result.metrics["val_divergence"] > 0
 
 
 def test_what_a_teacher_cannot_judge_is_refused(flags, make_model, tmp_path):

@@ -100,6 +100,7 @@ MORE_WAYS: dict[str, FinetuneArgs] = {
         precision="bf16-true",
         train=TrainArgs(optimizer_in_backward=True, max_grad_norm=0.0, global_batch_size=4),
     ),
+    "LoRA, a teacher": replace(_lora(), objective="distill"),
     "LoRA, label smoothing, auto precision": _lora("auto", label_smoothing=0.1),
 }
 MORE_FAMILIES = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
