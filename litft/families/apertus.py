@@ -37,7 +37,7 @@ def rules(config: Config) -> list[Rule]:
 
 
 FAMILY = Family(
-    model_types=("apertus",),
+    model_types=("apertus", "apertus1p5_text"),
     config=config,
     rules=rules,
 )

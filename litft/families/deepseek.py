@@ -29,6 +29,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=2.5,
         max_position_embeddings=4096,
     ),
+    "sarvam_mla": dict(
+        first_k_dense_replace=1,
+        n_routed_experts=128,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        routed_scaling_factor=2.5,
+        q_lora_rank=None,
+        max_position_embeddings=4096,
+    ),
     "glm4_moe_lite": dict(
         n_routed_experts=64,
         num_experts_per_tok=4,
@@ -214,7 +225,10 @@ def peft_rules(config: Config) -> list[Rule]:
 
 
 FAMILY = Family(
-    model_types=("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),
+    model_types=(
+        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        *("minicpm3", "sarvam_mla", "youtu"),
+    ),
     config=config,
     rules=rules,
     peft_rules=peft_rules,

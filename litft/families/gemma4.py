@@ -21,6 +21,8 @@ DEFAULTS = dict(
     hidden_size_per_layer_input=256,
     vocab_size_per_layer_input=262144,
 )
+# Gemma 4 12B, whose layers have no inputs of their own
+UNIFIED = dict(hidden_size_per_layer_input=0, max_position_embeddings=262144, sliding_window=1024)
 # transformers' defaults for each kind of layer
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -51,11 +53,15 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
     if hf["model_type"] == "gemma4":
         return llama.text_model_config(hf, "gemma4_text", "Gemma4ForCausalLM")
+    if hf["model_type"] == "gemma4_unified":
+        return llama.text_model_config(hf, "gemma4_unified_text", "Gemma4UnifiedForCausalLM")
     return hf
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Gemma4TextConfig."""
+    if hf["model_type"] == "gemma4_unified_text":
+        hf = {**UNIFIED, **hf}
     hf = {**DEFAULTS, **hf}
     if hf.get("use_bidirectional_attention") == "all":
         raise ValueError(
@@ -211,12 +217,15 @@ def rules(config: Config) -> list[Rule]:
         Rename(f"{LAYERS}router.per_expert_scale", f"{moe}expert_scale"),
         *experts,
         *llama.rules(config, MODEL, norms=gemma.POST_NORMS),
-        Drop("model.{vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector}.{*}"),
+        Drop(
+            "model.{vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio|"
+            "multi_modal_projector}.{*}"
+        ),
     ]
 
 
 FAMILY = Family(
-    model_types=("gemma4_text", "gemma4"),
+    model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
     config=config,
     rules=rules,
     text_config=text_config,

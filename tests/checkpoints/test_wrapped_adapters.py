@@ -54,6 +54,7 @@ WRAPPERS = {
         dict(mm_tokens_per_image=4, image_token_id=90),
     ),
     "Gemma4": (TEXT | PER_LAYER, TOWER, {}),
+    "Gemma4Unified": (TEXT | dict(global_head_dim=12), {}, {}),
     "Mistral3": (TEXT | dict(model_type="mistral"), TOWER, dict(tie_word_embeddings=False)),
     "Llama4": (TEXT | EXPERTS, LLAMA4_TOWER, {}),
     "Qwen3_5": (TEXT | LINEAR | dict(num_hidden_layers=4), QWEN_TOWER, {}),

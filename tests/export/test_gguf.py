@@ -264,6 +264,18 @@ MODELS = {
             moe_intermediate_size=24,
         ),
     ),
+    "gemma4 unified": (
+        "Gemma4UnifiedTextConfig",
+        dict(
+            head_dim=16,
+            global_head_dim=32,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            sliding_window=6,
+        ),
+    ),
+    "iquestcoder": ("IQuestCoderConfig", dict(head_dim=16)),
     "qwen2_moe": ("Qwen2MoeConfig", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=1)),
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -457,6 +469,7 @@ GELU = (
     "gemma3",
     "gemma4",
     "gemma4 experts",
+    "gemma4 unified",
     "gpt2",
     "phi",
     "starcoder2",

@@ -8,7 +8,10 @@ from litft.export.gguf.families.family import GgufFamily
 from litft.families import llama as llama_family
 from litft.model.config import Config
 
-GGUF = {"gemma4_text": ("gemma4", "Gemma4ForCausalLM")}
+GGUF = {
+    "gemma4_text": ("gemma4", "Gemma4ForCausalLM"),
+    "gemma4_unified_text": ("gemma4", "Gemma4UnifiedForCausalLM"),
+}
 GGUF_FIELDS = {
     "attention.sliding_window_pattern": "layer_types",
     "attention.shared_kv_layers": "num_kv_shared_layers",

@@ -7,7 +7,10 @@ from litft.export.gguf.families.family import GgufFamily
 from litft.families.llama import embedding_and_head, rename_modules
 from litft.model.config import Config
 
-GGUF = {"llama": ("llama", "LlamaForCausalLM")}
+GGUF = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "iquestcoder": ("llama", "LlamaForCausalLM"),
+}
 GGUF_TENSORS = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_up.bias"}
 # litft's module names -> llama.cpp's, within a layer
 GGUF_ATTENTION = {f"attention.{n}_proj": f"attn_{n}" for n in "qkv"} | {
