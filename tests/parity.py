@@ -242,20 +242,6 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             ),
         },
     ),
-    "gemma4_unified_text": (
-        "Gemma4UnifiedTextConfig",
-        {
-            "keys as values": dict(
-                head_dim=8,
-                global_head_dim=16,
-                attention_k_eq_v=True,
-                num_global_key_value_heads=1,
-                layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-                sliding_window=6,
-                final_logit_softcapping=20.0,
-            ),
-        },
-    ),
     "gemma3n_text": (
         "Gemma3nTextConfig",
         {
@@ -540,18 +526,6 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 rope_interleave=False,
                 attention_bias=True,
                 rope_parameters=dict(rope_theta=1e4, mscale=1.0, mscale_all_dim=1.0, **YARN),
-                **DEEPSEEK,
-            ),
-        },
-    ),
-    "sarvam_mla": (
-        "SarvamMLAConfig",
-        {
-            "no query rank": dict(
-                MLA,
-                q_lora_rank=None,
-                n_routed_experts=6,
-                first_k_dense_replace=1,
                 **DEEPSEEK,
             ),
         },
@@ -881,14 +855,6 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "llama3": dict(rope_parameters=dict(rope_theta=500.0, **LLAMA3)),
         },
     ),
-    "apertus1p5_text": (
-        "Apertus1p5TextConfig",
-        {"xIELU": dict(hidden_act="xielu")},
-    ),
-    "iquestcoder": (
-        "IQuestCoderConfig",
-        {"grouped": dict(head_dim=8)},
-    ),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1Config",
         {
@@ -972,6 +938,40 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 swiglu_limit=1.5,
             ),
         },
+    ),
+    "gemma4_unified_text": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "keys as values": dict(
+                head_dim=8,
+                global_head_dim=16,
+                attention_k_eq_v=True,
+                num_global_key_value_heads=1,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+                sliding_window=6,
+                final_logit_softcapping=20.0,
+            ),
+        },
+    ),
+    "sarvam_mla": (
+        "SarvamMLAConfig",
+        {
+            "no query rank": dict(
+                MLA,
+                q_lora_rank=None,
+                n_routed_experts=6,
+                first_k_dense_replace=1,
+                **DEEPSEEK,
+            ),
+        },
+    ),
+    "apertus1p5_text": (
+        "Apertus1p5TextConfig",
+        {"xIELU": dict(hidden_act="xielu")},
+    ),
+    "iquestcoder": (
+        "IQuestCoderConfig",
+        {"grouped": dict(head_dim=8)},
     ),
 }
 

@@ -105,7 +105,7 @@ def missing_modules(
     `layers.3` is compared then.
     """
     # in a wrapper, full names tell the language model's blocks from a vision tower's
-    is_wrapper = any("language_model." in name for name in base_names)
+    is_wrapper = names.is_wrapper
     blocks = set()
     for name in base_names:
         block = _block(text_name(name))

@@ -241,7 +241,7 @@ def multimodal_rules(config: Config, norms: dict[str, str] = NORMS) -> list[Rule
     head = "{|language_model.}lm_head"
     return [
         *rules(config, model, head, norms),
-        Drop("{model.|}{vision_tower|multi_modal_projector}.{*}"),
+        Drop("{model.|}{vision_tower|multi_modal_projector|visual}.{*}"),
     ]
 
 

@@ -23,13 +23,14 @@ class DivergenceGuard:
         self,
         train: TrainArgs,
         schedule: Schedule,
-        vocab_size: int,
+        uniform_loss: float,
         folder: Path,
         say: Callable[[str], None],
     ) -> None:
         self.train = train
         self.schedule = schedule
-        self.vocab_size = vocab_size
+        # of a uniform guess
+        self.uniform_loss = uniform_loss
         self.folder = folder
         self.say = say
         self.skipped = 0  # steps in a row, by --train.skip_nan
@@ -46,8 +47,7 @@ class DivergenceGuard:
                 if self.train.skip_nan:
                     return
                 raise ValueError(self._message(step, name, row[column]))
-        # the loss of a uniform guess is the logarithm of the vocabulary's size
-        if row["loss"] > EXPLODED * max(math.log(self.vocab_size), first["loss"]):
+        if row["loss"] > EXPLODED * max(self.uniform_loss, first["loss"]):
             raise ValueError(
                 self._message(step, "loss", row["loss"], f" and was {first['loss']:.3g}")
             )
@@ -80,10 +80,10 @@ class DivergenceGuard:
         # only training losses belong to the examples of a step
         if step and name != "validation loss":
             numbers = ", ".join(map(str, self.schedule.step_indices(step - 1)))
-            examples = (
-                f"; the step's training examples: {numbers} (--train.skip_nan leaves such steps "
-                "out)"
-            )
+            examples = f"; the step's training examples: {numbers}"
+            # a finite loss is not left out
+            if not math.isfinite(value):
+                examples += " (--train.skip_nan leaves such steps out)"
         return (
             f"step {step}: the {name} is {value:.4g}{more}, so training cannot continue; "
             f"{remedy}{examples}"

@@ -138,7 +138,11 @@ class Trainer:
         self.metrics = self.recorder.metrics
         self.probe = MemoryProbe(processes, run, network, self.say)
         self.divergence = DivergenceGuard(
-            self.args.train, self.schedule, setup.source.config.vocab_size, folder, self.say
+            self.args.train,
+            self.schedule,
+            self.objective.uniform_loss(setup.source.config.vocab_size),
+            folder,
+            self.say,
         )
 
         # finished steps, and those that were finished before this process began

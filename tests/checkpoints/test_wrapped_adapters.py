@@ -45,6 +45,7 @@ LINEAR = dict(
 QWEN_TOWER = dict(
     depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
 )
+MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[1, 1, 2])
 PER_LAYER = dict(global_head_dim=12, hidden_size_per_layer_input=10, vocab_size_per_layer_input=96)
 # class of the wrapper -> (text_config, vision_config, other values)
 WRAPPERS = {
@@ -57,6 +58,12 @@ WRAPPERS = {
     "Gemma4Unified": (TEXT | dict(global_head_dim=12), {}, {}),
     "Mistral3": (TEXT | dict(model_type="mistral"), TOWER, dict(tie_word_embeddings=False)),
     "Llama4": (TEXT | EXPERTS, LLAMA4_TOWER, {}),
+    "Qwen2_5_VL": (
+        TEXT | dict(rope_parameters=MROPE),
+        dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=24),
+        dict(tie_word_embeddings=False),
+    ),
+    "Qwen3VL": (TEXT | dict(rope_parameters=MROPE), QWEN_TOWER, {}),
     "Qwen3_5": (TEXT | LINEAR | dict(num_hidden_layers=4), QWEN_TOWER, {}),
 }
 

@@ -193,6 +193,42 @@ PUBLISHED = {
 }
 
 
+QWEN_VL = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+@torch.no_grad()
+def test_folders_of_qwen_vl_with_the_fields_side_by_side(tmp_path, name):
+    """As published: without text_config, and with M-RoPE, whose positions are one for text."""
+    mrope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    # transformers changes the dictionary that it gets
+    values = QWEN_VL | {"rope_scaling": dict(mrope), "rope_theta": 1e6}
+    tower = dict(depth=1, hidden_size=32, num_heads=2, embed_dim=16, intermediate_size=24)
+    if name == "Qwen2_5_VL":
+        tower = tower | {"out_hidden_size": 32}
+    config = getattr(transformers, f"{name}Config")
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    wrapped = config(text_config=values, vision_config=tower, tie_word_embeddings=False)
+    model = model_class(wrapped).eval()
+    model.save_pretrained(tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    text = hf.pop("text_config")
+    for field in ("model_type", "rope_parameters"):
+        text.pop(field, None)
+    flat = {**text, **hf, "rope_scaling": mrope, "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    tokens = draw(2, 40, seed=1) % 90
+    assert relative(litft.load(tmp_path, "fp32")[0](tokens), model(tokens).logits) <= 1e-5
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 @torch.no_grad()
 def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):

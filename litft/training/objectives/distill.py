@@ -48,6 +48,11 @@ class Distill(Objective):
         of_answers = ("own_answers", "completion_tokens", "rollout_seconds", "teacher_seconds")
         return (*of_answers, *self.scores)
 
+    def uniform_loss(self, vocab_size: int) -> float:
+        """Return about the loss of a uniform guess: a low temperature sharpens the teacher's
+        probabilities and the student's mistakes."""
+        return math.log(vocab_size) / min(1.0, self.distill.temperature)
+
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples: of all target tokens, and of the data's."""
         tokens = 0

@@ -115,6 +115,10 @@ class Objective:
             return cls.full_learning_rate
         return cls.full_learning_rate * (LORA_RATIO * default / SFT_LORA_RATE)
 
+    def uniform_loss(self, vocab_size: int) -> float:
+        """Return about the loss of a uniform guess, by which an exploded loss is told."""
+        return math.log(vocab_size)
+
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples."""
         raise NotImplementedError
