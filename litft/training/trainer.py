@@ -137,13 +137,8 @@ class Trainer:
         )
         self.metrics = self.recorder.metrics
         self.probe = MemoryProbe(processes, run, network, self.say)
-        self.divergence = DivergenceGuard(
-            self.args.train,
-            self.schedule,
-            self.objective.uniform_loss(setup.source.config.vocab_size),
-            folder,
-            self.say,
-        )
+        uniform = self.objective.uniform_loss(setup.source.config.vocab_size)
+        self.divergence = DivergenceGuard(self.args.train, self.schedule, uniform, folder, self.say)
 
         # finished steps, and those that were finished before this process began
         self.step = self.start_step = 0
