@@ -1,6 +1,7 @@
 """Completions of prompts by the network that is trained, as it is: with the method in it, nothing
 merged or copied."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class DrawSettings:
     top_p: float
     # completions that a device generates at once
     rows: int
+    # tokens from this one on are not drawn; None: all are
+    vocab_size: int | None = None
 
 
 class CompletionWriter:
@@ -80,7 +83,12 @@ class CompletionWriter:
 
     def _request(self, draw: Draw) -> Request:
         """Return what the decoder is asked for."""
+        bias = {}
+        size = self.model.config.vocab_size
+        for token in range(self.settings.vocab_size or size, size):
+            bias[token] = -math.inf
         sampling = Sampling(
+            logit_bias=bias,
             temperature=self.settings.temperature,
             top_p=self.settings.top_p,
             seed=hash64(f"{self.seed}, {draw.key}"),

@@ -35,7 +35,13 @@ class OwnAnswers:
             processes,
             model,
             setup.tokenizer,
-            settings=DrawSettings(temperature=1.0, top_p=1.0, rows=ROWS),
+            settings=DrawSettings(
+                temperature=1.0,
+                top_p=1.0,
+                rows=ROWS,
+                # a padded vocabulary has tokens that the teacher cannot read
+                vocab_size=teacher.model.config.vocab_size,
+            ),
             seed=setup.args.seed,
             retries=setup.args.train.oom_retry,
         )

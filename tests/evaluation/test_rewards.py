@@ -31,7 +31,14 @@ def completed(text: str, answer: str = "", tokens: int = 1, **columns) -> Comple
         ("number", "10-2=8", "8", 1),
         ("number", "it is -3", "-3", 1),
         ("number", "it is 3", "-3", 0),
+        ("number", "x = \u22123", "-3", 1),
+        ("number", "x = \u22123", "3", 0),
+        ("number", "a loss of -$3", "-3", 1),
+        ("number", "a loss of -$3", "3", 0),
+        ("number", "about 1e3", "1000", 1),
         ("number", "no idea", "3", 0),
+        ("exact", "None", None, None),
+        ("contains", "anything", "", None),
         ("number", "3", "none", None),
         (r"regex:^\d+$", "42", "", 1),
         (r"regex:^\d+$", "42!", "", 0),
@@ -51,6 +58,14 @@ def test_built_in_functions(source, text, answer, expected):
         [completed(text, answer)]
     )
     assert row == [expected]
+
+
+def test_patterns_may_have_commas():
+    rewards = parse_rewards(["regex:^[a", "b]{1", "3}$=0.5", "exact"])
+    assert [(item.source, item.weight) for item in rewards] == [
+        ("regex:^[a,b]{1,3}$", 0.5),
+        ("exact", 1.0),
+    ]
 
 
 def test_brevity_falls_from_the_limit_to_twice_the_limit():

@@ -512,6 +512,19 @@ def test_what_a_teacher_cannot_judge_is_refused(flags, make_model, tmp_path):
         prepare_run(replace(flags, data=texts))
 
 
+def test_own_answers_have_tokens_of_the_teacher_alone(flags, make_model, tmp_path):
+    """A student whose vocabulary is padded may draw others."""
+    from transformers import LlamaConfig
+
+    _, padded = make_model(LlamaConfig, vocab_size=4096, max_position_embeddings=128)
+    copy_tokenizer(STORIES, padded)
+    distill = replace(flags.distill, on_policy=1.0)
+    args = replace(flags, checkpoint_dir=str(padded), distill=distill)
+    trainer = trainer_of(args, tmp_path / "a")
+    own, _ = trainer.own_answers.replaced(0, trainer.batches.step(0), trainer.schedule.layout)
+    assert max(int(sample.tokens.max()) for sample in own) < 512
+
+
 def test_flags_of_a_teacher(flags):
     for changed, message in (
         ({"teacher": None}, "--teacher is missing"),

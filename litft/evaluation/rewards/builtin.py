@@ -3,26 +3,41 @@
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
-# a number as people write it: 1,234.5 or -3 or .5
-NUMBER = re.compile(r"(?:(?<![\w.])-)?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)")
+# a number as people write it: 1,234.5 or -3 or −3 (with the minus sign) or -$3 or .5 or 1e3
+SIGN = r"(?:(?<![\w.])[-\u2212](?:[$€£¥](?=[\d.]))?)?"
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)"
+NUMBER = re.compile(SIGN + DIGITS + r"(?:[eE][-+]?\d+)?")
+# what a number is written with, and what Python reads
+READABLE = str.maketrans({",": "", "$": "", "€": "", "£": "", "¥": "", "\u2212": "-"})
 # a thought and what follows; the opening tag may be in the prompt
 THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)
 
 RewardFunction = Callable[..., float | None]
 
 
-def exact(completion: str, answer: str) -> float:
-    """1 if the completion is the answer, apart from white space at its ends."""
+def exact(completion: str, answer: Any) -> float | None:
+    """1 if the completion is the answer, apart from white space at its ends; None without an
+    answer."""
+    if _is_missing(answer):
+        return None
     return float(completion.strip() == str(answer).strip())
 
 
-def contains(completion: str, answer: str) -> float:
-    """1 if the completion contains the answer."""
+def contains(completion: str, answer: Any) -> float | None:
+    """1 if the completion contains the answer; None without one."""
+    if _is_missing(answer):
+        return None
     return float(str(answer).strip() in completion)
 
 
-def number(completion: str, answer: str) -> float | None:
+def _is_missing(answer: Any) -> bool:
+    """Return whether a record has null, or nothing but white space, for its answer."""
+    return answer is None or not str(answer).strip()
+
+
+def number(completion: str, answer: Any) -> float | None:
     """1 if the last number of the completion equals the last number of the answer; None if the
     answer has none."""
     expected = _last_number(str(answer))
@@ -36,15 +51,17 @@ def _last_number(text: str) -> Decimal | None:
     if not found:
         return None
     try:
-        return Decimal(found[-1].replace(",", ""))
+        return Decimal(found[-1].translate(READABLE))
     except InvalidOperation:
         return None
 
 
-def math(completion: str, answer: str) -> float | None:
+def math(completion: str, answer: Any) -> float | None:
     """1 if both are the same by the package math-verify; None if it reads nothing in the answer."""
     from math_verify import parse, verify
 
+    if _is_missing(answer):
+        return None
     expected = parse(str(answer)) or parse(f"${answer}$")
     if not expected:
         return None

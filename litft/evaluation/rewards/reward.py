@@ -26,11 +26,28 @@ class Reward:
 def parse_rewards(items: Sequence[str]) -> list[Reward]:
     """Return the functions that --reward names; raise ValueError for one that is not known."""
     rewards = []
-    for item in items:
+    for item in _with_whole_patterns(items):
         source, weight = _weight(item.strip())
         name = re.sub(r"\W", "_", _check_source(source))
         rewards.append(Reward(name, source, weight))
     return _with_unique_names(rewards)
+
+
+def _with_whole_patterns(items: Sequence[str]) -> list[str]:
+    """Return the items with the commas of patterns, such as regex:[0-9]{1,3}, at which a list of
+    flags is divided."""
+    whole: list[str] = []
+    for item in items:
+        if whole and whole[-1].lstrip().startswith("regex:") and _is_open(whole[-1]):
+            whole[-1] += f",{item}"
+        else:
+            whole.append(item)
+    return whole
+
+
+def _is_open(pattern: str) -> bool:
+    """Return whether a pattern has a bracket that is not closed."""
+    return any(pattern.count(opening) > pattern.count(end) for opening, end in ("{}", "[]", "()"))
 
 
 def of_functions(functions: Sequence[Callable]) -> list[Reward]:
