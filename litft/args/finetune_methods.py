@@ -61,11 +61,6 @@ class FullFinetuneArgs(FinetuneArgs):
         """Return the problems of the common flags, and reject quantization: no weights are
         frozen."""
         problems = super().problems()
-        if self.grpo.beta:
-            problems.append(
-                f"--grpo.beta {self.grpo.beta}: with full fine-tuning the reference would be a "
-                "second copy of the model; use finetune/lora.py, or leave it out"
-            )
         if self.quantize != "none":
             reason = (
                 "full fine-tuning cannot train quantized weights: an update is smaller than their "

@@ -38,7 +38,8 @@ class GrpoArgs:
     standard deviation of the step. Default: group; with dr_grpo, group_mean; with rloo,
     leave_one_out."""
     beta: float = 0.0
-    """Weight of the KL divergence from the base without the method. 0: none, and no reference."""
+    """Weight of the KL divergence from the base without the method; with full fine-tuning, from a
+    copy of the weights at the start. 0: none, and no reference."""
     clip_low: float = 0.2
     """Lower limit of the probability ratio: 1 - clip_low."""
     clip_high: float = 0.2

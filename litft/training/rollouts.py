@@ -8,6 +8,7 @@ i alone.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from litft.methods.mixins import disabled
 from litft.model.loss import IGNORED
 from litft.model.transformer import GPT
 from litft.training.completions import CompletionWriter, Draw, DrawSettings, completed_sample
+from litft.training.frozen_copy import FrozenCopy
 from litft.training.memory_saving.compile import uncompiled
 from litft.training.objectives.grpo import GRPO, spread
 from litft.training.run_setup import RunSetup
@@ -82,9 +84,11 @@ class Rollouts:
         seed: int,
         retries: bool,
         say: Callable[[str], None] = lambda line: None,
+        copies_weights: bool = False,
     ) -> None:
         # retries: generate fewer completions at once after an out-of-memory error; say: prints a
-        # line
+        # line; copies_weights: the reference is a copy of the weights as they are now
+        self.frozen_copy = FrozenCopy(model) if copies_weights else None
         self.say = say
         self.has_warned = False  # of a step without a reward
         self.fabric = processes.fabric
@@ -162,7 +166,7 @@ class Rollouts:
                 replace(sample, old=values) for sample, values in zip(changed, old, strict=True)
             ]
         if self.args.beta:
-            with disabled(self.model):
+            with self._as_reference():
                 reference = self._log_probs(learned, layout)
             changed = [
                 replace(sample, reference_tokens=values)
@@ -170,6 +174,13 @@ class Rollouts:
             ]
         by_identity = {id(before): after for before, after in zip(learned, changed, strict=True)}
         return [by_identity.get(id(sample), sample) for sample in samples]
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        """Return a context in which the network is the reference: the base without the method, or
+        of full fine-tuning with the weights before the first step."""
+        if self.frozen_copy is None:
+            return disabled(self.model)
+        return self.frozen_copy.in_place()
 
     def measure(self, prompts: Sequence[Sample]) -> list[float]:
         """Return minus the mean reward of completions of these prompts, the mean reward, and the
@@ -338,6 +349,7 @@ def open_rollouts(
         seed=setup.args.seed,
         retries=setup.args.train.oom_retry,
         say=say,
+        copies_weights=setup.method.saves_full_model and setup.objective.grpo.beta > 0,
     )
 
 

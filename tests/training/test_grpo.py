@@ -4,7 +4,7 @@ kills, and functions that fail."""
 import json
 import math
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 from litft.args import (
     DataArgs,
     EvalArgs,
+    FullFinetuneArgs,
     GrpoArgs,
     LoRAArgs,
     LoRAFinetuneArgs,
@@ -313,6 +314,61 @@ def test_the_reference_is_the_base(flags, tmp_path, loss):
     kls = [row["kl"] for row in rows_of(tmp_path / "run") if "kl" in row]
     assert kls[0] == pytest.approx(0, abs=1e-6)
     assert kls[-1] > 1e-6
+
+
+def full_flags(flags: LoRAFinetuneArgs, **changed) -> FullFinetuneArgs:
+    """Return the flags of full fine-tuning, with a reference."""
+    values = {}
+    for item in fields(FullFinetuneArgs):
+        values[item.name] = getattr(flags, item.name)
+    args = FullFinetuneArgs(**values)
+    grpo = replace(flags.grpo, beta=0.1)
+    return replace(args, grpo=grpo, precision="fp32", **changed)
+
+
+def test_full_fine_tuning_keeps_a_copy_as_its_reference(flags, tmp_path):
+    """The copy has the base's log-probabilities after steps, and the weights are not changed by
+    looking at it; a resumed run has the same reference."""
+    args = full_flags(flags, save=replace(flags.save, interval=1))
+    memory = prepare_run(args).settings.plan.memory
+    assert memory.reference == pytest.approx(memory.weights, rel=0.01)
+    trainer = trainer_of(args, tmp_path / "a")
+    trainer.fit()
+    weights = {name: p.detach().clone() for name, p in trainer.trained.items()}
+    samples = trainer.batches.step(0)[:2]
+    base = trainer_of(replace(args, grpo=flags.grpo), tmp_path / "b")
+    expected = base.rollouts._log_probs(samples, BatchLayout(2))
+    with trainer.rollouts._as_reference():
+        actual = trainer.rollouts._log_probs(samples, BatchLayout(2))
+    tuned = trainer.rollouts._log_probs(samples, BatchLayout(2))
+    for one, other, own in zip(expected, actual, tuned, strict=True):
+        assert torch.equal(one, other)
+        assert not torch.allclose(own, other)
+    assert all(torch.equal(p, weights[name]) for name, p in trainer.trained.items())
+    for used in (trainer, base):
+        used.rollouts.close()
+
+    run_finetuning(
+        replace(args, out_dir=str(tmp_path / "c"), train=replace(args.train, max_steps=2))
+    )
+    run_finetuning(replace(args, out_dir=str(tmp_path / "c"), resume=True))
+    kls = []
+    for name in ("a", "c"):
+        kls.append([row["kl"] for row in rows_of(tmp_path / name) if "kl" in row])
+    assert kls[0] == kls[1] and kls[0][-1] > 1e-6
+
+
+@pytest.mark.slow
+def test_shards_of_a_copy_are_the_reference_of_two_processes(flags, tmp_path):
+    args = full_flags(flags, train=replace(flags.train, max_steps=3))
+    run_finetuning(replace(args, out_dir=str(tmp_path / "one")))
+    config = tmp_path / "one" / "config.yaml"
+    two = ["--out_dir", tmp_path / "two", "--devices", "2", "--strategy", "fsdp"]
+    script("finetune/full.py", "--config", config, *two, cwd=tmp_path)
+    rows = [rows_of(tmp_path / name) for name in ("one", "two")]
+    for one, other in zip(*rows, strict=True):
+        for name in one.keys() & {"loss", "kl", "reward"}:
+            assert other[name] == pytest.approx(one[name], abs=1e-5, rel=1e-3)
 
 
 def test_a_second_update_has_other_ratios(flags, tmp_path):

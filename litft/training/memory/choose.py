@@ -139,6 +139,25 @@ def resident_teacher_bytes(setup: RunSetup, precision: str) -> int:
     return teacher_weight_bytes(setup.teacher, precision, setup.args.distill.quantize)
 
 
+def _beside_the_step(
+    setup: RunSetup, schedule: Schedule, precision: str, shards: int
+) -> dict[str, int]:
+    """Return the bytes of what a run has beside its steps: fields of `Memory`. shards: the number
+    of shards of the weights."""
+    computed_in = precision.removesuffix("-true")
+    reference = 0
+    # a copy of all weights, which full fine-tuning trains
+    if setup.method.saves_full_model and setup.args.grpo.beta:
+        parameters = sum(p.numel() for p in setup.source.outline.parameters())
+        dtype = DTYPES[setup.method.storage(precision)]
+        reference = parameters * dtype.itemsize // shards
+    return {
+        "rollouts": rollout_bytes(setup, schedule, DTYPES[computed_in]),
+        "teacher": resident_teacher_bytes(setup, computed_in),
+        "reference": reference,
+    }
+
+
 def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -> None:
     """Raise ValueError for flags that do not go with the strategy, or with several micro-batches
     per step."""
@@ -208,9 +227,7 @@ def _fastest(
             kinds.remove("elementwise")
 
     # the same for all settings
-    computed_in = precision.removesuffix("-true")
-    rollouts = rollout_bytes(setup, schedule, DTYPES[computed_in])
-    teacher = resident_teacher_bytes(setup, computed_in)
+    beside = _beside_the_step(setup, schedule, precision, shard_count)
 
     def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
         shape = planned_shape(with_rows(count), strategy)
@@ -225,6 +242,6 @@ def _fastest(
             train.compile,
         )
         plan = predict(setup.source, setup.method, precision, quantize, shape, *fixed)
-        return replace(plan, memory=replace(plan.memory, rollouts=rollouts, teacher=teacher))
+        return replace(plan, memory=replace(plan.memory, **beside))
 
     return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)

@@ -69,6 +69,7 @@ class Memory:
     workspace: int = 0  # of cuBLAS
     # between the steps: the KV cache of completions and their logits
     rollouts: int = 0
+    reference: int = 0  # a copy of the weights before full fine-tuning
     teacher: int = 0  # the weights of a teacher that judges the student's own answers
 
     @property
@@ -82,6 +83,7 @@ class Memory:
         """Return the bytes of each kind at the peak."""
         constant = {
             "weights": self.weights,
+            "reference": self.reference,
             "teacher": self.teacher,
             "optimizer": self.optimizer,
             "cuBLAS": self.workspace,

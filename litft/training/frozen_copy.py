@@ -1,0 +1,34 @@
+"""The reference of full fine-tuning: a copy of the weights before the first step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from litft.model.placement import local
+from litft.model.transformer import GPT
+
+
+class FrozenCopy:
+    """A copy of the trained weights of a network, or of this process's shards of them."""
+
+    def __init__(self, model: GPT) -> None:
+        self.parameters = [local(p) for p in model.parameters() if p.requires_grad]
+        self.values = [parameter.detach().clone() for parameter in self.parameters]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the context, the network has the copied weights."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Exchange the values of network and copy, one tensor after the other."""
+        for parameter, value in zip(self.parameters, self.values, strict=True):
+            current = parameter.clone()
+            parameter.copy_(value)
+            value.copy_(current)
