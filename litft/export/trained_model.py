@@ -1,7 +1,7 @@
 """What a run, a checkpoint or a model folder holds, merged and written one tensor at a time."""
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,9 +206,10 @@ def _read_step(
         )
 
     # the checkpoint must fit the settings in the run's config
-    setup = resolve_setup(args, source)
+    # the teacher was of use to the training alone, and may be gone
+    setup = resolve_setup(replace(args, teacher=None), source)
     progress = run_checkpoints.read_progress(step)
-    changed = run_checkpoints.identity_changes(progress, setup.identity())
+    changed = run_checkpoints.identity_changes(progress, setup.identity(), is_whole=False)
     if changed:
         raise ValueError(
             f"{step} was saved with {'; '.join(changed)}; restore what it was trained with"

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 
 import pytest
 import torch
@@ -427,6 +427,25 @@ def test_a_run_is_not_resumed_as_another_one(flags, models, tmp_path):
         run_finetuning(replace(args, teacher=flags.teacher))
     with pytest.raises(ValueError, match="objective distill, now None"):
         run_finetuning(replace(args, objective="sft", teacher=None, distill=DistillArgs()))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_converted_without_its_teacher(flags, models, tmp_path):
+    teacher = copytree(models[1], tmp_path / "teacher")
+    args = replace(
+        flags,
+        teacher=str(teacher),
+        distill=DistillArgs(top_k=4),
+        out_dir=str(tmp_path / "run"),
+        train=replace(flags.train, max_steps=2),
+        save=SaveArgs(interval=1),
+    )
+    run_finetuning(args)
+    rmtree(teacher)
+    step = tmp_path / "run" / "checkpoints" / "step-000002"
+    out = tmp_path / "out"
+    script("scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", out, cwd=tmp_path)
+    assert list(out.glob("*.safetensors"))
 
 
 def test_a_teacher_that_has_changed_is_noticed(flags, models, tmp_path):

@@ -318,7 +318,7 @@ def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, 
             )
 
     # all other settings
-    changed = identity_changes(progress, identity)
+    changed = identity_changes(progress, identity, is_whole=True)
     if changed:
         raise ValueError(
             f"{folder} was saved with {'; '.join(changed)}; resume with the original settings, or "
@@ -359,13 +359,22 @@ def restore_newest(
     return None, []
 
 
-def identity_changes(progress: dict[str, Any], identity: dict[str, Any]) -> list[str]:
-    """Return the entries of `identity` that differ from the saved ones, or that only one of both
-    has, each with its saved and its current value."""
+def identity_changes(
+    progress: dict[str, Any], identity: dict[str, Any], is_whole: bool
+) -> list[str]:
+    """Return the entries of `identity` that differ from the saved ones, each with its saved and its
+    current value.
+
+    is_whole: entries that only the saved identity has differ, too; otherwise `identity` is that of
+    the model alone.
+    """
     saved = progress.get("identity", {})
     changes = []
-    # an objective, or an adapter of the teacher, may be there no more
-    for name in identity | saved:
+    names = list(identity)
+    if is_whole:
+        # an objective, or an adapter of the teacher, may be there no more
+        names += [name for name in saved if name not in identity]
+    for name in names:
         before = saved.get(name)
         now = identity.get(name)
         if before != now:
