@@ -118,6 +118,19 @@ def below_minimum(args: Any, group: str, minimum: int, *names: str) -> list[str]
     return problems
 
 
+def unused_group(args: Any, objective: str) -> list[str]:
+    """Return the problems of flags that were set in the group of another objective, which has its
+    name."""
+    problems = []
+    default = type(args)()
+    for item in dataclasses.fields(args):
+        if getattr(args, item.name) != getattr(default, item.name):
+            problems.append(
+                f"--{objective}.{item.name} applies only to --objective {objective}; leave it out"
+            )
+    return problems
+
+
 def sharding_problems(
     strategy: str, shard_size: int | None, devices: int, num_nodes: int
 ) -> list[str]:

@@ -1,8 +1,8 @@
 """The flags of learning from a teacher: --objective distill."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from litft.args.checks import below_minimum
+from litft.args.checks import below_minimum, unused_group
 from litft.args.methods import Quantization
 
 
@@ -38,13 +38,7 @@ class DistillArgs:
         if objective != "distill":
             if teacher:
                 problems.append("--teacher applies only to --objective distill; add it")
-            default = DistillArgs()
-            for item in fields(self):
-                if getattr(self, item.name) != getattr(default, item.name):
-                    problems.append(
-                        f"--distill.{item.name} applies only to --objective distill; leave it out"
-                    )
-            return problems
+            return problems + unused_group(self, "distill")
         if not teacher:
             problems.append("--teacher is missing: name the folder of the model to learn from")
         problems += below_minimum(self, "distill", 1, "top_k", "max_new_tokens")

@@ -1,9 +1,9 @@
 """The flags of learning from rewards: --objective grpo."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from litft.args.checks import below_minimum, parse_duration
+from litft.args.checks import below_minimum, parse_duration, unused_group
 
 Losses = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 Advantages = Literal["group", "group_mean", "leave_one_out", "batch"]
@@ -71,13 +71,7 @@ class GrpoArgs:
         if objective != "grpo":
             if reward:
                 problems.append("--reward applies only to --objective grpo; add it")
-            default = GrpoArgs()
-            for item in fields(self):
-                if getattr(self, item.name) != getattr(default, item.name):
-                    problems.append(
-                        f"--grpo.{item.name} applies only to --objective grpo; leave it out"
-                    )
-            return problems
+            return problems + unused_group(self, "grpo")
         if not reward:
             problems.append(
                 "--reward is missing: name a reward function, such as number or rewards.py:score"

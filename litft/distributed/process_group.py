@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -141,6 +141,16 @@ class CpuProcessGroup:
         values: list[T] = [value] * self.processes
         distributed.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_parts(self, own: Sequence[T | None]) -> list[T]:
+        """Return the items of all processes in one list; own: those of this process, and None where
+        another process has the item."""
+        by_number: dict[int, T] = {}
+        for of_rank in self.all_gather(own):
+            for number, item in enumerate(of_rank):
+                if item is not None:
+                    by_number[number] = item
+        return [by_number[number] for number in range(len(own))]
 
     def check_equal(self, facts: dict[str, Any]) -> None:
         """Raise ValueError on every process if `facts` of any process differ from those of process

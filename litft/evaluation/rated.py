@@ -52,6 +52,17 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def completed(prompt: Sample, text: str, tokens: int) -> Completed:
+    """Return what reward functions get of a completion with so many tokens."""
+    assert prompt.prompt is not None  # the samples of prompts have one
+    return Completed(
+        completion=text,
+        completion_tokens=tokens,
+        prompt=prompt.prompt.messages,
+        columns=prompt.prompt.columns,
+    )
+
+
 def rate_answers(
     name: str, session: Session, samples: Sequence[Sample], args: RunEvalArgs
 ) -> RatedAnswers:
@@ -69,15 +80,7 @@ def rate_answers(
     answers = session.generate(requests, args.batch_size, f"{name}: answers")
     items = []
     for sample, answer in zip(samples, answers, strict=True):
-        assert sample.prompt is not None  # the samples of prompts have one
-        items.append(
-            Completed(
-                completion=answer.text,
-                completion_tokens=len(answer.tokens),
-                prompt=sample.prompt.messages,
-                columns=sample.prompt.columns,
-            )
-        )
+        items.append(completed(sample, answer.text, len(answer.tokens)))
     scorer = RewardScorer(rewards, REWARD_SECONDS)
     try:
         values = scorer.score(items)

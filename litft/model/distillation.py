@@ -22,6 +22,7 @@ from litft.model.loss import (
     head_logits,
     is_plain,
     rows_of_a_softmax,
+    scaled_gradients,
     target_indices_of,
 )
 
@@ -232,8 +233,7 @@ class _ChunkedDistillation(torch.autograd.Function):
             grads.add(chunk, logits)  # which now contain their gradient
             # free them before the next chunk is computed
             del logits
-        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
-        ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
+        grads.save(ctx, bias)
         sums = total[1:].clone()
         ctx.mark_non_differentiable(sums)
         return total[0].clone(), sums
@@ -241,14 +241,8 @@ class _ChunkedDistillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor):
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        # the gradients are those of a loss with weight 1; one None for each argument after the bias
-        return (
-            d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None,
-            (d_weight * grad).to(ctx.dtypes[0]) if d_weight is not None else None,
-            (d_bias * grad).to(ctx.dtypes[1]) if d_bias is not None else None,
-            *[None] * 4,
-        )
+        # one None for each argument after the bias
+        return *scaled_gradients(ctx, grad), *[None] * 4
 
 
 @torch.no_grad()

@@ -318,6 +318,22 @@ class HeadGradients:
         if self.weight is not None:
             self.weight += d_logits.t() @ hidden[chunk]
 
+    def save(self, ctx, bias: Tensor | None) -> None:
+        """Keep the gradients in the context of an autograd function, for `scaled_gradients`."""
+        ctx.save_for_backward(self.hidden, self.weight, self.bias)
+        ctx.dtypes = self.inputs[1].dtype, bias.dtype if bias is not None else None
+
+
+def scaled_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of a head's input, weight and bias, which are saved for a loss with
+    weight 1, for one with the gradient `grad`."""
+    d_hidden, d_weight, d_bias = ctx.saved_tensors
+    return (
+        d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None,
+        (d_weight * grad).to(ctx.dtypes[0]) if d_weight is not None else None,
+        (d_bias * grad).to(ctx.dtypes[1]) if d_bias is not None else None,
+    )
+
 
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradients together with the loss, so that each chunk's logits are computed once
@@ -350,21 +366,14 @@ class _ChunkedLoss(torch.autograd.Function):
             grads.add(chunk, logits)  # which now contain their gradient
             # free them before the next chunk is computed
             del logits
-        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
-        ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
+        grads.save(ctx, bias)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        # the gradients are those of a loss with weight 1; one None for each argument after the bias
-        return (
-            d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None,
-            (d_weight * grad).to(ctx.dtypes[0]) if d_weight is not None else None,
-            (d_bias * grad).to(ctx.dtypes[1]) if d_bias is not None else None,
-            *[None] * 5,
-        )
+        # one None for each argument after the bias
+        return *scaled_gradients(ctx, grad), *[None] * 5
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):

@@ -119,7 +119,7 @@ class Batches:
         # by name: samples, and the indices whose log-probabilities a run needs
         self.parts: dict[str, tuple[Sequence[Sample], Sequence[int]]] = {}
         if objective.needs_reference:
-            train_indices = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
+            train_indices = schedule.distinct_indices()
             self.parts = {"train": (data.train, train_indices), "val": (data.val, val_indices)}
 
         # training pairs positions of the stream, validation pairs examples

@@ -62,6 +62,9 @@ class CompletionWriter:
         self.seed = seed
         self.retries = retries and processes.fabric.world_size == 1
         self.rows = settings.rows
+        # bans the tokens that must not be drawn
+        size = model.config.vocab_size
+        self.bias = dict.fromkeys(range(settings.vocab_size or size, size), -math.inf)
 
     def write(self, draws: Sequence[Draw]) -> list[Completion]:
         """Return the completions of this process; every process takes part, if only with none."""
@@ -83,12 +86,8 @@ class CompletionWriter:
 
     def _request(self, draw: Draw) -> Request:
         """Return what the decoder is asked for."""
-        bias = {}
-        size = self.model.config.vocab_size
-        for token in range(self.settings.vocab_size or size, size):
-            bias[token] = -math.inf
         sampling = Sampling(
-            logit_bias=bias,
+            logit_bias=self.bias,
             temperature=self.settings.temperature,
             top_p=self.settings.top_p,
             seed=hash64(f"{self.seed}, {draw.key}"),

@@ -98,12 +98,7 @@ class OwnAnswers:
         # of a step without own answers
         if not samples:
             return []
-        judged: dict[int, TeacherValues] = {}
-        for of_rank in self.hosts.all_gather(self.teacher.judge(samples, layout)):
-            for number, values in enumerate(of_rank):
-                if values is not None:
-                    judged[number] = values
-        return [judged[number] for number in range(len(samples))]
+        return self.hosts.gather_parts(self.teacher.judge(samples, layout))
 
 
 def open_own_answers(

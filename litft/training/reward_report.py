@@ -5,7 +5,7 @@ from itertools import islice
 
 from litft.data.dataset import DataSplits
 from litft.data.tokenizer import Tokenizer
-from litft.evaluation.rewards.call import Completed
+from litft.evaluation.rated import completed
 from litft.evaluation.rewards.scorer import RewardScorer
 from litft.training.objectives.grpo import GRPO
 
@@ -23,14 +23,7 @@ def reward_lines(objective: GRPO, data: DataSplits, tokenizer: Tokenizer) -> Ite
         if answer is None:
             continue
         text = str(answer)
-        items.append(
-            Completed(
-                completion=text,
-                completion_tokens=len(tokenizer.encode(text, bos=False)),
-                prompt=sample.prompt.messages,
-                columns=sample.prompt.columns,
-            )
-        )
+        items.append(completed(sample, text, len(tokenizer.encode(text, bos=False))))
     if not items:
         yield "the records have no answer; the reward functions are tried in the first step"
         return

@@ -20,7 +20,7 @@ from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import Processes
 from litft.evaluation.log_probs import target_log_probs
-from litft.evaluation.rewards.call import Completed
+from litft.evaluation.rated import completed
 from litft.evaluation.rewards.scorer import RewardError, RewardScorer
 from litft.inference.generation import Completion
 from litft.methods.mixins import disabled
@@ -282,16 +282,7 @@ class Rollouts:
         apply, or the message of a function that has failed."""
         items = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            record = prompt.prompt
-            assert record is not None  # the samples of --objective grpo have one
-            items.append(
-                Completed(
-                    completion=completion.text,
-                    completion_tokens=len(completion.tokens),
-                    prompt=record.messages,
-                    columns=record.columns,
-                )
-            )
+            items.append(completed(prompt, completion.text, len(completion.tokens)))
         if not items:
             return [], None
         try:
@@ -306,12 +297,7 @@ class Rollouts:
             own = target_log_probs(
                 self.model, samples, layout, self.fabric.device, self.fabric.global_rank
             )
-        by_number = {}
-        for of_rank in self.hosts.all_gather(own):
-            for number, values in enumerate(of_rank):
-                if values is not None:
-                    by_number[number] = values
-        return [by_number[number] for number in range(len(samples))]
+        return self.hosts.gather_parts(own)
 
     def _facts(self, rated: Rated) -> dict[str, float]:
         """Return the values of columns that the loss does not give."""

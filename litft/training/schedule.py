@@ -117,6 +117,10 @@ class Schedule:
         """The numbers of a step's examples."""
         return self.order.indices(self.seen(step), self.seen(step + 1))
 
+    def distinct_indices(self) -> list[int]:
+        """The numbers of all examples that the run sees, each once, in ascending order."""
+        return np.unique(self.order.indices(0, self.samples)).tolist()
+
     def seen(self, steps: int) -> int:
         """How many samples the first `steps` steps see: the position in the data after them."""
         start_step, samples = self.origin

@@ -1,6 +1,6 @@
 """The teacher of --objective distill: its pass over the data, before the student is in memory.
 
-What it says of each target is kept in the run's folder, so that a killed run goes on where it was.
+What it says of each target is kept in the run's folder, so that a killed run continues from there.
 """
 
 import os
@@ -200,7 +200,7 @@ class TeacherPass:
         self.layout = run.schedule.layout
         schedule = run.schedule
         data = schedule.data
-        train_indices = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
+        train_indices = schedule.distinct_indices()
         # by name: samples, and the indices that the run needs
         self.parts = {"train": (data.train, train_indices), "val": (data.val, list(val_indices))}
         self.files: dict[str, TeacherFile] = {}
@@ -208,7 +208,7 @@ class TeacherPass:
         self.teacher: Teacher | None = None
 
     def read_examples(self) -> None:
-        """Read what is missing of the examples."""
+        """Let the teacher read the examples that the file does not have."""
         setup = self.run.setup
         args = setup.args.distill
         self.folder.claim()
@@ -271,14 +271,10 @@ class TeacherPass:
         with closing(progress_bar(len(indices), "teacher", name, self.fabric)) as bar:
             for start in range(0, len(indices), size):
                 block = indices[start : start + size]
-                values = self._judge(teacher, [samples[index] for index in block])
-                entries: dict[int, TeacherValues] = {}
-                for of_rank in self.hosts.all_gather(values):
-                    for index, of_sample in zip(block, of_rank, strict=True):
-                        if of_sample is not None:
-                            entries[index] = of_sample
+                own = self._judge(teacher, [samples[index] for index in block])
+                values = self.hosts.gather_parts(own)
                 if self.fabric.global_rank == 0:
-                    file.append(entries)
+                    file.append(dict(zip(block, values, strict=True)))
                 bar.update(len(block))
         self.fabric.barrier()
         file.open(is_writer=False)

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import Flops
 from litft.training.memory.plan import format_bytes
@@ -31,7 +29,7 @@ def teacher_flops(run: PlannedRun) -> float:
         return 0.0
     schedule = run.schedule
     train = schedule.data.train
-    numbers = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
+    numbers = schedule.distinct_indices()
     flops = Flops(setup.teacher.meta_model())
     return flops.forward(train.document_lengths(numbers), train.supervised[numbers])
 
@@ -42,7 +40,7 @@ def teacher_lines(run: PlannedRun) -> Iterator[str]:
     if setup.teacher is None:
         return
     schedule = run.schedule
-    numbers = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
+    numbers = schedule.distinct_indices()
     targets = int(schedule.data.train.supervised[numbers].sum())
     size = targets * setup.args.distill.top_k * BYTES_OF_TOKEN
     parameters = sum(parameter.numel() for parameter in setup.teacher.outline.parameters())

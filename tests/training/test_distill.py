@@ -235,6 +235,20 @@ def trainer_of(args: LoRAFinetuneArgs, folder: Path) -> Trainer:
     return Trainer(Processes(fabric, launch(fabric, args.timeout)), run, folder)
 
 
+def short_run(
+    flags: LoRAFinetuneArgs, teacher: Path, tmp_path: Path, steps: int, **changed
+) -> LoRAFinetuneArgs:
+    """Return the flags of a run in `run` that learns from the examples alone."""
+    return replace(
+        flags,
+        teacher=str(teacher),
+        distill=DistillArgs(top_k=4),
+        out_dir=str(tmp_path / "run"),
+        train=replace(flags.train, max_steps=steps),
+        **changed,
+    )
+
+
 def test_a_run_learns_and_records_it(flags, tmp_path):
     """The divergence falls; the card says what the model has learned from; all files of the teacher
     are in the run's folder."""
@@ -414,13 +428,7 @@ def test_a_run_is_not_resumed_as_another_one(flags, models, tmp_path):
     """With the base of the teacher's adapter, or without a teacher."""
     adapter = tmp_path / "adapter"
     adapted(models[1], adapter, LoRA(LoRAArgs(r=2)), scale=0.1)
-    args = replace(
-        flags,
-        teacher=str(adapter),
-        distill=DistillArgs(top_k=4),
-        out_dir=str(tmp_path / "run"),
-        train=replace(flags.train, max_steps=2),
-    )
+    args = short_run(flags, adapter, tmp_path, steps=2)
     run_finetuning(args)
     args = replace(args, resume=True, train=replace(args.train, max_steps=4))
     with pytest.raises(ValueError, match=r"teacher.s adapter .*, now None"):
@@ -432,14 +440,7 @@ def test_a_run_is_not_resumed_as_another_one(flags, models, tmp_path):
 @pytest.mark.slow
 def test_a_checkpoint_is_converted_without_its_teacher(flags, models, tmp_path):
     teacher = copytree(models[1], tmp_path / "teacher")
-    args = replace(
-        flags,
-        teacher=str(teacher),
-        distill=DistillArgs(top_k=4),
-        out_dir=str(tmp_path / "run"),
-        train=replace(flags.train, max_steps=2),
-        save=SaveArgs(interval=1),
-    )
+    args = short_run(flags, teacher, tmp_path, steps=2, save=SaveArgs(interval=1))
     run_finetuning(args)
     rmtree(teacher)
     step = tmp_path / "run" / "checkpoints" / "step-000002"
@@ -451,13 +452,7 @@ def test_a_checkpoint_is_converted_without_its_teacher(flags, models, tmp_path):
 def test_a_teacher_that_has_changed_is_noticed(flags, models, tmp_path):
     """Its config, and a weight beyond the first values of its tensor."""
     teacher = copytree(models[1], tmp_path / "teacher")
-    args = replace(
-        flags,
-        teacher=str(teacher),
-        distill=DistillArgs(top_k=4),
-        out_dir=str(tmp_path / "run"),
-        train=replace(flags.train, max_steps=2),
-    )
+    args = short_run(flags, teacher, tmp_path, steps=2)
     run_finetuning(args)
     args = replace(args, resume=True, train=replace(args.train, max_steps=4))
     config = (teacher / "config.json").read_text()
@@ -504,13 +499,7 @@ def test_a_teacher_that_is_not_finite_is_named(flags, models, tmp_path):
     whole = weights[name].clone()
     weights[name][-1, -1] = torch.nan
     save_file(weights, teacher / "model.safetensors", {"format": "pt"})
-    args = replace(
-        flags,
-        teacher=str(teacher),
-        distill=DistillArgs(top_k=4),
-        out_dir=str(tmp_path / "run"),
-        train=replace(flags.train, max_steps=1),
-    )
+    args = short_run(flags, teacher, tmp_path, steps=1)
     with pytest.raises(ValueError, match=r"--teacher .*its logits are not all finite"):
         run_finetuning(args)
     save_file(weights | {name: whole}, teacher / "model.safetensors", {"format": "pt"})

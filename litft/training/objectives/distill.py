@@ -24,7 +24,6 @@ class Distill(Objective):
     name = "distill"
     title = "distillation"
     paper = "2306.13649"
-    needs_teacher = True
     scores = ("cross_entropy", "divergence")
 
     def __init__(self, args: DistillArgs) -> None:
@@ -49,7 +48,7 @@ class Distill(Objective):
         return (*of_answers, *self.scores)
 
     def uniform_loss(self, vocab_size: int) -> float:
-        """Return about the loss of a uniform guess: a low temperature sharpens the teacher's
+        """Return roughly the loss of a uniform guess: a low temperature sharpens the teacher's
         probabilities and the student's mistakes."""
         return math.log(vocab_size) / min(1.0, self.distill.temperature)
 

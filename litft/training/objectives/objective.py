@@ -32,7 +32,7 @@ class Totals(NamedTuple):
     desirable: int = 0  # samples with this label
     undesirable: int = 0
     learned: int = 0  # tokens of completions that have a gradient
-    labels: int = 0  # target tokens of the data, beside a student's own
+    labels: int = 0  # target tokens of the data's answers, without those of a student
 
 
 class Objective:
@@ -48,8 +48,6 @@ class Objective:
     paper: ClassVar[str | None] = None  # arXiv id
     # the samples have the log-probabilities of the model at the start
     needs_reference: ClassVar[bool] = False
-    # the samples have the probabilities of a teacher
-    needs_teacher: ClassVar[bool] = False
     # KTO: each prompt is also scored with the answer of another sample, for the KL term
     needs_mismatches: ClassVar[bool] = False
     scores: ClassVar[tuple[str, ...]] = ()  # columns of metrics.csv next to the loss
@@ -116,7 +114,7 @@ class Objective:
         return cls.full_learning_rate * (LORA_RATIO * default / SFT_LORA_RATE)
 
     def uniform_loss(self, vocab_size: int) -> float:
-        """Return about the loss of a uniform guess, by which an exploded loss is told."""
+        """Return roughly the loss of a uniform guess, which tells an exploded loss."""
         return math.log(vocab_size)
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
