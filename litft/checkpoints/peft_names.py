@@ -18,6 +18,9 @@ _WRAPPED = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head": "lm_head",
+    "model.text_model.": "model.",
+    "text_model.model.": "model.",
+    "text_model.lm_head": "lm_head",
 }
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -11,6 +11,7 @@ from typing import Any
 from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.families.family import Family, declarations
+from litft.families.wrappers import WRAPPERS
 from litft.model.config import Config, DeltaNetConfig, Mamba2Config
 from litft.model.config_fields import declared_fields, undeclared_fields
 from litft.model.rope_config import scaled_context
@@ -109,9 +110,13 @@ def peft_rules(config: Config) -> list[Rule]:
     return family(config.model_type).peft_rules(config)
 
 
-def wrapper_names(config: Config) -> ModuleNames:
-    """Return the names of the language model's modules in the multimodal class of a family."""
-    return family(config.model_type).wrapper
+def wrapper_names(multimodal: dict[str, Any]) -> ModuleNames:
+    """Return the names of the language model's modules in a multimodal class, given the content of
+    its config.json."""
+    model_type = multimodal["model_type"]
+    if model_type in WRAPPERS:
+        return WRAPPERS[model_type].names
+    return family(model_type).wrapper
 
 
 def read_config(hf: dict[str, Any]) -> Config:

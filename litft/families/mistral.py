@@ -10,7 +10,6 @@ from typing import Any
 
 from litft.families import llama
 from litft.families.family import Family
-from litft.families.llama import multimodal_rules as rules
 from litft.model.config import Config
 
 # Ministral 3's RoPE if the file does not specify it
@@ -23,20 +22,6 @@ YARN = dict(
     mscale_all_dim=1.0,
     llama_4_scaling_beta=0.1,
 )
-ARCHITECTURES = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
-
-
-def text_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
-    if hf["model_type"] != "mistral3":
-        return hf
-    model_type = hf["text_config"].get("model_type", "mistral")
-    if model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"config.json: model_type {model_type!r} in text_config is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return llama.text_model_config(hf, model_type, ARCHITECTURES[model_type])
 
 
 def config(hf: dict[str, Any], rope_theta: float = 10000.0) -> Config:
@@ -66,8 +51,7 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0) -> Config:
 
 
 FAMILY = Family(
-    model_types=("mistral", "ministral", "ministral3", "mistral3"),
+    model_types=("mistral", "ministral", "ministral3"),
     config=config,
-    rules=rules,
-    text_config=text_config,
+    rules=llama.rules,
 )

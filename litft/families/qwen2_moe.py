@@ -4,9 +4,9 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule
+from litft.checkpoints.rules import Rename, Rule, Split
 from litft.families import llama, mixtral
-from litft.families.family import Family
+from litft.families.family import Family, ShapeOf
 from litft.model.config import Config, ExpertsConfig
 
 DEFAULTS = {
@@ -85,6 +85,32 @@ def rules(config: Config, model: str = "model.") -> list[Rule]:
     names |= llama.mlp_names("mlp.shared", "mlp.shared_expert")
     stacks = mixtral.stacked_experts(config, f"{layers}mlp.experts.{{}}.", llama.PROJECTIONS)
     return [*llama.rules(config, model), *llama.rename_modules(names, layers), *stacks]
+
+
+def experts_of_qwen3_vl(config: Config, shape: ShapeOf) -> list[Rule]:
+    """Return the rules for the experts of Qwen 3 VL.
+
+    Published files store them as (E, C, 2 I) and (E, I, C), transformers 5 writes (E, 2 I, C) and
+    (E, C, I).
+    """
+    experts = mixtral.experts_of(config)
+    if experts is None:
+        return []
+    stored = "model.layers.{}.mlp.experts."
+    first = next(number for number, layer in enumerate(config.layers) if layer.experts)
+    name = f"model.language_model.layers.{first}.mlp.experts."
+    # if one of the two is square, the other is not
+    if shape(f"{name}down_proj") == (experts.count, config.dim, experts.hidden_dim) and shape(
+        f"{name}gate_up_proj"
+    ) == (experts.count, 2 * experts.hidden_dim, config.dim):
+        return mixtral.fused_experts(config, stored)
+    ours = "blocks.{}.mlp.experts."
+    gate_up = (f"{ours}gate_proj.weight", f"{ours}up_proj.weight")
+    widths = (experts.hidden_dim, experts.hidden_dim)
+    return [
+        Split(f"{stored}gate_up_proj", gate_up, widths, transposed=True),
+        Rename(f"{stored}down_proj", f"{ours}down_proj.weight", transposed=True),
+    ]
 
 
 def peft_rules(config: Config) -> list[Rule]:

@@ -32,6 +32,7 @@ from litft.families import (
     with_model_type,
     wrapper_names,
 )
+from litft.families.wrappers import wrapped_rules
 from litft.methods import Method, read_method
 from litft.model.config import Config
 from litft.model.config_file import read_object
@@ -74,9 +75,8 @@ class PretrainedFolder:
             content = read_object(path)
         else:
             content = {}
-        if "text_config" in content:
-            return content
-        return None
+        is_text_model = text_config(content) is content
+        return None if is_text_model else content
 
     @property
     def weight_files(self) -> list[Path]:
@@ -86,7 +86,18 @@ class PretrainedFolder:
     @property
     def rules(self) -> list[Rule]:
         """The rules for the tensor names and layouts of this model family."""
-        return family(self.config.model_type).rules(self.config)
+        rules = family(self.config.model_type).rules(self.config)
+        if self.multimodal is None:
+            return rules
+        model_type = self.multimodal["model_type"]
+        return wrapped_rules(model_type, rules, self.config, self._stored_shape)
+
+    def _stored_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor in the weight files; None without it, or without files."""
+        try:
+            return tuple(self.checkpoint.meta(name).shape)
+        except (ValueError, KeyError):
+            return None
 
     @property
     def stored_rules(self) -> list[Rule]:
@@ -105,7 +116,7 @@ class PretrainedFolder:
         """The names of modules in the class that opens the base folder, for adapter files."""
         if self.text_names or not self.multimodal:
             return TEXT_NAMES
-        return wrapper_names(self.config)
+        return wrapper_names(self.multimodal)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

@@ -151,7 +151,8 @@ def write_result(
     whole: the multimodal model that the language model belongs to. Its other tensors and its
     processor are written, too.
     """
-    entries = model_entries(source, dtype, result)
+    # a multimodal file may store experts in another layout than the language model alone
+    entries = model_entries(source, dtype, result, whole.rules if whole else None)
     if whole:
         entries = _with_other_parts(entries, whole)
     write_weights(folder, entries, int(shard_gb * 1e9))
@@ -167,7 +168,9 @@ def write_result(
         before = whole.config
         hf = _written_config(multimodal, before, after)
         hf["torch_dtype"] = dtype_name
-        hf["text_config"] = _written_config(hf["text_config"], before, after)
+        # older files have its fields beside the others
+        if "text_config" in hf:
+            hf["text_config"] = _written_config(hf["text_config"], before, after)
         copy_files(whole.base, folder, PROCESSOR_FILES)
     else:
         hf = _written_config(source.hf, source.config, after)

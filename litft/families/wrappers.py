@@ -1,0 +1,241 @@
+"""Multimodal models around a language model of another family: where its fields and weights are.
+
+Only the language model is read. Their images, sound and video need transformers' own class.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from litft.checkpoints.peft_names import ModuleNames
+from litft.checkpoints.rules import Dequantize, Drop, Rule
+from litft.families import llama, qwen2_moe
+from litft.families.family import LANGUAGE_MODEL, Family, ShapeOf
+from litft.model.config import Config
+
+# model_type of the language model -> its class in transformers
+TEXT_CLASSES = {
+    "cohere2": "Cohere2ForCausalLM",
+    "cohere2_moe": "Cohere2MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+# the same network under another name
+SAME_NETWORK = {
+    "exaone4_5_text": "exaone4",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+# defaults of transformers' configs for sizes that older multimodal files leave out
+DEFAULT_SIZES = {
+    "llama": dict(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+    ),
+    "mistral": dict(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+    ),
+    "qwen2": dict(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=22016,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+    ),
+}
+# what the beginning of a tensor's name is, in files of transformers 5, in older ones, and in those
+# that have the language model's names as they are
+MODEL_PREFIXES = "{model.|model.language_model.|language_model.model.}"
+TEXT_MODEL_PREFIXES = "{model.|model.text_model.|text_model.model.}"
+# tensors of images and sound
+OTHER_PARTS = (
+    "{model.|}{vision_tower|vision_model|visual|multi_modal_projector|mm_projector|projector|"
+    "connector|image_newline}{*}"
+)
+# fields beside a language model's that do not describe it
+OUTER_FIELDS = ("vision_config", "text_config", "vision_token_id", "image_token_id")
+
+
+def no_rules_of_files(config: Config, shape: ShapeOf) -> list[Rule]:
+    """Return no rules: the files have the language model's weights as its family stores them."""
+    return []
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A multimodal class of transformers."""
+
+    # model_type of the language model where `text_config` does not name it
+    default: str
+    # whether embedding and head are tied where no file says so
+    tied: bool = False
+    # the beginning of a tensor's name
+    prefixes: str = MODEL_PREFIXES
+    # the names of the language model's modules in the class
+    names: ModuleNames = LANGUAGE_MODEL
+    # fields whose default differs from that of the language model alone
+    defaults: dict[str, Any] = field(default_factory=dict)
+    # whether the size of a head is not that of the language model alone, but follows from the
+    # number of heads
+    heads_divide_size: bool = False
+    # for weights that the language model alone stores in another way
+    own_rules: Callable[[Config, ShapeOf], list[Rule]] = no_rules_of_files
+
+
+TEXT_MODEL = Wrapper(
+    "llama",
+    prefixes=TEXT_MODEL_PREFIXES,
+    names=ModuleNames("model.text_model."),
+    defaults=dict(rms_norm_eps=1e-5),
+)
+# its heads divide the hidden size, and its norms have the usual epsilon
+GLM_4V = Wrapper(
+    "glm4",
+    heads_divide_size=True,
+    defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=32768),
+)
+WRAPPERS = {
+    "aya_vision": Wrapper("cohere2", tied=True),
+    "cohere2_vision": Wrapper("cohere2", tied=True),
+    "exaone4_5": Wrapper("exaone4"),
+    "glm46v": GLM_4V,
+    "glm4v": GLM_4V,
+    "glm4v_moe": Wrapper("glm4_moe"),
+    "idefics3": TEXT_MODEL,
+    "internvl": Wrapper("qwen2", tied=True),
+    "kimi_k25": Wrapper("deepseek_v3", tied=True),
+    "lfm2_vl": Wrapper("lfm2", tied=True),
+    "lfm3_vl": Wrapper("lfm3", tied=True),
+    "llava": Wrapper("llama"),
+    "llava_next": Wrapper("llama"),
+    "llava_onevision": Wrapper("qwen2"),
+    "mistral3": Wrapper("mistral", tied=True),
+    "qwen2_5_vl": Wrapper("qwen2"),
+    "qwen2_vl": Wrapper("qwen2"),
+    "qwen3_vl": Wrapper("qwen3"),
+    "qwen3_vl_moe": Wrapper(
+        "qwen3_moe",
+        defaults=dict(rope_theta=5e5, norm_topk_prob=True),
+        own_rules=qwen2_moe.experts_of_qwen3_vl,
+    ),
+    "smolvlm": TEXT_MODEL,
+    "vipllava": Wrapper("llama"),
+}
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the language model, given that of the multimodal one.
+
+    Older files have the fields of the language model beside those of the vision tower. Raises
+    ValueError for a language model of an unknown type.
+    """
+    wrapper = WRAPPERS[hf["model_type"]]
+    if "text_config" not in hf:
+        inner = {}
+        for name, value in hf.items():
+            if name not in OUTER_FIELDS:
+                inner[name] = value
+        hf = {**hf, "text_config": inner | {"model_type": wrapper.default}}
+    found = hf["text_config"].get("model_type", wrapper.default)
+    model_type = SAME_NETWORK.get(found, found)
+    if model_type not in TEXT_CLASSES:
+        raise ValueError(
+            f"config.json: model_type {found!r} in text_config is not supported; supported: "
+            f"{', '.join(sorted(TEXT_CLASSES))}"
+        )
+    text = llama.text_model_config(hf, model_type, TEXT_CLASSES[model_type])
+    defaults = {
+        **DEFAULT_SIZES.get(model_type, {}),
+        "tie_word_embeddings": wrapper.tied,
+        **wrapper.defaults,
+    }
+    text = {**defaults, **text, "model_type": model_type}
+    if wrapper.heads_divide_size and text.get("head_dim") is None:
+        text["head_dim"] = _divided(text.get("hidden_size"), text.get("num_attention_heads"))
+    # the three positions of M-RoPE are one for text, so it is RoPE
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = text.get(name)
+        if isinstance(scaling, dict) and "mrope_section" in scaling:
+            text[name] = _without_sections(scaling)
+    return text
+
+
+def _divided(size: Any, heads: Any) -> int | None:
+    """Return the size of a head; None where a field is missing or wrong, which is reported
+    later."""
+    if isinstance(size, int) and isinstance(heads, int) and heads > 0:
+        return size // heads
+    return None
+
+
+def _without_sections(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of RoPE without those of M-RoPE."""
+    kept = {}
+    for name, value in scaling.items():
+        if name in ("mrope_section", "mrope_interleaved"):
+            continue
+        kept[name] = "default" if value == "mrope" else value
+    return kept
+
+
+def wrapped_rules(model_type: str, rules: list[Rule], config: Config, shape: ShapeOf) -> list[Rule]:
+    """Return the rules for the files of a multimodal model, given those of its language model."""
+    wrapper = WRAPPERS.get(model_type)
+    # the other families know the names of their multimodal files
+    if wrapper is None:
+        return rules
+    wrapped = []
+    for rule in [*wrapper.own_rules(config, shape), *rules]:
+        wrapped.append(_with_prefixes(rule, wrapper.prefixes))
+    return [*wrapped, Drop(OTHER_PARTS)]
+
+
+def _with_prefixes(rule: Rule, prefixes: str) -> Rule:
+    """Return a rule that also matches the names in a multimodal file."""
+    if isinstance(rule, Dequantize):
+        return Dequantize(replace(rule.rule, hf_name=_wrapped_name(rule.rule.hf_name, prefixes)))
+    return replace(rule, hf_name=_wrapped_name(rule.hf_name, prefixes))
+
+
+def _wrapped_name(name: str, prefixes: str) -> str:
+    """Return the pattern of a tensor's names in a multimodal file."""
+    if name.startswith("lm_head."):
+        return "{|language_model.|text_model.}" + name
+    return re.sub(r"^model\.", lambda _: prefixes, name)
+
+
+FAMILY = Family(
+    model_types=tuple(WRAPPERS),
+    # those of the default language model: `text_config` names its family, which then is read
+    config=llama.config,
+    rules=llama.rules,
+    text_config=text_config,
+)

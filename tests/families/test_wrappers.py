@@ -1,0 +1,153 @@
+"""Folders of multimodal models as they are published: sizes left out, older names of tensors, and
+fields side by side."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from parity import draw, relative
+from safetensors.torch import load_file, save_file
+
+import litft
+from litft.families import read_config, text_config
+from litft.families.wrappers import WRAPPERS
+from litft.pretrained.folder import resolve
+
+TEXT = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+TOWER = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28
+)
+TOWER |= dict(patch_size=14)
+MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[1, 1, 2])
+QWEN_TOWER = dict(
+    depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+TOKENS = draw(2, 40, seed=1) % 90
+
+
+def save_random(name, folder, text, tower=TOWER, **values):
+    """Save a model of a wrapper with random weights; return it."""
+    config_class = getattr(transformers, f"{name}Config")
+    torch.manual_seed(0)
+    config = config_class(text_config=dict(text), vision_config=dict(tower), **values)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def rename_tensors(folder, rename):
+    """Rename the tensors of a folder: `rename` takes a name and returns the new one."""
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[rename(name)] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+# text_config as published folders have it -> transformers' config with its own defaults
+SPARSE_FILES = {
+    "llava-1.5-7b": (
+        "llava",
+        dict(model_type="llama", vocab_size=32064, max_position_embeddings=4096),
+    ),
+    "llava-v1.6-mistral-7b": (
+        "llava_next",
+        dict(model_type="mistral", vocab_size=32064, intermediate_size=14336, rope_theta=1e6),
+    ),
+    "llava-onevision-qwen2-0.5b": (
+        "llava_onevision",
+        dict(model_type="qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE_FILES)
+def test_sizes_that_are_left_out_are_those_of_transformers(name):
+    model_type, text = SPARSE_FILES[name]
+    kind = transformers.AutoConfig.for_model(model_type, text_config=dict(text))
+    expected = kind.text_config.to_dict()
+    expected.pop("layer_types", None)
+    ours = read_config(text_config({"model_type": model_type, "text_config": text}))
+    theirs = read_config({**expected, "tie_word_embeddings": kind.tie_word_embeddings})
+    assert ours == theirs
+    assert ours.dim == expected["hidden_size"] and len(ours.layers) == 32
+
+
+def older_llava(name):
+    """The names of published files: transformers renames them when it reads."""
+    if name == "lm_head.weight":
+        return "language_model.lm_head.weight"
+    name = name.replace("model.language_model.", "language_model.model.")
+    return name.replace("model.vision_tower", "vision_tower").replace("model.multi", "multi")
+
+
+def older_idefics(name):
+    """As `older_llava`."""
+    return name.replace("model.text_model.", "text_model.model.").replace("lm_head", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rename"),
+    [("Llava", "mistral", older_llava), ("SmolVLM", "llama", older_idefics)],
+)
+@torch.no_grad()
+def test_older_names_of_tensors(tmp_path, name, text, rename):
+    tower = TOWER | ({"model_type": "clip_vision_model"} if name == "Llava" else {})
+    model = save_random(name, tmp_path, TEXT | {"model_type": text}, tower)
+    rename_tensors(tmp_path, rename)
+    first = "language_model.model." if name == "Llava" else "text_model.model."
+    assert any(tensor.startswith(first) for tensor in load_file(tmp_path / "model.safetensors"))
+    logits = litft.load(tmp_path, "fp32")[0](TOKENS)
+    assert relative(logits, model(TOKENS).logits) <= 1e-5
+
+
+@pytest.mark.parametrize("width", [24, 32, 16], ids=["ragged", "square down", "square gate and up"])
+@torch.no_grad()
+def test_experts_of_qwen3_vl_in_both_layouts(tmp_path, width):
+    """transformers tells them by their shapes when it reads, and writes only one of them."""
+    text = TEXT | EXPERTS | dict(rope_parameters=dict(MROPE), moe_intermediate_size=width)
+    model = save_random("Qwen3VLMoe", tmp_path, text, QWEN_TOWER)
+    expected = model(TOKENS).logits
+    assert relative(litft.load(tmp_path, "fp32")[0](TOKENS), expected) <= 1e-5
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in tensors:
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert relative(litft.load(tmp_path, "fp32")[0](TOKENS), expected) <= 1e-5
+
+
+def test_an_adapter_of_a_folder_without_text_config(tmp_path):
+    """Qwen 2 and 2.5 VL are published so; transformers opens the wrapper nonetheless."""
+    text = TEXT | {"rope_parameters": dict(MROPE)}
+    tower = dict(depth=1, hidden_size=32, num_heads=2, embed_dim=16)
+    save_random("Qwen2VL", tmp_path, text, tower)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    flat = {**hf.pop("text_config"), **hf}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    source = resolve(tmp_path)
+    assert source.multimodal == flat
+    assert source.adapter_names.of("model.layers.0") == "model.language_model.layers.0"
+
+
+def test_an_unknown_language_model_is_named():
+    hf = {"model_type": "llava", "text_config": {"model_type": "mamba"}}
+    with pytest.raises(ValueError, match="'mamba' in text_config is not supported; supported: "):
+        text_config(hf)
+
+
+@pytest.mark.parametrize("model_type", WRAPPERS)
+def test_ties_are_as_in_transformers_where_no_file_says_so(model_type):
+    kind = transformers.AutoConfig.for_model(model_type)
+    text = {"num_hidden_layers": 2}
+    tied = text_config({"model_type": model_type, "text_config": text})["tie_word_embeddings"]
+    assert tied == kind.tie_word_embeddings
