@@ -973,6 +973,36 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "IQuestCoderConfig",
         {"grouped": dict(head_dim=8)},
     ),
+    "exaone": (
+        "ExaoneConfig",
+        {"tied, grouped": dict(head_dim=8, num_key_value_heads=2, tie_word_embeddings=True)},
+    ),
+    "sarvam_moe": (
+        "SarvamMoEConfig",
+        {"groups": dict(head_dim=8, n_routed_experts=6, **DEEPSEEK)},
+    ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {
+            "windows, a base for each layer": dict(
+                sliding_window=6,
+                attention_multiplier=0.2,
+                embedding_multiplier=3.0,
+                layer_rope_theta=[0, 1e4, 1e5],
+            )
+        },
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        {
+            "windows, shared": dict(
+                sliding_window=6,
+                num_local_experts=5,
+                num_experts_per_tok=2,
+                shared_intermediate_size=20,
+            )
+        },
+    ),
 }
 
 

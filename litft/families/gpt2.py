@@ -96,7 +96,7 @@ def conv1d_rules(config: Config, hf_prefix: str, norms: dict[str, str]) -> list[
 
 
 FAMILY = Family(
-    model_types=("gpt2",),
+    model_types=("gpt2", "gpt-sw3"),
     config=config,
     rules=rules,
 )

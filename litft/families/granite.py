@@ -1,5 +1,5 @@
-"""Granite 3 (IBM, 2024), dense and MoE, HyperCLOVA X: Llama with muP scales of activations and
-logits (arXiv 2203.03466)."""
+"""Granite 3 (IBM, 2024), dense and MoE, with and without windows, HyperCLOVA X: Llama with muP
+scales of activations and logits (arXiv 2203.03466)."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,12 +7,28 @@ from typing import Any
 from litft.checkpoints.rules import Rename, Rule, Split
 from litft.families import llama, mixtral
 from litft.families.family import Family
-from litft.model.config import Config, ExpertsConfig
+from litft.model.config import Config, ExpertsConfig, LayerConfig
+
+# Granite with windows and sinks: defaults of transformers' GraniteSWAConfig and
+# GraniteMoeSWAConfig
+WINDOWED: dict[str, dict[str, Any]] = {
+    "granite_swa": dict(
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        sliding_window=128,
+    ),
+    "granitemoe_swa": dict(sliding_window=128),
+}
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' classes for these model
     types."""
+    is_windowed = hf["model_type"] in WINDOWED
+    if is_windowed:
+        hf = {**WINDOWED[hf["model_type"]], **hf}
     base = llama.config(hf)
     is_hyperclova = hf["model_type"] == "hyperclovax"
     experts = None
@@ -34,9 +50,13 @@ def config(hf: dict[str, Any]) -> Config:
         logit_scale = 1.0 / logit_scale
     has_post_norm = is_hyperclova and hf.get("use_post_norm", True)
     norm_position = "both" if has_post_norm else "before"
+    layers = llama.changed_layers(base, experts=experts, attention_scale=scale)
+    if is_windowed:
+        layers = _windowed_layers(hf, replace(base, layers=layers))
     return replace(
         base,
-        layers=llama.changed_layers(base, experts=experts, attention_scale=scale),
+        layers=layers,
+        sinks=is_windowed,
         embed_scale=float(hf.get("embedding_multiplier", 1.0)),
         residual_scale=float(hf.get("residual_multiplier", 1.0)),
         logit_scale=logit_scale,
@@ -44,8 +64,31 @@ def config(hf: dict[str, Any]) -> Config:
     )
 
 
+def _windowed_layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
+    """Return layers of which three in four have a window; each has its own base of RoPE, 0 for
+    none."""
+    windows = llama.layer_windows(hf, lambda index: index % 4 != 0)
+    layers = list(llama.windowed_layers(base, windows))
+    thetas = hf.get("layer_rope_theta")
+    if thetas is None:
+        return tuple(layers)
+    if len(thetas) != len(layers):
+        raise ValueError(
+            f"config.json: layer_rope_theta must list {len(layers)} values, found {thetas!r:.300}"
+        )
+    for number, theta in enumerate(thetas):
+        rope = layers[number].rope
+        assert rope is not None
+        layers[number] = replace(layers[number], rope=replace(rope, theta=theta) if theta else None)
+    return tuple(layers)
+
+
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names; experts are two stacked tensors."""
+    if config.sinks:
+        sinks = Rename("model.layers.{}.self_attn.sinks", "blocks.{}.attention.sinks")
+        # their files have transformers' names in memory
+        return [sinks, *peft_rules(config), *rules(replace(config, sinks=False))]
     if not config.layers[0].experts:
         # HyperCLOVA X has these; in other models the rules match nothing
         post_norms = {"attention_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
@@ -56,12 +99,15 @@ def rules(config: Config) -> list[Rule]:
     shared_dim = config.layers[0].experts.shared_dim
     # gate and up of the shared expert are one tensor
     shared = ("blocks.{}.mlp.shared.gate_proj.weight", "blocks.{}.mlp.shared.up_proj.weight")
+    stacks = mixtral.fused_experts(
+        config, moe_prefix, "output_linear.weight", "input_linear.weight"
+    )
     return [
         *llama.rules(config),
         router,
         Split(f"{shared_prefix}input_linear.weight", shared, (shared_dim,) * 2),
         Rename(f"{shared_prefix}output_linear.weight", "blocks.{}.mlp.shared.down_proj.weight"),
-        *mixtral.fused_experts(config, moe_prefix, "output_linear.weight", "input_linear.weight"),
+        *stacks,
     ]
 
 
@@ -75,7 +121,7 @@ def peft_rules(config: Config) -> list[Rule]:
 
 
 FAMILY = Family(
-    model_types=("granite", "hyperclovax", "granitemoe", "granitemoeshared"),
+    model_types=("granite", "hyperclovax", "granitemoe", "granitemoeshared", *WINDOWED),
     config=config,
     rules=rules,
     peft_rules=peft_rules,

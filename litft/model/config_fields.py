@@ -266,6 +266,7 @@ FIELD_TYPES: dict[str, FieldType] = {
         LAYERS.or_null(),
         "mlp_only_layers no_rope_layers moe_layers attn_layer_indices full_attn_idxs",
     ),
+    "layer_rope_theta": _list_of(NOT_NEGATIVE, "a list of numbers of at least 0").or_null(),
     "activation_sparsity_pattern": _list_of(SPARSITY, "a list of shares in [0, 1)").or_null(),
     "ssm_multipliers": _list_of(POSITIVE, "a list of 5 numbers above 0", 5).or_null(),
     "mlp_multipliers": _list_of(POSITIVE, "a list of 2 numbers above 0", 2).or_null(),

@@ -4,7 +4,6 @@ from typing import Any
 
 from litft.export.gguf.families.family import GgufFamily
 from litft.export.gguf.families.llama import gguf_rules
-from litft.families.mistral import ARCHITECTURES
 from litft.model.config import Config
 
 GGUF = {
@@ -49,7 +48,7 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     if not scaling.get("llama_4_scaling_beta"):
         return hf | {
             "model_type": "mistral",
-            "architectures": [ARCHITECTURES["mistral"]],
+            "architectures": ["MistralForCausalLM"],
             "sliding_window": None,
         }
     # the metadata has one number for both
