@@ -145,9 +145,11 @@ class GgufExportArgs:
     """The folder of the base model, if it has moved. Default: the path stored with the adapter."""
     out_dir: str | None = None
     """The folder to write; it must not exist or be empty."""
-    outtype: Literal["auto", "f32", "f16", "bf16", "q8_0"] = "auto"
-    """The data type of matrices. auto: bf16 if the folder has bf16 weights, otherwise f16; f32 for
-    an adapter."""
+    outtype: Literal[
+        "auto", "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "mxfp4"
+    ] = "auto"
+    """The data type of matrices, or one of llama.cpp's mixtures (q4_k_m: 4.8 bits a weight). auto:
+    bf16 if the folder has bf16 weights, otherwise f16; f32 for an adapter."""
     merge: bool = True
     """Write the merged model. false: write only the LoRA adapter, for llama.cpp's --lora."""
     dequantized_base: bool = False

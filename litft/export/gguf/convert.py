@@ -1,6 +1,5 @@
 """Models and LoRA adapters as GGUF files, and GGUF files as the source of a model folder."""
 
-import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,10 +12,12 @@ from litft.args import GgufExportArgs
 from litft.checkpoints.peft_targets import LoraWeights, peft_targets
 from litft.checkpoints.rules import InterleaveValueHeads, KeysAndValues, Reshape, Rule
 from litft.checkpoints.weight_files import LazyTensor
+from litft.export.gguf import k_quants
 from litft.export.gguf.families import gguf_architecture, gguf_rules
 from litft.export.gguf.files import GgufFile, gguf
 from litft.export.gguf.metadata import NEEDS_HEAD, GgufArchitecture, to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
+from litft.export.gguf.tensor_types import OUTTYPES, ModelSizes, StoredTensor, tensor_types
 from litft.export.gguf.vocabulary_writer import add_tokenizer, model_name
 from litft.export.trained_model import TrainedModel
 from litft.methods import Method
@@ -26,14 +27,15 @@ from litft.pretrained.folder import PretrainedFolder
 from litft.pretrained.save import model_entries
 
 _TYPES = gguf.GGMLQuantizationType
-_FILE_TYPES = gguf.LlamaFileType
-OUTTYPES = {
-    "f32": (_TYPES.F32, _FILE_TYPES.ALL_F32),
-    "f16": (_TYPES.F16, _FILE_TYPES.MOSTLY_F16),
-    "bf16": (_TYPES.BF16, _FILE_TYPES.MOSTLY_BF16),
-    "q8_0": (_TYPES.Q8_0, _FILE_TYPES.MOSTLY_Q8_0),
+K_QUANTS = {
+    _TYPES.Q4_K: k_quants.quantize_q4_k,
+    _TYPES.Q5_K: k_quants.quantize_q5_k,
+    _TYPES.Q6_K: k_quants.quantize_q6_k,
 }
-Q8_0_BLOCK = 32  # columns per scale in Q8_0
+# the package gguf needs memory for 16 candidates of each value
+MXFP4_VALUES = 1 << 20
+# for the small matrices of an adapter
+ADAPTER_OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 QUANTIZATION_VERSION = 2
 
 
@@ -109,7 +111,8 @@ def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) 
     # divisors of the rotary frequencies are tensors, and not metadata
     for tensor_name, factors in architecture.factors.items():
         entries.append(LazyTensor(tensor_name, factors, factors.float))
-    _write_tensors(writer, folder / name, entries, outtype)
+    types = tensor_types(_stored(entries), architecture.sizes, outtype)
+    _write_tensors(writer, folder / name, entries, types)
     (folder / "Modelfile").write_text(modelfile(name, tokenizer), "utf-8")
     return name
 
@@ -128,6 +131,11 @@ def _warn_of_differences(architecture: GgufArchitecture, config: Config) -> None
 def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
     """Write the LoRA matrices under the base's tensor names; llama.cpp scales each pair by alpha /
     rank."""
+    if args.outtype not in ("auto", *ADAPTER_OUTTYPES):
+        raise ValueError(
+            f"--outtype {args.outtype} is for whole models; with --merge false, pass "
+            f"{', '.join(ADAPTER_OUTTYPES)}"
+        )
     method, values = trained.adapter()
     sites = _adapter_sites(method, trained)
     # it refuses all other methods
@@ -146,7 +154,10 @@ def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     name = f"adapter-{outtype.upper()}.gguf"
-    _write_tensors(writer, folder / name, _adapter_entries(fused, alpha), outtype)
+    entries = _adapter_entries(fused, alpha)
+    sizes = ModelSizes(writer.arch, num_layers=len(trained.source.config.layers))
+    types = tensor_types(_stored(entries), sizes, outtype)
+    _write_tensors(writer, folder / name, entries, types)
     return name
 
 
@@ -223,12 +234,15 @@ def _writer(
 
 
 def _write_tensors(
-    writer: gguf.GGUFWriter, path: Path, entries: list[LazyTensor], outtype: str
+    writer: gguf.GGUFWriter,
+    path: Path,
+    entries: list[LazyTensor],
+    types: dict[str, gguf.GGMLQuantizationType],
 ) -> None:
-    """Write the file, computing one tensor at a time."""
-    types = [_tensor_type(entry, OUTTYPES[outtype][0]) for entry in entries]
+    """Write the file, computing one tensor at a time; types: that of each tensor, by name."""
     # the file begins with names, types and sizes of all tensors
-    for entry, tensor_type in zip(entries, types, strict=True):
+    for entry in entries:
+        tensor_type = types[entry.name]
         shape = tuple(entry.like.shape)
         size = int(np.prod(gguf.quant_shape_to_byte_shape(shape, tensor_type)))
         writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
@@ -236,29 +250,19 @@ def _write_tensors(
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for entry, tensor_type in zip(entries, types, strict=True):
-            writer.write_tensor_data(_encode(entry, tensor_type))
+        for entry in entries:
+            writer.write_tensor_data(_encode(entry, types[entry.name]))
     finally:
         writer.close()
 
 
-# norms, positions, convolutions and routers, and tensors with other leaves than weight (llama.cpp's
-# conversion/base.py)
-FP32 = re.compile(r"_norm\.weight$|^position_embd|^rope_|ssm_conv1d|shortconv\.conv|ffn_gate_inp")
+def _stored(entries: list[LazyTensor]) -> list[StoredTensor]:
+    """Return names and shapes of tensors."""
+    return [StoredTensor(entry.name, tuple(entry.like.shape)) for entry in entries]
 
 
-def _tensor_type(entry: LazyTensor, outtype: _TYPES) -> _TYPES:
-    """Return a tensor's storage type: fp32 for what llama.cpp computes with in fp32 alone, and full
-    blocks in Q8_0."""
-    is_weight = entry.name.endswith((".weight", ".lora_a", ".lora_b"))
-    if entry.like.dim() < 2 or FP32.search(entry.name) or not is_weight:
-        return _TYPES.F32
-    if outtype == _TYPES.Q8_0 and entry.like.size(-1) % Q8_0_BLOCK:
-        return _TYPES.F16
-    return outtype
-
-
-def _encode(entry: LazyTensor, tensor_type: _TYPES) -> np.ndarray:
+def _encode(entry: LazyTensor, tensor_type: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Return a tensor's values, or its bytes if the type has blocks."""
     tensor = entry.make().detach().cpu().contiguous()
     if (
         tensor_type == _TYPES.F16
@@ -268,4 +272,12 @@ def _encode(entry: LazyTensor, tensor_type: _TYPES) -> np.ndarray:
             f"{entry.name} contains {largest:.3g}, which is out of range for fp16; pass --outtype "
             "bf16"
         )
-    return gguf.quantize(tensor.numpy(), tensor_type)
+    if tensor_type in K_QUANTS:
+        return k_quants.in_tiles(K_QUANTS[tensor_type], tensor).numpy()
+    if tensor_type != _TYPES.MXFP4:
+        return gguf.quantize(tensor.numpy(), tensor_type)
+    rows = tensor.flatten(0, -2)
+    pieces = []
+    for piece in rows.split(max(1, MXFP4_VALUES // rows.size(-1))):
+        pieces.append(gguf.quantize(piece.numpy(), tensor_type))
+    return np.concatenate(pieces).reshape(*tensor.shape[:-1], -1)

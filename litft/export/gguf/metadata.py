@@ -17,6 +17,7 @@ from litft.export.gguf.families import (
     gguf_tensors,
 )
 from litft.export.gguf.files import GgufFile
+from litft.export.gguf.tensor_types import ModelSizes
 from litft.families import read_config
 from litft.model.config import Config, LayerConfig
 from litft.model.rope import inverse_frequencies
@@ -121,6 +122,17 @@ class GgufArchitecture:
     tied: bool
     # FREQS, LONG and SHORT: divisors of the rotary embedding's frequencies
     factors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """What the types of a quantized file's tensors depend on."""
+        return ModelSizes(
+            self.name,
+            num_layers=self.metadata["block_count"],
+            num_experts=self.metadata.get("expert_count", 0),
+            grouped=self.metadata.get("attention.head_count")
+            != self.metadata.get("attention.head_count_kv"),
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of config.json; raise ValueError for architectures that litft does not
