@@ -14,6 +14,7 @@ from litft.args.export import (
     GgufConvertArgs,
     GgufExportArgs,
     MergeArgs,
+    MergedArgs,
     WriteArgs,
 )
 from litft.args.finetune import EvalArgs, FinetuneArgs, Optimizers, SaveArgs, TrainArgs
@@ -61,6 +62,7 @@ __all__ = [
     "LoRAArgs",
     "LoRAFinetuneArgs",
     "MergeArgs",
+    "MergedArgs",
     "ModelArgs",
     "Objectives",
     "OpenArgs",

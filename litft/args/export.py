@@ -1,6 +1,6 @@
 """The flags of the commands that write model folders: merge, convert, export."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from litft.args.checks import impossible_numbers
@@ -10,8 +10,6 @@ from litft.args.checks import impossible_numbers
 class WriteArgs:
     """Where and how a model folder is written."""
 
-    checkpoint_dir: str | None = None
-    """The folder to read."""
     out_dir: str | None = None
     """The folder to write; it must not exist or be empty."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -42,6 +40,8 @@ class ConvertArgs(WriteArgs):
     """Convert a model folder to safetensors of one dtype, and compare every written tensor with its
     source."""
 
+    checkpoint_dir: str | None = None
+    """The folder to read."""
     family: str | None = None
     """Read config.json as this model_type, such as llama, if the folder's own model_type is unknown
     but means the same network. Names and shapes of all tensors must fit. The written folder has
@@ -63,11 +63,9 @@ class ConvertArgs(WriteArgs):
 
 
 @dataclass
-class MergeArgs(WriteArgs):
-    """Merge an adapter into its base model and write the result as a model folder."""
+class MergedArgs(WriteArgs):
+    """What adapters are merged into."""
 
-    checkpoint_dir: str | None = None
-    """An adapter folder or a run folder. Default: the newest finished run under out/."""
     base_dir: str | None = None
     """The folder of the base model, if it has moved. Default: the path stored with the adapter."""
     dequantized_base: bool = False
@@ -80,7 +78,46 @@ class MergeArgs(WriteArgs):
 
 
 @dataclass
-class ExportArgs(MergeArgs):
+class MergeArgs(MergedArgs):
+    """Merge an adapter, or several of the same base, into the base model and write the result as a
+    model folder."""
+
+    checkpoint_dir: list[str] = field(default_factory=list)
+    """An adapter folder or a run folder; several are combined. Default: the newest finished run
+    under out/."""
+    weights: list[float] = field(default_factory=list)
+    """What the change of each adapter is multiplied by, such as 0.7,0.3. Default: 1 for each."""
+    combination: Literal["linear", "ties"] = "linear"
+    """How changes of several adapters are combined. linear: their weighted sum. ties: of each, only
+    the largest changes are kept, and of these the ones with the sign that most of them have, by
+    sum; their weighted mean is added (TIES, arXiv 2306.01708)."""
+    density: float = 0.5
+    """With --combination ties: the share of each weight matrix's changes that is kept."""
+
+    def problems(self) -> list[str]:
+        """Return the problems of the target, and of the number of weights."""
+        problems = super().problems()
+        count = max(1, len(self.checkpoint_dir))
+        if self.weights and len(self.weights) != count:
+            problems.append(
+                f"--weights has {len(self.weights)} numbers for {count} adapters: pass one for each"
+            )
+        if self.dequantized_base and count > 1:
+            problems.append(
+                "--dequantized_base is for one adapter: the quantized weights of several need not "
+                "be the same; leave it out"
+            )
+        if self.combination == "ties" and count < 2:
+            problems.append("--combination ties needs several adapters: --checkpoint_dir A,B")
+        if not 0 < self.density <= 1:
+            problems.append(f"--density {self.density}: must be above 0 and at most 1")
+        elif self.combination == "linear" and self.density != 0.5:
+            problems.append("--density is for --combination ties: add it, or leave --density out")
+        return problems
+
+
+@dataclass
+class ExportArgs(MergedArgs):
     """Export a run, finished or not, or one of its checkpoints as a folder that Hugging Face
     libraries can load."""
 

@@ -21,6 +21,8 @@ MERGED_FOLDERS = {
     "export_dir": "out_dir",
 }
 
+# llama.cpp's other names of mixtures
+OUTTYPES_ELSEWHERE = {"q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4_moe": "mxfp4"}
 # methods that are a method and its flags here
 METHODS_ELSEWHERE = {
     "qlora": "--method lora --quantize nf4",
@@ -86,12 +88,6 @@ def not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
             flag = "checkpoint_dir"
     elif "prompt" in flag_types and not os.path.exists(word):
         return f"{word!r} is no flag: flags start with --; did you mean --prompt {word!r}?"
-    elif "data.path" in flag_types and os.path.isfile(word):
-        # as the shell writes a pattern without quotes
-        return (
-            f"{word!r} is no flag: flags start with --; several files are one value: "
-            "--data.path A,B, or a pattern in quotes"
-        )
     message = f"{word!r} is no flag: flags start with --"
     if flag:
         return f"{message}; did you mean --{flag} {word}?"
@@ -105,6 +101,10 @@ def hint_for(name: str, value: str, expected: str) -> str:
         return f"; write {value.replace(',', '')}"
     if "whole" not in expected and re.fullmatch(r"\d+,\d+", value):
         return f"; write {value.replace(',', '.')}"
+    # the names of llama.cpp's programs, which are in capitals
+    written = OUTTYPES_ELSEWHERE.get(value.lower(), value.lower())
+    if name == "outtype" and written in expected.split():
+        return f"; write {written}"
     # types of llama.cpp's files that its own program makes
     if name == "outtype" and re.fullmatch(r"i?q[2-6]_\w+", value, re.IGNORECASE):
         return f"; write f16, then run llama.cpp's llama-quantize with {value.upper()}"

@@ -27,6 +27,7 @@ from litft.args.build_parser import AnyArgs, args_from, parser_for_help, parser_
 from litft.args.finetune_methods import FINETUNE
 from litft.args.flag_types import describe_type, is_finetuning, short_name, types_of_flags
 from litft.args.foreign_config import translate_config
+from litft.args.lists import TEXT_LISTS, as_list, item_texts, next_value, next_values
 from litft.args.lost_paths import lost_paths
 from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_flag
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
@@ -44,8 +45,6 @@ NOT_PLANNED: dict[str, tuple[Any, ...]] = {
     "train.optimizer_in_backward": (False,),
     "data.new_tokens": ([], None),
 }
-# flags with a list of texts, whose white space counts
-TEXT_LISTS = ("stop",)
 
 
 def parse(cls: type[AnyArgs], argv: list[str], prog: str | None = None) -> AnyArgs:
@@ -177,8 +176,10 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
         if not equals:
             if flag_types.get(name) in (bool, bool | None):
                 value = _next_boolean(words)
+            elif get_origin(flag_types.get(name)) is list:
+                value = next_values(words, flag_types[name], name in TEXT_LISTS)
             else:
-                value = _next_value(words)
+                value = next_value(words)
         if name == "config":
             # a file has priority over a recipe of the same name
             if value and is_recipe(value) and not os.path.isfile(value):
@@ -194,7 +195,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             if get_origin(flag_types[name]) is list:
                 if name in dict(values):
                     print(replaced_list(name), file=sys.stderr)
-                value = _as_list(value, flag_types[name], keeps_spaces=name in TEXT_LISTS)
+                value = as_list(value, flag_types[name], keeps_spaces=name in TEXT_LISTS)
             values.append((name, value))
     values = from_files + values
     # the message about one flag may depend on the value of another
@@ -221,13 +222,6 @@ def _next_boolean(words: list[str]) -> str:
     if words and words[0].lower() in ("true", "false"):
         return words.pop(0)
     return "true"
-
-
-def _next_value(words: list[str]) -> str | None:
-    """Remove the value of a flag from the words after it, and return it; None if it is missing."""
-    if words and not words[0].startswith("--"):
-        return words.pop(0)
-    return None
 
 
 def _has_model(values: dict[str, str]) -> bool:
@@ -295,60 +289,6 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
     if values.get("objective") == "grpo":
         method = GRPO_DEMO
     return _read_config(DEMO / f"{method}.yaml", cls)
-
-
-def _items(value: str, keeps_spaces: bool) -> list[str]:
-    """Return the items of a list that commas divide.
-
-    keeps_spaces: a single item is taken as it is, and white space alone is an item, as in
-    `--stop $'\\n'`.
-    """
-    if keeps_spaces and "," not in value:
-        return [value]
-    items = []
-    for item in value.split(","):
-        if item.strip():
-            items.append(item.strip())
-        elif item and keeps_spaces:
-            items.append(item)
-    return items
-
-
-def _as_list(value: str, flag_type: Any, keeps_spaces: bool = False) -> str:
-    """Return a list as JSON: a,b becomes ["a", "b"].
-
-    JSON stays unchanged (for items with commas). keeps_spaces: see `_items`.
-    """
-    if value == "null":
-        return "[]"
-    # numbers need no quotation marks, but may have brackets
-    if flag_type == list[float]:
-        return f"[{value.strip('[]')}]"
-    try:
-        items = json.loads(value)
-    except ValueError:
-        items = None
-    if isinstance(items, dict):  # a path with settings
-        items = [items]
-    if isinstance(items, list) and all(isinstance(item, str | dict) for item in items):
-        items = _item_texts(items)
-    else:
-        items = _items(value, keeps_spaces)
-    # read as YAML, which has no escapes for surrogate pairs
-    return json.dumps(items, ensure_ascii=False)
-
-
-def _item_texts(items: list[Any]) -> list[Any]:
-    """Return the items of a list with objects as JSON, and with dates and the like as text."""
-    texts = []
-    for item in items:
-        if isinstance(item, dict):
-            texts.append(json.dumps(item, ensure_ascii=False, default=str))
-        elif isinstance(item, str | int | float | list | None):
-            texts.append(item)
-        else:
-            texts.append(str(item))
-    return texts
 
 
 def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, str]], list[str]]:
@@ -485,8 +425,8 @@ def _list_text(value: Any, text: str, name: str, flag_types: dict[str, Any]) -> 
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
-        return json.dumps(_item_texts(value), ensure_ascii=False, default=str)
-    return _as_list(text, flag_types[name], keeps_spaces=name in TEXT_LISTS)
+        return json.dumps(item_texts(value), ensure_ascii=False, default=str)
+    return as_list(text, flag_types[name], keeps_spaces=name in TEXT_LISTS)
 
 
 def _problem_of_recipe(name: str, cls: type) -> str:
@@ -584,7 +524,7 @@ def _is_empty(value: Any, flag_type: Any) -> bool:
 def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str, Any]) -> bool:
     """Return whether a flag accepts a value."""
     if get_origin(flag_types[name]) is list:
-        word = _as_list(text, flag_types[name])
+        word = as_list(text, flag_types[name])
     elif name == "train.optimizer":
         word = translate_optimizer(text)
     else:

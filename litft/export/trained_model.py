@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from litft import run_dir
-from litft.args import GgufExportArgs, MergeArgs
+from litft.args import ExportArgs, GgufExportArgs, MergedArgs
 from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
 from litft.data.tokenizer import Tokenizer
@@ -15,7 +15,7 @@ from litft.export.model_folder import write_folder, written_dtype
 from litft.methods import AdapterTensors, Method
 from litft.model.quantization import KINDS
 from litft.pretrained.folder import PretrainedFolder, resolve
-from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
+from litft.pretrained.save import Result, WeightChange, check_written, copy_tokenizer, write_result
 from litft.training.output import run_checkpoints
 from litft.training.run_setup import resolve_setup
 
@@ -51,7 +51,7 @@ class TrainedModel(NamedTuple):
         return self.update
 
 
-def read_trained(args: MergeArgs | GgufExportArgs) -> TrainedModel:
+def read_trained(args: ExportArgs | GgufExportArgs) -> TrainedModel:
     """Read the folder --checkpoint_dir, or the newest finished run."""
     folder = Path(args.checkpoint_dir or run_dir.newest_finished())
     if folder.name.startswith("step-") and folder.parent.name == "checkpoints":
@@ -125,10 +125,10 @@ def merge_result(
 
 
 def write_merged(
-    args: MergeArgs,
+    args: MergedArgs,
     path: Path,
     source: PretrainedFolder,
-    result: Result | None,
+    result: WeightChange | None,
     tokenizer: Tokenizer | None = None,
 ) -> Path:
     dtype = written_dtype(source, args.precision)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,27 @@ from litft.model.transformer import GPT
 from litft.pretrained.folder import TIE_FIELDS, PretrainedFolder, resolve
 
 
+class WeightChange(Protocol):
+    """What is merged into a base model."""
+
+    def config(self, config: Config) -> Config:
+        """Return the merged model's config, given the base's."""
+        ...
+
+    def check(self, names: list[str]) -> None:
+        """Raise ValueError if it cannot be merged into base parameters with these names."""
+        ...
+
+    def replacement(self, name: str, base: GPT) -> Tensor | None:
+        """Return the tensor to write instead of the base's, which then is not read; None if it
+        depends on it."""
+        ...
+
+    def tensor(self, name: str, weight: Tensor, base: GPT) -> Tensor:
+        """Return the merged tensor, given `weight`, the base's tensor `name`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Result:
     """A method and its values; `quantize` and `dtype` to merge them into the base as quantized in
@@ -49,6 +70,17 @@ class Result:
         embedding or head."""
         tied = config.tied and not self.method.unties_head()
         return replace(config, vocab_size=self.method.vocab_size(config), tied=tied)
+
+    def check(self, names: list[str]) -> None:
+        """Raise ValueError if the method cannot be merged into base parameters with these names."""
+        self.method.check_merge(names, self.values)
+
+    def replacement(self, name: str, base: GPT) -> Tensor | None:
+        """Return the trained tensor if a whole model was trained, None for frozen tensors and for
+        other methods."""
+        if self.method.saves_full_model and not self.is_unchanged(name, base):
+            return full_tensor(self.values[name])
+        return None
 
     def is_unchanged(self, name: str, base: GPT) -> bool:
         """Whether to write the base's tensor: frozen values may have been rounded for training."""
@@ -69,7 +101,7 @@ class Result:
 def model_entries(
     source: PretrainedFolder,
     dtype: torch.dtype,
-    result: Result | None = None,
+    result: WeightChange | None = None,
     rules: list[Rule] | None = None,
 ) -> list[LazyTensor]:
     """List all tensors of the base merged with `result`, named by `rules` (default: those of the
@@ -81,7 +113,7 @@ def model_entries(
         for index, name in enumerate(mapping.targets):
             locations[name] = mapping, index
     if result:
-        result.method.check_merge(list(locations), result.values)
+        result.check(list(locations))
     config = result.config(source.config) if result else source.config
     with torch.device("meta"):
         model = GPT(config)
@@ -92,8 +124,9 @@ def model_entries(
         return mapping.convert([source.checkpoint.read(name) for name in mapping.sources])
 
     def litft_tensor(name: str) -> Tensor:
-        if result and result.method.saves_full_model and not result.is_unchanged(name, base):
-            return _rounded(full_tensor(result.values[name]), name, dtype)
+        replacement = result.replacement(name, base) if result else None
+        if replacement is not None:
+            return _rounded(replacement, name, dtype)
         # an untied head has no tensor yet
         mapping, index = locations[name if name in locations else "embed.weight"]
         tensor = read(mapping)[index]
@@ -139,7 +172,7 @@ def write_result(
     folder: Path | None,
     source: PretrainedFolder,
     dtype: torch.dtype,
-    result: Result | None,
+    result: WeightChange | None,
     shard_gb: float,
     whole: PretrainedFolder | None = None,
 ) -> list[LazyTensor]:

@@ -1009,7 +1009,8 @@ def test_hints_for_words_of_other_programs(words, message):
         (flags.MergeArgs, ["--output_dir", "o"], "--output_dir does not exist; use --out_dir o"),
         # chat has no counterpart of this one
         (flags.ChatArgs, ["--cutoff_len", "9"], "--cutoff_len does not exist; --help lists"),
-        (flags.GgufExportArgs, ["--outtype", "q4_k_m"], "llama.cpp's llama-quantize with Q4_K_M"),
+        (flags.GgufExportArgs, ["--outtype", "Q4_K_M"], "write q4_k_m"),
+        (flags.GgufExportArgs, ["--outtype", "q3_k_s"], "llama.cpp's llama-quantize with Q3_K_S"),
         (flags.PlanArgs, ["--method", "QLoRA"], "write --method lora --quantize nf4"),
         (flags.GenerateArgs, ["Hello"], "did you mean --prompt 'Hello'?"),
         (flags.PlanArgs, ["--tokens", "1,000"], "expected a whole number; write 1000"),

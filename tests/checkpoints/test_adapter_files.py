@@ -156,7 +156,7 @@ def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
 @pytest.mark.halved
 def test_merged_equals_unmerged(folder, tmp_path):
     model, _, _ = write_random_adapter(folder, tmp_path / "adapter")
-    merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
+    merge(MergeArgs(checkpoint_dir=[str(tmp_path / "adapter")], out_dir=str(tmp_path / "merged")))
     expected = model(TOKENS)
     assert relative(litft.load(tmp_path / "merged")[0](TOKENS), expected) <= 1e-5
     assert relative(load_hf(tmp_path / "merged")(TOKENS).logits, expected) <= 1e-5

@@ -260,7 +260,7 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
         assert error(PeftModel.from_pretrained(model, returned).eval()(tokens).logits) <= 1e-5
         assert error(litft.load(returned, base_dir=base)[0](tokens)) <= 1e-5
 
-        flags = dict(checkpoint_dir=str(folder), base_dir=str(base), precision="fp32")
+        flags = dict(checkpoint_dir=[str(folder)], base_dir=str(base), precision="fp32")
         merge(MergeArgs(out_dir=str(tmp_path / "merged"), **flags))
         merged = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "merged", dtype=torch.float32

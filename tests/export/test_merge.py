@@ -48,7 +48,7 @@ def test_merged_equals_unmerged(adapter, tmp_path):
 def test_weights_are_summed_in_fp32(tiny, adapter, tmp_path):
     """A merge in bf16 would round twice; the fp32 sum is rounded once, to the requested dtype."""
     merge(
-        MergeArgs(checkpoint_dir=str(adapter), precision="bf16", out_dir=str(tmp_path / "merged"))
+        MergeArgs(checkpoint_dir=[str(adapter)], precision="bf16", out_dir=str(tmp_path / "merged"))
     )
     base, tuned = litft.load(tiny)[0], litft.load(adapter)[0]
     merged, _ = litft.load(tmp_path / "merged")
@@ -99,7 +99,7 @@ def test_an_incomplete_adapter_is_not_merged(adapter, tmp_path, damage):
         )
     save_file(tensors, path)
     with pytest.raises(ValueError, match=r"does not fit its base model: .*q_proj "):
-        merge(MergeArgs(checkpoint_dir=str(adapter), out_dir=str(tmp_path / "out")))
+        merge(MergeArgs(checkpoint_dir=[str(adapter)], out_dir=str(tmp_path / "out")))
     assert not list(tmp_path.glob("out*"))
 
 
@@ -112,10 +112,105 @@ def test_generation_settings_of_the_base_hold_for_an_adapter(tiny, tmp_path):
     write_adapter(base, tmp_path / "adapter")
     copy_tokenizer(STORIES, tmp_path / "adapter")
     assert litft.load(tmp_path / "adapter")[1].stop_ids == [2, 7]
-    merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
+    merge(MergeArgs(checkpoint_dir=[str(tmp_path / "adapter")], out_dir=str(tmp_path / "merged")))
     assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == settings
     (tmp_path / "adapter" / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert litft.load(tmp_path / "adapter")[1].stop_ids == [9, 2]
+
+
+@pytest.fixture
+def two_adapters(tiny, tmp_path):
+    """Return the folders of two adapters with other modules, ranks and scales."""
+    folders = []
+    for seed, (targets, rank) in enumerate([(["q_proj", "down_proj"], 4), (["q_proj"], 2)]):
+        torch.manual_seed(seed)
+        folder = tmp_path / f"adapter-{seed}"
+        write_adapter(tiny, folder, target_modules=targets, r=rank)
+        folders.append(folder)
+    return folders
+
+
+def combined_by_peft(base, folders, weights, **flags):
+    """Return PEFT's model with adapters combined from their exact changes."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    model = PeftModel.from_pretrained(model, folders[0], adapter_name="0")
+    model.load_adapter(folders[1], adapter_name="1")
+    model.add_weighted_adapter(["0", "1"], weights, "both", **flags)
+    model.set_adapter("both")
+    return model.merge_and_unload(adapter_names=["both"]).eval()
+
+
+# the flags of merge_lora -> those of PEFT's method; a rank as large as the matrices is exact
+COMBINATIONS = {
+    "linear": ({}, dict(combination_type="cat")),
+    "ties": (
+        dict(combination="ties", density=0.3),
+        dict(combination_type="ties_svd", density=0.3, svd_rank=32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+@torch.no_grad()
+def test_combined_adapters_equal_those_of_peft(tiny, two_adapters, tmp_path, name):
+    flags, peft_flags = COMBINATIONS[name]
+    folders = [str(folder) for folder in two_adapters]
+    weights = [0.7, -0.4]
+    merge(
+        MergeArgs(
+            checkpoint_dir=folders,
+            weights=weights,
+            out_dir=str(tmp_path / "merged"),
+            precision="fp32",
+            **flags,
+        )
+    )
+    expected = combined_by_peft(tiny, folders, weights, **peft_flags)
+    logits = litft.load(tmp_path / "merged")[0](TOKENS)
+    reference = expected(TOKENS).logits
+    assert (logits - reference).abs().max() <= 1e-5 * reference.abs().max()
+    alone = litft.load(folders[0], precision="fp32")[0](TOKENS)
+    assert (logits - alone).abs().max() > 1e-2 * reference.abs().max()
+
+
+def test_adapters_are_combined_by_the_command(two_adapters, tmp_path):
+    first, second = (str(folder) for folder in two_adapters)
+    flags = ["--weights", "0.5,0.5", "--precision", "fp32"]
+    for number, folders in enumerate([[first, second], [f"{first},{second}"]]):
+        script(
+            "scripts/merge_lora.py",
+            "--checkpoint_dir",
+            *folders,
+            *flags,
+            "--out_dir",
+            f"merged-{number}",
+            cwd=tmp_path,
+        )
+    tensors = [load_file(tmp_path / f"merged-{n}" / "model.safetensors") for n in range(2)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+
+
+def test_combinations_that_have_no_meaning(tiny, two_adapters, tmp_path):
+    command = ["scripts/merge_lora.py", "--out_dir", "out", "--checkpoint_dir"]
+    folders = [str(folder) for folder in two_adapters]
+
+    def message(*flags):
+        return script(*command, *folders, *flags, cwd=tmp_path, code=2).stderr
+
+    assert "--weights has 3 numbers for 2 adapters" in message("--weights", "1,2,3")
+    assert "--density 1.5: must be above 0" in message("--combination", "ties", "--density", "1.5")
+    assert "--density is for --combination ties" in message("--density", "0.2")
+    assert "--dequantized_base is for one adapter" in message("--dequantized_base")
+    alone = script(*command, folders[0], "--combination", "ties", cwd=tmp_path, code=2).stderr
+    assert "--combination ties needs several adapters" in alone
+    other = shutil.copytree(tiny, tmp_path / "other")
+    write_adapter(other, tmp_path / "third")
+    folders.append(str(tmp_path / "third"))
+    assert "have different bases" in message()
 
 
 def test_invalid_merges_are_refused(tiny, adapter, tmp_path):

@@ -169,7 +169,7 @@ def test_adapters_and_merged_folders_give_the_same_tokens(tmp_path, name):
     write_adapter(base, adapter)
     merge(
         MergeArgs(
-            checkpoint_dir=str(adapter), base_dir=str(base), out_dir=str(merged), precision="fp32"
+            checkpoint_dir=[str(adapter)], base_dir=str(base), out_dir=str(merged), precision="fp32"
         )
     )
     expected = {"base": greedy_tokens(base, None), "adapter": greedy_tokens(adapter, base)}

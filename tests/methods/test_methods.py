@@ -303,7 +303,7 @@ def test_merged_equals_unmerged(folders, tmp_path, name, family, kind):
     perturb(method.parameters(model).values())
     save_result(model, method, source, tmp_path / "adapter", kind)
     flags = dict(
-        checkpoint_dir=str(tmp_path / "adapter"),
+        checkpoint_dir=[str(tmp_path / "adapter")],
         out_dir=str(tmp_path / "merged"),
         dequantized_base=bool(kind),
     )
@@ -319,7 +319,7 @@ def merged_folder(model, method, source, folder):
     """Merge a method with random values into its base and return the folder."""
     perturb(method.parameters(model).values())
     save_result(model, method, source, folder / "adapter")
-    merge(MergeArgs(checkpoint_dir=str(folder / "adapter"), out_dir=str(folder / "merged")))
+    merge(MergeArgs(checkpoint_dir=[str(folder / "adapter")], out_dir=str(folder / "merged")))
     return folder / "merged"
 
 

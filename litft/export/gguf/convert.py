@@ -111,8 +111,7 @@ def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) 
     # divisors of the rotary frequencies are tensors, and not metadata
     for tensor_name, factors in architecture.factors.items():
         entries.append(LazyTensor(tensor_name, factors, factors.float))
-    types = tensor_types(_stored(entries), architecture.sizes, outtype)
-    _write_tensors(writer, folder / name, entries, types)
+    _write_tensors(writer, folder / name, entries, architecture.sizes, outtype)
     (folder / "Modelfile").write_text(modelfile(name, tokenizer), "utf-8")
     return name
 
@@ -154,10 +153,8 @@ def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     name = f"adapter-{outtype.upper()}.gguf"
-    entries = _adapter_entries(fused, alpha)
     sizes = ModelSizes(writer.arch, num_layers=len(trained.source.config.layers))
-    types = tensor_types(_stored(entries), sizes, outtype)
-    _write_tensors(writer, folder / name, entries, types)
+    _write_tensors(writer, folder / name, _adapter_entries(fused, alpha), sizes, outtype)
     return name
 
 
@@ -237,9 +234,12 @@ def _write_tensors(
     writer: gguf.GGUFWriter,
     path: Path,
     entries: list[LazyTensor],
-    types: dict[str, gguf.GGMLQuantizationType],
+    sizes: ModelSizes,
+    outtype: str,
 ) -> None:
-    """Write the file, computing one tensor at a time; types: that of each tensor, by name."""
+    """Write the file, computing one tensor at a time. outtype: a key of OUTTYPES."""
+    stored = [StoredTensor(entry.name, tuple(entry.like.shape)) for entry in entries]
+    types = tensor_types(stored, sizes, outtype)
     # the file begins with names, types and sizes of all tensors
     for entry in entries:
         tensor_type = types[entry.name]
@@ -254,11 +254,6 @@ def _write_tensors(
             writer.write_tensor_data(_encode(entry, types[entry.name]))
     finally:
         writer.close()
-
-
-def _stored(entries: list[LazyTensor]) -> list[StoredTensor]:
-    """Return names and shapes of tensors."""
-    return [StoredTensor(entry.name, tuple(entry.like.shape)) for entry in entries]
 
 
 def _encode(entry: LazyTensor, tensor_type: gguf.GGMLQuantizationType) -> np.ndarray:

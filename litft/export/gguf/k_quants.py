@@ -54,59 +54,76 @@ def quantize_q6_k(blocks: Tensor) -> Tensor:
     """Return blocks (N, 256) in fp32 as bytes (N, 210)."""
     # (N, 16 sub-blocks, 16 weights)
     weights = blocks.view(-1, 16, 16)
-    scales = _symmetric_scales(weights.permute(2, 0, 1).reshape(16, -1)).view(-1, 16)
+    transposed = weights.permute(2, 0, 1).reshape(16, -1)
+    scales = _symmetric_scales(transposed).view(-1, 16)
+
     # the scale of largest size becomes -128
     largest = scales.gather(1, scales.abs().argmax(dim=1, keepdim=True))
     is_zero = largest.abs() < SMALLEST
-    inverse = -128.0 / torch.where(is_zero, torch.ones_like(largest), largest)
-    block_scale = torch.where(is_zero, torch.zeros_like(largest), 1 / inverse).half()
-    small_scales = (inverse * scales).round().clamp(max=127)
-    small_scales = torch.where(is_zero, torch.zeros_like(scales), small_scales)
+    inverse = -128.0 / largest.masked_fill(is_zero, 1.0)
+    block_scale = (1 / inverse).masked_fill(is_zero, 0.0).half()
+    small_scales = (inverse * scales).round()
+    small_scales = small_scales.clamp(max=127).masked_fill(is_zero, 0.0)
+
+    # where the scale is zero the values are, too, whatever the levels are
     unit = (block_scale.float() * small_scales)[..., None]
-    levels = (weights / unit).round().clamp(-32, 31) + 32
-    # the values are zero, whatever the levels are
-    levels = torch.where(unit == 0, torch.zeros_like(levels), levels).to(torch.uint8)
-    # two halves of 128 weights, each of four rows of 32
-    rows = levels.view(-1, 2, 4, 32)
-    low = rows & 15
-    low = torch.cat((low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4), dim=2)
-    two_bits = (rows >> 4) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = two_bits.sum(dim=2, dtype=torch.uint8)
+    levels = (weights / unit).round()
+    levels = levels.clamp(-32, 31) + 32
+    levels = levels.masked_fill(unit == 0, 0.0)
     parts = (
-        low.flatten(1),
-        high.flatten(1),
+        _six_bits(levels.to(torch.uint8)),
         small_scales.to(torch.int8).view(torch.uint8),
         block_scale.view(torch.uint8),
     )
     return torch.cat(parts, dim=1)
 
 
+def _six_bits(levels: Tensor) -> Tensor:
+    """Return levels (N, 16, 16) of 6 bits as bytes (N, 192): first the lower four bits of all, then
+    the upper two."""
+    # two halves of 128 weights, each of four rows of 32
+    rows = levels.view(-1, 2, 4, 32)
+    lower = rows & 15
+    # a byte has the bits of two rows that are two apart
+    low, high = lower.chunk(2, dim=2)
+    lower = low | high << 4
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+    upper = rows >> 4
+    upper = upper << shifts[:, None]
+    upper = upper.sum(dim=2, dtype=torch.uint8)
+    parts = (lower.flatten(2), upper)
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+
 def _symmetric_scales(weights: Tensor) -> Tensor:
     """Return the best scales (S,) of sub-blocks (W, S) for levels from -32 to 31; errors count by
     the square of the weight."""
-    largest = weights.gather(0, weights.abs().argmax(dim=0, keepdim=True))[0]
+    position = weights.abs().argmax(dim=0, keepdim=True)
+    largest = weights.gather(0, position)[0]
     is_zero = largest.abs() < SMALLEST
-    largest = torch.where(is_zero, torch.ones_like(largest), largest)
+    largest = largest.masked_fill(is_zero, 1.0)
     squares = weights * weights
     cubes = squares * weights
-    levels = torch.empty_like(weights)
-    product = torch.empty_like(weights)
     scale = torch.zeros_like(largest)
     best = torch.zeros_like(largest)
     # ggml begins with the range itself
     for offset in (0, *range(-9, 0), *range(1, 10)):
         span = torch.tensor(32.0) + torch.tensor(0.1) * offset
-        torch.mul(weights, -span / largest, out=levels).round_().clamp_(-32, 31)
-        with_weights = _total(torch.mul(cubes, levels, out=product))
-        with_levels = _total(torch.mul(squares, levels, out=product).mul_(levels))
+        levels = weights * (-span / largest)
+        levels.round_().clamp_(-32, 31)
+        with_weights = _total(cubes * levels)
+        with_levels = _total((squares * levels).mul_(levels))
+        is_valid = with_levels > 0
+        new_scale = with_weights / with_levels
         if offset == 0:
-            scale = torch.where(with_levels > 0, with_weights / with_levels, scale)
+            scale = torch.where(is_valid, new_scale, scale)
             best = scale * with_weights
             continue
-        is_better = (with_levels > 0) & (with_weights * with_weights > best * with_levels)
-        scale = torch.where(is_better, with_weights / with_levels, scale)
+        is_better = with_weights * with_weights > best * with_levels
+        is_better &= is_valid
+        scale = torch.where(is_better, new_scale, scale)
         best = torch.where(is_better, scale * with_weights, best)
-    return torch.where(is_zero, torch.zeros_like(scale), scale)
+    return scale.masked_fill(is_zero, 0.0)
 
 
 def _levels_with_minimum(blocks: Tensor, candidates: _Candidates) -> tuple[Tensor, Tensor]:
@@ -114,20 +131,23 @@ def _levels_with_minimum(blocks: Tensor, candidates: _Candidates) -> tuple[Tenso
     the packed small scales."""
     # (N, 8 sub-blocks, 32 weights)
     weights = blocks.view(-1, 8, 32)
-    scales, minima = _scales_and_minima(weights.permute(2, 0, 1).reshape(32, -1), candidates)
-    block_scale, small_scales = _small_integers(scales.view(-1, 8))
-    block_minimum, small_minima = _small_integers(minima.view(-1, 8))
+    search = _Search(weights.permute(2, 0, 1).reshape(32, -1), candidates)
+    search.run()
+    block_scale, small_scales = _small_integers(search.scale.view(-1, 8))
+    block_minimum, small_minima = _small_integers(-search.minimum.view(-1, 8))
+
+    # where the scale is zero the values are the minimum, whatever the levels are
     unit = (block_scale.float() * small_scales)[..., None]
     shift = (block_minimum.float() * small_minima)[..., None]
-    levels = ((weights + shift) / unit).round().clamp(0, candidates.levels)
-    # the values are the minimum, whatever the levels are
-    levels = torch.where(unit == 0, torch.zeros_like(levels), levels).to(torch.uint8)
+    levels = ((weights + shift) / unit).round()
+    levels = levels.clamp(0, candidates.levels)
+    levels = levels.masked_fill(unit == 0, 0.0)
     parts = (
         block_scale.view(torch.uint8),
         block_minimum.view(torch.uint8),
         _packed(small_scales.to(torch.uint8), small_minima.to(torch.uint8)),
     )
-    return levels, torch.cat(parts, dim=1)
+    return levels.to(torch.uint8), torch.cat(parts, dim=1)
 
 
 def _small_integers(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,57 +176,80 @@ def _nibbles(levels: Tensor) -> Tensor:
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
 
 
-def _scales_and_minima(weights: Tensor, candidates: _Candidates) -> tuple[Tensor, Tensor]:
-    """Return scales (S,) and negated minima (S,) of sub-blocks (W, S): a weight is
-    scale * level - minimum.
+class _Search:
+    """The search for scales (S,) and minima (S,) of sub-blocks (W, S): a weight is
+    scale * level + minimum.
 
     Errors count by the size of the weight and the root mean square of its sub-block.
     """
-    mean_square = _total(weights.square()) / weights.size(0)
-    # in double precision, since torch's root in fp32 is not always rounded to the nearest
-    importance = mean_square.double().sqrt().float() + weights.abs()
-    highest = weights.amax(dim=0)
-    minimum = weights.amin(dim=0).clamp(max=0)
-    is_flat = highest == minimum
-    sum_importance = _total(importance)
-    sum_weighted = _total(importance * weights)
-    levels = torch.empty_like(weights)
-    product = torch.empty_like(weights)
-    weighted_levels = torch.empty_like(weights)
 
-    def choose_levels(inverse: Tensor) -> None:
-        torch.sub(weights, minimum, out=levels).mul_(inverse)
-        levels.round_().clamp_(0, candidates.levels)
+    def __init__(self, weights: Tensor, candidates: _Candidates) -> None:
+        self.weights = weights
+        self.candidates = candidates
+        mean_square = _total(weights.square()) / weights.size(0)
+        # in double precision, since torch's root in fp32 is not always rounded to the nearest
+        root = mean_square.double().sqrt().float()
+        self.importance = root + weights.abs()
+        self.total = _total(self.importance)
+        self.total_of_weights = _total(self.importance * weights)
+        self.highest = weights.amax(dim=0)
+        self.minimum = weights.amin(dim=0).clamp(max=0)
+        self.scale = torch.zeros_like(self.minimum)
+        self.levels = torch.empty_like(weights)
+        self.scratch = torch.empty_like(weights)
 
-    def error(scale: Tensor, minimum: Tensor) -> Tensor:
-        difference = torch.mul(levels, scale, out=product).add_(minimum).sub_(weights)
-        return _total(difference.square_().mul_(importance))
+    def run(self) -> None:
+        """Find `scale` and `minimum`."""
+        most = torch.tensor(float(self.candidates.levels))
+        is_flat = self.highest == self.minimum
+        inverse = most / (self.highest - self.minimum)
+        self._choose_levels(inverse)
+        self.scale = 1 / inverse
+        best = self._error(self.scale, self.minimum)
+        for number in range(self.candidates.count):
+            # as in ggml, a better minimum counts for the levels of the next candidates, too
+            offset = torch.tensor(self.candidates.first)
+            offset = offset + torch.tensor(self.candidates.step) * number
+            self._choose_levels((offset + most) / (self.highest - self.minimum))
+            scale, minimum, is_solution = self._solution()
+            error = self._error(scale, minimum)
+            is_better = is_solution & (error < best)
+            best = torch.where(is_better, error, best)
+            self.scale = torch.where(is_better, scale, self.scale)
+            self.minimum = torch.where(is_better, minimum, self.minimum)
+        self.scale = self.scale.masked_fill(is_flat, 0.0)
 
-    inverse = torch.tensor(float(candidates.levels)) / (highest - minimum)
-    choose_levels(inverse)
-    scale = 1 / inverse
-    best = error(scale, minimum)
-    for number in range(candidates.count):
-        # as in ggml, a better minimum counts for the levels of the next candidates, too
-        offset = torch.tensor(candidates.first) + torch.tensor(candidates.step) * number
-        choose_levels((offset + candidates.levels) / (highest - minimum))
-        torch.mul(importance, levels, out=product)
-        sum_levels = _total(product)
-        with_weights = _total(torch.mul(product, weights, out=weighted_levels))
-        sum_squares = _total(product.mul_(levels))
-        determinant = sum_importance * sum_squares - sum_levels * sum_levels
-        # the least squares solution; without a minimum where that would be above zero
-        new_scale = (sum_importance * with_weights - sum_weighted * sum_levels) / determinant
-        new_minimum = (sum_squares * sum_weighted - sum_levels * with_weights) / determinant
-        is_above = new_minimum > 0
-        new_scale = torch.where(is_above, with_weights / sum_squares, new_scale)
-        new_minimum = new_minimum.clamp(max=0)
-        new_error = error(new_scale, new_minimum)
-        is_better = (determinant > 0) & (new_error < best)
-        best = torch.where(is_better, new_error, best)
-        scale = torch.where(is_better, new_scale, scale)
-        minimum = torch.where(is_better, new_minimum, minimum)
-    return torch.where(is_flat, torch.zeros_like(scale), scale), -minimum
+    def _choose_levels(self, inverse: Tensor) -> None:
+        """Set `levels` to the nearest ones for a scale of 1 / inverse."""
+        torch.sub(self.weights, self.minimum, out=self.levels)
+        self.levels.mul_(inverse).round_()
+        self.levels.clamp_(0, self.candidates.levels)
+
+    def _solution(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scale and the minimum of least error for the levels, and where they exist."""
+        torch.mul(self.importance, self.levels, out=self.scratch)
+        of_levels = _total(self.scratch)
+        of_products = _total(self.scratch * self.weights)
+        of_squares = _total(self.scratch.mul_(self.levels))
+        # of two linear equations
+        determinant = self.total * of_squares
+        determinant -= of_levels * of_levels
+        scale = self.total * of_products
+        scale -= self.total_of_weights * of_levels
+        scale /= determinant
+        minimum = self.total_of_weights * of_squares
+        minimum -= of_levels * of_products
+        minimum /= determinant
+        # a minimum is never above zero
+        scale = torch.where(minimum > 0, of_products / of_squares, scale)
+        return scale, minimum.clamp(max=0), determinant > 0
+
+    def _error(self, scale: Tensor, minimum: Tensor) -> Tensor:
+        """Return the weighted squared error (S,) of the levels."""
+        torch.mul(self.levels, scale, out=self.scratch)
+        self.scratch.add_(minimum).sub_(self.weights)
+        self.scratch.square_().mul_(self.importance)
+        return _total(self.scratch)
 
 
 def _total(values: Tensor) -> Tensor:

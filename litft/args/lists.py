@@ -1,0 +1,86 @@
+"""Flags with several values: a list is written `a,b`, as words up to the next flag, or as JSON."""
+
+import json
+from typing import Any
+
+# flags with a list of texts, whose white space counts
+TEXT_LISTS = ("stop",)
+
+
+def next_value(words: list[str]) -> str | None:
+    """Remove the value of a flag from the words after it, and return it; None if it is missing."""
+    if words and not words[0].startswith("--"):
+        return words.pop(0)
+    return None
+
+
+def next_values(words: list[str], flag_type: Any, keeps_spaces: bool) -> str | None:
+    """Remove the words up to the next flag, and return them as one list; None if there are none.
+
+    A shell writes a pattern without quotes as several words.
+    """
+    values = []
+    while (word := next_value(words)) is not None:
+        values.append(word)
+    if len(values) < 2:
+        return values[0] if values else None
+    if flag_type == list[float]:
+        return ",".join(values)
+    items = []
+    for value in values:
+        items += json.loads(as_list(value, flag_type, keeps_spaces))
+    return json.dumps(items, ensure_ascii=False)
+
+
+def _items(value: str, keeps_spaces: bool) -> list[str]:
+    """Return the items of a list that commas divide.
+
+    keeps_spaces: a single item is taken as it is, and white space alone is an item, as in
+    `--stop $'\\n'`.
+    """
+    if keeps_spaces and "," not in value:
+        return [value]
+    items = []
+    for item in value.split(","):
+        if item.strip():
+            items.append(item.strip())
+        elif item and keeps_spaces:
+            items.append(item)
+    return items
+
+
+def as_list(value: str, flag_type: Any, keeps_spaces: bool = False) -> str:
+    """Return a list as JSON: a,b becomes ["a", "b"].
+
+    JSON stays unchanged (for items with commas). keeps_spaces: see `_items`.
+    """
+    if value == "null":
+        return "[]"
+    # numbers need no quotation marks, but may have brackets
+    if flag_type == list[float]:
+        return f"[{value.strip('[]')}]"
+    try:
+        items = json.loads(value)
+    except ValueError:
+        items = None
+    if isinstance(items, dict):  # a path with settings
+        items = [items]
+    if isinstance(items, list) and all(isinstance(item, str | dict) for item in items):
+        items = item_texts(items)
+    else:
+        items = _items(value, keeps_spaces)
+    # read as YAML, which has no escapes for surrogate pairs
+    return json.dumps(items, ensure_ascii=False)
+
+
+def item_texts(items: list[Any]) -> list[Any]:
+    """Return the items of a list with objects as JSON, and with dates and the like as text."""
+    texts = []
+    for item in items:
+        if isinstance(item, dict):
+            texts.append(json.dumps(item, ensure_ascii=False, default=str))
+        elif isinstance(item, str | int | float | list | None):
+            texts.append(item)
+        else:
+            texts.append(str(item))
+    return texts
