@@ -311,9 +311,10 @@ class FinetuneArgs:
     unfinished run under out/."""
     overwrite: bool = False
     """Delete the run in out_dir and start a new one there."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The dtype of frozen weights and computation; trained parameters stay fp32. auto: bf16 on a
-    GPU that has bf16 arithmetic, otherwise fp32."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """The dtype of frozen weights and computation; trained parameters stay fp32. fp16 scales the
+    loss, and leaves out updates whose gradients overflow. auto: bf16 on a GPU that has bf16
+    arithmetic, fp16 on a T4, V100 or RTX 20, otherwise fp32."""
     quantize: Quantization = "none"
     """Quantize the frozen Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their
     scales (double quantization). A folder that is already quantized stays unchanged."""

@@ -52,10 +52,11 @@ class FullFinetuneArgs(FinetuneArgs):
 
     default_learning_rate: ClassVar[float] = 5e-5
 
-    precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
+    precision: Literal["auto", "bf16", "bf16-true", "fp16", "fp32"] = "auto"
     """The dtype of the computation; weights and optimizer state stay fp32. bf16-true: weights are
-    bf16 too, with stochastic rounding so that no update is lost. auto: on a GPU with bf16
-    arithmetic, bf16, or bf16-true if memory does not suffice; otherwise fp32."""
+    bf16 too, with stochastic rounding so that no update is lost. fp16 scales the loss. auto: on a
+    GPU with bf16 arithmetic, bf16, or bf16-true if memory does not suffice; fp16 on a T4, V100 or
+    RTX 20; otherwise fp32."""
 
     def problems(self) -> list[str]:
         """Return the problems of the common flags, and reject quantization: no weights are

@@ -65,7 +65,7 @@ class PlanArgs:
     """A folder with the config.json of the model; weights are not needed."""
     method: Literal["lora", "adapter", "adapter_v2", "full"] = "lora"
     """The fine-tuning method."""
-    precision: Literal["bf16", "bf16-true", "fp32"] = "bf16"
+    precision: Literal["bf16", "bf16-true", "fp16", "fp32"] = "bf16"
     """The dtype of the computation. bf16-true (full fine-tuning only): the weights are bf16 too."""
     quantize: Quantization = "none"
     """Quantize the frozen Linear weights to 4 or 8 bits; -dq also quantizes their scales (double

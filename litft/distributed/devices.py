@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 # tutorials/inference.md.
 MAX_SINGLE_THREAD_WORK = 64e6
 MAX_PROCESSES_PER_CORE = 4
+# compute capabilities from which a GPU has bf16 arithmetic, and tensor cores for fp16
+BF16_CAPABILITY = (8, 0)
+FP16_CAPABILITY = (7, 0)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -202,26 +205,39 @@ def no_gpu_line() -> str:
     return line
 
 
-def pick_precision(precision: str, device: torch.device) -> str:
-    """Return the compute precision; "auto" becomes bf16 on a GPU with bf16 arithmetic, otherwise
-    fp32."""
+def pick_precision(precision: str, device: torch.device, fits_fp16: bool = True) -> str:
+    """Return the compute precision.
+
+    "auto" becomes bf16 on a GPU with bf16 arithmetic, fp16 on one with tensor cores for it alone
+    (T4, V100, RTX 20), otherwise fp32. fits_fp16: whether the model's activations stay in the range
+    of fp16.
+    """
     if precision != "auto":
         return precision
-    if device.type == "cuda" and not lacks_bf16(device):
+    if device.type != "cuda":
+        return "fp32"
+    # not torch.cuda.is_bf16_supported: a T4 emulates bf16
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= BF16_CAPABILITY:
         return "bf16"
+    if capability >= FP16_CAPABILITY and fits_fp16:
+        return "fp16"
     return "fp32"
 
 
-def pick_generation_precision(precision: str, device: torch.device, stored: torch.dtype) -> str:
+def pick_generation_precision(
+    precision: str, device: torch.device, stored: torch.dtype, fits_fp16: bool
+) -> str:
     """Return the compute precision for generating text; "auto" is also bf16 on a CPU with bf16
     arithmetic.
 
-    stored: the dtype of the weights in their folder; fp32 weights stay fp32 on a CPU. On an EPYC
+    stored: the dtype of the weights in their folder; fp32 weights stay fp32 on a CPU. fits_fp16: as
+    in `pick_precision`. On an EPYC
     with AVX512-BF16, bf16 decodes 1.6 times as fast as fp32 (SmolLM2-135M, 1 and 8 rows).
     """
     if precision == "auto" and device.type == "cpu" and stored == torch.bfloat16 and cpu_has_bf16():
         return "bf16"
-    return pick_precision(precision, device)
+    return pick_precision(precision, device, fits_fp16)
 
 
 def cpu_has_bf16() -> bool:
@@ -231,27 +247,35 @@ def cpu_has_bf16() -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
-def lacks_bf16(device: torch.device) -> str | None:
+def lacks_bf16(device: torch.device, fits_fp16: bool = True) -> str | None:
     """Return what to tell a user whose GPU has no bf16 arithmetic (compute capability below 8.0);
     None for other devices."""
-    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= (8, 0):
+    if device.type != "cuda":
         return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= BF16_CAPABILITY:
+        return None
+    chosen = pick_precision("auto", device, fits_fp16)
+    if not fits_fp16:
+        chosen += ", since this model's activations are beyond the range of fp16"
     name = torch.cuda.get_device_name(device)
     return (
         f"{name} has no bf16 arithmetic (compute capability {'.'.join(map(str, capability))}): "
-        "precision auto is fp32"
+        f"precision auto is {chosen}"
     )
 
 
-def pick_full_precision(precision: str, device: torch.device, num_parameters: int) -> str:
+def pick_full_precision(
+    precision: str, device: torch.device, num_parameters: int, fits_fp16: bool = True
+) -> str:
     """Return the precision for full fine-tuning of `num_parameters` parameters on one device.
 
     On a GPU, "auto" becomes bf16 (fp32 weights, gradients and AdamW moments plus a bf16 copy, 18
     bytes per parameter) if that fits into 90% of its memory, else bf16-true (bf16 weights and
     gradients, 12 bytes per parameter).
     """
-    precision, requested = pick_precision(precision, device), precision
-    if requested != "auto" or device.type != "cuda":
+    precision, requested = pick_precision(precision, device, fits_fp16), precision
+    if requested != "auto" or precision != "bf16":
         return precision
     if 18 * num_parameters < 0.9 * device_memory(device):
         return "bf16"

@@ -110,6 +110,11 @@ def peft_rules(config: Config) -> list[Rule]:
     return family(config.model_type).peft_rules(config)
 
 
+def fits_fp16(config: Config) -> bool:
+    """Return whether the activations of a family's published models stay in the range of fp16."""
+    return family(config.model_type).fits_fp16
+
+
 def wrapper_names(multimodal: dict[str, Any]) -> ModuleNames:
     """Return the names of the language model's modules in a multimodal class, given the content of
     its config.json."""

@@ -206,10 +206,10 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, those of latent attention, and separately stored
     experts."""
     return [
+        *llama.drop_mtp(config),
         *mixture_rules(config),
         *llama.rename_modules(LATENT),
         *llama.rules(config),
-        *llama.drop_mtp(config),
     ]
 
 

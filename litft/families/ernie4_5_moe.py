@@ -4,7 +4,7 @@ interleaved RoPE."""
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule, Squeeze
+from litft.checkpoints.rules import Drop, Rule, Squeeze
 from litft.families import deepseek, ernie4_5, llama
 from litft.families.deepseek import peft_rules
 from litft.families.family import Family
@@ -53,7 +53,9 @@ def rules(config: Config) -> list[Rule]:
         "blocks.{}.mlp.correction_bias",
         (0,),
     )
-    return [*deepseek.mixture_rules(config, bias=bias), *llama.rules(config)]
+    # layers for multi-token prediction
+    drop = Drop("model.mtp_{*}")
+    return [drop, *deepseek.mixture_rules(config, bias=bias), *llama.rules(config)]
 
 
 FAMILY = Family(

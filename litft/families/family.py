@@ -52,3 +52,5 @@ class Family:
     # whether transformers' AutoModelForCausalLM opens the text model of a multimodal folder; for
     # other families it opens the whole model
     has_text_class: bool = False
+    # whether the activations of its published models stay in the range of fp16
+    fits_fp16: bool = True

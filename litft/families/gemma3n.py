@@ -148,4 +148,5 @@ FAMILY = Family(
     config=config,
     rules=rules,
     text_config=text_config,
+    fits_fp16=False,
 )

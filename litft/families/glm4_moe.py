@@ -98,10 +98,10 @@ def rules(config: Config) -> list[Rule]:
         bias = Rename("model.layers.{}.mlp.gate.expert_bias", bias.name)
         own = _sarvam_rules(config)
     return [
+        *llama.drop_mtp(config),
         *own,
         *deepseek.mixture_rules(config, bias=bias),
         *llama.rules(config),
-        *llama.drop_mtp(config),
     ]
 
 

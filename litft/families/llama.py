@@ -188,6 +188,8 @@ def embedding_and_head(
     """
     tied = [Drop(f"{head}.weight")] if config.tied else []
     return [
+        # what most files call layers for multi-token prediction
+        Drop("mtp.{*}"),
         *rename_modules({"embed": model + embed, "norm": model + norm}, "", ""),
         *tied,
         *rename_modules({"lm_head": head}, "", ""),
@@ -213,7 +215,8 @@ def drop_mtp(config: Config, prefix: str = "model.layers.", count: int = 3) -> l
     """Return rules that ignore the layers for multi-token prediction, which follow the last layer
     in published files.
 
-    count: the most that a file has.
+    They must come first: the rules of the other layers match these names, too. count: the most that
+    a file has.
     """
     first = len(config.layers)
     return [Drop(f"{prefix}{number}.{{*}}") for number in range(first, first + count)]

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Drop, Rename, Rule
+from litft.checkpoints.rules import Rename, Rule
 from litft.families import bamba, deepseek, llama, mixtral
 from litft.families.family import Family
 from litft.model.config import Config, Mamba2Config
@@ -132,7 +132,6 @@ def rules(config: Config, model: str = "backbone.") -> list[Rule]:
     return [
         *by_kind,
         *llama.embedding_and_head(config, model, "embeddings", "norm_f"),
-        Drop("mtp.{*}"),
     ]
 
 

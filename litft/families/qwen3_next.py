@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.rules import Drop, Rename, Rule, Split
-from litft.families import llama, qwen2_moe
+from litft.families import llama, mixtral, qwen2_moe
 from litft.families.family import Family
 from litft.families.qwen2_moe import peft_rules
 from litft.model.config import Config, DeltaNetConfig
@@ -85,7 +85,9 @@ def rules(config: Config) -> list[Rule]:
         Rename(f"{linear}dt_bias", f"{prefix}decay_bias"),
         *llama.rename_modules({"mixer.out_proj": "out_proj", "mixer.norm": "norm"}, linear),
         *qwen2_moe.rules(config, MODEL),
-        Drop("{model.visual.|mtp.}{*}"),
+        # the published layout of Qwen3.5; transformers 5 writes every expert
+        *mixtral.fused_experts(config, f"{layers}mlp.experts."),
+        Drop("model.visual.{*}"),
     ]
 
 

@@ -16,6 +16,7 @@ from litft.model.config import Config
 
 # model_type of the language model -> its class in transformers
 TEXT_CLASSES = {
+    "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "cohere2_moe": "Cohere2MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -24,6 +25,7 @@ TEXT_CLASSES = {
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "lfm3": "Lfm3ForCausalLM",
@@ -132,6 +134,7 @@ WRAPPERS = {
     "idefics3": TEXT_MODEL,
     "internvl": Wrapper("qwen2", tied=True),
     "kimi_k25": Wrapper("deepseek_v3", tied=True),
+    "lfm2-vl": Wrapper("lfm2", tied=True),
     "lfm2_vl": Wrapper("lfm2", tied=True),
     "lfm3_vl": Wrapper("lfm3", tied=True),
     "llava": Wrapper("llama"),

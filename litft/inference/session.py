@@ -26,6 +26,7 @@ from litft.distributed.devices import (
     pick_accelerator,
     pick_generation_precision,
 )
+from litft.families import fits_fp16
 from litft.inference.decoder import Decoder
 from litft.inference.fused_linears import fuse_linears, pack_weights
 from litft.inference.generation import Completion, Request, generate_completions
@@ -192,12 +193,13 @@ def _open_sessions(
         if warning and not (tp_decoder and tp_decoder.rank):
             print(warning, file=sys.stderr)
 
-    note = lacks_bf16(device)
+    in_range = all(fits_fp16(source.config) for source in sources)
+    note = lacks_bf16(device, in_range)
     if args.precision == "auto" and note:
         print(note, file=sys.stderr)
 
     stored = sources[0].dtype(None) if args.for_speed else torch.float32
-    precision = pick_generation_precision(args.precision, device, stored)
+    precision = pick_generation_precision(args.precision, device, stored, in_range)
     models = load_models(sources, precision, device, args.quantize, placement)
 
     layer_counts = Counter(map(str, models[0].block_devices))

@@ -11,6 +11,9 @@ from litft.model.mlp import CONSTANTS, stored_dtype
 from litft.model.placement import summon_full
 from litft.model.transformer import GPT
 
+# of the computation, where it is not that of the weights
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class Full(Method):
     """Train every parameter, stored in fp32 even if the network computes in bf16, or in bf16 with
@@ -53,19 +56,20 @@ class Full(Method):
                     bias[self.base_vocab_size :] = 0
 
     def set_compute_dtype(self, model: GPT, precision: str) -> None:
-        """For bf16, keep trained parameters in fp32 and round them at each use; frozen parameters
-        are stored in bf16."""
-        if precision == "bf16":
+        """For bf16 and fp16, keep trained parameters in fp32 and round them at each use; frozen
+        parameters are stored in that dtype."""
+        if precision in ("bf16", "fp16"):
+            dtype = COMPUTE_DTYPES[precision]
             names = []
             for name, _ in model.named_parameters():
                 if name not in self.frozen:
                     names.append(name)
             # keep=False: there is no adapter that could be
             # disabled, and a copy of the base costs memory
-            make_trainable(model, names, torch.bfloat16, keep=False)
+            make_trainable(model, names, dtype, keep=False)
             for name in self.frozen:
                 parameter = model.get_parameter(name)
-                parameter.data = parameter.data.to(stored_dtype(name, torch.bfloat16))
+                parameter.data = parameter.data.to(stored_dtype(name, dtype))
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return all parameters of the network; a tied head's weight appears once."""

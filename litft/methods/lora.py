@@ -437,10 +437,8 @@ def _unadapted_linears(
     model = source.outline
     # the norms must be those of the weights as the run has seen them: quantized in its precision
     kind = run_record.get("quantize")
-    if run_record.get("precision") == "bf16":
-        dtype = torch.bfloat16
-    else:
-        dtype = torch.float32
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes.get(str(run_record.get("precision")), torch.float32)
 
     for target in targets:
         adapted = [factors[name] for name in target.linears if name in factors]

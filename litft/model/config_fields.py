@@ -244,13 +244,15 @@ FIELD_TYPES: dict[str, FieldType] = {
         "bias use_sliding_window qk_layernorm use_parallel_residual multi_query norm_topk_prob "
         "scale_attn_weights scale_attn_by_inverse_layer_idx attention_out_bias use_post_norm "
         "enable_bias do_layer_norm_before layer_norm_elementwise_affine scale_embedding "
-        "mup_enabled lm_head_bias attn_temperature_tuning altup_correct_scale attention_k_eq_v "
+        "mup_enabled lm_head_bias altup_correct_scale attention_k_eq_v "
         "use_double_wide_mlp enable_moe_block rope_interleave block_auto_adjust_ff_dim conv_bias "
         "use_expert_bias use_conv_bias mamba_conv_bias mamba_proj_bias mamba_rms_norm "
         "mamba_norm_before_gate projectors_bias use_attention_gate use_sandwich_norm "
         "linear_allow_neg_eigval moe_renormalize add_cross_attention "
         "apply_residual_connection_post_layernorm _remove_final_layer_norm",
     ),
+    # transformers 4.51 wrote a number
+    "attn_temperature_tuning": _either(FLAG, COUNT_OR_0),
     **_all(FLAG.or_null(), "use_qk_norm alibi new_decoder_architecture parallel_attn"),
     "use_bidirectional_attention": _instance("true, false, text or null", bool, str, type(None)),
     # texts

@@ -17,7 +17,7 @@ from litft.checkpoints.base_folder import find_base, gguf_remedy, local_folder, 
 from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, untransposed
 from litft.checkpoints.hub import HubId, downloaded_from
 from litft.checkpoints.peft_names import TEXT_NAMES, ModuleNames
-from litft.checkpoints.rules import Rule
+from litft.checkpoints.rules import Rule, match_name
 from litft.checkpoints.stored_formats import QUANTIZED_FORMATS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights
 from litft.data.tokenizer import Tokenizer
@@ -91,6 +91,17 @@ class PretrainedFolder:
             return rules
         model_type = self.multimodal["model_type"]
         return wrapped_rules(model_type, rules, self.config, self._stored_shape)
+
+    @property
+    def rules_of_files(self) -> list[Rule]:
+        """`rules`, with those first that match names in the weight files: a family may know two
+        layouts, of which the first is written."""
+        found = []
+        others = []
+        for rule in self.rules:
+            is_found = any(match_name(rule.hf_name, name) for name in self.checkpoint.names)
+            (found if is_found else others).append(rule)
+        return [*found, *others]
 
     def _stored_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor in the weight files; None without it, or without files."""

@@ -185,7 +185,8 @@ def write_result(
     processor are written, too.
     """
     # a multimodal file may store experts in another layout than the language model alone
-    entries = model_entries(source, dtype, result, whole.rules if whole else None)
+    rules = whole.rules_of_files if whole else None
+    entries = model_entries(source, dtype, result, rules)
     if whole:
         entries = _with_other_parts(entries, whole)
     write_weights(folder, entries, int(shard_gb * 1e9))
@@ -249,7 +250,7 @@ def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> lis
         parameters += mapping.targets
         language_model.update(mapping.sources)
     names = {}
-    for mapping in mappings_to_hf(whole.rules, parameters):
+    for mapping in mappings_to_hf(whole.rules_of_files, parameters):
         names |= zip(mapping.targets, stored[mapping.sources], strict=True)
     written = []
     for entry in entries:

@@ -11,6 +11,8 @@ from litft.training.schedule import Schedule
 
 # the run ends after this many consecutive steps without finite values, also with --train.skip_nan
 MAX_SKIPPED = 10
+# of the loss in fp16: a gradient that overflows with it is beyond 2^15 itself
+SMALLEST_SCALE = 2.0**-4
 # times the loss of the first step, or of a uniform guess: training does not recover from there
 EXPLODED = 3
 
@@ -34,6 +36,7 @@ class DivergenceGuard:
         self.folder = folder
         self.say = say
         self.skipped = 0  # steps in a row, by --train.skip_nan
+        self.has_overflowed = False  # whether the first overflow in fp16 was reported
 
     def check(self, row: Row, first: Row) -> None:
         """Raise ValueError where a step's row says that the run has diverged; `first` is the row of
@@ -43,6 +46,9 @@ class DivergenceGuard:
         step = int(row["step"])
         for column, name in (("loss", "loss"), ("grad_norm", "gradient's norm")):
             if not math.isfinite(row[column]):
+                # in fp16, the update was left out, and the scale is lower now
+                if column == "grad_norm" and "loss_scale" in row:
+                    continue
                 # the step was left out, and the weights are as before
                 if self.train.skip_nan:
                     return
@@ -56,6 +62,21 @@ class DivergenceGuard:
         """Raise ValueError where the validation loss after `step` steps is not finite."""
         if not math.isfinite(loss):
             raise ValueError(self._message(step, "validation loss", loss))
+
+    def check_loss_scale(self, number: int, scale: float) -> None:
+        """Report the first update that overflows; ValueError where the scale of the loss cannot be
+        lowered further."""
+        if scale < SMALLEST_SCALE:
+            raise ValueError(
+                f"update {number + 1}: gradients overflow fp16 although the loss is scaled by "
+                f"{scale:.3g}; use --precision fp32 (or bf16, on a GPU that has it)"
+            )
+        if not self.has_overflowed:
+            self.has_overflowed = True
+            self.say(
+                f"update {number + 1} is left out: its gradients overflow fp16 with the loss "
+                f"scaled by {scale:g}, which is halved; metrics.csv counts such updates"
+            )
 
     def skip(self, step: int) -> None:
         """Report the examples of a step that is left out; ValueError where that happens again and

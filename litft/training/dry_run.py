@@ -19,6 +19,7 @@ from litft.data.packing import num_slots
 from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
+from litft.families import fits_fp16
 from litft.model.mixers import kernels
 from litft.training.intervals import FEWEST_VALIDATIONS, validation_cost, validation_interval
 from litft.training.memory.choose import MemorySettings, PlannedRun
@@ -416,7 +417,8 @@ def plan_lines(
         )
 
     # notes on the device
-    if setup.args.precision == "auto" and (note := lacks_bf16(device)):
+    note = lacks_bf16(device, fits_fp16(setup.source.config))
+    if setup.args.precision == "auto" and note:
         yield note
     note = kernels.note(setup.source.config, device.type)
     if note:

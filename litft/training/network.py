@@ -23,7 +23,13 @@ class TrainedNetwork(NamedTuple):
     model: GPT
     # those that are saved; some may be frozen
     parameters: dict[str, nn.Parameter]
-    sharded: bool  # this process holds a part of each
+    # over which this process holds a part of each; None: it holds all
+    mesh: DeviceMesh | None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this process holds a part of each parameter."""
+        return self.mesh is not None
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -76,7 +82,7 @@ def build_trained_network(
     model.neftune_alpha = setup.args.train.neftune_alpha
     if setup.args.objective == "grpo":
         model.loss_temperature = setup.args.grpo.temperature
-    return TrainedNetwork(model, parameters, mesh is not None)
+    return TrainedNetwork(model, parameters, mesh)
 
 
 def blocks_on_host(setup: RunSetup, sharded: bool) -> bool:

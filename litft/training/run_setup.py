@@ -15,6 +15,7 @@ from litft.data.digests import file_hash
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import pick_full_precision, pick_precision
 from litft.evaluation.rewards.reward import Reward
+from litft.families import fits_fp16
 from litft.methods import AdapterTensors, Method, method_of
 from litft.methods.base import pattern_matches
 from litft.methods.new_tokens import untrained_ids
@@ -69,10 +70,11 @@ class RunSetup:
     def precision(self, device: torch.device, shards: int = 1) -> str:
         """Return --precision; for `auto`, of full fine-tuning, bf16 if its fp32 weights fit on one
         device of `shards`, else bf16-true."""
+        in_range = fits_fp16(self.source.config)
         if not self.method.saves_full_model:
-            return pick_precision(self.args.precision, device)
+            return pick_precision(self.args.precision, device, in_range)
         size = sum(p.numel() for p in self.source.outline.parameters())
-        return pick_full_precision(self.args.precision, device, size // shards)
+        return pick_full_precision(self.args.precision, device, size // shards, in_range)
 
     def untrained_tokens(self, special: set[int]) -> list[str]:
         """Return the texts of special tokens of the data whose embedding is untrained in the base,

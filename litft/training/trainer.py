@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from litft import run_dir
 from litft.args import parse_duration
 from litft.args.parser import method_name
-from litft.data.sample import Sample
 from litft.distributed.devices import is_out_of_memory, mesh_of
 from litft.distributed.process_group import (
     Processes,
@@ -25,9 +23,7 @@ from litft.distributed.process_group import (
 from litft.errors import Interrupted, RankError
 from litft.evaluation.rewards.scorer import RewardError
 from litft.evaluation.scoring import Metric
-from litft.model.placement import full_tensor
 from litft.signals import Signals
-from litft.training.accumulation import accumulate
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import format_duration
 from litft.training.intervals import (
@@ -44,12 +40,12 @@ from litft.training.memory_saving.compile import is_compiled, uncompiled
 from litft.training.network import blocks_on_host, build_trained_network, prepare_blocks
 from litft.training.on_policy import open_own_answers
 from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
-from litft.training.optimizers.wrapped import unwrapped_in_backward
 from litft.training.output.recorder import Observers, Recorder
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import open_screen, shorten, shorten_left
 from litft.training.rollouts import open_rollouts
 from litft.training.teacher import open_batches
+from litft.training.updates import Updates
 from litft.training.validation import Measured, Validation
 
 
@@ -65,8 +61,9 @@ class Trainer:
 
     The pieces it is made of: `PlannedRun` says what the run is, which samples a step has and what
     memory decided; `build_trained_network` builds the network, `Batches` reads the samples,
-    `MemoryProbe` tries the largest micro-batch, `Validation` measures, `DivergenceGuard` looks at
-    losses, `Recorder` writes the run's folder, `CpuProcessGroup` is how the processes agree.
+    `Updates` takes optimizer steps, `MemoryProbe` tries the largest micro-batch, `Validation`
+    measures, `DivergenceGuard` looks at losses, `Recorder` writes the run's folder,
+    `CpuProcessGroup` is how the processes agree.
     `self.model` is the network; the `model` and `optimizer` that methods take are Fabric's wrappers
     of the network and of the optimizer.
     """
@@ -139,6 +136,10 @@ class Trainer:
         self.probe = MemoryProbe(processes, run, network, self.say)
         uniform = self.objective.uniform_loss(setup.source.config.vocab_size)
         self.divergence = DivergenceGuard(self.args.train, self.schedule, uniform, folder, self.say)
+
+        self.updates = Updates(
+            processes, run, network, self.probe, self.divergence, self.metrics.data_ready
+        )
 
         # finished steps, and those that were finished before this process began
         self.step = self.start_step = 0
@@ -256,6 +257,7 @@ class Trainer:
         # the clock goes on from where the checkpoint was saved
         self.start_time -= self.elapsed
         self.schedule.resume_at(self.start_step, progress["samples"])
+        self.updates.restore(progress.get("loss_scale") or {})
         return [f"warning: {reason}; using the checkpoint before it" for reason in damaged]
 
     def _train_step(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -271,7 +273,7 @@ class Trainer:
             samples, of_rollouts = self.own_answers.replaced(step, samples, self.schedule.layout)
         rate = learning_rate(self.args.train, step, self._projected_steps(step))
         set_learning_rate(optimizer, rate)
-        values, norm = self._updates(model, optimizer, samples, step)
+        values, norm = self.updates.step(model, optimizer, samples, step)
         metrics.stop()
         self.step += 1
         samples_seen = self.schedule.seen(self.step)
@@ -285,88 +287,10 @@ class Trainer:
             loss=values[0],
             **dict(zip(self.objective.scores, values[1:], strict=True)),
             **of_rollouts,
+            **self.updates.metrics(),
             learning_rate=rate,
             grad_norm=norm,
         )
-
-    def _updates(
-        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], step: int
-    ) -> tuple[Tensor, Tensor]:
-        """Take the updates of a step, which are one but for rewards; returns the mean of the loss
-        and scores, and of the norm."""
-        count = self.objective.updates
-        results = []
-        for update in range(count):
-            results.append(self._update(model, optimizer, samples, step * count + update))
-        if count == 1:
-            return results[0]
-        values = torch.stack([values for values, _ in results]).mean(0)
-        return values, torch.stack([norm for _, norm in results]).mean()
-
-    def _update(
-        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], number: int
-    ) -> tuple[Tensor, Tensor]:
-        """Update the weights with the gradient over `samples`; returns the objective's loss and
-        scores, and the norm. number: of the update, from the beginning of the run."""
-        # Dropout depends on the update and the rank alone, so that a resumed run draws the same.
-        # 4,099 seeds are reserved for it: one for each rank, and one for stochastic rounding.
-        seed = (self.args.seed * 1_000_003 + number) * 4099
-        model.train()
-        if self.args.train.optimizer_in_backward:  # with one device only
-            in_backward = unwrapped_in_backward(optimizer)
-            with in_backward.stepping():
-                values = self._backward(model, optimizer, samples, seed)
-            return values, in_backward.norm()
-        values = self._backward(model, optimizer, samples, seed + self.fabric.global_rank)
-
-        # without a limit nothing is clipped, but the norm is still a column of metrics.csv
-        limit = self.args.train.max_grad_norm or math.inf
-        norm = full_tensor(nn.utils.clip_grad_norm_(self.trained.values(), limit))
-        # to read the numbers is to wait for the GPU, so it is only done where the flag asks for it
-        if self.args.train.skip_nan and not math.isfinite(float(values[0]) + float(norm)):
-            self.divergence.skip(self.step)
-        else:
-            self.divergence.skipped = 0
-            # stochastic rounding: ranks that hold the same weights round them the same way
-            torch.manual_seed(seed + (self.mesh.get_local_rank("shard") if self.mesh else 0))
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return values, norm
-
-    def _backward(
-        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], seed: int
-    ) -> Tensor:
-        """Compute the gradients of the objective; with --train.oom_retry, again in smaller
-        micro-batches after an OOM."""
-        is_first_attempt = True
-        while True:
-            try:
-                # a new attempt starts with the same random state, however far the failed one got
-                torch.manual_seed(seed)
-                learned = self.objective.learned(samples)
-                batches = self.schedule.layout.batches(learned, self.fabric.global_rank)
-                # later, the time of the failed attempt would count as waiting for data
-                if is_first_attempt:
-                    self.metrics.data_ready()
-                self.objective.before_step(self.fabric, self.model, samples, self.schedule.layout)
-                return accumulate(
-                    self.fabric, self.objective, model, batches, self.objective.totals(samples)
-                )
-            except RuntimeError as error:
-                # with several processes the others wait in a
-                # collective: only the probe can recover there
-                if not (
-                    self.args.train.oom_retry
-                    and self.fabric.world_size == 1
-                    and is_out_of_memory(error)
-                ):
-                    raise
-                reason = str(error)
-
-            # gradients of the micro-batches before the failure
-            optimizer.zero_grad(set_to_none=True)
-            self.probe.halve(reason)
-            is_first_attempt = False
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Validate, log and save where their intervals end."""
@@ -396,7 +320,7 @@ class Trainer:
         if validate:
             self.recorder.report_progress(step)
         if save:
-            self.recorder.save(optimizer, step, self.elapsed)
+            self.recorder.save(optimizer, step, self.elapsed, self.updates.state())
             self.saved_at = self.elapsed
         if validate:
             # one that came during the sample answers, which may take a while
@@ -554,7 +478,7 @@ class Trainer:
         # a checkpoint still being written may be that of this very step
         saver.finish()
         if self.step > self.start_step and saver.saved_step != self.step:
-            self.recorder.save(optimizer, self.step, self.elapsed)
+            self.recorder.save(optimizer, self.step, self.elapsed, self.updates.state())
             saver.finish()
 
     @contextmanager

@@ -252,8 +252,8 @@ def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
     with pytest.raises(ValueError, match=r"another one than .*norm"):
         export(
             ExportArgs(
-                str(tmp_path / "text"),
-                str(tmp_path / "no"),
+                checkpoint_dir=str(tmp_path / "text"),
+                out_dir=str(tmp_path / "no"),
                 base_dir=str(tmp_path / "base"),
                 multimodal=True,
             )

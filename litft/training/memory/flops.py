@@ -23,9 +23,9 @@ Counts = Sequence[int] | np.ndarray
 # 8B, 8,192 tokens, the bandwidth and the step of an H200: 7 of 530 ms)
 ELEMENTWISE_COST = 0.015
 
-# Dense peak TFLOP/s in bf16 and fp32 (TF32 is off), from the vendors' data sheets. The pattern
-# matches a part of the name that torch reports. The first match wins: an L40S is not an L4, and
-# "NVIDIA H100 PCIe" is not the faster SXM board.
+# Dense peak TFLOP/s in bf16 (and fp16) and in fp32 (TF32 is off), from the vendors' data sheets.
+# The pattern matches a part of the name that torch reports. The first match wins: an L40S is not an
+# L4, and "NVIDIA H100 PCIe" is not the faster SXM board.
 CHIPS: tuple[tuple[str, float, float], ...] = (
     (r"\bB300\b", 2250.0, 75.0),
     (r"\bGB200\b", 2500.0, 80.0),
@@ -58,6 +58,8 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
     (r"\bV100\b", 0.0, 15.7),
     (r"\bT4\b", 0.0, 8.1),
 )
+# of chips with fp16 but not bf16
+FP16_PEAKS = {r"\bV100\b": 125.0, r"\bT4\b": 65.0}
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -66,6 +68,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type == "cpu":
         if precision.startswith("bf16"):
             return _measure_matmul(torch.bfloat16)
+        if precision == "fp16":
+            return _measure_matmul(torch.float16)
         return _measure_matmul(torch.float32)
     return chip_peak_flops(torch.cuda.get_device_name(device), precision)
 
@@ -79,8 +83,11 @@ def chip_peak_flops(chip: str, precision: str) -> float | None:
     """
     for pattern, bf16, fp32 in CHIPS:
         if re.search(pattern.replace(" ", "[ _-]?"), chip, re.IGNORECASE):
-            if bf16 and precision.startswith("bf16"):
+            if bf16 and precision != "fp32":
                 return bf16 * 1e12
+            # without bf16, which such a chip would compute in fp32
+            if precision == "fp16":
+                return FP16_PEAKS.get(pattern, fp32) * 1e12
             return fp32 * 1e12
     return None
 

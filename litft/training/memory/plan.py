@@ -198,8 +198,8 @@ def predict(
 ) -> Plan:
     """Return the plan of training `source` with `method`, whose targets are already chosen.
 
-    precision: of the computation (bf16, bf16-true, fp32). quantize: the quantization of the base,
-    or none. optimizer: one of OPTIMIZERS. recomputed: one of RECOMPUTED. device: cpu or cuda.
+    precision: of the computation (bf16, bf16-true, fp16, fp32). quantize: the quantization of the
+    base, or none. optimizer: one of OPTIMIZERS. recomputed: one of RECOMPUTED. device: cpu or cuda.
     in_backward: the optimizer steps in the backward pass. cpu_offload: none, parameters (with
     shards > 1 also gradients and optimizer state), or activations (those of two blocks stay on the
     device). shards: the number of shards of weights, gradients and optimizer state under FSDP2.
@@ -210,10 +210,7 @@ def predict(
     )
     num_row_values = _num_row_values(method, source.config)
     method = _without_new_tokens(method)
-    if precision == "fp32":
-        compute = DTYPES["fp32"]
-    else:
-        compute = DTYPES["bf16"]
+    compute = DTYPES[precision.removesuffix("-true")]
     with FakeTensorMode(), planned_for(device), kernels.without_launches():
         model, parameters = _network(source, method, precision)
         trained = trained_parameters(model)

@@ -35,7 +35,7 @@ from litft.training.network import TrainedNetwork
 from litft.training.output import run_checkpoints
 from litft.training.output.base_files import BaseFiles
 from litft.training.output.loggers import finish, make_logger, row_sink
-from litft.training.output.metrics import Metrics, Row
+from litft.training.output.metrics import FP16_COLUMNS, Metrics, Row
 from litft.training.output.next_commands import next_commands
 from litft.training.output.report import Report, SummaryTile, write_report
 from litft.training.output.run_folder import RunFolder
@@ -97,6 +97,8 @@ class Recorder:
             *validation.columns,
             *(validation.metrics.keys() - {"exact_match"}),
         ]
+        if run.settings.precision == "fp16":
+            columns += FP16_COLUMNS
         self.metrics = Metrics(path, peak, columns, self._send_row)
         group = processes.hosts.checkpoint_group
         self.saver = run_checkpoints.Saver(self.folder, self.is_writer, group)
@@ -203,12 +205,17 @@ class Recorder:
 
     # ---- checkpoints
 
-    def save(self, optimizer: Optimizer, step: int, elapsed: float) -> None:
-        """Write the state after `step` steps, to resume from; every process takes part. elapsed:
-        seconds of the run."""
+    def save(
+        self, optimizer: Optimizer, step: int, elapsed: float, loss_scale: dict[str, Any]
+    ) -> None:
+        """Write the state after `step` steps, to resume from; every process takes part.
+
+        elapsed: seconds of the run. loss_scale: the state of the scale of the loss in fp16.
+        """
         progress = {
             "samples": self.schedule.seen(step),
             "elapsed": elapsed,
+            "loss_scale": loss_scale,
             "identity": self.run_folder.identity(),
             "tokenizer": self.setup.tokenizer.choices(),
             "logger": [self.args.logger, self.logger.version] if self.logger else None,

@@ -1,0 +1,170 @@
+"""The updates of a training step: gradients of its samples, then a step of the optimizer."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from litft.data.sample import Sample
+from litft.distributed.devices import is_out_of_memory
+from litft.distributed.process_group import Processes
+from litft.model.placement import full_tensor
+from litft.training.accumulation import accumulate
+from litft.training.divergence import DivergenceGuard
+from litft.training.memory.choose import PlannedRun
+from litft.training.memory.probe import MemoryProbe
+from litft.training.network import TrainedNetwork
+from litft.training.optimizers.wrapped import unwrapped_in_backward
+from litft.training.output.metrics import FP16_COLUMNS
+
+
+class Updates:
+    """Takes the updates of each step; in fp16, of a loss that is scaled so that small gradients are
+    not lost.
+
+    The scale follows torch's rule (`torch.amp.GradScaler`): an update whose gradients overflow is
+    left out and halves it; after 2,000 others it is doubled.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        run: PlannedRun,
+        network: TrainedNetwork,
+        probe: MemoryProbe,
+        divergence: DivergenceGuard,
+        data_ready: Callable[[], None],
+    ) -> None:
+        """data_ready: called when the data of a step is there."""
+        self.fabric = processes.fabric
+        self.args = run.setup.args
+        self.objective = run.setup.objective
+        self.schedule = run.schedule
+        self.model = network.model
+        self.trained = network.trained
+        self.mesh = network.mesh
+        self.probe = probe
+        self.divergence = divergence
+        self.data_ready = data_ready
+        is_fp16 = run.settings.precision == "fp16"
+        self.scaler = GradScaler(self.fabric.device.type, enabled=is_fp16)
+        # updates left out because gradients overflowed
+        self.skipped = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the scale, for a checkpoint; empty without one."""
+        if not self.scaler.is_enabled():
+            return {}
+        return {**self.scaler.state_dict(), "skipped": self.skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the state in a checkpoint."""
+        if state and self.scaler.is_enabled():
+            state = dict(state)
+            self.skipped = state.pop("skipped")
+            self.scaler.load_state_dict(state)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values of FP16_COLUMNS in fp16; nothing otherwise."""
+        if not self.scaler.is_enabled():
+            return {}
+        return dict(zip(FP16_COLUMNS, (self.scaler.get_scale(), self.skipped), strict=True))
+
+    def step(
+        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Take the updates of a step, which are one but for rewards; returns the mean of the loss
+        and scores, and of the norm."""
+        count = self.objective.updates
+        results = []
+        for update in range(count):
+            results.append(self._update(model, optimizer, samples, step * count + update))
+        if count == 1:
+            return results[0]
+        values = torch.stack([values for values, _ in results]).mean(0)
+        return values, torch.stack([norm for _, norm in results]).mean()
+
+    def _update(
+        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Update the weights with the gradient over `samples`; returns the objective's loss and
+        scores, and the norm. number: of the update, from the beginning of the run."""
+        # Dropout depends on the update and the rank alone, so that a resumed run draws the same.
+        # 4,099 seeds are reserved for it: one for each rank, and one for stochastic rounding.
+        seed = (self.args.seed * 1_000_003 + number) * 4099
+        model.train()
+        if self.args.train.optimizer_in_backward:  # with one device only
+            in_backward = unwrapped_in_backward(optimizer)
+            with in_backward.stepping():
+                values = self._backward(model, optimizer, samples, seed)
+            return values, in_backward.norm()
+        values = self._backward(model, optimizer, samples, seed + self.fabric.global_rank)
+
+        # without a limit nothing is clipped, but the norm is still a column of metrics.csv
+        limit = self.args.train.max_grad_norm or math.inf
+        self.scaler.unscale_(optimizer)
+        norm = full_tensor(nn.utils.clip_grad_norm_(self.trained.values(), limit))
+        if self._is_taken(values[0], norm, number):
+            # stochastic rounding: ranks that hold the same weights round them the same way
+            torch.manual_seed(seed + (self.mesh.get_local_rank("shard") if self.mesh else 0))
+            optimizer.step()
+        self.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return values, norm
+
+    def _is_taken(self, loss: Tensor, norm: Tensor, number: int) -> bool:
+        """Return whether to step the optimizer: not where gradients overflow fp16, nor, with
+        --train.skip_nan, where a value is not finite."""
+        # to read the numbers is to wait for the GPU, so it is only done where it is needed
+        if self.scaler.is_enabled() and not math.isfinite(float(norm)):
+            # the loss itself overflowed: that is the guard's, which ends the run
+            if math.isfinite(float(loss)):
+                self.skipped += 1
+                self.divergence.check_loss_scale(number, self.scaler.get_scale())
+            return False
+        step = number // self.objective.updates
+        if self.args.train.skip_nan and not math.isfinite(float(loss) + float(norm)):
+            self.divergence.skip(step)
+            return False
+        self.divergence.skipped = 0
+        return True
+
+    def _backward(
+        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], seed: int
+    ) -> Tensor:
+        """Compute the gradients of the objective; with --train.oom_retry, again in smaller
+        micro-batches after an OOM."""
+        is_first_attempt = True
+        while True:
+            try:
+                # a new attempt starts with the same random state, however far the failed one got
+                torch.manual_seed(seed)
+                learned = self.objective.learned(samples)
+                batches = self.schedule.layout.batches(learned, self.fabric.global_rank)
+                # later, the time of the failed attempt would count as waiting for data
+                if is_first_attempt:
+                    self.data_ready()
+                self.objective.before_step(self.fabric, self.model, samples, self.schedule.layout)
+                totals = self.objective.totals(samples)
+                return accumulate(
+                    self.fabric, self.objective, model, batches, totals, scale=self.scaler.scale
+                )
+            except RuntimeError as error:
+                # with several processes the others wait in a
+                # collective: only the probe can recover there
+                if not (
+                    self.args.train.oom_retry
+                    and self.fabric.world_size == 1
+                    and is_out_of_memory(error)
+                ):
+                    raise
+                reason = str(error)
+
+            # gradients of the micro-batches before the failure
+            optimizer.zero_grad(set_to_none=True)
+            self.probe.halve(reason)
+            is_first_attempt = False
