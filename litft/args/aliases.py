@@ -273,11 +273,9 @@ ALIASES: dict[str, Alias] = {
         "--precision fp32",
         values={"auto": ""},
     ),
-    "fp16": Alias(
-        "--precision auto", "bf16 or fp32: there is no fp16 training, which needs loss scaling"
-    ),
-    "dtype": Alias("--precision {value}", "bf16 or fp32"),
-    "torch_dtype": Alias("--precision {value}", "bf16 or fp32"),
+    "fp16": Alias("--precision fp16", values={"auto": ""}),
+    "dtype": Alias("--precision {value}", "bf16, fp16 or fp32"),
+    "torch_dtype": Alias("--precision {value}", "bf16, fp16 or fp32"),
     "bfloat16": Alias(
         "--precision bf16", "the default on a GPU that has bf16 arithmetic", "--precision fp32"
     ),
@@ -348,8 +346,6 @@ ALIASES: dict[str, Alias] = {
 }
 
 
-NO_FP16 = "there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic"
-
 # Lightning's name of a precision -> (our name in full.py, our name in the other methods); a text
 # with spaces is an error
 LIGHTNING: dict[str, tuple[str, str]] = {
@@ -360,8 +356,11 @@ LIGHTNING: dict[str, tuple[str, str]] = {
         "there is no mixed precision with frozen weights: they are bf16 as well; pass bf16",
     ),
     "bf16-true": ("bf16-true", "bf16"),  # trained parameters stay fp32
-    "16-mixed": (NO_FP16, NO_FP16),
-    "16-true": (NO_FP16, NO_FP16),
+    "16-mixed": ("fp16", "fp16"),
+    "16-true": (
+        "there is no training of fp16 weights; pass fp16, which keeps trained weights in fp32",
+        "fp16",  # trained parameters stay fp32
+    ),
 }
 
 

@@ -377,11 +377,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}s"
 
 
-def plan_lines(
-    run: PlannedRun,
-    peak: float | None,
-    chip: str | None = None,
-) -> Iterator[str]:
+def plan_lines(run: PlannedRun, peak: float | None, chip: str | None = None) -> Iterator[str]:
     """What the run needs: parameters, strategy, memory and time on this machine, or on another
     chip.
 
@@ -417,9 +413,9 @@ def plan_lines(
         )
 
     # notes on the device
-    note = lacks_bf16(device, fits_fp16(setup.source.config))
-    if setup.args.precision == "auto" and note:
-        yield note
+    lack = lacks_bf16(device, fits_fp16(setup.source.config))
+    if setup.args.precision == "auto" and lack:
+        yield lack
     note = kernels.note(setup.source.config, device.type)
     if note:
         yield note

@@ -135,12 +135,9 @@ class Trainer:
         self.metrics = self.recorder.metrics
         self.probe = MemoryProbe(processes, run, network, self.say)
         uniform = self.objective.uniform_loss(setup.source.config.vocab_size)
-        self.divergence = DivergenceGuard(self.args.train, self.schedule, uniform, folder, self.say)
-
-        self.updates = Updates(
-            processes, run, network, self.probe, self.divergence, self.metrics.data_ready
-        )
-
+        guard = DivergenceGuard(self.args.train, self.schedule, uniform, folder, self.say)
+        self.divergence = guard
+        self.updates = Updates(processes, run, network, self.probe, guard, self.metrics.data_ready)
         # finished steps, and those that were finished before this process began
         self.step = self.start_step = 0
         self.time_limit = parse_duration(self.args.train.max_time or "") or math.inf

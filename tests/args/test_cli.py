@@ -74,8 +74,9 @@ def test_help_begins_with_the_flags_that_matter_most(capsys):
             "bf16-mixed",
             "--precision bf16-mixed: there is no mixed precision with frozen weights",
         ),
-        ("adapter", "16-mixed", "--precision 16-mixed: there is no fp16 training"),
-        ("lora", "fp8", "--precision fp8: expected auto or bf16 or fp32"),
+        ("adapter", "16-mixed", "fp16"),
+        ("full", "16-true", "--precision 16-true: there is no training of fp16 weights"),
+        ("lora", "fp8", "--precision fp8: expected auto or bf16 or fp16 or fp32"),
     ],
 )
 def test_lightnings_precisions_are_ours(method, value, expected):
@@ -358,7 +359,10 @@ def test_all_mistakes_are_reported_at_once(words, messages):
             dict(train=flags.TrainArgs(learning_rate="1e-4")),
             "--train.learning_rate '1e-4': expected float or nothing, found str",
         ),
-        (dict(precision="fp8"), "--precision 'fp8': expected one of auto, bf16, fp32, found str"),
+        (
+            dict(precision="fp8"),
+            "--precision 'fp8': expected one of auto, bf16, fp16, fp32, found str",
+        ),
         (dict(devices=True), "--devices True: expected int, found bool"),
         (dict(train={"max_steps": 3}), "--train {'max_steps': 3}: expected TrainArgs, found dict"),
     ],
