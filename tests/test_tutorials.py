@@ -356,10 +356,11 @@ def test_the_guide_to_scores(clone):
 @pytest.mark.slow
 def test_the_guide_to_exports(clone):
     folder, paths = clone
-    trained, _, back = run_guide("export.md", folder, paths)
+    trained, _, _, back = run_guide("export.md", folder, paths)
     assert "final" in trained and back.strip()
     assert (folder / "out/gguf/Modelfile").read_text().startswith("FROM ./model-F16.gguf")
     assert (folder / "out/gguf-adapter/adapter-F32.gguf").is_file()
+    assert (folder / "out/gguf-q4/model-Q4_K_M.gguf").is_file()
 
 
 @pytest.mark.slow
