@@ -1,5 +1,5 @@
-"""Quantized weights as others publish them: FP8 in blocks, GPTQ and AWQ. They are only read, and
-dequantized."""
+"""Quantized weights as others publish them: FP8 in blocks, GPTQ, AWQ and integers of
+compressed-tensors. They are only read, and dequantized."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # column of each group of 8 that the i-th lowest 4 bits of a number hold
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AGAIN = "download the folder again"
+# compressed-tensors' format of integers
+PACKED = "pack-quantized"
 QUANTIZED_FORMATS = ("fp8", "gptq", "awq", "compressed-tensors")
 
 
@@ -38,12 +40,14 @@ def check_method(settings: dict[str, Any]) -> None:
         formats = set()
         for group in settings.get("config_groups", {}).values():
             formats.add(group.get("format") or settings.get("format"))
-        unsupported = formats - {"float-quantized", "naive-quantized", None}
+        unsupported = formats - {"float-quantized", "naive-quantized", PACKED, None}
         if unsupported:
             raise ValueError(
                 f"its weights are quantized ({method}, {min(unsupported)}), which is not "
                 f"supported; {remedy}"
             )
+        if PACKED in formats:
+            _packed_bits(settings)
     if method == "gptq" and settings.get("bits") not in (2, 4, 8):
         raise ValueError(
             f"its weights are quantized (gptq, {settings.get('bits')} bits), litft reads 2, 4 and "
@@ -68,7 +72,10 @@ def find_stored_weights(
     settings: quantization_config of config.json.
     """
     method = settings.get("quant_method")
-    if method in ("fp8", "compressed-tensors"):
+    if method == "compressed-tensors":
+        packed = dict(_packed_weights(metas, settings))
+        return packed | dict(_fp8_weights(metas, settings.get("weight_block_size") or (128, 128)))
+    if method == "fp8":
         return dict(_fp8_weights(metas, settings.get("weight_block_size") or (128, 128)))
     if method in ("gptq", "awq"):
         return dict(_integer_weights(metas, method, settings))
@@ -164,6 +171,112 @@ def dequantize_fp8(
             :, :columns
         ]
     return (weight.float() * scale).bfloat16()
+
+
+def _packed_bits(settings: dict[str, Any]) -> int:
+    """Return the bits of compressed-tensors' packed integers; raise ValueError if litft does not
+    read them."""
+    bits = set()
+    for group in settings.get("config_groups", {}).values():
+        if (group.get("format") or settings.get("format")) == PACKED:
+            bits.add((group.get("weights") or {}).get("num_bits"))
+    if len(bits) != 1 or not bits <= {4, 8}:
+        found = ", ".join(sorted(map(str, bits)))
+        raise ValueError(
+            f"its weights are quantized (compressed-tensors, {PACKED}, {found} bits), litft reads "
+            "4 or 8 bits of all; download the unquantized model"
+        )
+    return bits.pop()
+
+
+def _packed_weights(
+    metas: dict[str, Tensor | str], settings: dict[str, Any]
+) -> Iterable[tuple[str, StoredWeight]]:
+    """Yield the weights that compressed-tensors packs into int32, with their names."""
+    for name, meta in metas.items():
+        if not name.endswith(".weight_packed"):
+            continue
+        bits = _packed_bits(settings)
+        stem = name.removesuffix("packed")
+        if not isinstance(meta, Tensor) or meta.dtype != torch.int32 or meta.dim() != 2:
+            raise ValueError(
+                f"{name}: expected a matrix of torch.int32, found {_dtype_of(meta)}; {_AGAIN}"
+            )
+        shape = (meta.shape[0], meta.shape[1] * 32 // bits)
+        parts = {"packed": name, "scale": f"{stem}scale"}
+        if parts["scale"] not in metas:
+            raise ValueError(f"{parts['scale']} is missing; {_AGAIN}")
+        for suffix in ("zero_point", "g_idx", "shape"):
+            if f"{stem}{suffix}" in metas:
+                parts[suffix] = f"{stem}{suffix}"
+        dtype = _check_packed_parts(parts, metas, shape, bits)
+        index_name = parts.get("g_idx", "")
+        dequantize = partial(_call, dequantize_packed, bits=bits, name=index_name)
+        yield stem.removesuffix("_"), StoredWeight(parts, shape, dtype, dequantize)
+
+
+def _check_packed_parts(
+    parts: dict[str, str], metas: dict[str, Tensor | str], shape: tuple[int, int], bits: int
+) -> torch.dtype:
+    """Return the dtype of the scales; raise ValueError if a part has another shape than follows
+    from that of the packed numbers. shape: of the weight."""
+    outputs, inputs = shape
+    scale = metas[parts["scale"]]
+    groups = scale.shape[1] if isinstance(scale, Tensor) and scale.dim() == 2 else 1
+    scale = _check_part(parts["scale"], scale, None, (outputs, groups))
+    if "g_idx" in parts:
+        _check_part(parts["g_idx"], metas[parts["g_idx"]], torch.int32, (inputs,))
+    elif groups == 0 or inputs % groups:
+        reason = f"{groups} groups do not divide the {inputs} input features"
+        raise ValueError(f"{parts['scale']}: {reason}; {_AGAIN}")
+    if "shape" in parts:
+        found = metas[parts["shape"]]
+        whole_numbers = (torch.int32, torch.int64)
+        if not isinstance(found, Tensor) or found.dtype not in whole_numbers or len(found) != 2:
+            raise ValueError(f"{parts['shape']}: expected two whole numbers; {_AGAIN}")
+    if "zero_point" in parts:
+        packed_zeros = (-(-outputs * bits // 32), groups)
+        _check_part(parts["zero_point"], metas[parts["zero_point"]], torch.int32, packed_zeros)
+    return scale.dtype
+
+
+def dequantize_packed(
+    packed: Tensor,
+    scale: Tensor,
+    bits: int,
+    zero_point: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    shape: Tensor | None = None,
+    name: str = "weight_g_idx",
+) -> Tensor:
+    """Return the weight (O, I) of compressed-tensors: scale * (value - zero) for each group of
+    input features.
+
+    packed: (O, I * bits / 32) int32, of values plus 2^(bits - 1). scale: (O, G). zero_point:
+    (O * bits / 32, G), packed along O; None: 0. g_idx: (I,), the group of each input feature; None:
+    consecutive groups of equal size. shape: of the weight, which is checked. name: of g_idx, for
+    the ValueError if it names a group that does not exist.
+    """
+    values = _unpack(packed, bits)
+    if shape is not None and shape.tolist() != list(values.shape):
+        raise ValueError(
+            f"a packed weight is {tuple(values.shape)}, its weight_shape {tuple(shape.tolist())}; "
+            f"{_AGAIN}"
+        )
+    if zero_point is None:
+        zeros = torch.full_like(scale, 2 ** (bits - 1), dtype=torch.int32)
+    else:
+        zeros = _unpack(zero_point.mT, bits).mT[: scale.size(0)]
+    features = values.size(1)
+    if g_idx is None:
+        groups = torch.arange(features) // (features // scale.size(1))
+    else:
+        groups = g_idx.long()
+        if not (int(groups.min()) >= 0 and int(groups.max()) < scale.size(1)):
+            raise ValueError(
+                f"{name}: expected groups from 0 to {scale.size(1) - 1}, found others; {_AGAIN}"
+            )
+    return (scale.float()[:, groups] * (values - zeros[:, groups])).to(scale.dtype)
 
 
 def _integer_parts(stem: str, metas: dict[str, Tensor | str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Folders with FP8, GPTQ and AWQ weights: what litft reads is what the formats define."""
+"""Folders with FP8, GPTQ, AWQ and packed weights: what litft reads is what the formats define."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import ConvertArgs
-from litft.checkpoints.stored_formats import AWQ_ORDER
+from litft.checkpoints.stored_formats import AWQ_ORDER, dequantize_packed
 from litft.commands.convert_hf_checkpoint import convert
 
 SIZES = dict(
@@ -90,6 +90,51 @@ def to_awq(weight):
     return stored, scales[:, groups] * (values - zeros[:, groups])
 
 
+def to_packed(weight, symmetric=True, permuted=False, bits=4):
+    """Return stored tensors of compressed-tensors, and the weight that they mean."""
+    order = torch.arange(weight.size(1))
+    if permuted:
+        order = torch.randperm(weight.size(1), generator=torch.Generator().manual_seed(0))
+    inverse = order.argsort()
+    values, zeros, scales = integers(weight[:, order])
+    groups = torch.arange(weight.size(1)) // GROUP
+    if symmetric:
+        middle = 2 ** (bits - 1)
+        zeros = torch.full_like(zeros, middle)
+        scales = weight[:, order].unflatten(1, (-1, GROUP)).abs().amax(-1) / (middle - 1)
+        scales = scales.bfloat16().float()
+        ratios = weight[:, order] / scales[:, groups]
+        values = (ratios.round() + middle).clamp(0, 2 * middle - 1).int()
+    if bits == 8:
+        packed = values[:, inverse].to(torch.uint8).contiguous().view(torch.int32)
+    else:
+        packed = pack(values[:, inverse])
+    stored = {
+        "weight_packed": packed,
+        "weight_scale": scales.bfloat16(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        stored["weight_zero_point"] = pack(zeros.mT).mT
+    if permuted:
+        stored["weight_g_idx"] = groups[inverse].int()
+    meant = scales.bfloat16().float()[:, groups] * (values - zeros[:, groups])
+    return stored, meant[:, inverse].bfloat16().float()
+
+
+def packed_settings(symmetric=True, bits=4):
+    """The quantization_config of `to_packed`."""
+    weights = dict(num_bits=bits, type="int", strategy="group", group_size=GROUP)
+    group = dict(targets=["Linear"], weights=weights | dict(symmetric=symmetric))
+    return dict(
+        quant_method="compressed-tensors",
+        format="pack-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head"],
+        config_groups={"group_0": group},
+    )
+
+
 def write(folder, base, out, quantize, settings):
     """Write the base's folder with quantized Linears; return the weights that they mean, by
     name."""
@@ -124,6 +169,47 @@ FORMATS = {
         dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm"),
     ),
 }
+PACKED = {
+    "symmetric": (to_packed, packed_settings()),
+    "asymmetric": (lambda w: to_packed(w, symmetric=False), packed_settings(symmetric=False)),
+    "8 bits": (lambda w: to_packed(w, bits=8), packed_settings(bits=8)),
+    "act order": (lambda w: to_packed(w, permuted=True), packed_settings()),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@torch.no_grad()
+def test_packed_integers_are_read_as_they_are_meant(base, tmp_path, name):
+    """The format of compressed-tensors, in which Kimi K2.5 is published."""
+    reference, folder = base
+    quantize, settings = PACKED[name]
+    meant = write(folder, reference, tmp_path / "model", quantize, settings)
+    model, _ = litft.load(tmp_path / "model", precision="fp32")
+    reference.load_state_dict(meant, strict=False)
+    tokens = draw(1, 20, seed=1)
+    assert relative(model(tokens), reference(tokens).logits) <= 1e-5
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_integers_equal_those_of_compressed_tensors(bits, symmetric):
+    helpers = pytest.importorskip(
+        "compressed_tensors.compressors.pack_quantized.helpers",
+        reason="pip install compressed-tensors",
+    )
+    generator = torch.Generator().manual_seed(0)
+    limit = 2 ** (bits - 1)
+    values = torch.randint(-limit, limit, (48, 64), generator=generator).to(torch.int8)
+    zeros = torch.randint(-limit, limit, (48, 2), generator=generator).to(torch.int8)
+    scale = torch.rand(48, 2, generator=generator).bfloat16()
+    packed = helpers.pack_to_int32(values, bits)
+    packed_zeros = helpers.pack_to_int32(zeros, bits, packed_dim=0).contiguous()
+    if symmetric:
+        zeros = torch.zeros_like(zeros)
+        packed_zeros = None
+    weight = dequantize_packed(packed, scale, bits, packed_zeros)
+    difference = values.int() - zeros.int().repeat_interleave(32, 1)
+    assert torch.equal(weight, difference.bfloat16() * scale.repeat_interleave(32, 1))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -180,9 +266,17 @@ def test_fp8_blocks_equal_transformers(base, tmp_path, block):
             dict(
                 quant_method="compressed-tensors",
                 format="pack-quantized",
+                config_groups={"group_0": {"weights": {"num_bits": 3}}},
+            ),
+            "pack-quantized, 3 bits",
+        ),
+        (
+            dict(
+                quant_method="compressed-tensors",
+                format="nvfp4-pack-quantized",
                 config_groups={"group_0": {}},
             ),
-            "pack-quantized",
+            "nvfp4-pack-quantized",
         ),
     ],
 )
@@ -213,6 +307,7 @@ STORED = {
     name: (lambda weight, to=quantize: to(weight)[0], settings)
     for name, (quantize, settings) in FORMATS.items()
 }
+STORED["packed"] = (lambda weight: to_packed(weight, symmetric=False)[0], packed_settings(False))
 STORED["fp8"] = (lambda weight: to_fp8(weight, (32, 16)), FP8_BLOCKS)
 
 
