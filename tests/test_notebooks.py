@@ -1,0 +1,42 @@
+"""The notebooks in tutorials/notebooks run as they are, but for the cell that installs."""
+
+import os
+import sys
+
+import pytest
+from conftest import ENV, ROOT
+
+NOTEBOOKS = sorted((ROOT / "tutorials" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+    # `python` in a cell is the one that runs the tests
+    folder = os.path.dirname(sys.executable)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # without a network
+    monkeypatch.setenv("LITFT_MODEL", str(ROOT / "litft" / "demo" / "base"))
+    notebook = nbformat.read(path, as_version=4)
+    cells = []
+    for cell in notebook.cells:
+        if "install" not in cell.metadata.get("tags", []):
+            cells.append(cell)
+    notebook.cells = cells
+    resources = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)
+    client.execute()
+    printed = ""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            printed += output.get("text", "")
+    assert "Traceback" not in printed and "error:" not in printed
+    assert (tmp_path / "out" / "gguf" / "model-Q4_K_M.gguf").is_file()
+    assert (tmp_path / "out" / "merged" / "config.json").is_file()
+    assert os.listdir(tmp_path / "out" / "mine")
