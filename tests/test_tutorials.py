@@ -356,7 +356,7 @@ def test_the_guide_to_scores(clone):
 @pytest.mark.slow
 def test_the_guide_to_exports(clone):
     folder, paths = clone
-    trained, _, _, back = run_guide("export.md", folder, paths)
+    trained, _, _, _, back = run_guide("export.md", folder, paths)
     assert "final" in trained and back.strip()
     assert (folder / "out/gguf/Modelfile").read_text().startswith("FROM ./model-F16.gguf")
     assert (folder / "out/gguf-adapter/adapter-F32.gguf").is_file()

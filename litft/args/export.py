@@ -75,6 +75,20 @@ class MergedArgs(WriteArgs):
     """If the base is a multimodal model: write all of it, with the tensors outside of the language
     model unchanged. false: write the language model alone. For a fully fine-tuned model, --base_dir
     names the multimodal folder."""
+    quantize: Literal["none", "fp8"] = "none"
+    """Store the weights of Linears in 8 bits, one scale a row, in the format of compressed-tensors,
+    for vLLM; it scales activations while it runs. Head, routers and experts are not quantized."""
+
+    def problems(self) -> list[str]:
+        """Return the problems of the target, and of what cannot be quantized."""
+        problems = super().problems()
+        if self.quantize == "fp8" and self.multimodal:
+            problems.append(
+                "--quantize fp8 writes the language model alone: leave --multimodal out"
+            )
+        if self.quantize == "fp8" and self.precision == "fp16":
+            problems.append("--quantize fp8 has scales in bf16 or fp32: pass another --precision")
+        return problems
 
 
 @dataclass
@@ -138,9 +152,12 @@ class ExportArgs(MergedArgs):
             problems.append("--text_names is about adapters: add --merge false")
         # flags that change what is merged
         if not self.merge and (
-            self.dequantized_base or self.multimodal or self.precision != "auto"
+            self.dequantized_base
+            or self.multimodal
+            or self.precision != "auto"
+            or self.quantize != "none"
         ):
-            flags = "--dequantized_base, --multimodal and --precision"
+            flags = "--dequantized_base, --multimodal, --quantize and --precision"
             problems.append(f"--merge false writes the adapter unchanged: leave {flags} out")
         return problems
 

@@ -89,10 +89,15 @@ def _fp8_weights(
         if isinstance(meta, Tensor) and meta.dtype in FP8 and name.endswith(".weight"):
             stem = name.removesuffix("weight")
             # the names in DeepSeek's format, and in that of compressed-tensors
+            dtype = torch.bfloat16
             if f"{stem}weight_scale_inv" in metas:
                 scale = f"{stem}weight_scale_inv"
             elif f"{stem}weight_scale" in metas:
                 scale = f"{stem}weight_scale"
+                # compressed-tensors has scales in the dtype of the weight
+                scale_meta = metas[scale]
+                if isinstance(scale_meta, Tensor) and scale_meta.dtype == torch.float32:
+                    dtype = torch.float32
             else:
                 raise ValueError(f"{name} is stored in FP8, but its scale is missing; {_AGAIN}")
             # scales of activations, which the dequantized weight does not need
@@ -102,9 +107,9 @@ def _fp8_weights(
                     unused[s] = f"{stem}{s}"
             parts = {"weight": name, "scale": scale, **unused}
             _check_fp8_scale(parts["scale"], metas[parts["scale"]], meta, block)
-            dequantize = partial(_call, dequantize_fp8, block=tuple(block))
+            dequantize = partial(_call, dequantize_fp8, block=tuple(block), dtype=dtype)
             rows, columns = meta.shape
-            yield name, StoredWeight(parts, (rows, columns), torch.bfloat16, dequantize)
+            yield name, StoredWeight(parts, (rows, columns), dtype, dequantize)
 
 
 def _check_fp8_scale(name: str, scale: Any, weight: Tensor, block: Iterable[int]) -> None:
@@ -159,10 +164,14 @@ def _call(function: Callable[..., Tensor], tensors: dict[str, Tensor], **setting
 
 
 def dequantize_fp8(
-    weight: Tensor, scale: Tensor, block: tuple[int, ...], **unused: Tensor
+    weight: Tensor,
+    scale: Tensor,
+    block: tuple[int, ...],
+    dtype: torch.dtype = torch.bfloat16,
+    **unused: Tensor,
 ) -> Tensor:
-    """Return weight (O, I) in bf16. scale: one number, one a row (O, 1), or one for each block of
-    (block[0], block[1])."""
+    """Return weight (O, I) in `dtype`. scale: one number, one a row (O, 1), or one for each block
+    of (block[0], block[1])."""
     scale = scale.float()
     # one number or one a row broadcasts as it is; one a block is repeated over its block
     if scale.dim() == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, weight.size(0))):
@@ -170,7 +179,7 @@ def dequantize_fp8(
         scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[
             :, :columns
         ]
-    return (weight.float() * scale).bfloat16()
+    return (weight.float() * scale).to(dtype)
 
 
 def _packed_bits(settings: dict[str, Any]) -> int:

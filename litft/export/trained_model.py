@@ -136,7 +136,8 @@ def write_merged(
     whole = _whole_model(source, args.base_dir) if args.multimodal else None
 
     def fill(folder: Path) -> None:
-        write_result(folder, source, dtype, result, args.shard_gb, whole)
+        in_fp8 = args.quantize == "fp8"
+        write_result(folder, source, dtype, result, args.shard_gb, whole, in_fp8)
         # a folder without a tokenizer is still a model
         if tokenizer:
             copy_tokenizer(tokenizer, folder)

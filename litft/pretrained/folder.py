@@ -86,7 +86,7 @@ class PretrainedFolder:
     @property
     def rules(self) -> list[Rule]:
         """The rules for the tensor names and layouts of this model family."""
-        rules = family(self.config.model_type).rules(self.config)
+        rules = self.text_rules
         if self.multimodal is None:
             return rules
         model_type = self.multimodal["model_type"]
@@ -109,6 +109,11 @@ class PretrainedFolder:
             return tuple(self.checkpoint.meta(name).shape)
         except (ValueError, KeyError):
             return None
+
+    @property
+    def text_rules(self) -> list[Rule]:
+        """The rules for the folder of the language model alone."""
+        return family(self.config.model_type).rules(self.config)
 
     @property
     def stored_rules(self) -> list[Rule]:

@@ -31,6 +31,7 @@ from litft.model.placement import full_tensor
 from litft.model.quantization import is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
 from litft.pretrained.folder import TIE_FIELDS, PretrainedFolder, resolve
+from litft.pretrained.fp8 import fp8_entries, quantizable_linears, quantization_config
 
 
 class WeightChange(Protocol):
@@ -175,6 +176,7 @@ def write_result(
     result: WeightChange | None,
     shard_gb: float,
     whole: PretrainedFolder | None = None,
+    in_fp8: bool = False,
 ) -> list[LazyTensor]:
     """Write weights and config.json of the base, merged with `result` if given; return the tensors
     written.
@@ -182,13 +184,16 @@ def write_result(
     folder: None on ranks that only join the all-gathers of sharded tensors, in the same order as
     the writing rank.
     whole: the multimodal model that the language model belongs to. Its other tensors and its
-    processor are written, too.
+    processor are written, too. in_fp8: store the weights of Linears in FP8, not with `whole`.
     """
     # a multimodal file may store experts in another layout than the language model alone
     rules = whole.rules_of_files if whole else None
     entries = model_entries(source, dtype, result, rules)
     if whole:
         entries = _with_other_parts(entries, whole)
+    linears = quantizable_linears(source.outline, source.text_rules) if in_fp8 else set()
+    settings = quantization_config(linears, entries)
+    entries = fp8_entries(entries, linears)
     write_weights(folder, entries, int(shard_gb * 1e9))
     if folder is None:
         return entries
@@ -209,6 +214,8 @@ def write_result(
     else:
         hf = _written_config(source.hf, source.config, after)
         hf["torch_dtype"] = dtype_name
+    if in_fp8:
+        hf["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
     return entries
 
