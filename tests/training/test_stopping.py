@@ -832,15 +832,15 @@ def test_a_checkpoint_with_an_invalid_progress_json_is_damaged(args, capfd):
 
 
 def test_an_infinite_loss_can_be_skipped(args, monkeypatch):
-    import litft.training.trainer
+    import litft.training.updates
 
-    original, step_losses = litft.training.trainer.accumulate, []
+    original, step_losses = litft.training.updates.accumulate, []
 
-    def infinite(*arguments):
-        step_losses.append(original(*arguments))
+    def infinite(*arguments, **flags):
+        step_losses.append(original(*arguments, **flags))
         return step_losses[-1] * (torch.inf if len(step_losses) == 3 else 1.0)
 
-    monkeypatch.setattr(litft.training.trainer, "accumulate", infinite)
+    monkeypatch.setattr(litft.training.updates, "accumulate", infinite)
     args.train.skip_nan = True
     folder, metrics = litft.finetune(args)
     assert metrics["step"] == 12 and math.isinf(rows_of(folder)[3]["loss"])
