@@ -76,11 +76,14 @@ class PlanArgs:
     """Activations to recompute in the backward pass: none, those of norms and gates (elementwise),
     of the MLPs (selective), or of whole blocks (full).
     Default: the fastest with --budget, full with --cpu_offload, otherwise none."""
-    cpu_offload: Literal["none", "parameters"] = "none"
-    """Whether to keep the frozen weights of the blocks in host memory."""
+    cpu_offload: Literal["none", "activations", "parameters"] = "none"
+    """What to keep in host memory: saved activations, or the frozen weights of the blocks."""
     budget: str | None = None
     """Find the fastest micro-batch size, recomputation, quantization and offload that fit into this
     memory: 24GiB, 80GB."""
+    longest: bool = False
+    """Find the longest row that fits into --budget, with all that saves memory but a quantization
+    that the flags do not name."""
     max_seq_length: int | None = None
     """Tokens per row. Default: the model's context length, at most 2048."""
     micro_batch_size: int | None = None
@@ -168,16 +171,27 @@ class PlanArgs:
                 f"--quantize {self.quantize}: full fine-tuning changes every weight; use another "
                 "method"
             )
-        if self.cpu_offload != "none" and (self.method == "full" or self.quantize != "none"):
+        offloads_weights = self.cpu_offload == "parameters"
+        if offloads_weights and (self.method == "full" or self.quantize != "none"):
             problems.append(
                 f"--cpu_offload {self.cpu_offload}: only frozen, unquantized weights can be "
                 "offloaded; leave it out"
             )
-        if self.cpu_offload != "none" and self.activation_checkpointing not in (None, "full"):
+        if offloads_weights and self.activation_checkpointing not in (None, "full"):
             problems.append(
                 f"--cpu_offload {self.cpu_offload}: offloaded blocks are recomputed; leave "
                 "--activation_checkpointing out"
             )
+        if self.cpu_offload == "activations" and self.activation_checkpointing == "elementwise":
+            problems.append(
+                "--activation_checkpointing elementwise: --cpu_offload activations moves all of "
+                "them; leave it out, or use selective or full"
+            )
+        if self.longest and not self.budget:
+            problems.append("--longest needs --budget: the memory of the GPU, such as 24GiB")
+        for name in ("micro_batch_size", "max_seq_length"):
+            if self.longest and getattr(self, name):
+                problems.append(f"--{name}: --longest finds the length of one row; leave it out")
         if self.method != "full" and self.precision == "bf16-true":
             problems.append(
                 "--precision bf16-true applies only to full fine-tuning; other methods keep frozen "

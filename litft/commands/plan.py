@@ -22,6 +22,8 @@ from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
 
 DEFAULT_CHIP = "H100"
+# --longest is exact to so many tokens
+STEP = 64
 # tokens of the largest micro-batch that --budget tries; larger ones are not faster
 MAX_TOKENS = 32768
 
@@ -40,6 +42,9 @@ class PlanOnPaper(NamedTuple):
 def plan(args: PlanArgs) -> None:
     """Print what fine-tuning a model needs, from its config.json alone."""
     check_chip(args.chip)
+    if args.longest:
+        print_longest(args)
+        return
     source, method, tokens, fit, peak, volume = plan_on_paper(args)
 
     # the settings, and how they differ from the flags
@@ -71,12 +76,8 @@ def plan(args: PlanArgs) -> None:
         print(volume.line(args.micro_batches))
 
 
-def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
-    """Return the plan with the settings of the flags, or the fastest that fit.
-
-    Raises ValueError if none fit.
-    """
-    # the model and the method
+def model_and_method(args: PlanArgs) -> tuple[PretrainedFolder, Method]:
+    """Return the model, and the method with its targets chosen."""
     finetuning = {
         "lora": LoRAFinetuneArgs(lora=args.lora),
         "adapter": AdapterFinetuneArgs(adapter=args.adapter),
@@ -90,11 +91,16 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
             f"{source.adapter} is an adapter; pass its base, {source.base}, and the method's flags"
         )
     method.select_targets(source.outline, source.adapter_rules)
-    source.check_length("--max_seq_length", args.max_seq_length)
-    tokens = length_limit(args.max_seq_length, source.config.max_positions)
+    return source, method
+
+
+def planner(
+    args: PlanArgs, source: PretrainedFolder, method: Method, tokens: int
+) -> Callable[[int, str, str, str], Plan]:
+    """Return the function from rows, recomputation, quantization and offload to the plan of rows of
+    so many tokens."""
     shards = num_shards(args, args.strategy)
 
-    # the settings: the flags', or the fastest
     def make_plan(rows: int, recomputed: str, quantize: str, offload: str) -> Plan:
         shape = Shape(rows, tokens, args.micro_batches > 1)
         options = {"cpu_offload": offload, "shards": shards}
@@ -102,12 +108,66 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
             source, method, args.precision, quantize, shape, args.optimizer, recomputed, **options
         )
 
+    return make_plan
+
+
+def print_longest(args: PlanArgs) -> None:
+    """Print the longest row that fits into --budget, and the flags that make it fit.
+
+    Raises ValueError if not even a short one fits.
+    """
+    source, method = model_and_method(args)
+    budget = int(USABLE_FRACTION * args.budget_bytes)
+    offload = "activations" if args.cpu_offload == "none" else args.cpu_offload
+
+    def fit_of(tokens: int) -> Fit:
+        made = planner(args, source, method, tokens)(1, "full", args.quantize, offload)
+        return Fit(1, "full", args.quantize, offload, made)
+
+    def fits(tokens: int) -> bool:
+        return fit_of(tokens).plan.memory.peak <= budget
+
+    shortest = STEP
+    if not fits(shortest):
+        needed = format_bytes(round(fit_of(shortest).plan.memory.peak / USABLE_FRACTION))
+        raise ValueError(
+            f"--budget {args.budget}: a row of {shortest} tokens needs {needed}; choose another "
+            "--quantize or --method"
+        )
+    longest = shortest
+    while fits(2 * longest):
+        longest *= 2
+    too_long = 2 * longest
+    while too_long - longest > STEP:
+        middle = (longest + too_long) // 2
+        if fits(middle):
+            longest = middle
+        else:
+            too_long = middle
+    fit = fit_of(longest)
+    print(f"{source.folder}: {fit.plan.title_line(method.title)}")
+    print(f"the longest row that fits into {args.budget}: {longest:,} tokens, {setting_flags(fit)}")
+    print(f"memory: {fit.plan.memory.line()}")
+    if longest > source.config.max_positions:
+        print(f"the model's context is {source.config.max_positions:,} tokens")
+
+
+def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
+    """Return the plan with the settings of the flags, or the fastest that fit.
+
+    Raises ValueError if none fit.
+    """
+    source, method = model_and_method(args)
+    source.check_length("--max_seq_length", args.max_seq_length)
+    tokens = length_limit(args.max_seq_length, source.config.max_positions)
+    shards = num_shards(args, args.strategy)
+    make_plan = planner(args, source, method, tokens)
+
+    # the settings: the flags', or the fastest
     if args.budget:
         fit = within_budget(args, tokens, make_plan)
     else:
-        kind = args.activation_checkpointing or (
-            "full" if args.cpu_offload == "parameters" else "none"
-        )
+        kind = args.activation_checkpointing or ("none" if args.cpu_offload == "none" else "full")
         rows = args.micro_batch_size or 1
         only_plan = make_plan(rows, kind, args.quantize, args.cpu_offload)
         fit = Fit(rows, kind, args.quantize, args.cpu_offload, only_plan)
@@ -150,9 +210,14 @@ def within_budget(
         weight_options.append(("nf4", "none"))
         if "full" in kinds:
             weight_options.append(("none", "parameters"))
-    fit, smallest = fastest(
-        make_plan, rows, kinds, weight_options, int(USABLE_FRACTION * args.budget_bytes)
-    )
+    budget = int(USABLE_FRACTION * args.budget_bytes)
+    fit, smallest = fastest(make_plan, rows, kinds, weight_options, budget)
+    # the last resort: only the inputs of blocks are saved, and they wait in host memory
+    if fit is None and args.cpu_offload == "none" and "full" in kinds:
+        options = [(quantize, "activations") for quantize, offload in weight_options]
+        last = fastest(make_plan, rows[:1], ("full",), list(dict.fromkeys(options)), budget)
+        fit = last[0]
+        smallest = min(smallest, last[1], key=lambda fit: fit.plan.memory.peak)
     if fit is None:
         minimum = (
             f"{format_bytes(round(smallest.plan.memory.peak / USABLE_FRACTION))} with "

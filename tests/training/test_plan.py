@@ -23,7 +23,15 @@ from litft.args import (
     FullFinetuneArgs,
     LoRAArgs,
     LoRAFinetuneArgs,
+    PlanArgs,
     TrainArgs,
+)
+from litft.commands.plan import (
+    STEP,
+    model_and_method,
+    planner,
+    print_longest,
+    within_budget,
 )
 from litft.data.dataset import load_data
 from litft.data.sample import Sample
@@ -33,7 +41,7 @@ from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
 from litft.training.memory.choose import choose_memory_settings
 from litft.training.memory.flops import Flops, chip_peak_flops, peak_flops
-from litft.training.memory.plan import predict
+from litft.training.memory.plan import USABLE_FRACTION, predict
 from litft.training.memory.trace import Shape
 from litft.training.optimizers.make import OPTIMIZERS, ROUNDING_BYTES
 from litft.training.run_setup import resolve_setup
@@ -386,6 +394,46 @@ def plan_script(cwd, *flags, code=0):
         "2048",
     ]
     return script(*command, *flags, cwd=cwd, code=code)
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not(tiny, capsys):
+    args = PlanArgs(checkpoint_dir=str(tiny), budget="160MiB", longest=True, quantize="nf4")
+    print_longest(args)
+    printed = capsys.readouterr().out
+    longest = int(re.search(r"fits into 160MiB: ([\d,]+) tokens", printed)[1].replace(",", ""))
+    assert "--quantize nf4 --train.cpu_offload activations" in printed
+    assert "the model's context is 256 tokens" in printed
+    source, method = model_and_method(args)
+    limit = USABLE_FRACTION * 160 * 2**20
+    peaks = []
+    for tokens in (longest, longest + STEP):
+        plan = planner(args, source, method, tokens)(1, "full", "nf4", "activations")
+        peaks.append(plan.memory.peak)
+    assert peaks[0] <= limit < peaks[1]
+    with pytest.raises(ValueError, match="a row of 64 tokens needs"):
+        print_longest(replace(args, budget="1MiB"))
+
+
+def test_a_budget_offloads_activations_where_nothing_else_fits(tiny):
+    """Only their kind differs: the settings that were found before are still preferred."""
+    args = PlanArgs(checkpoint_dir=str(tiny), budget="100MiB", max_seq_length=16384)
+    source, method = model_and_method(args)
+    make_plan = planner(args, source, method, 16384)
+    without = make_plan(1, "full", "nf4", "none").memory.peak
+    with_offload = make_plan(1, "full", "nf4", "activations").memory.peak
+    assert with_offload < without
+    between = (without + with_offload) // 2
+    size = f"{between / USABLE_FRACTION / 2**20:.2f}MiB"
+    args = replace(args, budget=size, quantize="nf4")
+    assert within_budget(args, 16384, make_plan).cpu_offload == "activations"
+    enough = replace(args, budget="1GiB")
+    assert within_budget(enough, 16384, make_plan).cpu_offload == "none"
+
+
+def test_what_the_longest_row_needs():
+    problems = PlanArgs(checkpoint_dir="m", longest=True, max_seq_length=9).problems()
+    assert "--longest needs --budget" in problems[0]
+    assert "--max_seq_length: --longest finds the length" in problems[1]
 
 
 @pytest.mark.weekly
