@@ -1,6 +1,7 @@
 """Flags with several values: a list is written `a,b`, as words up to the next flag, or as JSON."""
 
 import json
+import os
 from typing import Any
 
 # flags with a list of texts, whose white space counts
@@ -9,7 +10,7 @@ TEXT_LISTS = ("stop",)
 
 def next_value(words: list[str]) -> str | None:
     """Remove the value of a flag from the words after it, and return it; None if it is missing."""
-    if words and not words[0].startswith("--"):
+    if words and not words[0].startswith("--") and words[0] != "-h":
         return words.pop(0)
     return None
 
@@ -25,10 +26,14 @@ def next_values(words: list[str], flag_type: Any, keeps_spaces: bool) -> str | N
     if len(values) < 2:
         return values[0] if values else None
     if flag_type == list[float]:
-        return ",".join(values)
+        return ",".join(value.strip(",") for value in values)
     items = []
     for value in values:
-        items += json.loads(as_list(value, flag_type, keeps_spaces))
+        # with several words, a comma within one is a part of a text
+        if keeps_spaces or ", " in value:
+            items.append(value)
+        else:
+            items += json.loads(as_list(value, flag_type, keeps_spaces))
     return json.dumps(items, ensure_ascii=False)
 
 
@@ -39,6 +44,9 @@ def _items(value: str, keeps_spaces: bool) -> list[str]:
     `--stop $'\\n'`.
     """
     if keeps_spaces and "," not in value:
+        return [value]
+    # the name of a run may have commas: lr=1e-4,r=8
+    if os.path.exists(value):
         return [value]
     items = []
     for item in value.split(","):

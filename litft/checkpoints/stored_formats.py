@@ -38,8 +38,8 @@ def check_method(settings: dict[str, Any]) -> None:
     if method == "compressed-tensors":
         # each group of modules may have a format of its own
         formats = set()
-        for group in settings.get("config_groups", {}).values():
-            formats.add(group.get("format") or settings.get("format"))
+        for group in _groups(settings):
+            formats.add(_format_of(group, settings))
         unsupported = formats - {"float-quantized", "naive-quantized", PACKED, None}
         if unsupported:
             raise ValueError(
@@ -61,6 +61,27 @@ def check_method(settings: dict[str, Any]) -> None:
             f"{settings.get('version')})"
         )
         raise ValueError(f"{reason}, litft reads 4 bits in the gemm layout; {remedy}")
+
+
+def _groups(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return compressed-tensors' groups of modules; raise ValueError if they are damaged."""
+    groups = settings.get("config_groups") or {}
+    damaged = ValueError(
+        f"config.json: config_groups of quantization_config is damaged, found {groups!r:.200}; "
+        f"{_AGAIN}"
+    )
+    if not isinstance(groups, dict):
+        raise damaged
+    for group in groups.values():
+        if not isinstance(group, dict) or not isinstance(group.get("weights") or {}, dict):
+            raise damaged
+    return list(groups.values())
+
+
+def _format_of(group: dict[str, Any], settings: dict[str, Any]) -> str | None:
+    """Return the format of a group of modules; None if no one names it."""
+    found = group.get("format") or settings.get("format")
+    return None if found is None else str(found)
 
 
 def find_stored_weights(
@@ -186,16 +207,16 @@ def _packed_bits(settings: dict[str, Any]) -> int:
     """Return the bits of compressed-tensors' packed integers; raise ValueError if litft does not
     read them."""
     bits = set()
-    for group in settings.get("config_groups", {}).values():
-        if (group.get("format") or settings.get("format")) == PACKED:
-            bits.add((group.get("weights") or {}).get("num_bits"))
-    if len(bits) != 1 or not bits <= {4, 8}:
-        found = ", ".join(sorted(map(str, bits)))
+    for group in _groups(settings):
+        if _format_of(group, settings) == PACKED:
+            bits.add(str((group.get("weights") or {}).get("num_bits")))
+    if len(bits) != 1 or not bits <= {"4", "8"}:
+        found = ", ".join(sorted(bits))
         raise ValueError(
             f"its weights are quantized (compressed-tensors, {PACKED}, {found} bits), litft reads "
             "4 or 8 bits of all; download the unquantized model"
         )
-    return bits.pop()
+    return int(bits.pop())
 
 
 def _packed_weights(
@@ -241,7 +262,9 @@ def _check_packed_parts(
     if "shape" in parts:
         found = metas[parts["shape"]]
         whole_numbers = (torch.int32, torch.int64)
-        if not isinstance(found, Tensor) or found.dtype not in whole_numbers or len(found) != 2:
+        if not isinstance(found, Tensor) or found.dtype not in whole_numbers:
+            raise ValueError(f"{parts['shape']}: expected whole numbers; {_AGAIN}")
+        if tuple(found.shape) != (2,):
             raise ValueError(f"{parts['shape']}: expected two whole numbers; {_AGAIN}")
     if "zero_point" in parts:
         packed_zeros = (-(-outputs * bits // 32), groups)

@@ -1,5 +1,6 @@
 """The command `merge_lora`: write an adapter, or several combined, merged into the base."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def merge(args: MergeArgs) -> Path:
                 f"{first.folder} and {adapter.source.folder} have different bases, {first.base} "
                 f"and {base}; if these are the same model, name one with --base_dir"
             )
+    templates = set()
+    for adapter in adapters:
+        tokenizer = adapter.source.tokenizer()
+        templates.add(tokenizer.chat_template if tokenizer else "")
+    if len(templates) > 1:
+        print(
+            "warning: the adapters were trained with different chat templates; that of "
+            f"{first.folder} is written",
+            file=sys.stderr,
+        )
     combined = CombinedResult(
         results=[adapter.result for adapter in adapters],
         weights=args.weights or [1.0] * len(adapters),

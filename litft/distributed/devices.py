@@ -220,9 +220,15 @@ def pick_precision(precision: str, device: torch.device, fits_fp16: bool = True)
     capability = torch.cuda.get_device_capability(device)
     if capability >= BF16_CAPABILITY:
         return "bf16"
-    if capability >= FP16_CAPABILITY and fits_fp16:
+    if has_fp16_cores(device) and fits_fp16:
         return "fp16"
     return "fp32"
+
+
+def has_fp16_cores(device: torch.device) -> bool:
+    """Return whether a GPU has tensor cores for fp16; a GTX 16 has the capability of a T4 alone."""
+    is_new_enough = torch.cuda.get_device_capability(device) >= FP16_CAPABILITY
+    return is_new_enough and "GTX 16" not in torch.cuda.get_device_name(device)
 
 
 def pick_generation_precision(
@@ -247,17 +253,16 @@ def cpu_has_bf16() -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
-def lacks_bf16(device: torch.device, fits_fp16: bool = True) -> str | None:
+def lacks_bf16(device: torch.device, chosen: str) -> str | None:
     """Return what to tell a user whose GPU has no bf16 arithmetic (compute capability below 8.0);
-    None for other devices."""
+    None for other devices. chosen: the precision that was picked."""
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
     if capability >= BF16_CAPABILITY:
         return None
-    chosen = pick_precision("auto", device, fits_fp16)
-    if not fits_fp16:
-        chosen += ", since this model's activations are beyond the range of fp16"
+    if chosen == "fp32" and has_fp16_cores(device):
+        chosen += ", since fp16 does not suit this model or these flags"
     name = torch.cuda.get_device_name(device)
     return (
         f"{name} has no bf16 arithmetic (compute capability {'.'.join(map(str, capability))}): "

@@ -5,6 +5,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from litft import run_dir
 from litft.args import ExportArgs, GgufExportArgs, MergedArgs
 from litft.args.parser import finetune_args
@@ -132,6 +134,11 @@ def write_merged(
     tokenizer: Tokenizer | None = None,
 ) -> Path:
     dtype = written_dtype(source, args.precision)
+    if args.quantize == "fp8" and dtype == torch.float16:
+        raise ValueError(
+            f"--quantize fp8: {source.base} is in fp16, in which small scales would be zero; add "
+            "--precision bf16"
+        )
     tokenizer = tokenizer or source.tokenizer()
     whole = _whole_model(source, args.base_dir) if args.multimodal else None
 

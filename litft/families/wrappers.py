@@ -168,7 +168,8 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
                 inner[name] = value
         hf = {**hf, "text_config": inner | {"model_type": wrapper.default}}
     found = hf["text_config"].get("model_type", wrapper.default)
-    model_type = SAME_NETWORK.get(found, found)
+    # in a damaged file it may be a list, which cannot be looked up
+    model_type = SAME_NETWORK.get(str(found), str(found))
     if model_type not in TEXT_CLASSES:
         raise ValueError(
             f"config.json: model_type {found!r} in text_config is not supported; supported: "

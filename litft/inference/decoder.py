@@ -21,7 +21,10 @@ from litft.model.transformer import GPT
 
 # prompt tokens in one forward pass; bounds the memory for activations
 PREFILL_CHUNK = 512
-NOT_A_NUMBER = "the model's logits are NaN; look for NaN or infinity in its weights"
+NOT_A_NUMBER = (
+    "the model's logits are NaN; look for NaN or infinity in its weights, or, in fp16, pass "
+    "--precision fp32: its activations may be too large"
+)
 # torch's attention on a CPU computes finite numbers from NaN for fewer queries
 SHOWS_NAN = 16
 # compiled code attends to this many keys, doubled until all cached keys fit

@@ -194,12 +194,11 @@ def _open_sessions(
             print(warning, file=sys.stderr)
 
     in_range = all(fits_fp16(source.config) for source in sources)
-    note = lacks_bf16(device, in_range)
-    if args.precision == "auto" and note:
-        print(note, file=sys.stderr)
-
     stored = sources[0].dtype(None) if args.for_speed else torch.float32
     precision = pick_generation_precision(args.precision, device, stored, in_range)
+    note = lacks_bf16(device, precision)
+    if args.precision == "auto" and note:
+        print(note, file=sys.stderr)
     models = load_models(sources, precision, device, args.quantize, placement)
 
     layer_counts = Counter(map(str, models[0].block_devices))

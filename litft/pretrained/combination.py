@@ -48,7 +48,12 @@ class CombinedResult:
         weights = []
         weight = weight.float()
         for result, factor in zip(self.results, self.weights, strict=True):
-            merged = result.tensor(name, weight, base)
+            # a method that keeps the tie has one tensor for embedding and head
+            keeps_tie = base.config.tied and result.config(base.config).tied
+            if name == "lm_head.weight" and keeps_tie:
+                merged = result.tensor("embed.weight", weight, base)
+            else:
+                merged = result.tensor(name, weight, base)
             # methods return the same tensor where they change nothing
             if merged is not weight:
                 changes.append(merged.float() - weight)

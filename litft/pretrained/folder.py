@@ -67,7 +67,7 @@ class PretrainedFolder:
             return folder.parent.name
         return folder.name
 
-    @property
+    @cached_property
     def multimodal(self) -> dict[str, Any] | None:
         """The content of config.json if the base is a multimodal model, of which `hf` is the text
         part; otherwise None."""

@@ -68,8 +68,9 @@ class _Part:
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight (O, I) in FP8, and its scales (O, 1) in the dtype of the weight."""
     largest = weight.float().abs().amax(dim=1, keepdim=True)
-    # a row of zeros has no scale
-    scale = (largest / LARGEST).masked_fill(largest == 0, 1.0).to(weight.dtype)
+    scale = (largest / LARGEST).to(weight.dtype)
+    # a row of zeros has no scale, nor one of numbers that are too small for it
+    scale = scale.masked_fill(scale == 0, 1.0)
     quantized = (weight.float() / scale.float()).clamp(-LARGEST, LARGEST)
     return quantized.to(DTYPE), scale
 

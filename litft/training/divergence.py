@@ -11,7 +11,7 @@ from litft.training.schedule import Schedule
 
 # the run ends after this many consecutive steps without finite values, also with --train.skip_nan
 MAX_SKIPPED = 10
-# of the loss in fp16: a gradient that overflows with it is beyond 2^15 itself
+# of the loss in fp16: a gradient that overflows with it is beyond 2^20 itself
 SMALLEST_SCALE = 2.0**-4
 # times the loss of the first step, or of a uniform guess: training does not recover from there
 EXPLODED = 3

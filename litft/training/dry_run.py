@@ -19,7 +19,6 @@ from litft.data.packing import num_slots
 from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
-from litft.families import fits_fp16
 from litft.model.mixers import kernels
 from litft.training.intervals import FEWEST_VALIDATIONS, validation_cost, validation_interval
 from litft.training.memory.choose import MemorySettings, PlannedRun
@@ -413,7 +412,7 @@ def plan_lines(run: PlannedRun, peak: float | None, chip: str | None = None) -> 
         )
 
     # notes on the device
-    lack = lacks_bf16(device, fits_fp16(setup.source.config))
+    lack = lacks_bf16(device, settings.precision)
     if setup.args.precision == "auto" and lack:
         yield lack
     note = kernels.note(setup.source.config, device.type)

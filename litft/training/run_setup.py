@@ -70,11 +70,17 @@ class RunSetup:
     def precision(self, device: torch.device, shards: int = 1) -> str:
         """Return --precision; for `auto`, of full fine-tuning, bf16 if its fp32 weights fit on one
         device of `shards`, else bf16-true."""
-        in_range = fits_fp16(self.source.config)
+        in_range = shards == 1 and self._fits_fp16()
         if not self.method.saves_full_model:
             return pick_precision(self.args.precision, device, in_range)
         size = sum(p.numel() for p in self.source.outline.parameters())
         return pick_full_precision(self.args.precision, device, size // shards, in_range)
+
+    def _fits_fp16(self) -> bool:
+        """Return whether `auto` may be fp16."""
+        models = [self.source] if self.teacher is None else [self.source, self.teacher]
+        in_range = all(fits_fp16(model.config) for model in models)
+        return in_range and not self.args.train.optimizer_in_backward
 
     def untrained_tokens(self, special: set[int]) -> list[str]:
         """Return the texts of special tokens of the data whose embedding is untrained in the base,

@@ -65,7 +65,7 @@ class Updates:
         """Continue from the state in a checkpoint."""
         if state and self.scaler.is_enabled():
             state = dict(state)
-            self.skipped = state.pop("skipped")
+            self.skipped = state.pop("skipped", 0)
             self.scaler.load_state_dict(state)
 
     def metrics(self) -> dict[str, float]:
@@ -120,15 +120,17 @@ class Updates:
         """Return whether to step the optimizer: not where gradients overflow fp16, nor, with
         --train.skip_nan, where a value is not finite."""
         # to read the numbers is to wait for the GPU, so it is only done where it is needed
-        if self.scaler.is_enabled() and not math.isfinite(float(norm)):
-            # the loss itself overflowed: that is the guard's, which ends the run
-            if math.isfinite(float(loss)):
-                self.skipped += 1
-                self.divergence.check_loss_scale(number, self.scaler.get_scale())
+        is_fp16 = self.scaler.is_enabled()
+        if is_fp16 and math.isfinite(float(loss)) and not math.isfinite(float(norm)):
+            self.skipped += 1
+            self.divergence.check_loss_scale(number, self.scaler.get_scale())
             return False
         step = number // self.objective.updates
         if self.args.train.skip_nan and not math.isfinite(float(loss) + float(norm)):
             self.divergence.skip(step)
+            return False
+        # the guard ends the run where the loss is not finite; the weights stay as they are
+        if is_fp16 and not math.isfinite(float(loss)):
             return False
         self.divergence.skipped = 0
         return True

@@ -1028,6 +1028,22 @@ def test_hints_of_commands_that_train_nothing(cls, words, message):
         parser.parse(cls, words)
 
 
+def test_lists_may_be_several_words(tmp_path, monkeypatch):
+    """As a shell writes a pattern without quotes; a text with a comma stays whole."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--checkpoint_dir", "m", "--data.path", "a.jsonl", "b,c", "--eval.prompts"]
+    words += ["Well, who are you?", "Hi", "--train.max_steps", "3"]
+    args = parse(FINETUNE["lora"], words)
+    assert args.data.path == ["a.jsonl", "b", "c"] and args.train.max_steps == 3
+    assert args.eval.prompts == ["Well, who are you?", "Hi"]
+    merge = ["--out_dir", "o", "--weights", "0.7,", "-0.3", "--checkpoint_dir"]
+    (tmp_path / "lr=1,r=8").mkdir()
+    args = parser.parse(flags.MergeArgs, [*merge, "lr=1,r=8", "other"])
+    assert args.checkpoint_dir == ["lr=1,r=8", "other"] and args.weights == [0.7, -0.3]
+    args = parser.parse(flags.GenerateArgs, ["--prompt", "p", "--stop", "a", "b, c"])
+    assert args.stop == ["a", "b, c"]
+
+
 def test_a_flag_of_fine_tuning_is_named_elsewhere():
     with pytest.raises(
         ValueError,

@@ -69,6 +69,17 @@ def test_rows_of_zeros_and_of_large_numbers():
     assert quantized[1, 1] == -448 and (quantized[0] == 0).all()
 
 
+def test_scales_that_fp16_does_not_have(tmp_path):
+    folder = tmp_path / "model"
+    build("LlamaConfig", folder).half().save_pretrained(folder)
+    flags = dict(checkpoint_dir=str(folder), quantize="fp8")
+    with pytest.raises(ValueError, match="is in fp16, in which small scales would be zero"):
+        export(ExportArgs(out_dir=str(tmp_path / "fp8"), **flags))
+    export(ExportArgs(out_dir=str(tmp_path / "fp8"), precision="bf16", **flags))
+    quantized, scale = quantize_rows(torch.tensor([[1e-5, 0.0]]).half())
+    assert quantized.float().isfinite().all() and scale.item() == 1
+
+
 def test_what_cannot_be_quantized(tiny, tmp_path):
     flags = ["--checkpoint_dir", tiny, "--out_dir", "out", "--quantize", "fp8"]
 

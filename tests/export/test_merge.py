@@ -5,14 +5,15 @@ import shutil
 
 import pytest
 import torch
-from conftest import STORIES, copy_tokenizer, script
+from conftest import STORIES, adapted, copy_tokenizer, script
 from peft_reference import TOKENS, write_adapter
 from safetensors.torch import load_file, save_file
 
 import litft
-from litft.args import MergeArgs
+from litft.args import LoRAArgs, MergeArgs
 from litft.checkpoints.weight_files import write_weights
 from litft.commands.merge_lora import merge
+from litft.methods import LoRA
 from litft.pretrained.folder import resolve
 from litft.pretrained.save import Result, model_entries
 
@@ -174,6 +175,32 @@ def test_combined_adapters_equal_those_of_peft(tiny, two_adapters, tmp_path, nam
     assert (logits - reference).abs().max() <= 1e-5 * reference.abs().max()
     alone = litft.load(folders[0], precision="fp32")[0](TOKENS)
     assert (logits - alone).abs().max() > 1e-2 * reference.abs().max()
+
+
+@torch.no_grad()
+def test_a_tied_table_and_a_head_are_combined(make_model, tmp_path, capsys):
+    """One adapter trains the tied table, the other the head alone: with its weight at 0, nothing of
+    the second is left."""
+    from transformers import LlamaConfig
+
+    _, base = make_model(LlamaConfig, vocab_size=512, tie_word_embeddings=True)
+    copy_tokenizer(STORIES, base)
+    table = LoRA(LoRAArgs(modules_to_save=["embed_tokens"]))
+    head = LoRA(LoRAArgs(targets=["q_proj", "lm_head"]))
+    folders = []
+    for name, method in (("table", table), ("head", head)):
+        folders.append(str(adapted(base, tmp_path / name, method)))
+    merge(
+        MergeArgs(
+            checkpoint_dir=folders,
+            weights=[1, 0],
+            out_dir=str(tmp_path / "merged"),
+            precision="fp32",
+        )
+    )
+    expected = litft.load(folders[0], precision="fp32")[0](TOKENS)
+    found = litft.load(tmp_path / "merged")[0](TOKENS)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_adapters_are_combined_by_the_command(two_adapters, tmp_path):

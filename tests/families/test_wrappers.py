@@ -139,9 +139,10 @@ def test_an_adapter_of_a_folder_without_text_config(tmp_path):
     assert source.adapter_names.of("model.layers.0") == "model.language_model.layers.0"
 
 
-def test_an_unknown_language_model_is_named():
-    hf = {"model_type": "llava", "text_config": {"model_type": "mamba"}}
-    with pytest.raises(ValueError, match="'mamba' in text_config is not supported; supported: "):
+@pytest.mark.parametrize("model_type", ["mamba", ["llama"], {}, 3])
+def test_an_unknown_language_model_is_named(model_type):
+    hf = {"model_type": "llava", "text_config": {"model_type": model_type}}
+    with pytest.raises(ValueError, match="in text_config is not supported; supported: "):
         text_config(hf)
 
 

@@ -106,6 +106,28 @@ def test_updates_that_overflow_are_left_out_by_torchs_rule(updates):
     assert other.state() == made.state()
 
 
+def test_losses_that_are_not_finite_are_reported_in_fp16_too(updates):
+    """With --train.skip_nan, ten in a row end the run, as in other precisions."""
+    made, weight, optimizer = updates
+    made.args.train.skip_nan = True
+    steps = []
+    made.divergence.skip = steps.append
+
+    def backward(*_):
+        weight.grad = torch.full((3,), float("nan"))
+        made.scaler.scale(torch.ones(()))
+        return torch.full((1,), float("nan"))
+
+    with mock.patch.object(Updates, "_backward", backward):
+        for number in range(3):
+            made.step(torch.nn.Module(), optimizer, [], number)
+    assert steps == [0, 1, 2] and made.skipped == 0
+    made.args.train.skip_nan = False
+    with mock.patch.object(Updates, "_backward", backward):
+        made.step(torch.nn.Module(), optimizer, [], 3)
+    assert torch.equal(weight, torch.ones(3))
+
+
 def test_a_run_whose_gradients_always_overflow_ends(updates):
     made, weight, optimizer = updates
 
@@ -159,12 +181,12 @@ def test_precision_follows_the_compute_capability(monkeypatch, capability, in_ra
     device = torch.device("cuda")
     assert devices.pick_precision("auto", device, in_range) == expected
     assert devices.pick_precision("fp32", device, in_range) == "fp32"
-    note = devices.lacks_bf16(device, in_range)
+    note = devices.lacks_bf16(device, expected)
     if expected == "bf16":
         assert note is None
     else:
         assert f"precision auto is {expected}" in note
-        assert ("beyond the range of fp16" in note) == (not in_range)
+        assert ("does not suit this model" in note) == (not in_range)
     full = devices.pick_full_precision("auto", device, 10, in_range) if expected != "bf16" else None
     assert full in (None, expected)
 

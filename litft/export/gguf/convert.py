@@ -267,6 +267,11 @@ def _encode(entry: LazyTensor, tensor_type: gguf.GGMLQuantizationType) -> np.nda
             f"{entry.name} contains {largest:.3g}, which is out of range for fp16; pass --outtype "
             "bf16"
         )
+    # its blocks have scales in fp16
+    if tensor_type in K_QUANTS and not bool((tensor.abs() <= torch.finfo(torch.float16).max).all()):
+        raise ValueError(
+            f"{entry.name} contains numbers beyond the range of fp16, or none; pass --outtype bf16"
+        )
     if tensor_type in K_QUANTS:
         return k_quants.in_tiles(K_QUANTS[tensor_type], tensor).numpy()
     if tensor_type != _TYPES.MXFP4:

@@ -222,7 +222,7 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
         )
         if args.precision == "auto":
             in_range = fits_fp16(source.config)
-            note = lacks_bf16(device, in_range)
+            note = lacks_bf16(device, settings.precision)
             print(note or "bf16")
             on_old_gpu = "fp16" if in_range else "fp32"
             assert settings.precision == (on_old_gpu if note else "bf16")
