@@ -426,6 +426,10 @@ def test_a_budget_offloads_activations_where_nothing_else_fits(tiny):
     size = f"{between / USABLE_FRACTION / 2**20:.2f}MiB"
     args = replace(args, budget=size, quantize="nf4")
     assert within_budget(args, 16384, make_plan).cpu_offload == "activations"
+    # CUDA needs some of the memory, too
+    tight = replace(args, budget=f"{with_offload / 2**20 + 0.1:.2f}MiB")
+    with pytest.raises(ValueError, match="this needs at least"):
+        within_budget(tight, 16384, make_plan)
     enough = replace(args, budget="1GiB")
     assert within_budget(enough, 16384, make_plan).cpu_offload == "none"
 
