@@ -325,7 +325,10 @@ def damaged(tensor, generator):
         kinds["a column less"] = lambda: tensor[:, :-1]
         if tensor.size(0) != tensor.size(1):
             kinds["transposed"] = lambda: tensor.mT
-    if tensor.dtype == torch.int32:
+    if tensor.dtype == torch.int64:
+        # a shape; published in either width of whole numbers
+        kinds["floats"] = lambda: tensor.float()
+    elif tensor.dtype == torch.int32:
         kinds["bytes"] = lambda: tensor.to(torch.int8)
         kinds["floats"] = lambda: tensor.float()
     elif tensor.dtype not in (torch.float8_e4m3fn,):
