@@ -100,7 +100,7 @@ class MergeArgs(MergedArgs):
     """An adapter folder or a run folder; several are combined. Default: the newest finished run
     under out/."""
     weights: list[float] = field(default_factory=list)
-    """What the change of each adapter is multiplied by, such as 0.7,0.3. Default: 1 for each."""
+    """The factor of each adapter's change, such as 0.7,0.3. Default: 1 for each."""
     combination: Literal["linear", "ties"] = "linear"
     """How changes of several adapters are combined. linear: their weighted sum. ties: of each, only
     the largest changes are kept, and of these the ones with the sign that most of them have, by

@@ -79,7 +79,7 @@ def _groups(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _format_of(group: dict[str, Any], settings: dict[str, Any]) -> str | None:
-    """Return the format of a group of modules; None if no one names it."""
+    """Return the format of a group of modules; None if the settings do not name it."""
     found = group.get("format") or settings.get("format")
     return None if found is None else str(found)
 
@@ -223,10 +223,12 @@ def _packed_weights(
     metas: dict[str, Tensor | str], settings: dict[str, Any]
 ) -> Iterable[tuple[str, StoredWeight]]:
     """Yield the weights that compressed-tensors packs into int32, with their names."""
-    for name, meta in metas.items():
-        if not name.endswith(".weight_packed"):
-            continue
-        bits = _packed_bits(settings)
+    packed = [name for name in metas if name.endswith(".weight_packed")]
+    if not packed:
+        return
+    bits = _packed_bits(settings)
+    for name in packed:
+        meta = metas[name]
         stem = name.removesuffix("packed")
         if not isinstance(meta, Tensor) or meta.dtype != torch.int32 or meta.dim() != 2:
             raise ValueError(

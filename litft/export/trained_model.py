@@ -133,6 +133,10 @@ def write_merged(
     result: WeightChange | None,
     tokenizer: Tokenizer | None = None,
 ) -> Path:
+    """Write the base merged with `result`, and return the folder.
+
+    path: of the run or the adapters, for the message. Raises ValueError for FP8 of fp16 weights.
+    """
     dtype = written_dtype(source, args.precision)
     if args.quantize == "fp8" and dtype == torch.float16:
         raise ValueError(

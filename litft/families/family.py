@@ -10,7 +10,7 @@ from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.model.config import Config
 
-# returns the shape of a tensor in the weight files, None if there is none of this name
+# takes a tensor's name, and returns its shape in the weight files; None if it is not there
 ShapeOf = Callable[[str], tuple[int, ...] | None]
 # as most multimodal classes have it
 LANGUAGE_MODEL = ModuleNames("model.language_model.")

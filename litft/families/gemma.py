@@ -5,9 +5,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rule
+from litft.checkpoints.rules import Drop, Rule
 from litft.families import llama
 from litft.families.family import Family
+from litft.families.wrappers import MODEL_PREFIXES, OTHER_PARTS
 from litft.model.config import Config, NormConfig
 from litft.model.rope_config import RopeConfig
 
@@ -136,7 +137,9 @@ def rules(config: Config) -> list[Rule]:
         return llama.rules(config)
     if config.model_type == "vaultgemma":
         return llama.rules(config, norms=llama.NORMS | {"mlp_norm": "pre_feedforward_layernorm"})
-    return llama.multimodal_rules(config, POST_NORMS)
+    # Gemma 3 is published as a multimodal model, too
+    head = "{|language_model.}lm_head"
+    return [*llama.rules(config, MODEL_PREFIXES, head, POST_NORMS), Drop(OTHER_PARTS)]
 
 
 FAMILY = Family(

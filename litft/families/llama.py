@@ -237,17 +237,6 @@ def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) ->
     return {"model_type": model_type, **hf["text_config"], **outer, "architectures": [architecture]}
 
 
-def multimodal_rules(config: Config, norms: dict[str, str] = NORMS) -> list[Rule]:
-    """Return `rules` that also match a multimodal checkpoint, without its vision tensors."""
-    # text files, older multimodal files, and those of transformers 5
-    model = "{model.|language_model.model.|model.language_model.}"
-    head = "{|language_model.}lm_head"
-    return [
-        *rules(config, model, head, norms),
-        Drop("{model.|}{vision_tower|multi_modal_projector|visual}.{*}"),
-    ]
-
-
 FAMILY = Family(
     model_types=("llama",),
     config=config,

@@ -49,32 +49,14 @@ SAME_NETWORK = {
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 # defaults of transformers' configs for sizes that older multimodal files leave out
+OF_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
 DEFAULT_SIZES = {
-    "llama": dict(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-    ),
-    "mistral": dict(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-    ),
-    "qwen2": dict(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=22016,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-    ),
+    "llama": OF_7B | dict(vocab_size=32000, intermediate_size=11008),
+    "mistral": OF_7B | dict(vocab_size=32000, intermediate_size=14336),
+    "qwen2": OF_7B | dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32),
 }
-# what the beginning of a tensor's name is, in files of transformers 5, in older ones, and in those
-# that have the language model's names as they are
+# the possible beginnings of a tensor's name: as in the language model alone, in files of
+# transformers 5, and in older files
 MODEL_PREFIXES = "{model.|model.language_model.|language_model.model.}"
 TEXT_MODEL_PREFIXES = "{model.|model.text_model.|text_model.model.}"
 # tensors of images and sound
@@ -82,13 +64,8 @@ OTHER_PARTS = (
     "{model.|}{vision_tower|vision_model|visual|multi_modal_projector|mm_projector|projector|"
     "connector|image_newline}{*}"
 )
-# fields beside a language model's that do not describe it
+# fields of a multimodal config.json that do not describe its language model
 OUTER_FIELDS = ("vision_config", "text_config", "vision_token_id", "image_token_id")
-
-
-def no_rules_of_files(config: Config, shape: ShapeOf) -> list[Rule]:
-    """Return no rules: the files have the language model's weights as its family stores them."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -109,7 +86,7 @@ class Wrapper:
     # number of heads
     heads_divide_size: bool = False
     # for weights that the language model alone stores in another way
-    own_rules: Callable[[Config, ShapeOf], list[Rule]] = no_rules_of_files
+    own_rules: Callable[[Config, ShapeOf], list[Rule]] | None = None
 
 
 TEXT_MODEL = Wrapper(
@@ -157,7 +134,7 @@ WRAPPERS = {
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the language model, given that of the multimodal one.
 
-    Older files have the fields of the language model beside those of the vision tower. Raises
+    Older files list the fields of the language model and of the vision tower together. Raises
     ValueError for a language model of an unknown type.
     """
     wrapper = WRAPPERS[hf["model_type"]]
@@ -216,8 +193,9 @@ def wrapped_rules(model_type: str, rules: list[Rule], config: Config, shape: Sha
     # the other families know the names of their multimodal files
     if wrapper is None:
         return rules
+    own = [] if wrapper.own_rules is None else wrapper.own_rules(config, shape)
     wrapped = []
-    for rule in [*wrapper.own_rules(config, shape), *rules]:
+    for rule in [*own, *rules]:
         wrapped.append(_with_prefixes(rule, wrapper.prefixes))
     return [*wrapped, Drop(OTHER_PARTS)]
 

@@ -15,7 +15,7 @@ from litft.pretrained.save import Result
 
 @dataclass(frozen=True)
 class CombinedResult:
-    """The results of several methods, each of which changes the same base."""
+    """The results of several methods that change the same base."""
 
     results: Sequence[Result]
     weights: Sequence[float]

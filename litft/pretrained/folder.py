@@ -92,15 +92,18 @@ class PretrainedFolder:
         model_type = self.multimodal["model_type"]
         return wrapped_rules(model_type, rules, self.config, self._stored_shape)
 
-    @property
+    @cached_property
     def rules_of_files(self) -> list[Rule]:
         """`rules`, with those first that match names in the weight files: a family may know two
         layouts, of which the first is written."""
         found = []
         others = []
+        names = self.checkpoint.names
         for rule in self.rules:
-            is_found = any(match_name(rule.hf_name, name) for name in self.checkpoint.names)
-            (found if is_found else others).append(rule)
+            if any(match_name(rule.hf_name, name) for name in names):
+                found.append(rule)
+            else:
+                others.append(rule)
         return [*found, *others]
 
     def _stored_shape(self, name: str) -> tuple[int, ...] | None:

@@ -1,6 +1,7 @@
 """Linear weights in FP8, as compressed-tensors writes them and vLLM runs them: one scale a row, and
 activations that are scaled token by token while the model runs."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,22 +48,16 @@ def fp8_entries(entries: list[LazyTensor], linears: set[str]) -> list[LazyTensor
             continue
         rows = entry.like.size(0)
         like = entry.like.to(DTYPE)
-        written.append(LazyTensor(entry.name, like, _Part(entry, "weight")))
+        written.append(LazyTensor(entry.name, like, partial(_quantized_part, entry, 0)))
         scale = entry.like.new_empty((rows, 1))
-        written.append(LazyTensor(f"{entry.name}_scale", scale, _Part(entry, "scale")))
+        make_scale = partial(_quantized_part, entry, 1)
+        written.append(LazyTensor(f"{entry.name}_scale", scale, make_scale))
     return written
 
 
-class _Part:
-    """Computes the weight or the scales of a Linear when its file is written."""
-
-    def __init__(self, entry: LazyTensor, part: str) -> None:
-        self.entry = entry
-        self.part = part
-
-    def __call__(self) -> Tensor:
-        weight, scale = quantize_rows(self.entry.make())
-        return weight if self.part == "weight" else scale
+def _quantized_part(entry: LazyTensor, index: int) -> Tensor:
+    """Return the weight (index 0) or the scales (1) of a Linear, when its file is written."""
+    return quantize_rows(entry.make())[index]
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

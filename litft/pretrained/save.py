@@ -191,9 +191,11 @@ def write_result(
     entries = model_entries(source, dtype, result, rules)
     if whole:
         entries = _with_other_parts(entries, whole)
-    linears = quantizable_linears(source.outline, source.text_rules) if in_fp8 else set()
-    settings = quantization_config(linears, entries)
-    entries = fp8_entries(entries, linears)
+    quantization = {}
+    if in_fp8:
+        linears = quantizable_linears(source.outline, source.text_rules)
+        quantization = {"quantization_config": quantization_config(linears, entries)}
+        entries = fp8_entries(entries, linears)
     write_weights(folder, entries, int(shard_gb * 1e9))
     if folder is None:
         return entries
@@ -214,9 +216,7 @@ def write_result(
     else:
         hf = _written_config(source.hf, source.config, after)
         hf["torch_dtype"] = dtype_name
-    if in_fp8:
-        hf["quantization_config"] = settings
-    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
+    (folder / "config.json").write_text(json.dumps(hf | quantization, indent=2) + "\n", "utf-8")
     return entries
 
 

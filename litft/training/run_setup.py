@@ -70,17 +70,25 @@ class RunSetup:
     def precision(self, device: torch.device, shards: int = 1) -> str:
         """Return --precision; for `auto`, of full fine-tuning, bf16 if its fp32 weights fit on one
         device of `shards`, else bf16-true."""
-        in_range = shards == 1 and self._fits_fp16()
+        in_range = self.fp16_problem(sharded=shards > 1) is None
         if not self.method.saves_full_model:
             return pick_precision(self.args.precision, device, in_range)
         size = sum(p.numel() for p in self.source.outline.parameters())
         return pick_full_precision(self.args.precision, device, size // shards, in_range)
 
-    def _fits_fp16(self) -> bool:
-        """Return whether `auto` may be fp16."""
+    def fp16_problem(self, sharded: bool) -> str | None:
+        """Return why this run does not work in fp16, of which `auto` takes account; None if it
+        does. sharded: whether each device holds a part of the weights."""
         models = [self.source] if self.teacher is None else [self.source, self.teacher]
-        in_range = all(fits_fp16(model.config) for model in models)
-        return in_range and not self.args.train.optimizer_in_backward
+        for model in models:
+            if not fits_fp16(model.config):
+                model_type = model.config.model_type
+                return f"activations of {model_type} models are beyond the range of fp16"
+        if self.args.train.optimizer_in_backward:
+            return "--train.optimizer_in_backward steps weights before all gradients are known"
+        if sharded:
+            return "sharded weights (FSDP) would skip updates on some of the devices alone"
+        return None
 
     def untrained_tokens(self, special: set[int]) -> list[str]:
         """Return the texts of special tokens of the data whose embedding is untrained in the base,

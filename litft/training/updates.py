@@ -119,21 +119,19 @@ class Updates:
     def _is_taken(self, loss: Tensor, norm: Tensor, number: int) -> bool:
         """Return whether to step the optimizer: not where gradients overflow fp16, nor, with
         --train.skip_nan, where a value is not finite."""
-        # to read the numbers is to wait for the GPU, so it is only done where it is needed
         is_fp16 = self.scaler.is_enabled()
-        if is_fp16 and math.isfinite(float(loss)) and not math.isfinite(float(norm)):
+        skips = self.args.train.skip_nan
+        # to read the numbers is to wait for the GPU, so it is only done where it is needed
+        if not (is_fp16 or skips) or math.isfinite(float(loss) + float(norm)):
+            self.divergence.skipped = 0
+            return True
+        if is_fp16 and math.isfinite(float(loss)):
             self.skipped += 1
             self.divergence.check_loss_scale(number, self.scaler.get_scale())
-            return False
-        step = number // self.objective.updates
-        if self.args.train.skip_nan and not math.isfinite(float(loss) + float(norm)):
-            self.divergence.skip(step)
-            return False
-        # the guard ends the run where the loss is not finite; the weights stay as they are
-        if is_fp16 and not math.isfinite(float(loss)):
-            return False
-        self.divergence.skipped = 0
-        return True
+        elif skips:
+            self.divergence.skip(number // self.objective.updates)
+        # otherwise the guard ends the run, and the weights stay as they are
+        return False
 
     def _backward(
         self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], seed: int

@@ -9,6 +9,7 @@ import torch
 import transformers
 from parity import draw, relative
 from safetensors.torch import load_file, save_file
+from tiny_wrappers import LINEAR, MROPE, QWEN_TOWER, SPARSE, TEXT, TOWER, random_wrapper
 
 import litft
 from litft.args import LoRAArgs
@@ -20,18 +21,6 @@ from litft.methods import LoRA
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
 
-TEXT = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4
-)
-TEXT |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
-TOWER = dict(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    patch_size=14,
-    image_size=28,
-)
 EXPERTS = dict(intermediate_size_mlp=40, num_local_experts=4)
 LLAMA4_TOWER = TOWER | dict(
     intermediate_size=64,
@@ -40,22 +29,11 @@ LLAMA4_TOWER = TOWER | dict(
     projector_output_dim=16,
     pixel_shuffle_ratio=0.5,
 )
-LINEAR = dict(
-    linear_key_head_dim=6,
-    linear_value_head_dim=10,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-)
-QWEN_TOWER = dict(
-    depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
-)
-MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[1, 1, 2])
 PER_LAYER = dict(global_head_dim=12, hidden_size_per_layer_input=10, vocab_size_per_layer_input=96)
 # for language models whose heads divide the hidden size
 WITHOUT_HEAD_DIM = {name: value for name, value in TEXT.items() if name != "head_dim"}
 GLM_TOWER = TOWER | dict(depth=1, num_heads=2, out_hidden_size=32)
 GLM_ROPE = MROPE | dict(mrope_section=[1, 0, 1], partial_rotary_factor=0.5)
-SPARSE = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 LATENT = dict(
     num_key_value_heads=4,
     q_lora_rank=12,
@@ -170,12 +148,7 @@ def wrapper(request, tmp_path_factory):
     """The name of a wrapper, and the folder of a random model of it."""
     text, vision, values = (WRAPPERS | MORE_WRAPPERS)[request.param]
     name = request.param.partition(",")[0]
-    config_class = getattr(transformers, f"{name}Config")
-    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
-    torch.manual_seed(0)
-    # transformers changes the dictionaries that it gets
-    config = config_class(text_config=dict(text), vision_config=dict(vision), **values)
-    model = model_class(config).eval()
+    model = random_wrapper(name, text, vision, **values)
     perturb(model.parameters())
     folder = tmp_path_factory.mktemp(name)
     model.save_pretrained(folder)

@@ -4,8 +4,9 @@ prediction, and stacked experts."""
 import pytest
 import torch
 import transformers
-from parity import ROWS, draw, relative
+from parity import ROWS, draw, relative, tolerance
 from safetensors.torch import load_file, save_file
+from tiny_wrappers import LINEAR, QWEN_TOWER, SPARSE, TEXT, random_wrapper
 
 import litft
 from litft.args.export import ExportArgs
@@ -65,37 +66,20 @@ def test_a_further_layer_for_multi_token_prediction_is_ignored(make_model, tmp_p
         ("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"),
     ],
 )
+@torch.no_grad()
 def test_named_layers_for_multi_token_prediction_are_ignored(make_model, tmp_path, name, extra):
-    _, folder = first_variation(make_model, name)
+    reference, folder = first_variation(make_model, name)
     with_tensors(folder, tmp_path, lambda tensors: tensors.update({extra: torch.ones(32)}))
-    litft.load(tmp_path, "fp32")
-
-
-TEXT = dict(
-    vocab_size=96,
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    linear_key_head_dim=6,
-    linear_value_head_dim=10,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    shared_expert_intermediate_size=20,
-)
-TOWER = dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16)
+    logits = litft.load(tmp_path, "fp32")[0](TOKENS)
+    assert relative(logits, reference(TOKENS).logits) <= tolerance(litft.load(folder)[0].config)
 
 
 @torch.no_grad()
 def test_stacked_experts_of_qwen3_5_are_read_and_written_back(tmp_path):
     """Published so; transformers 5 writes one tensor for each expert."""
-    config = transformers.Qwen3_5MoeConfig(text_config=dict(TEXT), vision_config=dict(TOWER))
-    torch.manual_seed(0)
-    model = transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
+    experts = SPARSE | dict(num_experts=4, shared_expert_intermediate_size=20)
+    text = TEXT | LINEAR | experts | dict(num_hidden_layers=4)
+    model = random_wrapper("Qwen3_5Moe", text, QWEN_TOWER)
     source = tmp_path / "source"
     model.save_pretrained(source)
     published = tmp_path / "published"

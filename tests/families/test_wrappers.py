@@ -8,39 +8,19 @@ import torch
 import transformers
 from parity import draw, relative
 from safetensors.torch import load_file, save_file
+from tiny_wrappers import MROPE, QWEN_TOWER, SPARSE, TEXT, TOWER, random_wrapper
 
 import litft
 from litft.families import read_config, text_config
 from litft.families.wrappers import WRAPPERS
 from litft.pretrained.folder import resolve
 
-TEXT = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=56,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
-TOWER = dict(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28
-)
-TOWER |= dict(patch_size=14)
-MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[1, 1, 2])
-QWEN_TOWER = dict(
-    depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
-)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 TOKENS = draw(2, 40, seed=1) % 90
 
 
-def save_random(name, folder, text, tower=TOWER, **values):
+def save_random(name, folder, text, tower=TOWER):
     """Save a model of a wrapper with random weights; return it."""
-    config_class = getattr(transformers, f"{name}Config")
-    torch.manual_seed(0)
-    config = config_class(text_config=dict(text), vision_config=dict(tower), **values)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    model = random_wrapper(name, text, tower)
     model.save_pretrained(folder)
     return model
 
@@ -114,7 +94,8 @@ def test_older_names_of_tensors(tmp_path, name, text, rename):
 @torch.no_grad()
 def test_experts_of_qwen3_vl_in_both_layouts(tmp_path, width):
     """transformers tells them by their shapes when it reads, and writes only one of them."""
-    text = TEXT | EXPERTS | dict(rope_parameters=dict(MROPE), moe_intermediate_size=width)
+    text = TEXT | SPARSE | dict(rope_parameters=dict(MROPE), moe_intermediate_size=width)
+    text |= dict(num_experts=4)
     model = save_random("Qwen3VLMoe", tmp_path, text, QWEN_TOWER)
     expected = model(TOKENS).logits
     assert relative(litft.load(tmp_path, "fp32")[0](TOKENS), expected) <= 1e-5

@@ -69,6 +69,10 @@ def config_token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
 
 
 def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
+    """Write the merged model as a GGUF file, and a Modelfile beside it; return the file's name.
+
+    Raises ValueError without a tokenizer, and for numbers that its type does not have.
+    """
     source = trained.source
     tokenizer = trained.tokenizer
     if tokenizer is None:
@@ -259,19 +263,15 @@ def _write_tensors(
 def _encode(entry: LazyTensor, tensor_type: gguf.GGMLQuantizationType) -> np.ndarray:
     """Return a tensor's values, or its bytes if the type has blocks."""
     tensor = entry.make().detach().cpu().contiguous()
-    if (
-        tensor_type == _TYPES.F16
-        and (largest := float(tensor.abs().max())) > torch.finfo(torch.float16).max
-    ):
-        raise ValueError(
-            f"{entry.name} contains {largest:.3g}, which is out of range for fp16; pass --outtype "
-            "bf16"
-        )
-    # its blocks have scales in fp16
-    if tensor_type in K_QUANTS and not bool((tensor.abs() <= torch.finfo(torch.float16).max).all()):
-        raise ValueError(
-            f"{entry.name} contains numbers beyond the range of fp16, or none; pass --outtype bf16"
-        )
+    # the blocks of K-quants have scales in fp16
+    if tensor_type == _TYPES.F16 or tensor_type in K_QUANTS:
+        largest = float(tensor.abs().max())
+        # NaN is not in range either
+        if not largest <= torch.finfo(torch.float16).max:
+            raise ValueError(
+                f"{entry.name} contains {largest:.3g}, which is out of range for fp16; pass "
+                "--outtype bf16"
+            )
     if tensor_type in K_QUANTS:
         return k_quants.in_tiles(K_QUANTS[tensor_type], tensor).numpy()
     if tensor_type != _TYPES.MXFP4:

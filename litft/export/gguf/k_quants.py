@@ -65,7 +65,7 @@ def quantize_q6_k(blocks: Tensor) -> Tensor:
     small_scales = (inverse * scales).round()
     small_scales = small_scales.clamp(max=127).masked_fill(is_zero, 0.0)
 
-    # where the scale is zero the values are, too, whatever the levels are
+    # with a scale of zero all values are zero, so the levels do not matter
     unit = (block_scale.float() * small_scales)[..., None]
     levels = (weights / unit).round()
     levels = levels.clamp(-32, 31) + 32
@@ -136,7 +136,7 @@ def _levels_with_minimum(blocks: Tensor, candidates: _Candidates) -> tuple[Tenso
     block_scale, small_scales = _small_integers(search.scale.view(-1, 8))
     block_minimum, small_minima = _small_integers(-search.minimum.view(-1, 8))
 
-    # where the scale is zero the values are the minimum, whatever the levels are
+    # with a scale of zero all values are the minimum, so the levels do not matter
     unit = (block_scale.float() * small_scales)[..., None]
     shift = (block_minimum.float() * small_minima)[..., None]
     levels = ((weights + shift) / unit).round()

@@ -125,7 +125,7 @@ class GgufArchitecture:
 
     @property
     def sizes(self) -> ModelSizes:
-        """What the types of a quantized file's tensors depend on."""
+        """The sizes by which the types of a quantized file's tensors are chosen."""
         return ModelSizes(
             self.name,
             num_layers=self.metadata["block_count"],

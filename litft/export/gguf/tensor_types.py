@@ -5,7 +5,7 @@ As its src/llama-quant.cpp has them, without an importance matrix.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from litft.export.gguf.files import gguf
 
@@ -80,7 +80,7 @@ class _Counts:
     values: int = 0
     downs: int = 0
     # number of all tensors with values
-    all_values: int = field(default=0)
+    all_values: int = 0
 
 
 def tensor_types(

@@ -9,7 +9,6 @@ import torch
 
 from litft.args import FinetuneArgs
 from litft.distributed.devices import DTYPES, device_memory, num_shards
-from litft.families import fits_fp16
 from litft.model.kv_cache import KVCache
 from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
 from litft.training.memory.teacher import teacher_weight_bytes
@@ -98,8 +97,11 @@ def choose_memory_settings(setup: RunSetup, schedule: Schedule, device: torch.de
     chosen = fit or smallest
     chosen_schedule = with_rows(chosen.rows)
     _check(args, chosen_schedule, strategy, reason)
-    if precision == "fp16":
-        _check_fp16(setup, strategy)
+    problem = setup.fp16_problem(sharded=strategy in ("fsdp", "hsdp"))
+    if precision == "fp16" and problem:
+        raise ValueError(
+            f"--precision fp16: {problem}; use --precision fp32, or bf16 on newer GPUs"
+        )
     settings = MemorySettings(
         device=device,
         strategy=strategy,
@@ -112,20 +114,6 @@ def choose_memory_settings(setup: RunSetup, schedule: Schedule, device: torch.de
         device_bytes=memory,
     )
     return PlannedRun(setup, chosen_schedule, settings)
-
-
-def _check_fp16(setup: RunSetup, strategy: str) -> None:
-    """Raise ValueError for what does not work with a scaled loss, or in the range of fp16."""
-    reason = ""
-    if not fits_fp16(setup.source.config):
-        model_type = setup.source.config.model_type
-        reason = f"activations of {model_type} models are beyond the range of fp16"
-    elif setup.args.train.optimizer_in_backward:
-        reason = "--train.optimizer_in_backward steps weights before all gradients are known"
-    elif strategy in ("fsdp", "hsdp"):
-        reason = f"--strategy {strategy} would skip updates on some of the devices alone"
-    if reason:
-        raise ValueError(f"--precision fp16: {reason}; use --precision fp32, or bf16 on newer GPUs")
 
 
 def rollout_bytes(setup: RunSetup, schedule: Schedule, dtype: torch.dtype) -> int:

@@ -114,7 +114,7 @@ class Objective:
         return cls.full_learning_rate * (LORA_RATIO * default / SFT_LORA_RATE)
 
     def uniform_loss(self, vocab_size: int) -> float:
-        """Return roughly the loss of a uniform guess, which tells an exploded loss."""
+        """Return roughly the loss of a uniform guess; a loss far above it has exploded."""
         return math.log(vocab_size)
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
