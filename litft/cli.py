@@ -28,35 +28,36 @@ class Command(NamedTuple):
 
     args: type
     function: str
-    spin_count: str = TRAINING_SPINS
+    spin_count: str
 
 
+FUNCTIONS = {
+    **dict.fromkeys((f"finetune {method}" for method in flags.FINETUNE), "finetune:run_finetuning"),
+    "generate": "generate:run_generation",
+    "chat": "chat:chat",
+    "serve": "serve:serve",
+    "merge_lora": "merge_lora:merge",
+    "run_eval": "run_eval:run_eval",
+    "prepare_data": "prepare_data:prepare_data",
+    "runs": "runs:list_runs",
+    "recipes": "recipes:list_recipes",
+    "schema": "schema:print_schema",
+    "plan": "plan:plan",
+    "convert_hf_checkpoint": "convert_hf_checkpoint:convert",
+    "convert_to_hf": "convert_to_hf:export",
+    "download": "download:download",
+    "upload": "upload:upload",
+    "convert_gguf_checkpoint": "convert_gguf_checkpoint:read",
+    "convert_to_gguf": "convert_to_gguf:write",
+}
+DECODING = ("generate", "chat", "serve")
 COMMANDS = {
-    **{
-        f"finetune {method}": Command(args, "litft.commands.finetune:run_finetuning")
-        for method, args in flags.FINETUNE.items()
-    },
-    "generate": Command(
-        flags.GenerateArgs, "litft.commands.generate:run_generation", spin_count=DECODING_SPINS
-    ),
-    "chat": Command(flags.ChatArgs, "litft.commands.chat:chat", spin_count=DECODING_SPINS),
-    "serve": Command(flags.ServeArgs, "litft.commands.serve:serve", spin_count=DECODING_SPINS),
-    "merge_lora": Command(flags.MergeArgs, "litft.commands.merge_lora:merge"),
-    "run_eval": Command(flags.RunEvalArgs, "litft.commands.run_eval:run_eval"),
-    "prepare_data": Command(flags.PrepareArgs, "litft.commands.prepare_data:prepare_data"),
-    "runs": Command(flags.RunsArgs, "litft.commands.runs:list_runs"),
-    "recipes": Command(flags.RecipesArgs, "litft.commands.recipes:list_recipes"),
-    "plan": Command(flags.PlanArgs, "litft.commands.plan:plan"),
-    "convert_hf_checkpoint": Command(
-        flags.ConvertArgs, "litft.commands.convert_hf_checkpoint:convert"
-    ),
-    "convert_to_hf": Command(flags.ExportArgs, "litft.commands.convert_to_hf:export"),
-    "download": Command(flags.DownloadArgs, "litft.commands.download:download"),
-    "upload": Command(flags.UploadArgs, "litft.commands.upload:upload"),
-    "convert_gguf_checkpoint": Command(
-        flags.GgufConvertArgs, "litft.commands.convert_gguf_checkpoint:read"
-    ),
-    "convert_to_gguf": Command(flags.GgufExportArgs, "litft.commands.convert_to_gguf:write"),
+    name: Command(
+        flags.ARGS[name],
+        f"litft.commands.{function}",
+        DECODING_SPINS if name in DECODING else TRAINING_SPINS,
+    )
+    for name, function in FUNCTIONS.items()
 }
 
 

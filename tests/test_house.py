@@ -35,7 +35,7 @@ ROOMS = [
 LEVEL = {room: level for level, row in enumerate(ROOMS) for room in row}
 TORCHLESS = {"errors", "folder_lock", "atomic", "environment", "run_dir", "args", "signals"}
 TORCHLESS |= {"cli"}
-TORCHLESS_COMMANDS = {"runs", "recipes"}
+TORCHLESS_COMMANDS = {"runs", "recipes", "schema"}
 
 
 def imports(path: Path) -> set[str]:

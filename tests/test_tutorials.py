@@ -491,9 +491,10 @@ def test_the_table_of_families_has_every_family():
     listed = re.findall(r"^\| `([\w-]+)` \|.*e-0[5678]", page, re.MULTILINE)
     assert listed == list(ROWS)
     assert f"\n{len(families())} model types are supported" in page
-    assert set(
-        re.findall(r"(\d+) (?:model types|types, text)", (ROOT / "README.md").read_text("utf-8"))
-    ) == {str(len(families()))}
+    for name in ("README.md", "tutorials/comparison.md"):
+        text = (ROOT / name).read_text("utf-8")
+        counts = set(re.findall(r"(\d+) (?:model types|types, text)", text))
+        assert counts == {str(len(families()))}, name
 
 
 def test_the_test_command_is_the_same_everywhere():

@@ -24,7 +24,7 @@ import fla.ops
 from litft.model.mixers import kernels, mixer
 from litft.model.mixers.recurrence import recurrence
 from litft.model.packed_sequences import PackedSequences
-from litft.training.memory.trace import AllocationTracker
+from litft.training.memory.allocations import AllocationTracker
 
 B, T, G, K, V = 2, 70, 1, 16, 8  # more than one chunk
 IDS = torch.tensor([[0] * 40 + [1] * 27 + [2] * 3, [3] * 70])

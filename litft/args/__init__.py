@@ -4,6 +4,7 @@ The docstring below a field is its --help text.
 """
 
 from litft.args.checks import impossible_numbers, parse_duration, parse_size
+from litft.args.commands import ARGS
 from litft.args.data import DataArgs
 from litft.args.data_path import Formats
 from litft.args.distill import DistillArgs
@@ -34,11 +35,13 @@ from litft.args.preference import Objectives, PreferenceArgs
 from litft.args.recipes import RecipesArgs
 from litft.args.runs import RunsArgs
 from litft.args.sampling import NUMBERS, Sampling
+from litft.args.schema import SchemaArgs
 from litft.args.serving import ServeArgs
 
 GROUPS = ("data", "preference", "grpo", "distill", "train", "eval", "save", "lora", "adapter")
 
 __all__ = [
+    "ARGS",
     "FINETUNE",
     "NUMBERS",
     "AdapterArgs",
@@ -75,6 +78,7 @@ __all__ = [
     "RunsArgs",
     "Sampling",
     "SaveArgs",
+    "SchemaArgs",
     "ServeArgs",
     "SpeculativeArgs",
     "TrainArgs",

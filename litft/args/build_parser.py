@@ -63,7 +63,7 @@ def parser_of(cls: "type[DataclassInstance]") -> ArgumentParser:
     """Return the parser that reads the flags of the dataclass `cls`."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
-    for flag in _flags(cls):
+    for flag in flags_of(cls):
         flag.add(parser.add_argument)
     return parser
 
@@ -78,7 +78,7 @@ def parser_for_help(cls: "type[DataclassInstance]") -> ArgumentParser:
     parser = ArgumentParser(
         description=cls.__doc__, usage="%(prog)s [flags]", exit_on_error=False, add_help=False
     )
-    flags = {flag.name: flag for flag in _flags(cls)}
+    flags = {flag.name: flag for flag in flags_of(cls)}
     if cls in FINETUNE.values():
         recipe = ", or the name of a recipe (litft recipes)"
     else:
@@ -118,11 +118,16 @@ def _add_groups(
             if item.name in flags:
                 flags[item.name].add(add_option)
             continue
-        title = docstring_parser.parse(group_class.__doc__ or "").short_description or item.name
-        group = parser.add_argument_group(title.strip().removesuffix("."))
+        group = parser.add_argument_group(title_of(group_class, item.name))
         for name, flag in flags.items():
             if name.startswith(f"{item.name}."):
                 flag.add(group.add_argument)
+
+
+def title_of(group_class: type, name: str) -> str:
+    """Return the title of a group of flags: the first line of its docstring, otherwise `name`."""
+    title = docstring_parser.parse(group_class.__doc__ or "").short_description or name
+    return title.strip().removesuffix(".")
 
 
 def args_from(namespace: Namespace, cls: type[AnyArgs], prefix: str = "") -> AnyArgs:
@@ -138,7 +143,7 @@ def args_from(namespace: Namespace, cls: type[AnyArgs], prefix: str = "") -> Any
     return cls(**values)
 
 
-def _flags(cls: "type[DataclassInstance]", defaults: Any = None, prefix: str = "") -> list[Flag]:
+def flags_of(cls: "type[DataclassInstance]", defaults: Any = None, prefix: str = "") -> list[Flag]:
     """Return the flags of a dataclass, in the order of its fields.
 
     defaults: an instance with the defaults; None for those of the class.
@@ -154,7 +159,7 @@ def _flags(cls: "type[DataclassInstance]", defaults: Any = None, prefix: str = "
         if group_class is None:
             flags.append(Flag(name, item.type, default, help_texts.get(item.name)))
         else:
-            flags += _flags(group_class, default, f"{name}.")
+            flags += flags_of(group_class, default, f"{name}.")
     return flags
 
 

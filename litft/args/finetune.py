@@ -401,7 +401,7 @@ class FinetuneArgs:
         if self.resume and self.overwrite:
             problems.append(
                 "--resume and --overwrite exclude each other: one keeps the run, the other deletes "
-                "it"
+                "it; leave one of them out"
             )
         if not 0 < (parse_duration(self.timeout) or 0) <= 365 * 86400:
             problems.append(
@@ -485,7 +485,7 @@ class FinetuneArgs:
             ),
             (
                 "oom_retry",
-                train.oom_retry,
+                train.oom_retry and "true",
                 "the other processes would wait for the one that ran out of memory",
             ),
             (

@@ -162,7 +162,7 @@ class PlanArgs:
         if (self.max_seq_length or 1) * (self.micro_batch_size or 1) > LARGEST:
             problems.append(
                 f"--max_seq_length {self.max_seq_length} x --micro_batch_size "
-                f"{self.micro_batch_size}: too many tokens"
+                f"{self.micro_batch_size}: too many tokens; lower one of them"
             )
         if self.budget is not None and not parse_size(self.budget):
             problems.append(f"--budget {self.budget}: expected a size such as 24GiB or 80GB")

@@ -1,6 +1,7 @@
 """The command `plan`: memory and time of fine-tuning a model, from its config.json alone."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 from litft.args import (
@@ -111,8 +112,30 @@ def planner(
     return make_plan
 
 
+class LongestRow(NamedTuple):
+    """The longest row that fits into a budget, and the settings with which it fits."""
+
+    source: PretrainedFolder
+    method: Method
+    tokens: int
+    fit: Fit
+
+
 def print_longest(args: PlanArgs) -> None:
     """Print the longest row that fits into --budget, and the flags that make it fit.
+
+    Raises ValueError if not even a short one fits.
+    """
+    source, method, longest, fit = longest_row(args)
+    print(f"{source.folder}: {fit.plan.title_line(method.title)}")
+    print(f"the longest row that fits into {args.budget}: {longest:,} tokens, {setting_flags(fit)}")
+    print(f"memory: {fit.plan.memory.line()}")
+    if longest > source.config.max_positions:
+        print(f"the model's context is {source.config.max_positions:,} tokens")
+
+
+def longest_row(args: PlanArgs) -> LongestRow:
+    """Return the longest row that fits into --budget, to a multiple of `STEP` tokens.
 
     Raises ValueError if not even a short one fits.
     """
@@ -120,36 +143,39 @@ def print_longest(args: PlanArgs) -> None:
     budget = int(USABLE_FRACTION * args.budget_bytes)
     offload = "activations" if args.cpu_offload == "none" else args.cpu_offload
 
+    @cache
     def fit_of(tokens: int) -> Fit:
         made = planner(args, source, method, tokens)(1, "full", args.quantize, offload)
         return Fit(1, "full", args.quantize, offload, made)
 
-    def fits(tokens: int) -> bool:
-        return fit_of(tokens).plan.memory.peak <= budget
+    def peak(tokens: int) -> int:
+        return fit_of(tokens).plan.memory.peak
 
-    shortest = STEP
-    if not fits(shortest):
-        needed = format_bytes(round(fit_of(shortest).plan.memory.peak / USABLE_FRACTION))
+    longest = STEP
+    if peak(longest) > budget:
+        needed = format_bytes(round(peak(longest) / USABLE_FRACTION))
         raise ValueError(
-            f"--budget {args.budget}: a row of {shortest} tokens needs {needed}; choose another "
+            f"--budget {args.budget}: a row of {longest} tokens needs {needed}; choose another "
             "--quantize or --method"
         )
-    longest = shortest
-    while fits(2 * longest):
-        longest *= 2
     too_long = 2 * longest
+    while peak(too_long) <= budget:
+        longest, too_long = too_long, 2 * too_long
+    # the peak grows nearly by the same bytes with each token, so that few rows are tried; every
+    # second one is in the middle, in case it does not
+    in_the_middle = False
     while too_long - longest > STEP:
-        middle = (longest + too_long) // 2
-        if fits(middle):
-            longest = middle
+        share = 0.5
+        if not in_the_middle:
+            share = (budget - peak(longest)) / (peak(too_long) - peak(longest))
+        steps = (too_long - longest) // STEP
+        tokens = longest + STEP * min(max(1, int(share * steps)), steps - 1)
+        if peak(tokens) <= budget:
+            longest = tokens
         else:
-            too_long = middle
-    fit = fit_of(longest)
-    print(f"{source.folder}: {fit.plan.title_line(method.title)}")
-    print(f"the longest row that fits into {args.budget}: {longest:,} tokens, {setting_flags(fit)}")
-    print(f"memory: {fit.plan.memory.line()}")
-    if longest > source.config.max_positions:
-        print(f"the model's context is {source.config.max_positions:,} tokens")
+            too_long = tokens
+        in_the_middle = not in_the_middle
+    return LongestRow(source, method, longest, fit_of(longest))
 
 
 def plan_on_paper(args: PlanArgs) -> PlanOnPaper:

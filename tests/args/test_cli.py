@@ -36,6 +36,7 @@ SCRIPTS = {
     "plan": "scripts/plan.py",
     "runs": "scripts/runs.py",
     "recipes": "scripts/recipes.py",
+    "schema": "scripts/schema.py",
     "convert_hf_checkpoint": "scripts/convert_hf_checkpoint.py",
     "convert_to_hf": "scripts/convert_to_hf.py",
     "download": "scripts/download.py",

@@ -10,7 +10,7 @@ from litft.model.kv_cache import KVCache
 from litft.model.placement import allocate
 from litft.model.transformer import default_positions
 from litft.pretrained.folder import resolve
-from litft.training.memory.trace import AllocationTracker
+from litft.training.memory.allocations import AllocationTracker
 
 
 def test_positions_restart_with_each_document():

@@ -17,7 +17,7 @@ from litft.model.norm import Norm
 from litft.model.rope import rotate
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
-from litft.training.memory.trace import AllocationTracker
+from litft.training.memory.allocations import AllocationTracker
 from litft.training.memory_saving import cpu_offload
 from litft.training.memory_saving.activation_checkpointing import recompute
 from litft.training.memory_saving.compile import (

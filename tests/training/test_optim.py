@@ -24,8 +24,8 @@ from litft.methods import AdapterV2, Full, LoRA
 from litft.model.norm import Norm
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
+from litft.training.memory.allocations import AllocationTracker
 from litft.training.memory.probe import MemoryProbe
-from litft.training.memory.trace import AllocationTracker
 from litft.training.optimizers.adafactor import Adafactor
 from litft.training.optimizers.make import (
     OPTIMIZERS,

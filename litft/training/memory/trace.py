@@ -6,16 +6,13 @@ The embedding, each distinct block, the loss and the optimizer run once each, so
 network or of an optimizer are always accounted for. `memory_plan` adds up the results.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from litft.args import Optimizers, TrainArgs
 from litft.methods import Method
@@ -24,6 +21,13 @@ from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra, SharedKeys
 from litft.model.rope import CosSin
 from litft.model.transformer import GPT
+from litft.training.memory.allocations import (
+    AllocationTracker,
+    Trace,
+    input_like,
+    trace_module,
+)
+from litft.training.memory.long_rows import of_long_row
 from litft.training.memory_saving.activation_checkpointing import Recomputed, is_recomputed
 from litft.training.memory_saving.compile import changes_scores, trains_first_block
 from litft.training.memory_saving.cpu_offload import MIN_OFFLOAD_BYTES
@@ -114,153 +118,6 @@ def _stand_in(name: Optimizers) -> Optimizers:
     if missing or name in (*BITSANDBYTES_OPTIMIZERS, "sgd"):
         return "adamw"
     return name
-
-
-class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of storages created in this context: the current bytes, and their peak since
-    `reset_peak`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current = self.peak = 0
-        self.live_storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Adafactor reads its step, which fake tensors do not have
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0
-        out = func(*args, **(kwargs or {}))
-        # outputs may be views of these
-        input_storages = set()
-        for t in tree_leaves((args, kwargs)):
-            if isinstance(t, Tensor):
-                input_storages.add(t.untyped_storage()._cdata)
-        # views and in-place results share a storage that is counted already
-        for tensor in tree_leaves(out):
-            if (
-                isinstance(tensor, Tensor)
-                and (storage := tensor.untyped_storage())._cdata
-                not in self.live_storages | input_storages
-            ):
-                self.live_storages.add(storage._cdata)
-                self.current += storage.nbytes()
-                weakref.finalize(storage, self.on_free, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.current)
-        return out
-
-    def on_free(self, key: int, size: int) -> None:
-        """Subtract a storage that has been freed."""
-        self.live_storages.discard(key)
-        self.current -= size
-
-    def reset_peak(self) -> int:
-        """Set the peak to the current bytes, and return them."""
-        self.peak = self.current
-        return self.current
-
-
-class Trace(NamedTuple):
-    """Bytes of one module's forward and backward pass."""
-
-    # peak of the forward pass, with its input and output
-    forward: int
-    # saved for the backward pass, with the input if that is saved
-    saved: int
-    gradients: int  # of its parameters
-    # peak of the backward pass beyond `saved`, with the parameters' gradients
-    backward: int
-    has_grad: bool  # whether the output requires a gradient
-
-
-class _Upstream(torch.autograd.Function):
-    """Stands for the modules before: autograd would keep a leaf tensor alive, even if no operation
-    saves it."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, example: Tensor) -> Tensor:
-        """Return a tensor with the shape and dtype of `example`."""
-        return torch.empty_like(example)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return an unused gradient of `leaf`."""
-        return torch.empty(()), None
-
-
-class _Downstream(torch.autograd.Function):
-    """Stands for the modules after: only the backward pass refers to its gradient, so it may be
-    overwritten."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        """Return a scalar."""
-        ctx.output_type = y.shape, y.dtype
-        return torch.empty(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return a gradient of y."""
-        shape, dtype = ctx.output_type
-        return torch.empty(shape, dtype=dtype)
-
-
-def _input(like: Tensor) -> Tensor:
-    """Return a tensor like `like`, which requires a gradient if `like` does."""
-    if like.requires_grad:
-        return _Upstream.apply(torch.empty((), requires_grad=True), like)
-    return torch.empty_like(like)
-
-
-def _trace(
-    run: Callable[[Tensor], Tensor],
-    example: Tensor,
-    parameters: list[nn.Parameter],
-    accumulated: bool,
-    optimizer: OptimizerInBackward | None,
-) -> Trace:
-    """Trace `run` forward and backward on an input like `example`.
-
-    accumulated: the parameters already have gradients. optimizer: steps the parameters in the
-    backward pass.
-    """
-    # preparation that must not be counted
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    # the first step creates the optimizer's state
-    if optimizer and not optimizer.state.keys() >= set(trained):
-        with AllocationTracker(), optimizer.stepping():
-            _Downstream.apply(run(_input(example))).backward()
-    if accumulated:
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-    with AllocationTracker() as tracker:
-        x = _input(example)
-        y = run(x)
-        # otherwise it would count even if autograd does not save it
-        del x
-        has_grad = y.requires_grad
-        # what the forward pass leaves, but for its output: that is the input of the next module
-        saved = tracker.current - y.untyped_storage().nbytes()
-        forward = tracker.peak
-        before = tracker.reset_peak()
-        if has_grad:
-            # a scalar to call backward on
-            end = _Downstream.apply(y)
-            with stepping_in_backward(optimizer):
-                end.backward()
-        backward = tracker.peak - before
-    for parameter in trained:
-        parameter.grad = None
-    gradients = sum(parameter.nbytes for parameter in trained)
-    if has_grad:
-        return Trace(forward, saved, gradients, backward, has_grad)
-    return Trace(forward, 0, gradients, 0, has_grad)
-
-
-def stepping_in_backward(optimizer: OptimizerInBackward | None) -> AbstractContextManager:
-    """Return a context in which an optimizer, if any, steps in the backward pass."""
-    if optimizer:
-        return optimizer.stepping()
-    return nullcontext()
 
 
 def _compiled_excess(model: GPT, shape: Shape, dtype: torch.dtype) -> int:
@@ -418,7 +275,7 @@ def _traces(
         traces.append(trace._replace(saved=max(0, trace.saved - not_saved)))
     x = x.detach().requires_grad_(traces[-1].has_grad)
     parameters = _parameters_under(model, ("norm.", "streams.reductions."))
-    return [*traces, _trace(model.final_norm, x, parameters, shape.accumulated, optimizer)]
+    return [*traces, trace_module(model.final_norm, x, parameters, shape.accumulated, optimizer)]
 
 
 def _trace_embedding(
@@ -437,7 +294,7 @@ def _trace_embedding(
             return x
         return model.streams.expand(x)
 
-    return _trace(embed, tokens, parameters, accumulated, optimizer)
+    return trace_module(embed, tokens, parameters, accumulated, optimizer)
 
 
 def _trace_per_layer(
@@ -453,7 +310,7 @@ def _trace_per_layer(
     def run(x: Tensor) -> Tensor:
         return per_layer(tokens, x)
 
-    return _trace(run, embedding, [*per_layer.parameters()], accumulated, optimizer)
+    return trace_module(run, embedding, [*per_layer.parameters()], accumulated, optimizer)
 
 
 def _trace_block(
@@ -468,7 +325,7 @@ def _trace_block(
     def run(x: Tensor) -> Tensor:
         return block(x, *other_inputs)
 
-    return _trace(run, x, [*block.parameters()], accumulated, optimizer)
+    return trace_module(run, x, [*block.parameters()], accumulated, optimizer)
 
 
 def _block_traces(
@@ -486,13 +343,38 @@ def _block_traces(
     by_kind: dict[tuple, Trace] = {}
     for index, block in enumerate(model.blocks):
         kind = _kind(model, index, x)
-        if kind not in by_kind:
+        if kind not in by_kind and is_only_recurrent(model, index):
+            trace_of = partial(_trace_recurrent, block, x, documents, accumulated, optimizer)
+            by_kind[kind] = of_long_row(trace_of, x.size(1))
+        elif kind not in by_kind:
             inputs = _block_inputs(model, index, x, cos_sin, documents, extras[index])
             by_kind[kind] = _trace_block(block, x, inputs, accumulated, optimizer)
         traces.append(by_kind[kind])
         # each block's input needs a gradient if anything before the block is trained
         x = x.detach().requires_grad_(traces[-1].has_grad)
     return traces
+
+
+def is_only_recurrent(model: GPT, index: int) -> bool:
+    """Return whether a block mixes tokens by a recurrence alone, and gets nothing beside them."""
+    layer = model.config.layers[index]
+    return layer.mixer is not None and not layer.attention and model.per_layer is None
+
+
+def _trace_recurrent(
+    block: nn.Module,
+    x: Tensor,
+    documents: PackedSequences | None,
+    accumulated: bool,
+    optimizer: OptimizerInBackward | None,
+    tokens: int,
+) -> Trace:
+    """Trace a recurrent block with rows of so many tokens, in place of those of x (B, T, C)."""
+    row = torch.empty(x.size(0), tokens, x.size(2), dtype=x.dtype, requires_grad=x.requires_grad)
+    if documents is not None:
+        rows = PackedSequences.rows(x.size(0), tokens, documents.ids.device)
+        documents = rows._replace(masks=documents.masks)
+    return _trace_block(block, row, (None, documents, None), accumulated, optimizer)
 
 
 def _kind(model: GPT, index: int, x: Tensor) -> tuple:
@@ -578,5 +460,5 @@ def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple
     # a tensor of its own: that of the real network would belong to another graph
     token_input = extra[0].token_input
     if token_input is not None:
-        token_input = _input(token_input.detach().requires_grad_(token_input.requires_grad))
+        token_input = input_like(token_input.detach().requires_grad_(token_input.requires_grad))
     return (BlockExtra(token_input, shared),)
