@@ -7,7 +7,7 @@ are imported on first use to keep --help fast.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from litft.environment import TRAINING_SPINS, set_defaults
+from litft.environment import TRAINING_SPINS, set_defaults, system_problem
 
 if TYPE_CHECKING:
     from litft.inference.streaming import generate, stream
@@ -28,6 +28,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'litft' has no attribute {name!r}")
+    problem = system_problem()
+    if problem:
+        raise OSError(problem)
     if name == "finetune":
         # as the commands do; without effect if torch is imported already
         set_defaults(TRAINING_SPINS)

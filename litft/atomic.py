@@ -1,7 +1,6 @@
 """Files and folders that become visible only when they are complete. Imports no torch."""
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -36,6 +35,8 @@ def atomic_write(path: Path, text: str) -> None:
 
 def _wait_for_lock(file: TextIO) -> None:
     """Lock a file, for as long as it is open; wait for another process that has locked it."""
+    import fcntl  # Windows has none
+
     with suppress(OSError):  # the file system may have no locks
         fcntl.lockf(file, fcntl.LOCK_EX)
 

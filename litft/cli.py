@@ -16,7 +16,7 @@ from litft import __version__
 from litft import args as flags
 from litft.args.parser import parse
 from litft.args.processes import global_rank, is_first_on_node, local_rank
-from litft.environment import DECODING_SPINS, TRAINING_SPINS, set_defaults
+from litft.environment import DECODING_SPINS, TRAINING_SPINS, set_defaults, system_problem
 from litft.errors import Interrupted, PeerLost, RankError, is_host_memory_error, memory_message
 
 # hides gloo's C++ stack traces; torch reads it on import
@@ -82,6 +82,9 @@ def run(command: str, argv: list[str] | None = None) -> Any:
 
     A user error ends with exit code 2 and a message on stderr.
     """
+    problem = system_problem()
+    if problem:
+        fail(problem)
     entry = COMMANDS[command]
     set_defaults(entry.spin_count)
     argv_flags, prog = (sys.argv[1:], None) if argv is None else (argv, f"litft {command}")

@@ -1,7 +1,8 @@
-"""Environment variables that torch reads when it is imported: defaults that the user's own values
-override."""
+"""What litft needs of the operating system; and environment variables that torch reads when it is
+imported: defaults that the user's own values override."""
 
 import os
+import sys
 
 # OpenMP threads that spin while waiting halve the speed of training
 # next to other programs, and gain only 3 % without; the small matrix
@@ -17,3 +18,13 @@ def set_defaults(spin_count: str) -> None:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its former name
         # batches of varying size then fragment GPU memory less
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def system_problem() -> str | None:
+    """Return why litft does not run on this operating system; None if it may."""
+    if sys.platform != "win32":
+        return None
+    return (
+        "litft does not run on Windows itself: it needs the file locks and signals of Linux; "
+        "install WSL (wsl --install), which has your GPU too, and install litft there"
+    )

@@ -4,7 +4,6 @@ A `ValueError` is a user error: `cli.py` prints its message and exits with code 
 """
 
 import difflib
-import resource
 import signal
 from itertools import islice
 from pathlib import Path
@@ -55,6 +54,8 @@ def is_host_memory_error(error: BaseException) -> bool:
 
 def memory_message(error: BaseException) -> str:
     """Return what to tell a user whose process got no more memory."""
+    import resource  # Windows has none
+
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     remedy = "close other programs, or choose a smaller model or --quantize nf4"
     if limit != resource.RLIM_INFINITY:

@@ -4,7 +4,6 @@ A lock is a record lock (`fcntl.lockf`) on a file. The kernel releases it when i
 any way, also over NFS. The file names the owner, for the message of the process that is refused.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -85,6 +84,8 @@ def _locked_file(path: Path, folder: Path) -> Iterator[TextIO]:
 
 def _try_lock(path: Path) -> TextIO | None:
     """Open and lock a file; return None if another process has locked it."""
+    import fcntl  # Windows has none
+
     # until the locked file is the one at this path
     while True:
         file = path.open("a+", encoding="utf-8")

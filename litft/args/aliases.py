@@ -75,7 +75,9 @@ ALIASES: dict[str, Alias] = {
     "model_name_or_path": Alias("--checkpoint_dir {value}", _LOAD),
     "base_model": Alias("--checkpoint_dir {value}", _LOAD),
     "adapter_name_or_path": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
-    **dict.fromkeys(("output_dir", "save_path", "save_dir"), Alias("--out_dir {value}")),
+    **dict.fromkeys(
+        ("output_dir", "save_path", "save_dir", "output", "output_path"), Alias("--out_dir {value}")
+    ),
     "overwrite_output_dir": Alias("--overwrite"),
     "resume_from_checkpoint": Alias(
         "--resume --out_dir RUN", "a run continues from its newest checkpoint"
@@ -106,7 +108,7 @@ ALIASES: dict[str, Alias] = {
     ),
     **dict.fromkeys("pad_token bos_token eos_token unk_token".split(), _ENDS),
     **dict.fromkeys(
-        "dataset_processes dataloader_num_workers dataset_num_proc "
+        "dataset_processes dataloader_num_workers dataset_num_proc num_workers num_proc "
         "preprocessing_num_workers".split(),
         _WORKERS,
     ),
@@ -115,6 +117,26 @@ ALIASES: dict[str, Alias] = {
         "lora_fan_in_fan_out".split(),
         _READ,
     ),
+    **dict.fromkeys(
+        ("base_model_name", "pretrained_model"), Alias("--checkpoint_dir {value}", _LOAD)
+    ),
+    **dict.fromkeys(("train_data", "training_data"), Alias("--data.path {value}")),
+    **dict.fromkeys(
+        ("hf_token", "hub_token", "token"), Alias("", "the hub's token is read from HF_TOKEN")
+    ),
+    **dict.fromkeys(("gpu_ids", "gpu_id"), Alias("", "set CUDA_VISIBLE_DEVICES")),
+    **dict.fromkeys(("use_lora", "use_peft"), Alias("", "finetune/lora.py trains LoRA")),
+    **dict.fromkeys(
+        ("do_train", "do_eval"), Alias("", "a run trains, and validates what is held out")
+    ),
+    **dict.fromkeys(("padding_side", "add_eos_token"), _READ),
+    "use_qlora": Alias("--quantize nf4", "with finetune/lora.py"),
+    "train_split": Alias("--data.split {value}", "of a data set of the hub"),
+    "mask_inputs": Alias("--data.mask_prompt {value}", "the default"),
+    "test_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
+    "warmup": Alias("--train.warmup_steps {value}"),
+    "scheduler": Alias("--train.lr_schedule {value}", _SCHEDULE_NOTE, values=_SCHEDULES),
+    "per_device_batch_size": Alias("--train.micro_batch_size {value}", _MICRO),
     "trust_remote_code": Alias("", "a checkpoint's code is never executed"),
     "lora_model_dir": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
     "default_system_message": Alias("", "put a system message into the records"),
@@ -148,7 +170,9 @@ ALIASES: dict[str, Alias] = {
     "val_split_fraction": Alias("--data.val_fraction {value}"),
     "test_split_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
     "cutoff_len": Alias("--data.max_seq_length {value}"),
-    "max_length": Alias("--data.max_seq_length {value}"),
+    **dict.fromkeys(
+        ("max_length", "seq_len", "max_seq_len"), Alias("--data.max_seq_length {value}")
+    ),
     "sequence_len": Alias("--data.max_seq_length {value}"),
     "model_max_length": Alias("--data.max_seq_length {value}"),
     "sample_packing": Alias(
@@ -191,6 +215,7 @@ ALIASES: dict[str, Alias] = {
     "save_steps": Alias("--save.interval {value}", _STEPS),
     "save_strategy": Alias("--save.interval N", _STEPS),
     "save_total_limit": Alias("--save.keep_last {value}"),
+    "load_best_model": Alias("--save.best", "the best weights are written to best/"),
     "load_best_model_at_end": Alias("--save.best", "the best weights are written to best/"),
     "logging_steps": Alias("--train.log_interval {value}"),
     "early_stopping_patience": Alias(
@@ -308,7 +333,8 @@ ALIASES: dict[str, Alias] = {
     ),
     "num_processes": Alias("--devices {value}"),
     **dict.fromkeys(
-        ("gpus", "num_gpus", "n_gpu", "n_gpus", "nproc_per_node"), Alias("--devices {value}")
+        ("gpus", "num_gpus", "n_gpu", "n_gpus", "nproc_per_node", "world_size"),
+        Alias("--devices {value}"),
     ),
     # preferences
     "rl": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
