@@ -10,7 +10,13 @@ from pathlib import Path
 
 from litft.args import RunEvalArgs
 from litft.atomic import atomic_write
-from litft.evaluation.comparison import ScoredModel, print_results, results_as_json, score_examples
+from litft.evaluation.comparison import (
+    ScoredModel,
+    compare,
+    print_results,
+    results_as_json,
+    score_examples,
+)
 from litft.evaluation.examples import (
     compared_sources,
     kind_of,
@@ -72,14 +78,14 @@ def run_eval(args: RunEvalArgs) -> None:
     if len(subjects) == 2 and subjects[0].preferences is not None:
         subjects[1].scores |= subjects[1].preferences.over(subjects[0].preferences)
     print_results(subjects, dict(islice(examples.items(), args.show)))
+    found = compare(subjects)
+    if found:
+        print(f"\n{subjects[1].name}, compared with {subjects[0].name}:")
+        print(*found, sep="\n")
     if args.out:
-        atomic_write(
-            Path(args.out),
-            json.dumps(
-                results_as_json(args, subjects, examples), indent=2, ensure_ascii=False, default=str
-            )
-            + "\n",
-        )
+        results = results_as_json(args, subjects, examples, found)
+        text = json.dumps(results, indent=2, ensure_ascii=False, default=str)
+        atomic_write(Path(args.out), f"{text}\n")
 
 
 def _subjects(

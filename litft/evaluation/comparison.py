@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -26,6 +26,7 @@ from litft.evaluation.examples import (
     answer_tokens,
     scored_samples,
 )
+from litft.evaluation.log_probs import document_log_probs
 from litft.evaluation.preferences import PreferenceScores
 from litft.evaluation.rated import rate_answers
 from litft.evaluation.scoring import (
@@ -33,8 +34,8 @@ from litft.evaluation.scoring import (
     greedy_request,
     is_exact,
     question_text,
-    summed_loss,
 )
+from litft.evaluation.verdict import Key, Part, Verdict, add_part, verdicts
 from litft.inference.generation import Completion
 from litft.inference.session import Session
 from litft.model.loss import IGNORED
@@ -54,6 +55,8 @@ class ScoredModel:
     harness: dict[str, Any] = field(default_factory=dict)  # the results as the harness returns them
     preferences: PreferenceScores | None = None
     log_probs: dict[Name, list[float]] = field(default_factory=dict)  # by example: of its answers
+    # by score: what each example adds to it
+    parts: dict[str, dict[Key, Part]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,10 @@ def score_examples(
     if kind == "prompts":
         return _rated(subject, session, selected, args)
     if kind == "supervised":
-        subject.scores |= _loss_scores(subject.name, session.model, samples, args.batch_size)
+        names_of_samples = [name for name, _ in selected]
+        subject.scores |= _loss_scores(
+            subject, session.model, names_of_samples, samples, args.batch_size
+        )
     else:
         subject.preferences = PreferenceScores.of(
             session.model, samples, args.batch_size, subject.name
@@ -116,7 +122,7 @@ def score_examples(
     subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
     subject.cut = {name for name, answer in answers.items() if not answer.ended}
     if answers and kind == "supervised":
-        subject.scores |= _exact_match(examples, answers)
+        subject.scores |= _exact_match(subject, examples, answers)
     elif kind == "supervised" and any(turn for _, turn, _ in names):
         print(
             f"{subject.name}: no example fits into the length limit with its answer, so "
@@ -136,6 +142,11 @@ def _rated(
     samples = [sample for _, sample in selected]
     rated = rate_answers(subject.name, session, samples, args)
     subject.scores |= rated.scores()
+    parts: dict[Key, Part] = {}
+    for (name, _), total in zip(selected, rated.totals(), strict=True):
+        if total is not None:
+            add_part(parts, name, Part(total))
+    subject.parts["reward"] = parts
     texts = {}
     for (name, sample), answer in zip(selected, rated.answers, strict=True):
         subject.answers[name] = answer.text.strip()
@@ -161,24 +172,45 @@ def _selected(candidates: Samples, names: set[Name]) -> Iterator[tuple[Name, Sam
 
 
 def _exact_match(
-    examples: Sequence[EvalExample], answers: Mapping[Name, Completion]
+    subject: ScoredModel, examples: Sequence[EvalExample], answers: Mapping[Name, Completion]
 ) -> dict[str, float]:
     """Return the number of answers, and the share of them that are the expected ones."""
     num_exact = 0
+    parts: dict[Key, Part] = {}
     for example in examples:
         answer = answers[example.name]
-        num_exact += is_exact(answer.text, answer.ended, example.expected)
+        exact = is_exact(answer.text, answer.ended, example.expected)
+        num_exact += exact
+        add_part(parts, example.name, Part(float(exact)))
+    subject.parts["exact_match"] = parts
     return {"answers": len(examples), "exact_match": num_exact / len(examples)}
 
 
 def _loss_scores(
-    name: str, model: GPT, samples: Sequence[Sample], batch_size: int
+    subject: ScoredModel,
+    model: GPT,
+    names: Sequence[Name],
+    samples: Sequence[Sample],
+    batch_size: int,
 ) -> dict[str, float]:
-    """Return the mean loss of all target tokens and its perplexity; name: of the model."""
-    batches = BatchLayout(rows=batch_size).iter_batches(samples, SAMPLES_PER_PASS, 0)
-    shown_batches = tqdm(batches, f"{name}: loss", disable=None)
-    loss, count = summed_loss(model, shown_batches, model.device)
-    mean = float(loss) / float(count)
+    """Return the mean loss of all target tokens and its perplexity."""
+    losses: list[float] = []
+    counts: list[float] = []
+    layout = BatchLayout(rows=batch_size)
+    progress = tqdm(range(0, len(samples), SAMPLES_PER_PASS), f"{subject.name}: loss", disable=None)
+    for start in progress:
+        # each its own sequence
+        block = []
+        for sample in samples[start : start + SAMPLES_PER_PASS]:
+            block.append(replace(sample, documents=(sample.tokens.numel(),)))
+        log_probs, lengths = document_log_probs(model, block, layout, model.device)
+        losses += (-log_probs[:, 0]).tolist()
+        counts += lengths[:, 0].tolist()
+    parts: dict[Key, Part] = {}
+    for name, loss, count in zip(names, losses, counts, strict=True):
+        add_part(parts, name, Part(loss, count))
+    subject.parts["loss"] = parts
+    mean = sum(losses) / sum(counts)
     return {
         "examples": len(samples),
         "loss": mean,
@@ -273,6 +305,13 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
         print("", *(f"{name + ':':<{width}}{line}" for name, line in lines.items()), sep="\n")
 
 
+def compare(subjects: Sequence[ScoredModel]) -> list[Verdict]:
+    """Return how the last model differs from the first, if there are two."""
+    if len(subjects) != 2:
+        return []
+    return verdicts(subjects[0].parts, subjects[1].parts)
+
+
 def _cell(score: float | None, error: float | None) -> str:
     """Format a score, with its standard error if there is one; empty if the model has no such
     score."""
@@ -285,7 +324,10 @@ def _cell(score: float | None, error: float | None) -> str:
 
 
 def results_as_json(
-    args: RunEvalArgs, subjects: list[ScoredModel], examples: dict[Name, dict[str, str]]
+    args: RunEvalArgs,
+    subjects: list[ScoredModel],
+    examples: dict[Name, dict[str, str]],
+    found: list[Verdict],
 ) -> dict[str, Any]:
     """Return the content of --out."""
     answers = [
@@ -301,6 +343,7 @@ def results_as_json(
     return {
         "flags": asdict(args),
         "scores": scores,
+        "verdicts": [asdict(verdict) | {"outcome": verdict.outcome} for verdict in found],
         "answers": answers,
         "harness": {subject.name: subject.harness for subject in subjects if subject.harness},
     }

@@ -27,17 +27,21 @@ class RatedAnswers:
     # of each answer: of each function; None: it does not apply
     values: list[list[float | None]]
 
-    def scores(self) -> dict[str, float]:
-        """Return the number of answers, the mean of the weighted sums, and that of each
-        function."""
-        sums = []
+    def totals(self) -> list[float | None]:
+        """Return the weighted sum of each answer; None where no function applies."""
+        totals: list[float | None] = []
         for of_answer in self.values:
             weighted = []
             for reward, value in zip(self.rewards, of_answer, strict=True):
                 if value is not None:
                     weighted.append(reward.weight * value)
-            if weighted:
-                sums.append(sum(weighted))
+            totals.append(sum(weighted) if weighted else None)
+        return totals
+
+    def scores(self) -> dict[str, float]:
+        """Return the number of answers, the mean of the weighted sums, and that of each
+        function."""
+        sums = [total for total in self.totals() if total is not None]
         scores = {"answers": float(len(self.answers)), "reward": _mean(sums)}
         if len(self.rewards) > 1:
             for number, reward in enumerate(self.rewards):

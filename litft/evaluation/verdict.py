@@ -1,0 +1,170 @@
+"""Whether one model is better than another on the same examples, in words: with an interval of the
+difference by paired bootstrap (Efron and Tibshirani, 1993; SciPy's `bootstrap`)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# fewer examples give intervals that are too narrow
+FEWEST = 20
+LEVEL = 0.95
+RESAMPLES = 4999
+# numbers that are drawn at once
+DRAWN_AT_ONCE = 4_000_000
+# scores of which less is better; the others are shares, or means of rewards
+LOSSES = ("loss",)
+SHARES = ("exact_match",)
+
+# what identifies an example, see `examples.Name`
+Key = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """What one example adds to a score: the score is the sum of values over the sum of weights."""
+
+    value: float
+    weight: float = 1.0
+
+
+# the parts of a model's scores: by score, by example
+Parts = Mapping[str, Mapping[Key, Part]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The difference between two models in one score."""
+
+    score: str
+    difference: float  # of the second model
+    low: float  # bounds of the interval
+    high: float
+    examples: int
+
+    @property
+    def outcome(self) -> str:
+        """`better`, `worse` or `not shown`, of the second model."""
+        if self.examples < FEWEST or self.low <= 0 <= self.high:
+            return "not shown"
+        is_higher = self.low > 0
+        if self.score in LOSSES:
+            is_higher = not is_higher
+        return "better" if is_higher else "worse"
+
+    @property
+    def examples_needed(self) -> int | None:
+        """About how many examples would show a difference of this size: the width of an interval
+        falls with the square root of their number. None for no difference."""
+        if self.difference == 0:
+            return None
+        half_width = (self.high - self.low) / 2
+        needed = self.examples * (half_width / abs(self.difference)) ** 2
+        return max(FEWEST, math.ceil(needed))
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        if self.examples < FEWEST:
+            what = f"{self.score} {self._text(self.difference)} on {self.examples} examples"
+            return f"not shown: {what}, and fewer than {FEWEST} say nothing"
+        text = (
+            f"{self.outcome}: {self.score} {self._text(self.difference)} (95 % interval "
+            f"{self._number(self.low)} to {self._number(self.high)}, {self.examples:,} examples)"
+        )
+        needed = self.examples_needed
+        if self.outcome == "not shown" and needed is not None:
+            text += f"; about {_rounded(needed):,} examples would show a difference of this size"
+        return text
+
+    def _text(self, value: float) -> str:
+        """Return a difference with its unit."""
+        unit = " points" if self.score in SHARES else ""
+        return f"{self._number(value)}{unit}"
+
+    def _number(self, value: float) -> str:
+        """Return a difference with its sign: shares in percentage points, others as they are."""
+        if self.score in SHARES:
+            return f"{100 * value:+.1f}"
+        return f"{value:+.3g}"
+
+
+def add_part(parts: dict[Key, Part], name: Key, part: Part) -> None:
+    """Add what a sample gives to a score. All samples of one record are one example: they are not
+    independent, and an interval draws them together.
+
+    name: of the sample, see `Samples.names`; texts have no record, and are examples of their own.
+    """
+    record = name[:1] if name[0] else name
+    old = parts.get(record, Part(0.0, 0.0))
+    parts[record] = Part(old.value + part.value, old.weight + part.weight)
+
+
+def verdicts(first: Parts, second: Parts) -> list[Verdict]:
+    """Return how the second model differs from the first in each score, over the examples that both
+    have."""
+    found = []
+    for score in second:
+        of_first, of_second = first.get(score, {}), second[score]
+        shared = [key for key in of_second if key in of_first]
+        if not shared:
+            continue
+        pairs = [(of_first[key], of_second[key]) for key in shared]
+        found.append(_verdict(score, np.array(pairs, dtype=np.float64)))
+    return found
+
+
+def _verdict(score: str, pairs: np.ndarray) -> Verdict:
+    """Return the difference of a score. pairs: (N, 2, 2), of each example the parts of the first
+    and of the second model, as value and weight."""
+    columns = tuple(pairs.reshape(len(pairs), 4).T)
+    difference = float(_difference(*columns))
+    low, high = difference, difference
+    # of equal examples, every resample has the same difference
+    are_equal = len(np.unique(pairs, axis=0)) == 1
+    if len(pairs) >= FEWEST and not are_equal:
+        low, high = _interval(columns)
+        if score in SHARES:
+            # a share has steps of 1 / N: half a step more is the usual correction for continuity,
+            # without which the interval covers the true difference in 93 % of cases
+            low, high = low - 0.5 / len(pairs), high + 0.5 / len(pairs)
+    return Verdict(score, difference, low, high, len(pairs))
+
+
+def _difference(
+    first_value: np.ndarray,
+    first_weight: np.ndarray,
+    second_value: np.ndarray,
+    second_weight: np.ndarray,
+    axis: int = -1,
+) -> np.ndarray:
+    """Return the second model's score minus the first one's, over the last axis."""
+    first = first_value.sum(axis) / first_weight.sum(axis)
+    return second_value.sum(axis) / second_weight.sum(axis) - first
+
+
+def _interval(columns: tuple[np.ndarray, ...]) -> tuple[float, float]:
+    """Return the bounds of the interval: whole examples are drawn, with all that both models have
+    of them."""
+    # imported here because it takes half a second
+    from scipy.stats import bootstrap
+
+    result = bootstrap(
+        columns,
+        _difference,
+        paired=True,
+        vectorized=True,
+        confidence_level=LEVEL,
+        n_resamples=RESAMPLES,
+        batch=max(1, DRAWN_AT_ONCE // len(columns[0])),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    interval = result.confidence_interval
+    return float(interval.low), float(interval.high)
+
+
+def _rounded(number: int) -> int:
+    """Return a number with two digits."""
+    size = 10 ** max(0, len(str(number)) - 2)
+    return math.ceil(number / size) * size
