@@ -35,22 +35,26 @@ def finetune(
 ) -> RunResult | None:
     """Fine-tune a model; return the run's folder and its newest metrics, or None after a dry run.
 
-    args: all flags as one object, instead of the keywords below and `callback` and `metrics`.
-    callback: called in the first process with every row of metrics.csv when it is written.
-    method: lora (default), adapter, adapter_v2 or full.
-    model: a model folder or a hub id. Without model and data, the built-in demo is trained.
-    data: examples: a path, a hub id, a list of paths, or records: a list, a `datasets.Dataset`, or
-    an iterator.
-    val_data: validation examples, likewise.
-    metrics: functions by name, called with the model's answers to the validation questions before
-    and after training.
-    rewards: for objective="grpo": functions like those of --reward, which they replace. They are
-    called in this process, without a time limit.
-    flags: all flags of the command, by their last name (`max_steps=100`), or by group_name
-    (`lora_r=8`, `eval_interval=50`).
+    Args:
+        args: all flags as one object, instead of keywords; `callback`, `metrics` and `rewards`
+            go with both.
+        callback: called in the first process with every row of metrics.csv when it is written.
+        method: lora (default), adapter, adapter_v2 or full.
+        model: a model folder or a hub id. Without model and data, the built-in demo is trained.
+        data: examples: a path, a hub id, a list of paths, or records: a list, a
+            `datasets.Dataset`, or an iterator.
+        val_data: validation examples, likewise.
+        metrics: functions by name, called with the model's answers to the validation questions
+            before and after training.
+        rewards: for objective="grpo": functions like those of --reward, which they replace. They
+            are called in this process, without a time limit.
+        flags: all flags of the command, by their last name (`max_steps=100`), or by group_name
+            (`lora_r=8`, `eval_interval=50`).
 
-    Raises TypeError for an unknown keyword, ValueError for mistakes of the user, and
-    `litft.errors.Interrupted` if a signal ended the run after its state was saved.
+    Raises:
+        TypeError: for an unknown keyword.
+        ValueError: for mistakes of the user.
+        litft.errors.Interrupted: if a signal ended the run after its state was saved.
     """
     if args is not None and not isinstance(args, FinetuneArgs):
         raise TypeError(

@@ -54,6 +54,7 @@ VALUES = {
         "`--quantize int8`": "--quantize int8",
     },
     "objective": {
+        "`--objective dft`": "--objective dft",
         **{
             f"`--objective {name}`": f"--objective {name} --data.path {{folder}}/pairs.jsonl"
             for name in ("dpo", "ipo", "simpo", "orpo")
@@ -364,7 +365,8 @@ def opens_elsewhere(base: Path, final: Path, method: str) -> bool:
 def table_of_exports(folder: Path) -> str:
     """Return a Markdown table: what the result of each method can become."""
     lines = [
-        "| trained with | opens in PEFT or transformers | vLLM loads it | `merge_lora` | GGUF |",
+        "| trained with | opens in PEFT or transformers | vLLM loads it, as documented "
+        "| `merge_lora` | GGUF |",
         "|---|---|---|---|---|",
     ]
     for name, (method, flags) in EXPORTED.items():

@@ -86,7 +86,7 @@ def api_page() -> str:
     """Return the page of the functions, which mkdocstrings fills from their docstrings."""
     text = API_TEXT
     for name, place in API.items():
-        text += f"## litft.{name}\n\n::: {place}\n    options: {{show_root_heading: false}}\n\n"
+        text += f"::: {place}\n    options: {{heading: litft.{name}}}\n\n"
     return text
 
 

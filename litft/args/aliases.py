@@ -56,7 +56,7 @@ _READ = Alias("", "it is read from the model's folder")
 _WORKERS = Alias("", "data is tokenized once into a cache; no workers are needed")
 _LOSSES = Alias(
     "--objective {value}",
-    "dpo, ipo, simpo, orpo or kto",
+    "sft, dft, dpo, ipo, simpo, orpo or kto",
     values={"sigmoid": "--objective dpo", "nll": "--objective sft"},
 )
 _ADDED_LOSS = Alias("--preference.sft_weight {value}", "the weight of the chosen answer's loss")
@@ -130,6 +130,7 @@ ALIASES: dict[str, Alias] = {
         ("do_train", "do_eval"), Alias("", "a run trains, and validates what is held out")
     ),
     **dict.fromkeys(("padding_side", "add_eos_token"), _READ),
+    "use_dft_loss": Alias("--objective dft"),
     "use_qlora": Alias("--quantize nf4", "with finetune/lora.py"),
     "train_split": Alias("--data.split {value}", "of a data set of the hub"),
     "mask_inputs": Alias("--data.mask_prompt {value}", "the default"),

@@ -15,7 +15,7 @@ from litft.args.data import DataArgs
 from litft.args.distill import DistillArgs
 from litft.args.grpo import GrpoArgs
 from litft.args.methods import Quantization
-from litft.args.preference import Objectives, PreferenceArgs
+from litft.args.preference import DATA_KINDS, Objectives, PreferenceArgs
 from litft.args.processes import process_counts, started_by
 
 Optimizers = Literal[
@@ -353,7 +353,8 @@ class FinetuneArgs:
     deterministic: bool = False
     """Make repeated runs bit-identical on CUDA, at some cost in speed. On a CPU they always are."""
     objective: Objectives = "sft"
-    """What to learn. sft: to predict the answers. From preferences, dpo, ipo, simpo and orpo: pairs
+    """What to learn. sft: to predict the answers. dft: the same, with less weight on tokens that
+    the model finds improbable. From preferences, dpo, ipo, simpo and orpo: pairs
     of a chosen and a rejected answer; kto: answers that are desirable or not. grpo: completions
     that --reward rates highly. distill: the probabilities of --teacher."""
     reward: list[str] = field(default_factory=list)
@@ -436,7 +437,7 @@ class FinetuneArgs:
             return []
         # a value that is true stands for a flag that was set
         clashes: dict[str, Any] = {"train.label_smoothing": self.train.label_smoothing}
-        if self.objective != "distill":
+        if DATA_KINDS[self.objective] != "supervised":
             clashes |= {
                 "data.format": self.data.format,
                 # the value is shown as it was given

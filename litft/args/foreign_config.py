@@ -157,7 +157,7 @@ def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: lis
         given["data.mask_prompt"] = any(masks)
     # of the vocabulary's targets, or of the order of a pair
     smoothing = entries.get("label_smoothing")
-    if smoothing is not None and objective == "sft":
+    if smoothing is not None and DATA_KINDS.get(objective) == "supervised":
         given["train.label_smoothing"] = smoothing
     elif smoothing is not None:
         given["preference.label_smoothing"] = smoothing
@@ -165,7 +165,7 @@ def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: lis
     _read_quantization(given, entries)
 
     # other programs ignore what an objective does not use, and litft refuses it
-    if objective != "sft":
+    if objective not in ("sft", "dft"):
         for flag in SUPERVISED_ONLY:
             given.pop(flag, None)
     for flag in list(given):

@@ -82,8 +82,8 @@ class PlanArgs:
     """Find the fastest micro-batch size, recomputation, quantization and offload that fit into this
     memory: 24GiB, 80GB."""
     longest: bool = False
-    """Find the longest row that fits into --budget, with all that saves memory but a quantization
-    that the flags do not name."""
+    """Find the longest row that fits into --budget, with all that saves memory. Weights are
+    quantized (nf4) only if they do not fit otherwise."""
     max_seq_length: int | None = None
     """Tokens per row. Default: the model's context length, at most 2048."""
     micro_batch_size: int | None = None

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Objectives = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "distill"]
+Objectives = Literal["sft", "dft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "distill"]
 DataKind = Literal["supervised", "pairs", "labels", "prompts"]
 # the kind of examples that each objective learns from, see `Encoder`
 DATA_KINDS: dict[str, DataKind] = {
     "sft": "supervised",
+    "dft": "supervised",
     "dpo": "pairs",
     "ipo": "pairs",
     "simpo": "pairs",

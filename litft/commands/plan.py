@@ -11,6 +11,7 @@ from litft.args import (
     LoRAFinetuneArgs,
     PlanArgs,
 )
+from litft.args.methods import Quantization
 from litft.data.dataset import length_limit
 from litft.distributed.devices import num_shards
 from litft.methods import Method, method_of
@@ -128,10 +129,15 @@ def print_longest(args: PlanArgs) -> None:
     """
     source, method, longest, fit = longest_row(args)
     print(f"{source.folder}: {fit.plan.title_line(method.title)}")
-    print(f"the longest row that fits into {args.budget}: {longest:,} tokens, {setting_flags(fit)}")
+    context = source.config.max_positions
+    note = f" (the model reads at most {context:,})" if longest > context else ""
+    print(
+        f"the longest row that fits into {args.budget}: {longest:,} tokens{note}, "
+        f"{setting_flags(fit)}"
+    )
+    if fit.quantize != args.quantize:
+        print(f"--quantize {fit.quantize}: unquantized weights do not fit")
     print(f"memory: {fit.plan.memory.line()}")
-    if longest > source.config.max_positions:
-        print(f"the model's context is {source.config.max_positions:,} tokens")
 
 
 def longest_row(args: PlanArgs) -> LongestRow:
@@ -143,15 +149,26 @@ def longest_row(args: PlanArgs) -> LongestRow:
     budget = int(USABLE_FRACTION * args.budget_bytes)
     offload = "activations" if args.cpu_offload == "none" else args.cpu_offload
 
-    @cache
-    def fit_of(tokens: int) -> Fit:
-        made = planner(args, source, method, tokens)(1, "full", args.quantize, offload)
-        return Fit(1, "full", args.quantize, offload, made)
+    # a method that cannot train quantized weights, or flags that name a quantization, leave one
+    quantizations = [args.quantize]
+    if quantizations == ["none"] and args.method != "full" and args.cpu_offload == "none":
+        quantizations.append("nf4")
 
-    def peak(tokens: int) -> int:
-        return fit_of(tokens).plan.memory.peak
+    @cache
+    def fit_of(tokens: int, quantize: Quantization) -> Fit:
+        made = planner(args, source, method, tokens)(1, "full", quantize, offload)
+        return Fit(1, "full", quantize, offload, made)
 
     longest = STEP
+    quantize = quantizations[-1]
+    for kind in quantizations:
+        if fit_of(longest, kind).plan.memory.peak <= budget:
+            quantize = kind
+            break
+
+    def peak(tokens: int) -> int:
+        return fit_of(tokens, quantize).plan.memory.peak
+
     if peak(longest) > budget:
         needed = format_bytes(round(peak(longest) / USABLE_FRACTION))
         raise ValueError(
@@ -175,7 +192,7 @@ def longest_row(args: PlanArgs) -> LongestRow:
         else:
             too_long = tokens
         in_the_middle = not in_the_middle
-    return LongestRow(source, method, longest, fit_of(longest))
+    return LongestRow(source, method, longest, fit_of(longest, quantize))
 
 
 def plan_on_paper(args: PlanArgs) -> PlanOnPaper:

@@ -12,7 +12,7 @@ from litft.args import RunEvalArgs
 from litft.atomic import atomic_write
 from litft.evaluation.comparison import (
     ScoredModel,
-    compare,
+    compare_models,
     print_results,
     results_as_json,
     score_examples,
@@ -78,7 +78,7 @@ def run_eval(args: RunEvalArgs) -> None:
     if len(subjects) == 2 and subjects[0].preferences is not None:
         subjects[1].scores |= subjects[1].preferences.over(subjects[0].preferences)
     print_results(subjects, dict(islice(examples.items(), args.show)))
-    found = compare(subjects)
+    found = compare_models(subjects)
     if found:
         print(f"\n{subjects[1].name}, compared with {subjects[0].name}:")
         print(*found, sep="\n")

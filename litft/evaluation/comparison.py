@@ -305,7 +305,7 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
         print("", *(f"{name + ':':<{width}}{line}" for name, line in lines.items()), sep="\n")
 
 
-def compare(subjects: Sequence[ScoredModel]) -> list[Verdict]:
+def compare_models(subjects: Sequence[ScoredModel]) -> list[Verdict]:
     """Return how the last model differs from the first, if there are two."""
     if len(subjects) != 2:
         return []

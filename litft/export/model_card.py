@@ -19,7 +19,7 @@ from litft.pretrained.folder import PretrainedFolder, resolve
 from litft.training.objectives import OBJECTIVES
 
 # what objectives learn from, other than preferences
-LEARNED_FROM = {"grpo": "rewards", "distill": "a teacher"}
+LEARNED_FROM = {"dft": "", "grpo": " from rewards", "distill": " from a teacher"}
 # the settings table lists these flags always, and those
 # of LISTED_GROUPS if they differ from their defaults
 ALWAYS_LISTED = (
@@ -176,9 +176,9 @@ def _about(info: CardInfo) -> Iterator[str]:
     method = f" by {TITLES[info.method]}" if info.method else ""
     if info.args and info.args.objective != "sft":
         objective = OBJECTIVES[info.args.objective]
-        what = LEARNED_FROM.get(objective.name, "preferences")
+        what = LEARNED_FROM.get(objective.name, " from preferences")
         method += (
-            f" from {what} with {objective.title} "
+            f"{what} with {objective.title} "
             f"([{objective.paper}](https://arxiv.org/abs/{objective.paper}))"
         )
     if info.args or info.source.adapter:

@@ -34,7 +34,13 @@ def generate(
     otherwise it is continued, as by `stream`, and nothing is stripped. The answer to messages is a
     `ChatAnswer`: its content, a str, with `reasoning_content`, `tool_calls` and `message`. What
     cannot be parsed stays in the content, with its marks.
-    tools: functions that the model may call, in OpenAI's form. settings: those of `stream`.
+
+    Args:
+        model: as `load` returns it.
+        tokenizer: as `load` returns it.
+        prompt: a text, or messages with role and content.
+        tools: functions that the model may call, in OpenAI's form.
+        settings: those of `stream`.
     """
     if isinstance(prompt, str) and not tokenizer.own_template:
         return "".join(stream(model, tokenizer, prompt, **settings))
@@ -68,15 +74,29 @@ def stream(
     chat template).
 
     The answer to messages has the marks around reasoning and tool calls; `generate` takes it apart.
-    Each chunk is a str with `tokens`, `logprobs`, `finish_reason` (in the last: stop, length or
-    context) and `stats`.
-    sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty,
-    presence_penalty, frequency_penalty, logit_bias, seed). stop: a text, or several, that end the
-    answer, also special tokens. What is not given is as the folder's generation_config.json says,
-    or else as with `generate/base.py`.
-    tools: functions that the model may call, in OpenAI's form. Raises ValueError if a setting is
-    invalid, or the prompt is empty, longer than the context or outside the vocabulary; TypeError
-    for a setting that does not exist, and for a prompt that is neither text nor messages.
+    What is not given is as the folder's generation_config.json says, or else as with
+    `generate/base.py`.
+
+    Args:
+        model: as `load` returns it.
+        tokenizer: as `load` returns it.
+        prompt: a text, or messages with role and content.
+        max_new_tokens: the most tokens of the answer.
+        stop: a text, or several, that end the answer, also special tokens.
+        tools: functions that the model may call, in OpenAI's form.
+        drafter: proposes tokens that the model only checks (speculative decoding).
+        sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty,
+            presence_penalty, frequency_penalty, logit_bias, seed).
+
+    Yields:
+        Each a str with `tokens`, `logprobs`, `finish_reason` (in the last: stop, length or context)
+            and `stats`.
+
+    Raises:
+        ValueError: if a setting is invalid, or the prompt is empty, longer than the context or
+            outside the vocabulary.
+        TypeError: for a setting that does not exist, and for a prompt that is neither text nor
+            messages.
     """
     # arguments override generation_config.json, which overrides the defaults
     stored = read_generation_config(tokenizer.generation_folders)

@@ -80,12 +80,18 @@ def load(
     """Load a model and its tokenizer from the folder of a base model, an adapter (litft or PEFT), a
     merged model or a run.
 
-    folder: a path or a hub id (`owner/name` or `owner/name@revision`).
-    precision: bf16, fp16 or fp32; None or auto: the dtype of the folder.
-    base_dir: the base model of an adapter, instead of the one named in its config.
-    quantize: nf4, nf4-dq, fp4, fp4-dq or int8; None: as stored in the folder.
+    Args:
+        folder: a path or a hub id (`owner/name` or `owner/name@revision`).
+        precision: bf16, fp16 or fp32; None or auto: the dtype of the folder.
+        device: where the weights are, such as `cuda`.
+        base_dir: the base model of an adapter, instead of the one named in its config.
+        quantize: nf4, nf4-dq, fp4, fp4-dq or int8; None: as stored in the folder.
 
-    The tokenizer is None if the folder has none. Raises ValueError if the folder cannot be loaded.
+    Returns:
+        The model, and its tokenizer; None if the folder has none.
+
+    Raises:
+        ValueError: if the folder cannot be loaded.
     """
     if quantize not in (None, "none", *KINDS):
         raise ValueError(f"quantize {quantize!r} is not supported; use {', '.join(KINDS)}")

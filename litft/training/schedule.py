@@ -26,6 +26,7 @@ class Schedule:
         self, args: FinetuneArgs, data: DataSplits, ranks: int, group_size: int = 1
     ) -> None:
         self.data = data
+        self.needs_token_losses = data.kind != "supervised" or args.objective == "dft"
         self.teacher_tokens = args.distill.top_k if args.objective == "distill" else 0
         # a student's own answer may be longer than that of the data
         self.own_tokens = args.distill.max_new_tokens if args.distill.on_policy else 0
@@ -90,7 +91,7 @@ class Schedule:
             tokens,
             accumulated=several,
             max_targets=target_count,
-            per_token=self.data.kind != "supervised",
+            per_token=self.needs_token_losses,
             teacher_tokens=self.teacher_tokens,
         )
 

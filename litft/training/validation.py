@@ -173,7 +173,7 @@ class Validation:
         if step not in self.losses:
             self._measure_sets(step, layout, sets)
         values = {"val_loss": self.losses[step]} | self.scores[step]
-        if self.objective.name == "sft":
+        if self.objective.is_cross_entropy:
             # exp of more than 709 overflows
             values["val_perplexity"] = math.exp(min(self.losses[step], 700))
         if self.metrics:

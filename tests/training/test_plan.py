@@ -402,7 +402,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(tiny, capsys):
     printed = capsys.readouterr().out
     longest = int(re.search(r"fits into 160MiB: ([\d,]+) tokens", printed)[1].replace(",", ""))
     assert "--quantize nf4 --train.cpu_offload activations" in printed
-    assert "the model's context is 256 tokens" in printed
+    assert "(the model reads at most 256)" in printed
     source, method = model_and_method(args)
     limit = USABLE_FRACTION * 160 * 2**20
     peaks = []

@@ -87,7 +87,7 @@ def ragged_preferences(count: int, objective: str) -> list[Sample]:
 
 def samples_of(objective: str, count: int) -> list[Sample]:
     """Return ragged samples of an objective."""
-    if objective == "sft":
+    if objective in ("sft", "dft"):
         return ragged(count)
     if objective == "grpo":
         return completions(count)

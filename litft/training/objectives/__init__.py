@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from litft.args import FinetuneArgs
 from litft.evaluation.rewards.reward import Reward
+from litft.training.objectives.dft import DFT
 from litft.training.objectives.distill import Distill
 from litft.training.objectives.dpo import DPO
 from litft.training.objectives.grpo import GRPO
@@ -15,7 +16,7 @@ from litft.training.objectives.simpo import SimPO
 from litft.training.objectives.supervised import Supervised
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    cls.name: cls for cls in (Supervised, DPO, IPO, SimPO, ORPO, KTO, GRPO, Distill)
+    cls.name: cls for cls in (Supervised, DFT, DPO, IPO, SimPO, ORPO, KTO, GRPO, Distill)
 }
 
 

@@ -48,6 +48,10 @@ class Objective:
     paper: ClassVar[str | None] = None  # arXiv id
     # the samples have the log-probabilities of the model at the start
     needs_reference: ClassVar[bool] = False
+    # the loss of each token, not their sum
+    needs_token_losses: ClassVar[bool] = False
+    # the loss that is reported is the cross-entropy per target token
+    is_cross_entropy: ClassVar[bool] = False
     # KTO: each prompt is also scored with the answer of another sample, for the KL term
     needs_mismatches: ClassVar[bool] = False
     scores: ClassVar[tuple[str, ...]] = ()  # columns of metrics.csv next to the loss

@@ -14,6 +14,7 @@ class Supervised(Objective):
 
     name = "sft"
     title = "supervised"
+    is_cross_entropy = True
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples."""

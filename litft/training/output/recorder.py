@@ -423,7 +423,7 @@ class Recorder:
                 self.next_report += 50 * seconds
 
     def _report(self, state: str) -> None:
-        if self.args.objective == "sft":
+        if self.setup.objective.is_cross_entropy:
             loss = "Loss per token"
         else:
             loss = f"Loss ({self.setup.objective.title})"
