@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from litft.args import RunEvalArgs
 from litft.atomic import atomic_write
@@ -83,9 +84,13 @@ def run_eval(args: RunEvalArgs) -> None:
         print(f"\n{subjects[1].name}, compared with {subjects[0].name}:")
         print(*found, sep="\n")
     if args.out:
-        results = results_as_json(args, subjects, examples, found)
-        text = json.dumps(results, indent=2, ensure_ascii=False, default=str)
-        atomic_write(Path(args.out), f"{text}\n")
+        _write(args.out, results_as_json(args, subjects, examples, found))
+
+
+def _write(path: str, results: dict[str, Any]) -> None:
+    """Write --out."""
+    text = json.dumps(results, indent=2, ensure_ascii=False, default=str)
+    atomic_write(Path(path), f"{text}\n")
 
 
 def _subjects(

@@ -96,10 +96,7 @@ def score_examples(
     if kind == "prompts":
         return _rated(subject, session, selected, args)
     if kind == "supervised":
-        names_of_samples = [name for name, _ in selected]
-        subject.scores |= _loss_scores(
-            subject, session.model, names_of_samples, samples, args.batch_size
-        )
+        subject.scores |= _loss_scores(subject, session.model, selected, args.batch_size)
     else:
         subject.preferences = PreferenceScores.of(
             session.model, samples, args.batch_size, subject.name
@@ -189,30 +186,29 @@ def _exact_match(
 def _loss_scores(
     subject: ScoredModel,
     model: GPT,
-    names: Sequence[Name],
-    samples: Sequence[Sample],
+    selected: Sequence[tuple[Name, Sample]],
     batch_size: int,
 ) -> dict[str, float]:
     """Return the mean loss of all target tokens and its perplexity."""
     losses: list[float] = []
     counts: list[float] = []
     layout = BatchLayout(rows=batch_size)
-    progress = tqdm(range(0, len(samples), SAMPLES_PER_PASS), f"{subject.name}: loss", disable=None)
-    for start in progress:
+    starts = range(0, len(selected), SAMPLES_PER_PASS)
+    for start in tqdm(starts, f"{subject.name}: loss", disable=None):
         # each its own sequence
         block = []
-        for sample in samples[start : start + SAMPLES_PER_PASS]:
+        for _, sample in selected[start : start + SAMPLES_PER_PASS]:
             block.append(replace(sample, documents=(sample.tokens.numel(),)))
         log_probs, lengths = document_log_probs(model, block, layout, model.device)
         losses += (-log_probs[:, 0]).tolist()
         counts += lengths[:, 0].tolist()
     parts: dict[Key, Part] = {}
-    for name, loss, count in zip(names, losses, counts, strict=True):
+    for (name, _), loss, count in zip(selected, losses, counts, strict=True):
         add_part(parts, name, Part(loss, count))
     subject.parts["loss"] = parts
     mean = sum(losses) / sum(counts)
     return {
-        "examples": len(samples),
+        "examples": len(selected),
         "loss": mean,
         "perplexity": math.exp(min(mean, 700)),
     }
