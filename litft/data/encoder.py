@@ -52,6 +52,7 @@ from litft.data.prompts import PromptEncoder
 from litft.data.reasoning import drop_reasoning
 from litft.data.sample import ID_MASK, IN_ANSWER, SUPERVISED
 from litft.data.stored_messages import has_messages_as_text, read_stored_messages
+from litft.data.suspicions import suspicions
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.data.turns import Turn, assistant_turns
@@ -279,6 +280,7 @@ class Encoder:
         messages, supervised = self._select_turns(example, encoded)
         messages = self._up_to_limit(messages, example)
         encoded.note_controls([message["content"] for message in messages], self.tokenizer)
+        encoded.notes += suspicions(messages, supervised)
         self._note_unused(messages, example, encoded)
         was_cut = False
         previous_ids = []

@@ -31,6 +31,10 @@ MESSAGES_AS_TEXT = (
 )
 TOOLS_LOST = "with tools, which the chat template leaves out"
 WITHOUT = "without the field"
+REFUSAL = 'with an answer that refuses, or speaks "as an AI" (leave them out, unless that is meant)'
+FOREIGN_MARKS = (
+    "with the mark of a chat format in a message, such as `### Response:` (divide it into messages)"
+)
 END_TEXT = "with an end token written after an answer, which is removed"
 
 # of prompts

@@ -439,6 +439,13 @@ class Samples(Sequence[Sample]):
             int(self.sample_index.starts[i]), int(self.sample_index.sizes[i])
         )
 
+    def copies(self) -> tuple[int, int]:
+        """Return how many samples are copies of others, token for token, and how often the most
+        frequent sample occurs. Windows of texts do not count."""
+        is_record = self.sample_index.units != 0
+        counts = np.unique(self.sample_index.digests[is_record], return_counts=True)[1]
+        return int((counts - 1).sum()), int(counts.max(initial=0))
+
     @property
     def lengths(self) -> np.ndarray:
         """The number of input tokens of each sample."""

@@ -239,6 +239,12 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         f"{_count(schedule.layout.ranks, 'device')}"
     )
     yield packing_line(schedule)
+    copies, most = data.train.copies()
+    if copies:
+        yield (
+            f"note: {copies:,} training examples are copies of others, token for token; the most "
+            f"frequent one occurs {most:,} times, and is learned as often"
+        )
 
     # too few steps, or too few examples to validate on
     if schedule.steps < FEW_STEPS and schedule.is_by_epochs:

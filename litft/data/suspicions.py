@@ -1,0 +1,41 @@
+"""What in a conversation is probably not meant to be learned: refusals, and the marks of other chat
+formats in its messages."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+from litft.data.chat_template import Message
+from litft.data.notes import FOREIGN_MARKS, REFUSAL
+
+# characters at the beginning of an answer where a refusal stands
+BEGINNING = 200
+REFUSALS = re.compile(
+    r"\bas an? (?:ai|artificial intelligence)(?: language)?(?: model| assistant)?\b"
+    r"|\bI(?:'m| am) (?:sorry|afraid),? (?:but )?I (?:can't|cannot|can not|am not able|am unable)"
+    r"|\bI(?:'m| am) (?:unable|not able) to (?:help|assist|provide|fulfil|answer|comply)"
+    r"|\bI (?:can't|cannot|can not) (?:help|assist|provide|fulfil|comply)"
+    r"|\bI must decline\b",
+    re.IGNORECASE,
+)
+# marks of Alpaca, ChatML, Llama 2 and 3, Gemma, Phi, Zephyr and plain dialogues
+MARKS = re.compile(
+    r"^### ?(?:Response|Instruction|Input|Human|Assistant|User|System):"
+    r"|<\|im_(?:start|end)\|>|\[/?INST\]|<</?SYS>>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>"
+    r"|<(?:start|end)_of_turn>|<\|(?:assistant|user|system)\|>"
+    r"|^(?:Human|Assistant|USER|ASSISTANT): ",
+    re.MULTILINE,
+)
+
+
+def suspicions(messages: Sequence[Message], supervised: Collection[int]) -> Iterator[str]:
+    """Yield the notes on a conversation. supervised: the indices of messages that are learned."""
+    for number in sorted(supervised):
+        # apostrophes as word processors write them
+        beginning = messages[number]["content"][:BEGINNING].replace("\u2019", "'")
+        if REFUSALS.search(beginning):
+            yield REFUSAL
+            break
+    for message in messages:
+        if MARKS.search(message["content"]):
+            yield FOREIGN_MARKS
+            break
