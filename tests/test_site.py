@@ -73,3 +73,13 @@ def test_llms_txt_is_of_these_pages(hooks):
 )
 def test_links_are_those_of_the_site(hooks, source, text, expected):
     assert hooks.in_site(text, source) == expected
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_table_has_a_header(path):
+    """A blank line within a table ends it: what follows would be shown as it is written."""
+    text = FENCE.sub("", path.read_text("utf-8"))
+    for block in re.split(r"\n\s*\n", text):
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        if rows:
+            assert len(rows) > 1 and re.fullmatch(r"\|(?:\s*:?-+:?\s*\|)+", rows[1]), rows[0]
