@@ -239,12 +239,7 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         f"{_count(schedule.layout.ranks, 'device')}"
     )
     yield packing_line(schedule)
-    copies, most = data.train.copies()
-    if copies:
-        yield (
-            f"note: {copies:,} training examples are copies of others, token for token; the most "
-            f"frequent one occurs {most:,} times, and is learned as often"
-        )
+    yield from _copies_line(data)
 
     # too few steps, or too few examples to validate on
     if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
@@ -329,6 +324,16 @@ def _by_weight(data: DataSplits) -> str:
     if any(weight != 1 for weight in data.weights):
         return " by weight"
     return ""
+
+
+def _copies_line(data: DataSplits) -> Iterator[str]:
+    """A line on training examples that are copies of others, if there are any."""
+    copies, most = data.train.copies()
+    if copies:
+        yield (
+            f"note: {copies:,} training examples are copies of others, token for token; the most "
+            f"frequent one occurs {most:,} times, and is learned as often"
+        )
 
 
 def packing_line(schedule: Schedule) -> str:
