@@ -134,6 +134,6 @@ def test_symptoms_name_flags_that_exist():
         known |= set(types_of_flags(kind))
     # of Docker and vLLM
     known |= {"shm-size", "ipc", "enable-lora", "max-lora-rank", "lora-modules", "standalone"}
-    known |= {"enable-auto-tool-choice", "tool-call-parser", "repo-type", "local-dir"}
+    known |= {"enable-auto-tool-choice", "tool-call-parser"}
     for flag in re.findall(r"--([a-z][a-z_.-]*)", PAGE.read_text("utf-8")):
         assert flag in known, flag

@@ -385,12 +385,19 @@ def _load_dataset(name: str, subset: str | None) -> Any:
             f"{name} is not a local file or folder; to load it from the hub as a data set, pip "
             "install 'litft[data]'"
         ) from None
+    dataset_id = _dataset_id(name)
     try:
-        dataset_id = _dataset_id(name)
         return datasets.load_dataset(dataset_id.name, subset, revision=dataset_id.revision)
     except Exception as error:
         # from the network, the hub, or the reader of the files
         reason = " ".join(str(error).split())[:300]
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            # such as files whose records have different fields, which litft's readers allow
+            raise ValueError(
+                f"{name}: the package datasets cannot read its files ({reason}); download them (hf "
+                f"download {dataset_id.name} --repo-type dataset --local-dir data), and pass a "
+                "file: --data.path data/FILE"
+            ) from None
         raise ValueError(
             f"{name} is not a local file or folder, and not a data set on the hub ({reason})"
         ) from None

@@ -12,6 +12,7 @@ from litft.args import DataArgs, LoRAFinetuneArgs
 from litft.args.data_path import DataPath
 from litft.args.parser import parse
 from litft.data.dataset import load_data
+from litft.data.sources import find_sources
 from litft.data.tokenizer import Tokenizer
 
 CHATS = [
@@ -276,3 +277,24 @@ def test_times_beyond_the_years_of_python_are_text(tiny, tmp_path):
     )
     data = load(tiny, DataArgs(path=[str(tmp_path / "own.parquet")], val_fraction=0.0))
     assert len(data.train) == 2
+
+
+def test_a_data_set_whose_files_cannot_be_read_is_not_called_missing(tmp_path, monkeypatch):
+    """Two files with other fields: `datasets` reads neither, and the message says how to go on."""
+    import datasets
+
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (folder / "b.jsonl").write_text('{"question": "a", "answer": 1}\n')
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    # the files of the hub, from a folder
+    load = datasets.load_dataset
+
+    def from_folder(name, subset, revision):
+        return load(str(tmp_path / name), subset, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", from_folder)
+    with pytest.raises(ValueError, match="cannot read its files") as error:
+        find_sources(DataArgs(path=["owner/name"]))
+    assert "hf download owner/name --repo-type dataset" in str(error.value)
