@@ -15,8 +15,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from shutil import copyfile
+from types import ModuleType
 
 import forkserver
 import pytest
@@ -307,6 +309,21 @@ def run(
     )
     output = process.communicate(text, timeout=1800)
     return subprocess.CompletedProcess(process.args, process.returncode, *output)
+
+
+def load_script(name: str) -> ModuleType:
+    """Return scripts/NAME.py as a module."""
+    folder = str(ROOT / "scripts")
+    spec = spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    # scripts import each other by their names
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+    return module
 
 
 def script(

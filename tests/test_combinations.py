@@ -1,11 +1,9 @@
 """tutorials/combinations.md says what is refused, in the words of the messages."""
 
-import importlib.util
 import re
-import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 PAGE = ROOT / "tutorials" / "combinations.md"
 QUOTED = re.compile(r"`([^`]*)`")
@@ -14,12 +12,7 @@ QUOTED = re.compile(r"`([^`]*)`")
 @pytest.fixture(scope="module")
 def script():
     """The module scripts/combinations.py."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("pairs", ROOT / "scripts" / "combinations.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path.remove(str(ROOT / "scripts"))
-    return module
+    return load_script("combinations")
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 """tutorials/gallery.md has the plans of published models, as `plan` makes them now."""
 
-import importlib.util
 import re
-import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 from litft.pretrained.folder import resolve
 
@@ -22,12 +20,7 @@ PLANNED_AGAIN = [
 @pytest.fixture(scope="module")
 def gallery():
     """The module scripts/gallery.py."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("gallery", ROOT / "scripts" / "gallery.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path.remove(str(ROOT / "scripts"))
-    return module
+    return load_script("gallery")
 
 
 def rows(memory):

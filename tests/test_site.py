@@ -1,10 +1,9 @@
 """The site: every page is in its navigation, llms.txt lists it, and links within it have targets."""
 
-import importlib.util
 import re
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -18,10 +17,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 @pytest.fixture(scope="module")
 def hooks():
     """The module scripts/site_hooks.py."""
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site_hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("site_hooks")
 
 
 def anchors(path):
