@@ -1,3 +1,4 @@
+# The machine that tests litft has no container runtime, so CI does not build this.
 # docker build -t litft .
 # docker run --rm -it --gpus all -v "$PWD:/work" -v "$HOME/.cache/huggingface:/root/.cache/huggingface" litft \
 #     finetune lora --checkpoint_dir Qwen/Qwen3-1.7B --data.path examples.jsonl
