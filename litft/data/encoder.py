@@ -278,9 +278,9 @@ class Encoder:
                 encoded.notes.append(BLANK)
             return
         messages, supervised = self._select_turns(example, encoded)
+        encoded.notes += suspicions(messages, supervised)
         messages = self._up_to_limit(messages, example)
         encoded.note_controls([message["content"] for message in messages], self.tokenizer)
-        encoded.notes += suspicions(messages, supervised)
         self._note_unused(messages, example, encoded)
         was_cut = False
         previous_ids = []

@@ -88,3 +88,14 @@ def test_copies_are_counted(tiny, tmp_path):
     records += [{"prompt": f"Other {n}?", "completion": "Yes."} for n in range(12)]
     _, data = reported(tiny, tmp_path, records)
     assert data.train.copies() == (59, 60)
+
+
+def test_turns_beyond_the_length_limit_are_looked_at_too(tiny, tmp_path):
+    """They are not rendered, and the record is reported whatever the limit is."""
+    turns = []
+    for number in range(200):
+        turns.append({"role": "user", "content": f"Question {number}?"})
+        turns.append({"role": "assistant", "content": "Yes, " * 20})
+    turns[-1]["content"] = REFUSALS[0]
+    notes, _ = reported(tiny, tmp_path, [{"messages": turns}])
+    assert notes[REFUSAL] == 1
