@@ -107,6 +107,12 @@ def test_help_describes_print_config_in_jsonargparses_words():
     assert PRINT_CONFIG in described.replace("are: comments, ", "are: ")
 
 
+def test_settings_that_plan_prints_are_named_as_plan_has_them(tmp_path):
+    words = ["--checkpoint_dir", str(tmp_path), "--train.micro_batch_size", "2"]
+    with pytest.raises(ValueError, match="does not exist here; use --micro_batch_size 2"):
+        parse(flags.PlanArgs, words)
+
+
 def test_help_is_fast(tmp_path):
     """It takes less than a second of a CPU in a new interpreter, and no command imports torch for
     it."""
