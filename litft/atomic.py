@@ -35,7 +35,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 def _wait_for_lock(file: TextIO) -> None:
     """Lock a file, for as long as it is open; wait for another process that has locked it."""
-    import fcntl  # Windows has none
+    import fcntl  # not on Windows
 
     with suppress(OSError):  # the file system may have no locks
         fcntl.lockf(file, fcntl.LOCK_EX)

@@ -54,7 +54,7 @@ def is_host_memory_error(error: BaseException) -> bool:
 
 def memory_message(error: BaseException) -> str:
     """Return what to tell a user whose process got no more memory."""
-    import resource  # Windows has none
+    import resource  # not on Windows
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     remedy = "close other programs, or choose a smaller model or --quantize nf4"

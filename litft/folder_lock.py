@@ -84,7 +84,7 @@ def _locked_file(path: Path, folder: Path) -> Iterator[TextIO]:
 
 def _try_lock(path: Path) -> TextIO | None:
     """Open and lock a file; return None if another process has locked it."""
-    import fcntl  # Windows has none
+    import fcntl  # not on Windows
 
     # until the locked file is the one at this path
     while True:

@@ -7,7 +7,6 @@ Each pair is prepared as a run is, up to the plan, on a pretended GPU of 80 GB. 
 those of a run of one step.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from tables import ROOT, write
+from tables import ROOT, parser, write
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 GPU_MEMORY = 80 << 30
 PAGE = "tutorials/combinations.md"
-# of methods: what the columns of the first table are called
+# the columns of the first table: the method and its flags
 METHODS = {
     "LoRA": ("lora", ""),
     "DoRA": ("lora", "--lora.dora true"),
@@ -250,8 +249,8 @@ def refusals(folder: Path) -> dict[tuple[Value, Value], str]:
 
 
 def without_values(message: str, value: Value) -> str:
-    """Return a message without what it says of the value itself, so that values which are refused
-    for the same reason have the same text."""
+    """Return a message without the words of the value, so that values that are refused for one
+    reason have one text."""
     for word in value.flags.split():
         if not word.startswith("--"):
             message = re.sub(rf"\b{re.escape(word)}\b", "…", message)
@@ -363,7 +362,7 @@ def opens_elsewhere(base: Path, final: Path, method: str) -> bool:
 
 
 def table_of_exports(folder: Path) -> str:
-    """Return a Markdown table: what the result of each method can become."""
+    """Return a Markdown table: where the result of each method can be used."""
     lines = [
         "| trained with | opens in PEFT or transformers | vLLM loads it, as documented "
         "| `merge_lora` | GGUF |",
@@ -393,11 +392,7 @@ def tables() -> dict[str, str]:
 
 def print_tables() -> None:
     """Print the tables. With --write, also put them into the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help=f"Replace the tables in {PAGE}.")
-    args = parser.parse_args()
+    args = parser(__doc__, PAGE).parse_args()
     for name, text in tables().items():
         print(text)
         if args.write:

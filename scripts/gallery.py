@@ -6,13 +6,12 @@ python scripts/gallery.py [--models qwen3-8b,phi-4] [--write]     (all: about ha
 The configurations are in scripts/configs; no weights are needed.
 """
 
-import argparse
-import re
+import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tables import ROOT, write
+from tables import ROOT, parser, write
 
 sys.path.insert(0, str(ROOT))
 
@@ -110,9 +109,7 @@ def row(model: str, memory: str, cell: Cell | None) -> str:
 
 def stored_type(folder: Path) -> str:
     """Return the model type that config.json names."""
-    found = re.search(r'^  "model_type": "(\w+)"', (folder / "config.json").read_text(), re.M)
-    assert found
-    return found[1]
+    return json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
 
 
 def size(outline) -> str:
@@ -134,12 +131,9 @@ def table(memory: str, models: list[str]) -> str:
 
 def main() -> None:
     """Print the tables. With --write, also put them into the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", help="Plan only these: a,b,c. Default: all.")
-    parser.add_argument("--write", action="store_true", help=f"Replace the tables in {PAGE}.")
-    args = parser.parse_args()
+    arguments = parser(__doc__, PAGE)
+    arguments.add_argument("--models", help="Plan only these: a,b,c. Default: all.")
+    args = arguments.parse_args()
     models = args.models.split(",") if args.models else list(MODELS)
     for memory in GPUS:
         text = table(memory, models)

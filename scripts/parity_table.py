@@ -4,12 +4,11 @@ tutorials/families.md.
 python scripts/parity_table.py [--families llama,gemma2] [--write]
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-from tables import ROOT, write
+from tables import ROOT, parser, write
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -52,12 +51,9 @@ def table(families: list[str]) -> str:
 
 def main() -> None:
     """Print the table. With --write, also put it into its page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--families", help="Measure only these families: a,b,c. Default: all.")
-    parser.add_argument("--write", action="store_true", help=f"Replace the table in {PAGE}.")
-    args = parser.parse_args()
+    arguments = parser(__doc__, PAGE)
+    arguments.add_argument("--families", help="Measure only these families: a,b,c. Default: all.")
+    args = arguments.parse_args()
     try:
         import parity
     except ImportError as error:

@@ -24,13 +24,18 @@ def write(page: Path, name: str, text: str) -> None:
     page.write_text(new, "utf-8")
 
 
-def main(description: str, page: str, name: str, table: Callable[[], str]) -> None:
-    """Print the table. With --write, also put it into the page."""
-    parser = argparse.ArgumentParser(
+def parser(description: str | None, page: str) -> argparse.ArgumentParser:
+    """Return the parser of a script that prints tables; --write puts them into the page."""
+    made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help=f"Replace the table in {page}.")
-    args = parser.parse_args()
+    made.add_argument("--write", action="store_true", help=f"Replace what is in {page}.")
+    return made
+
+
+def main(description: str, page: str, name: str, table: Callable[[], str]) -> None:
+    """Print the table. With --write, also put it into the page."""
+    args = parser(description, page).parse_args()
     text = table()
     print(text, end="")
     if args.write:

@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import ENV, ROOT
 
-# what the cells of each write below out/
+# files that each notebook writes below out/
 WRITTEN = {
     "quickstart": ("demo/report.html", "mine/metrics.csv", "merged/config.json"),
     "rewards": ("exact/report.html", "close/report.html"),

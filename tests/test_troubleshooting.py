@@ -93,7 +93,7 @@ def needs_a_row(text):
 
 
 def rows(title="Warnings"):
-    """Return what the lines of a table say."""
+    """Return the first cell of each row of a table, without its quotes."""
     table = PAGE.read_text("utf-8").partition(f"## {title}")[2].partition("\n## ")[0]
     return re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
 

@@ -132,11 +132,7 @@ ALIASES: dict[str, Alias] = {
     **dict.fromkeys(("padding_side", "add_eos_token"), _READ),
     "use_dft_loss": Alias("--objective dft"),
     "use_qlora": Alias("--quantize nf4", "with finetune/lora.py"),
-    "train_split": Alias("--data.split {value}", "of a data set of the hub"),
-    "mask_inputs": Alias("--data.mask_prompt {value}", "the default"),
-    "test_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
-    "warmup": Alias("--train.warmup_steps {value}"),
-    "scheduler": Alias("--train.lr_schedule {value}", _SCHEDULE_NOTE, values=_SCHEDULES),
+    "mask_inputs": Alias("--data.mask_prompt {value}"),
     "per_device_batch_size": Alias("--train.micro_batch_size {value}", _MICRO),
     "trust_remote_code": Alias("", "a checkpoint's code is never executed"),
     "lora_model_dir": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
@@ -161,15 +157,20 @@ ALIASES: dict[str, Alias] = {
     "eval_dataset": Alias("--data.val_path {value}"),
     "dataset_config_name": Alias("--data.subset {value}", "of a data set of the hub"),
     "dataset_config": Alias("--data.subset {value}", "of a data set of the hub"),
-    "dataset_split": Alias("--data.split {value}", "of a data set of the hub"),
+    **dict.fromkeys(
+        ("dataset_split", "train_split"),
+        Alias("--data.split {value}", "of a data set of the hub"),
+    ),
     "show": Alias("--dry_run", "it shows examples; scripts/prepare_data.py --show 5 shows more"),
     "budget": Alias("", "scripts/plan.py --budget 24GB chooses settings for a GPU's memory"),
     "max_samples": Alias("--data.limit {value}", "the first records of each path"),
     "max_train_samples": Alias("--data.limit {value}", "the first records of each path"),
     "val_set_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
-    "val_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
+    **dict.fromkeys(
+        ("val_size", "test_size", "test_split_size"),
+        Alias("--data.val_fraction {value}", _FRACTION, limit=1),
+    ),
     "val_split_fraction": Alias("--data.val_fraction {value}"),
-    "test_split_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
     "cutoff_len": Alias("--data.max_seq_length {value}"),
     **dict.fromkeys(
         ("max_length", "seq_len", "max_seq_len"), Alias("--data.max_seq_length {value}")
@@ -216,8 +217,10 @@ ALIASES: dict[str, Alias] = {
     "save_steps": Alias("--save.interval {value}", _STEPS),
     "save_strategy": Alias("--save.interval N", _STEPS),
     "save_total_limit": Alias("--save.keep_last {value}"),
-    "load_best_model": Alias("--save.best", "the best weights are written to best/"),
-    "load_best_model_at_end": Alias("--save.best", "the best weights are written to best/"),
+    **dict.fromkeys(
+        ("load_best_model", "load_best_model_at_end"),
+        Alias("--save.best", "the best weights are written to best/"),
+    ),
     "logging_steps": Alias("--train.log_interval {value}"),
     "early_stopping_patience": Alias(
         "--eval.patience {value}", "validations without a new lowest loss"
@@ -236,10 +239,12 @@ ALIASES: dict[str, Alias] = {
     "push_to_hub": Alias("", "scripts/upload.py pushes to the hub after training"),
     # optimization
     "lr": Alias("--train.learning_rate {value}"),
-    "lr_scheduler": Alias("--train.lr_schedule {value}", _SCHEDULE_NOTE, values=_SCHEDULES),
-    "lr_scheduler_type": Alias("--train.lr_schedule {value}", _SCHEDULE_NOTE, values=_SCHEDULES),
+    **dict.fromkeys(
+        ("lr_scheduler", "lr_scheduler_type", "scheduler"),
+        Alias("--train.lr_schedule {value}", _SCHEDULE_NOTE, values=_SCHEDULES),
+    ),
     "warmup_ratio": Alias("--train.warmup_fraction {value}"),
-    "num_warmup_steps": Alias("--train.warmup_steps {value}"),
+    **dict.fromkeys(("num_warmup_steps", "warmup"), Alias("--train.warmup_steps {value}")),
     "adam_beta1": Alias("--train.betas {value},{adam_beta2}", "both rates together"),
     "adam_beta2": Alias("--train.betas {adam_beta1},{value}", "both rates together"),
     "adam_epsilon": Alias("--train.eps {value}"),

@@ -52,9 +52,9 @@ def unknown_flag(
     # the runs of a folder
     if "folder" in flag_types and name in ("dir", "out_dir"):
         return f"--{name} does not exist; use --folder {value}"
-    # a flag of fine-tuning that has a shorter name in another command, such as `plan`
+    # `plan` has some of the flags of fine-tuning without their group
     leaf = name.rpartition(".")[2]
-    if name in types_of_flags(FINETUNE["lora"]) and leaf in flag_types:
+    if "budget" in flag_types and leaf in flag_types:
         return f"--{name} does not exist here; use --{leaf} {value or ''}".rstrip()
     # a flag of fine-tuning that was given to another command
     if name in types_of_flags(FINETUNE["lora"]):

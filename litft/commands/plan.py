@@ -122,6 +122,15 @@ class LongestRow(NamedTuple):
     fit: Fit
 
 
+def open_quantizations(args: PlanArgs) -> list[Quantization]:
+    """Return the quantizations that the flags leave open, the fastest first: theirs, and nf4 for
+    frozen weights that are neither quantized, offloaded nor sharded."""
+    is_plain = args.quantize == "none" and args.cpu_offload == "none"
+    if is_plain and args.method != "full" and args.strategy == "ddp":
+        return ["none", "nf4"]
+    return [args.quantize]
+
+
 def print_longest(args: PlanArgs) -> None:
     """Print the longest row that fits into --budget, and the flags that make it fit.
 
@@ -149,17 +158,13 @@ def longest_row(args: PlanArgs) -> LongestRow:
     budget = int(USABLE_FRACTION * args.budget_bytes)
     offload = "activations" if args.cpu_offload == "none" else args.cpu_offload
 
-    # a method that cannot train quantized weights, or flags that name a quantization, leave one
-    quantizations = [args.quantize]
-    if quantizations == ["none"] and args.method != "full" and args.cpu_offload == "none":
-        quantizations.append("nf4")
-
     @cache
     def fit_of(tokens: int, quantize: Quantization) -> Fit:
         made = planner(args, source, method, tokens)(1, "full", quantize, offload)
         return Fit(1, "full", quantize, offload, made)
 
     longest = STEP
+    quantizations = open_quantizations(args)
     quantize = quantizations[-1]
     for kind in quantizations:
         if fit_of(longest, kind).plan.memory.peak <= budget:
@@ -247,12 +252,10 @@ def within_budget(
         kinds = [args.activation_checkpointing]
     else:
         kinds = RECOMPUTED
-    weight_options = [(args.quantize, args.cpu_offload)]
-    # quantized and offloaded weights are slower, so they come last
-    if weight_options == [("none", "none")] and args.method != "full" and args.strategy == "ddp":
-        weight_options.append(("nf4", "none"))
-        if "full" in kinds:
-            weight_options.append(("none", "parameters"))
+    weight_options = [(quantize, args.cpu_offload) for quantize in open_quantizations(args)]
+    # offloaded weights are slowest, so they come last
+    if len(weight_options) > 1 and "full" in kinds:
+        weight_options.append(("none", "parameters"))
     budget = int(USABLE_FRACTION * args.budget_bytes)
     fit, smallest = fastest(make_plan, rows, kinds, weight_options, budget)
     # the last resort: only the inputs of blocks are saved, and they wait in host memory

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -26,7 +26,7 @@ from litft.evaluation.examples import (
     answer_tokens,
     scored_samples,
 )
-from litft.evaluation.log_probs import document_log_probs
+from litft.evaluation.log_probs import sample_log_probs
 from litft.evaluation.preferences import PreferenceScores
 from litft.evaluation.rated import rate_answers
 from litft.evaluation.scoring import (
@@ -195,13 +195,10 @@ def _loss_scores(
     layout = BatchLayout(rows=batch_size)
     starts = range(0, len(selected), SAMPLES_PER_PASS)
     for start in tqdm(starts, f"{subject.name}: loss", disable=None):
-        # each its own sequence
-        block = []
-        for _, sample in selected[start : start + SAMPLES_PER_PASS]:
-            block.append(replace(sample, documents=(sample.tokens.numel(),)))
-        log_probs, lengths = document_log_probs(model, block, layout, model.device)
-        losses += (-log_probs[:, 0]).tolist()
-        counts += lengths[:, 0].tolist()
+        block = [sample for _, sample in selected[start : start + SAMPLES_PER_PASS]]
+        log_probs, lengths = sample_log_probs(model, block, layout, model.device)
+        losses += (-log_probs).tolist()
+        counts += lengths.tolist()
     parts: dict[Key, Part] = {}
     for (name, _), loss, count in zip(selected, losses, counts, strict=True):
         add_part(parts, name, Part(loss, count))

@@ -1,6 +1,7 @@
 """Log-probabilities of the answers of examples, which preferences compare."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,24 @@ def document_log_probs(
             log_probs[order] = batch_log_probs.view(-1, log_probs.size(1))
             lengths[order] = batch_lengths.view(-1, log_probs.size(1))
     return log_probs, lengths
+
+
+def sample_log_probs(
+    model: nn.Module,
+    samples: Sequence[Sample],
+    layout: BatchLayout,
+    device: torch.device,
+    rank: int = 0,
+    before_batch: Callable[[], object] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """Return the summed log-probability of each sample's targets, and their number: both (S,) fp64.
+
+    The rest is as in `document_log_probs`.
+    """
+    # each its own sequence
+    alone = [replace(sample, documents=(sample.tokens.numel(),)) for sample in samples]
+    log_probs, lengths = document_log_probs(model, alone, layout, device, rank, before_batch)
+    return log_probs[:, 0], lengths[:, 0]
 
 
 @torch.no_grad()

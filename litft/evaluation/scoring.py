@@ -1,22 +1,20 @@
 """Scoring: the mean loss per target token, and greedy answers with metrics of them, over all
 processes."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypedDict, TypeVar, overload
 
-import torch
 from lightning_fabric import Fabric
-from torch import Tensor
 
 from litft.args.sampling import Sampling
 from litft.data.chat_template import Message
-from litft.data.packing import BatchLayout, MicroBatch
+from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.data.shown_question import shown_question
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import CpuProcessGroup, join_uneven, sum_over_processes
-from litft.evaluation.log_probs import document_log_probs
+from litft.evaluation.log_probs import sample_log_probs
 from litft.inference.decoder import Decoder
 from litft.inference.generation import Completion, Request, generate_completions
 from litft.model.loss import IGNORED
@@ -29,16 +27,6 @@ SAMPLES_PER_PASS = 64
 # tokens that a greedy answer may be longer than the expected one
 ROOM = 8
 MAX_ANSWER_ROWS = 16  # generated at once
-
-
-def summed_loss(model: GPT, batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
-    """Return (2,) in fp64: the loss and the target count, summed over micro-batches."""
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        batch = batch.to(device)
-        loss, count = model(batch.tokens, **batch.inputs())
-        totals += torch.stack((loss.double(), count.double()))
-    return totals
 
 
 class ValidationAnswer(NamedTuple):
@@ -196,14 +184,12 @@ def hardest_examples(
 
     All ranks take part.
     """
-    # each its own sequence
-    alone = [replace(sample, documents=(sample.tokens.numel(),)) for sample in samples]
-    log_probs, lengths = document_log_probs(
-        model, alone, layout, fabric.device, fabric.global_rank, before_batch
+    log_probs, lengths = sample_log_probs(
+        model, samples, layout, fabric.device, fabric.global_rank, before_batch
     )
     # each rank has computed its part, and zeros elsewhere
-    log_probs = sum_over_processes(fabric, log_probs)[:, 0]
-    lengths = sum_over_processes(fabric, lengths)[:, 0]
+    log_probs = sum_over_processes(fabric, log_probs)
+    lengths = sum_over_processes(fabric, lengths)
     # the host chooses
     mean_losses = (-log_probs / lengths.clamp(min=1)).cpu()
     losses, indices = mean_losses.topk(min(count, len(samples)))

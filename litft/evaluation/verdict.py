@@ -14,7 +14,7 @@ LEVEL = 0.95
 RESAMPLES = 4999
 # numbers that are drawn at once
 DRAWN_AT_ONCE = 4_000_000
-# scores of which less is better; the others are shares, or means of rewards
+# scores where lower is better
 LOSSES = ("loss",)
 SHARES = ("exact_match",)
 

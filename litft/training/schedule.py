@@ -10,7 +10,7 @@ from litft.data.packing import BatchLayout, num_slots
 from litft.data.sampler import SampleOrder, largest_micro_batch
 from litft.training.memory.flops import Flops
 from litft.training.memory.trace import Shape
-from litft.training.objectives import Objective
+from litft.training.objectives import OBJECTIVES, Objective
 
 LARGEST_STEP = 100  # times the training examples
 
@@ -26,7 +26,7 @@ class Schedule:
         self, args: FinetuneArgs, data: DataSplits, ranks: int, group_size: int = 1
     ) -> None:
         self.data = data
-        self.needs_token_losses = data.kind != "supervised" or args.objective == "dft"
+        self.needs_token_losses = OBJECTIVES[args.objective].needs_token_losses
         self.teacher_tokens = args.distill.top_k if args.objective == "distill" else 0
         # a student's own answer may be longer than that of the data
         self.own_tokens = args.distill.max_new_tokens if args.distill.on_policy else 0

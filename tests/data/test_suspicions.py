@@ -91,7 +91,7 @@ def test_copies_are_counted(tiny, tmp_path):
 
 
 def test_turns_beyond_the_length_limit_are_looked_at_too(tiny, tmp_path):
-    """They are not rendered, and the record is reported whatever the limit is."""
+    """Turns that the limit cuts are not rendered, but they are checked."""
     turns = []
     for number in range(200):
         turns.append({"role": "user", "content": f"Question {number}?"})

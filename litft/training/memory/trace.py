@@ -356,7 +356,7 @@ def _block_traces(
 
 
 def is_only_recurrent(model: GPT, index: int) -> bool:
-    """Return whether a block mixes tokens by a recurrence alone, and gets nothing beside them."""
+    """Return whether a block mixes tokens by a recurrence alone, without per-layer inputs."""
     layer = model.config.layers[index]
     return layer.mixer is not None and not layer.attention and model.per_layer is None
 

@@ -42,6 +42,7 @@ class GRPO(Objective):
 
     name = "grpo"
     title = "GRPO"
+    needs_token_losses = True
     paper = "2402.03300"
     scores = ("entropy", "clipped", "kl", "mismatch")
     full_learning_rate = 5e-6

@@ -26,6 +26,7 @@ class KTO(Objective):
 
     name = "kto"
     title = "KTO"
+    needs_token_losses = True
     paper = "2402.01306"
     needs_reference = True
     needs_mismatches = True

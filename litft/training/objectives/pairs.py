@@ -36,6 +36,8 @@ class PairObjective(Objective):
     """An objective over pairs of a chosen and a rejected answer; subclasses define the loss of a
     pair and the rewards."""
 
+    needs_token_losses = True
+
     scores = (
         "accuracy",
         "margin",
