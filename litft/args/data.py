@@ -36,6 +36,9 @@ class DataArgs:
     limit: int | None = None
     """Use only the first records of each path, this many. Files with validation examples are used
     whole, unless they have a limit of their own. Default: all."""
+    dedup: Literal["none", "exact", "near"] = "none"
+    """Leave out training records that copy an earlier one. exact: with equal content. near: also
+    those of which four fifths of the words, three in a row, are the same."""
     val_path: list[str] = field(default_factory=list)
     """Validation examples: a file, or a split of a hub dataset, owner/name:test_sft. Several sets,
     each with its own loss: code=a.jsonl,chat=b.jsonl. Default: val.* of the folder in `path`, or

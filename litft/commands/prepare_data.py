@@ -3,7 +3,8 @@
 from litft.args import LoRAFinetuneArgs, PrepareArgs
 from litft.data.dataset import load_data
 from litft.pretrained.folder import resolve
-from litft.training.dry_run import data_report, print_hints_last
+from litft.training.data_report import data_report
+from litft.training.dry_run import print_hints_last
 from litft.training.run_setup import resolve_setup
 from litft.training.schedule import Schedule
 

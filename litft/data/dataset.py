@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,12 @@ import numpy as np
 
 from litft.args import DataArgs
 from litft.data.chat_template import STYLES, mentions_variable
+from litft.data.division import Part, distinct_entries, split
 from litft.data.encoder import Encoder
 from litft.data.formats import FORMATS
 from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, NO_ROOM, WITHOUT
 from litft.data.preferences import PREFERENCE_FIELDS
+from litft.data.similarity import near_pairs
 from litft.data.sources import File, HubSplit, find_sources
 from litft.data.token_cache import prepare_store
 from litft.data.token_store import EncodingReport, Samples, TokenStore
@@ -55,6 +57,8 @@ class DataSplits:
     kind: str = "supervised"  # or "pairs", "labels", "prompts": see `Encoder`
     # of each validation store; empty: they are one set
     val_names: tuple[str, ...] = ()
+    # the entries of training files that --data.dedup leaves out, by label
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def count(self, *notes: str) -> int:
         """Return the number of examples in both splits with any of these notes."""
@@ -108,6 +112,15 @@ class DataSplits:
         if len(self.val):
             return np.flatnonzero(np.isin(self.train.digests, self.val.digests))
         return np.zeros(0, int)
+
+    @cached_property
+    def near_held_out(self) -> int:
+        """The number of validation examples with nearly the prompt of a training example."""
+        trained = self.train.prompt_signatures()
+        held_out = self.val.prompt_signatures()
+        earlier, later = near_pairs(np.concatenate((trained, held_out))).T
+        is_pair = (earlier < len(trained)) & (later >= len(trained))
+        return len(np.unique(later[is_pair]))
 
     @cached_property
     def train_digest(self) -> str:
@@ -177,7 +190,8 @@ def load_data(
     fraction = 0.0 if named_val else args.val_fraction
     training = []
     held_out = []
-    for store, kept, rest in split([stores[file] for file in train], fraction, args.seed):
+    parts = distinct_entries([stores[file] for file in train], args.dedup)
+    for store, kept, rest in split(parts, fraction, args.seed):
         training.append((store, kept))
         held_out.append((store, rest))
     if named_val:
@@ -194,20 +208,26 @@ def load_data(
         context=context,
         kind=kind,
         val_names=val_names if len(set(val_names)) > 1 else (),
+        left_out=_left_out([file.label for file in train], parts),
     )
     _check_weights(data, [file.label for file in train])
     _check_samples(data)
 
-    has_conversations = any(report.has_conversations for report in reports.values())
-    if has_conversations:
-        tokenizer.has_template = True
-    else:
-        # nothing was rendered: the folder's templates stay, and none is invented
-        tokenizer.chat_template = of_folder.chat_template
-        tokenizer.named_templates = of_folder.named_templates
-        data = replace(data, template="not used: the data is text")
+    data = _with_template_of_folder(data, of_folder)
     _add_stop_tokens(tokenizer, reports)
     return data
+
+
+def _with_template_of_folder(data: DataSplits, of_folder: Tokenizer) -> DataSplits:
+    """Return the data with the template of the model's folder, if no record was rendered."""
+    tokenizer = data.tokenizer
+    if any(report.has_conversations for report in data.reports.values()):
+        tokenizer.has_template = True
+        return data
+    # the folder's templates stay, and none is invented
+    tokenizer.chat_template = of_folder.chat_template
+    tokenizer.named_templates = of_folder.named_templates
+    return replace(data, template="not used: the data is text")
 
 
 def _reports(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, EncodingReport]:
@@ -220,6 +240,14 @@ def _reports(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, Encoding
             label += " (with other settings)"
         reports[label] = store.report
     return reports
+
+
+def _left_out(labels: list[str], parts: list[Part]) -> dict[str, int]:
+    """Return how many entries of each training file --data.dedup has left out."""
+    return {
+        label: len(store.units) - len(entries)
+        for label, (store, entries) in zip(labels, parts, strict=True)
+    }
 
 
 def _check_weights(data: DataSplits, labels: list[str]) -> None:
@@ -312,13 +340,13 @@ def _columns(items: list[str], kind: str) -> dict[str, str]:
     """Parse --data.columns to {field of a format: name in the files}; raise ValueError for a field
     that no format has."""
     pairs = (item.split("=", 1) for item in items)
-    columns = {field.strip(): file_name.strip() for field, file_name in pairs}
+    columns = {name.strip(): file_name.strip() for name, file_name in pairs}
     fields = sorted({name for form in FORMATS.values() for name in form.fields + form.optional})
     fields = fields if kind in ("supervised", "prompts") else sorted(PREFERENCE_FIELDS)
     unknown = []
-    for field in columns:
-        if field not in fields:
-            unknown.append(field)
+    for name in columns:
+        if name not in fields:
+            unknown.append(name)
     if unknown:
         raise ValueError(
             f"--data.columns {unknown[0]}=...: no format has that field; known: {', '.join(fields)}"
@@ -441,41 +469,6 @@ def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
     """Return the control tokens in the template that the tokenizer splits into several tokens."""
     control_tokens = dict.fromkeys(CONTROL_TOKEN.findall(tokenizer.chat_template))
     return [text for text in control_tokens if tokenizer.token_id(text) is None]
-
-
-def split(
-    stores: list[TokenStore], fraction: float, seed: int
-) -> list[tuple[TokenStore, np.ndarray, np.ndarray]]:
-    """Return (store, training entries, validation entries) for each store; about `fraction` of the
-    units are held out.
-
-    The side of an entry depends only on its own content and the seed, not on the rest of the file
-    or how it is encoded. Of two or more units at least one is held out (the lowest score) if
-    `fraction` is not 0, and at least one is kept (the highest score).
-    """
-    scores = [_scores(store.units, seed) for store in stores]
-    # thresholds between the lowest and the highest score keep both sides from being empty
-    sorted_scores = np.sort(np.concatenate(scores))
-    threshold = 0.0
-    # above the lowest, and not above the highest
-    if fraction and len(sorted_scores):
-        threshold = min(max(fraction, np.nextafter(sorted_scores[0], 1.0)), sorted_scores[-1])
-    masks = [store_scores < threshold for store_scores in scores]
-    return [
-        (store, np.flatnonzero(~mask), np.flatnonzero(mask))
-        for store, mask in zip(stores, masks, strict=True)
-    ]
-
-
-def _scores(units: np.ndarray, seed: int) -> np.ndarray:
-    """Map the hash of each unit to a number in [0, 1), by the finalizer of SplitMix64 (Steele et
-    al., OOPSLA 2014)."""
-    # SplitMix64's state, `seed` steps after the unit:
-    # its increment is 2^64 divided by the golden ratio
-    x = units + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))) / 2.0**64
 
 
 def _check_vocabulary(report: EncodingReport, tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Hashes of files' content.
+"""Hashes of files' content, and of texts.
 
 SHA-256 identifies a data file. Its hashes are cached: hashing a file of many GB again on every
 start would take minutes. XXH3 of 64 bits (github.com/Cyan4973/xxHash), as fast as memory, finds
@@ -98,3 +98,10 @@ def file_hash(path: Path) -> str:
         while chunk := file.read(HASHED_BYTES):
             computed.update(chunk)
     return computed.hexdigest()
+
+
+def hash64(data: str | bytes) -> int:
+    """Return a 64-bit hash of text or bytes."""
+    if isinstance(data, str):
+        data = data.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,15 +1,23 @@
 """What becomes of a record: its samples, or its error; and the hash that decides its split."""
 
-import hashlib
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from litft.data.chat_template import Message
+from litft.data.digests import hash64
 from litft.data.formats import Example
 from litft.data.messages import LEARNED_ENTRIES
 from litft.data.notes import CONTROL
+from litft.data.record_facts import (
+    RecordFacts,
+    conversation_facts,
+    conversation_signatures,
+    text_facts,
+    text_signatures,
+)
 from litft.data.tokenizer import Tokenizer
 
 
@@ -41,7 +49,39 @@ class Encoded:
     unused: list[str] = field(default_factory=list)  # fields with a value that nothing reads
     # of each prompt: what reward functions get, see `prompts.PromptExample`
     columns: list[bytes] = field(default_factory=list)
+    # tokens of answers that are learned, and how many of them the length limit cuts away
+    answer_tokens: int = 0
+    lost_tokens: int = 0
+    # what is compared with other records, see `review`; None: nothing
+    facts: RecordFacts | None = None
+    signatures: np.ndarray | None = None  # (2, 128) uint32
     error: str | None = None
+
+    def compare_conversation(
+        self,
+        messages: Sequence[Message],
+        learned: Collection[int],
+        rejected: Sequence[str] | None = None,
+    ) -> None:
+        """Let a conversation be compared with others: see `conversation_facts`."""
+        self.facts = conversation_facts(messages, learned, rejected)
+        self.signatures = conversation_signatures(messages, learned, rejected)
+
+    def compare_preference(self, answers: Sequence[list[Message]]) -> None:
+        """Let a preference be compared with others: its conversation with each of the answers."""
+        messages = [without_learned(message) for message in answers[0]]
+        rejected = [other[-1]["content"] for other in answers[1:]]
+        self.compare_conversation(messages, {len(messages) - 1}, rejected)
+
+    def count_tokens(self, answer: int, lost: int) -> None:
+        """Count the tokens of an answer, and those that the length limit cuts away."""
+        self.answer_tokens += answer
+        self.lost_tokens += lost
+
+    def compare_text(self, text: str) -> None:
+        """Let a text, or token ids as one, be compared with others."""
+        self.facts = text_facts(text)
+        self.signatures = text_signatures(text)
 
     def describe(self, messages: list[Message], tools: list | None) -> None:
         """Take note of a conversation's system prompt and of whether it has tools."""
@@ -54,13 +94,6 @@ class Encoded:
         """Note that one of the texts contains that of a control token."""
         if tokenizer.control_text and any(map(tokenizer.control_text.search, texts)):
             self.notes.append(CONTROL)
-
-
-def hash64(data: str | bytes) -> int:
-    """Return a 64-bit hash of text or bytes."""
-    if isinstance(data, str):
-        data = data.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def without_learned(message: Message) -> Message:

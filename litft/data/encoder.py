@@ -13,7 +13,8 @@ from itertools import chain, pairwise
 import numpy as np
 
 from litft.data.chat_template import Message, mentions_variable
-from litft.data.encoded import Encoded, hash64, unit_hash, without_learned
+from litft.data.digests import hash64
+from litft.data.encoded import Encoded, unit_hash, without_learned
 from litft.data.formats import (
     COMMON_FIELDS,
     FORMATS,
@@ -176,6 +177,7 @@ class Encoder:
         if len(preferences) == 2 and preferences[0].answers == preferences[1].answers:
             encoded.notes.append(EQUAL)
             return
+        encoded.compare_preference([answer.messages for answer in preferences[0].answers])
         for preference in preferences:
             if preference.has_different_prompts:
                 encoded.notes.append(OTHER_QUESTION)
@@ -270,6 +272,8 @@ class Encoder:
         if example.text is not None:
             encoded.note_controls([example.text], self.tokenizer)
             encoded.text = True
+            if not example.divided:
+                encoded.compare_text(example.text)
             for span, ids in self._spans(example, example.text):
                 encoded.units.append(hash64(span))
                 encoded.turns.append(0)
@@ -279,7 +283,8 @@ class Encoder:
             return
         messages, supervised = self._select_turns(example, encoded)
         encoded.notes += suspicions(messages, supervised)
-        messages = self._up_to_limit(messages, example)
+        encoded.compare_conversation(messages, supervised)
+        messages = self._up_to_limit(messages, example, supervised, encoded)
         encoded.note_controls([message["content"] for message in messages], self.tokenizer)
         self._note_unused(messages, example, encoded)
         was_cut = False
@@ -291,6 +296,9 @@ class Encoder:
             for turn in turns:
                 if turn.message in supervised:
                     self._mark_targets(sample, turn, encoded)
+                    first = self._first_target(turn)
+                    lost = turn.end - max(first, self.limit + 1)
+                    encoded.count_tokens(answer=turn.end - first, lost=max(0, lost))
                 # a sample has one token more than inputs: its last token is only a target
                 if turn.end <= self.limit + 1:
                     last_complete = turn.message
@@ -382,8 +390,11 @@ class Encoder:
             return
         bounds = [0, *(num_added + boundary for boundary in boundaries), len(ids)]
         for number, (start, end) in enumerate(pairwise(bounds)):
+            span = text
+            if cuts:
+                span = text[number * SPAN : (number + 1) * SPAN]
             if end > start:
-                yield text[number * SPAN : (number + 1) * SPAN] if cuts else text, ids[start:end]
+                yield span, ids[start:end]
 
     def _select_turns(self, example: Example, encoded: Encoded) -> tuple[list[Message], set[int]]:
         """Return the messages up to the last answer, and the indices of the supervised ones.
@@ -431,15 +442,16 @@ class Encoder:
             encoded.notes.append(EMPTY_TURN if supervised - empty else EMPTY)
         return messages, supervised - empty
 
-    def _up_to_limit(self, messages: list[Message], example: Example) -> list[Message]:
+    def _up_to_limit(
+        self, messages: list[Message], example: Example, supervised: set[int], encoded: Encoded
+    ) -> list[Message]:
         """Return a conversation without the turns after the first one whose prompt exceeds the
-        length limit.
+        length limit; their answers count as lost.
 
         They would be cut away, after rendering each of them several times with all that comes
-        before it. Prompts are
-        compared that end with the user: a template may leave out earlier reasoning only from there
-        on. Where prompts are
-        learned, too, all turns are rendered: a template may write each of them differently.
+        before it. Prompts are compared that end with the user: a template may leave out earlier
+        reasoning only from there on. Where prompts are learned, too, all turns are rendered: a
+        template may write each of them differently.
         """
         if len(messages) < LONG_CONVERSATION or not self.mask_prompt:
             return messages
@@ -466,9 +478,13 @@ class Encoder:
         except ValueError:
             # what renders each turn says what is wrong
             return messages
-        if at < len(answers):
-            return messages[: answers[at] + 1]
-        return messages
+        if at == len(answers):
+            return messages
+        for number in range(answers[at] + 1, len(messages)):
+            if number in supervised:
+                lost = len(self.tokenizer.encode(messages[number]["content"], bos=False))
+                encoded.count_tokens(answer=lost, lost=lost)
+        return messages[: answers[at] + 1]
 
     def _tokenize(
         self, messages: list[Message], example: Example

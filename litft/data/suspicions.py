@@ -1,11 +1,12 @@
-"""What in a conversation is probably not meant to be learned: refusals, and the marks of other chat
-formats in its messages."""
+"""What in a conversation is probably not meant: refusals, the marks of other chat formats in its
+messages, and messages out of order."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 from litft.data.chat_template import Message
-from litft.data.notes import FOREIGN_MARKS, REFUSAL
+from litft.data.notes import FOREIGN_MARKS, OUT_OF_ORDER, REFUSAL
 
 # characters at the beginning of an answer where a refusal stands
 BEGINNING = 200
@@ -17,6 +18,7 @@ REFUSALS = re.compile(
     r"|\bI must decline\b",
     re.IGNORECASE,
 )
+SYSTEM_ROLES = ("system", "developer")
 # marks of Alpaca, ChatML, Llama 2 and 3, Gemma, Phi, Zephyr and plain dialogues
 MARKS = re.compile(
     r"^### ?(?:Response|Instruction|Input|Human|Assistant|User|System):"
@@ -39,3 +41,18 @@ def suspicions(messages: Sequence[Message], supervised: Collection[int]) -> Iter
         if MARKS.search(message["content"]):
             yield FOREIGN_MARKS
             break
+    if not _is_in_order([message["role"] for message in messages]):
+        yield OUT_OF_ORDER
+
+
+def _is_in_order(roles: Sequence[str]) -> bool:
+    """Return whether a system prompt comes first, then the user, and no two users follow each
+    other."""
+    turns = list(roles)
+    if turns[0] in SYSTEM_ROLES:
+        del turns[0]
+    if turns and turns[0] == "assistant":
+        return False
+    if any(role in SYSTEM_ROLES for role in turns):
+        return False
+    return ("user", "user") not in pairwise(turns)

@@ -9,7 +9,7 @@ loaded, so the tokens may exceed memory.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import NamedTuple, overload
 import numpy as np
 from xxhash import xxh3_64
 
-from litft.data.digests import file_hash
-from litft.data.encoded import Encoded, hash64
+from litft.data.digests import file_hash, hash64
+from litft.data.encoded import Encoded
+from litft.data.review import Finding, Review
 from litft.data.sample import ID_MASK, SUPERVISED, PromptRecord, Sample, to_sample
+from litft.data.similarity import NUM_HASHES
 
 # an entry's kind: an example; a text or its first span; a later span of it
 EXAMPLE, TEXT, CONTINUATION = range(3)
@@ -36,6 +38,12 @@ ARRAYS = {
     "kinds": np.uint8,
 }
 ARRAYS |= {"first_sizes": np.int32, "labels": np.int8}  # see SampleIndex
+# of the records that are compared with others: their signatures, see `similarity`; the hashes of
+# their content; and of each entry, the row of its record in both, or NO_ROW
+SIGNATURES = "signatures.bin"
+CONTENTS = "contents.npy"
+ARRAYS |= {"rows": np.int64}
+NO_ROW = -1
 NO_LABEL = -1
 # bytes; larger tokens.bin are not hashed when a store is opened, which would take seconds
 MAX_HASHED = 1 << 30
@@ -59,6 +67,8 @@ class EncodingReport:
     notes: dict[str, list] = field(default_factory=dict)  # note -> [count, the first records]
     bad: list = field(default_factory=lambda: [0, []])  # [count, the first messages]
     answers: int = 0  # that are learned
+    answer_tokens: int = 0  # of them
+    lost_tokens: int = 0  # of these, cut away by the length limit
     # of these, with an empty thought of the template that is not learned
     empty_thoughts: int = 0
     # field that nothing reads -> number of records
@@ -81,6 +91,8 @@ class EncodingReport:
             return
         self.formats[encoded.form] = self.formats.get(encoded.form, 0) + 1
         self.answers += encoded.answers
+        self.answer_tokens += encoded.answer_tokens
+        self.lost_tokens += encoded.lost_tokens
         self.empty_thoughts += encoded.empty_thoughts
         system = encoded.system
         is_full = len(self.systems) >= MAX_SYSTEMS
@@ -91,6 +103,12 @@ class EncodingReport:
             self.unused[name] = self.unused.get(name, 0) + 1
         for note in encoded.notes:
             _count(self.notes.setdefault(note, [0, []]), encoded.where)
+
+    def add_findings(self, findings: Iterable[Finding]) -> None:
+        """Add what the comparison of the records has found."""
+        for note, records in findings:
+            if records:
+                self.notes[note] = [len(records), records[:MAX_NAMED]]
 
     @property
     def is_prompts(self) -> bool:
@@ -147,6 +165,10 @@ class TokenStoreWriter:
         self._last_tokens: Counter[int] = Counter()  # of records of token ids
         self._tokens_hash = xxh3_64()
         self._columns: list[bytes] = []  # of prompts
+        self._review = Review()
+        self._signatures = (folder / SIGNATURES).open("wb")
+        self._contents: list[int] = []
+        self._rows: list[int] = []
 
     def add(self, encoded: Encoded) -> None:
         """Append a record's samples. Samples with equal units go into the same split."""
@@ -158,6 +180,13 @@ class TokenStoreWriter:
         self._columns += encoded.columns
         for columns in encoded.columns:
             self._hash.update(columns)
+        row = NO_ROW
+        if encoded.facts is not None and encoded.signatures is not None:
+            row = len(self._contents)
+            self._contents.append(encoded.facts.content)
+            self._signatures.write(encoded.signatures.tobytes())
+            self._review.add(encoded.where, encoded.facts)
+        self._rows += [row] * len(encoded.samples)
         self._labels += map(int, encoded.labels or [NO_LABEL] * len(encoded.samples))
         # others have none, and keep their hash
         for fact in (*encoded.first_sizes, *encoded.labels):
@@ -197,40 +226,62 @@ class TokenStoreWriter:
 
     def close(self) -> None:
         """Write the index and the report."""
-        # the index
         self._file.close()
-        lengths = np.array(self._lengths, np.int64)
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        np.save(self.folder / "offsets.npy", offsets.astype(np.int64))
-        for name, dtype in ARRAYS.items():
-            values = np.array(getattr(self, f"_{name}"), dtype)
-            np.save(self.folder / f"{name}.npy", values)
+        self._signatures.close()
+        offsets = self._write_index()
+        self._write_columns()
+        report = self.report
         # The last token of each document is a target only, never an input. A later span continues
         # the text before it, whose last token is then an input; a pair has two documents.
         num_documents = sum(kind != CONTINUATION for kind in self._kinds)
         num_second_documents = sum(size > 0 for size in self._first_sizes)
-        num_tokens = int(offsets[-1])
         self._ends |= self._usual_last_tokens()
-        report = self.report
         report.samples = len(self._lengths)
         report.supervised = sum(self._supervised)
-        report.tokens = num_tokens - num_documents - num_second_documents
+        report.tokens = int(offsets[-1]) - num_documents - num_second_documents
         report.ends = sorted(map(int, self._ends))
         report.special = sorted(self._used_special)
         report.content = self._hash.hexdigest()
+        of_records = _read_signatures(self.folder)[:, 0]
+        report.add_findings(self._review.findings(of_records))
+
+        # the hashes of the other files; report.json comes last, and makes the store complete
         report.hashes = {"tokens.bin": self._tokens_hash.hexdigest()}
-
-        if self._columns:
-            sizes = [len(columns) for columns in self._columns]
-            np.save(self.folder / COLUMN_OFFSETS, np.concatenate(([0], np.cumsum(sizes))))
-            data = b"".join(self._columns)
-            (self.folder / COLUMNS).write_bytes(data)
-            report.hashes[COLUMNS] = xxh3_64(data).hexdigest()
-
-        # the hashes of the index; report.json comes last, and makes the store complete
-        for path in self.folder.glob("*.npy"):
-            report.hashes[path.name] = file_hash(path)
+        for path in sorted(self.folder.iterdir()):
+            if path.name != "tokens.bin":
+                report.hashes[path.name] = file_hash(path)
         (self.folder / "report.json").write_text(json.dumps(asdict(report)), "utf-8")
+
+    def _write_index(self) -> np.ndarray:
+        """Write the arrays of the index, and return the offsets of the entries."""
+        lengths = np.array(self._lengths, np.int64)
+        offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        np.save(self.folder / "offsets.npy", offsets)
+        for name, dtype in ARRAYS.items():
+            values = np.array(getattr(self, f"_{name}"), dtype)
+            np.save(self.folder / f"{name}.npy", values)
+        np.save(self.folder / CONTENTS, np.array(self._contents, np.uint64))
+        return offsets
+
+    def _write_columns(self) -> None:
+        """Write what reward functions get of each prompt, if there are prompts."""
+        if not self._columns:
+            return
+        sizes = [len(columns) for columns in self._columns]
+        np.save(self.folder / COLUMN_OFFSETS, np.concatenate(([0], np.cumsum(sizes))))
+        (self.folder / COLUMNS).write_bytes(b"".join(self._columns))
+
+
+def _read_signatures(folder: Path) -> np.ndarray:
+    """Return the signatures of a store's records, (N, 2, 128) uint32: of the whole record, and of
+    its prompt."""
+    path = folder / SIGNATURES
+    # numpy cannot map an empty file
+    if path.stat().st_size:
+        stored = np.memmap(path, np.uint32, "r")
+    else:
+        stored = np.zeros(0, np.uint32)
+    return stored.reshape(-1, 2, NUM_HASHES)
 
 
 class TokenStore:
@@ -249,6 +300,7 @@ class TokenStore:
             self.kinds,
             self.first_sizes,
             self.labels,
+            self.rows,
         ) = arrays
 
     @classmethod
@@ -290,6 +342,17 @@ class TokenStore:
     def read(self, start: int, size: int) -> np.ndarray:
         """Return `size` stored tokens with their flags from offset `start`, (size,) uint32."""
         return np.array(self._tokens[start : start + size])
+
+    @cached_property
+    def signatures(self) -> np.ndarray:
+        """The signatures of the records that are compared with others, (N, 2, 128) uint32: of the
+        whole record, and of its prompt; `rows` has each entry's row."""
+        return _read_signatures(self.folder)
+
+    @cached_property
+    def contents(self) -> np.ndarray:
+        """The hashes of the content of these records, (N,) uint64."""
+        return np.load(self.folder / CONTENTS)
 
     @cached_property
     def _column_offsets(self) -> np.ndarray:
@@ -445,6 +508,16 @@ class Samples(Sequence[Sample]):
         is_record = self.sample_index.units != 0
         counts = np.unique(self.sample_index.digests[is_record], return_counts=True)[1]
         return int((counts - 1).sum()), int(counts.max(initial=0))
+
+    def prompt_signatures(self) -> np.ndarray:
+        """Return the signatures of the prompts of these samples' records, (N, 128) uint32: see
+        `similarity`. Records that are not compared have none."""
+        found = [np.zeros((0, NUM_HASHES), np.uint32)]
+        for number, store in enumerate(self.stores):
+            entries = self.sample_index.entries[self.store_numbers == number]
+            rows = np.unique(store.rows[entries])
+            found.append(store.signatures[rows[rows != NO_ROW], 1])
+        return np.concatenate(found)
 
     @property
     def lengths(self) -> np.ndarray:

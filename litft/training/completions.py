@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from litft.args.sampling import Sampling
-from litft.data.encoded import hash64
+from litft.data.digests import hash64
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import is_out_of_memory

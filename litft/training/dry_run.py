@@ -6,20 +6,15 @@ lines of every run.
 
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 
 from litft.args import FinetuneArgs
 from litft.args.ignored import ignored_flags
 from litft.args.processes import global_rank
 from litft.checkpoints.hub import downloaded_from
-from litft.data.dataset import DataSplits, histogram, unknown_tokens
-from litft.data.notes import CUT_AWAY
-from litft.data.packing import num_slots
-from litft.data.token_store import EncodingReport
-from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
 from litft.model.mixers import kernels
+from litft.training.data_report import count_of, data_lines, data_report
 from litft.training.intervals import FEWEST_VALIDATIONS, validation_cost, validation_interval
 from litft.training.memory.choose import MemorySettings, PlannedRun
 from litft.training.memory.communication import UTILIZATION
@@ -29,7 +24,6 @@ from litft.training.objectives import GRPO
 from litft.training.reward_report import reward_lines
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
-from litft.training.shown_samples import samples_lines
 from litft.training.teacher_report import teacher_flops, teacher_lines
 
 # a CPU without bf16 arithmetic is slower in bf16 by at least this factor
@@ -41,14 +35,6 @@ STRATEGIES = {
     "hsdp": "each device holds a part of the weights and of the optimizer's state, and each {size} "
     "devices all of them",
 }
-# the variable of most templates that have thoughts
-SWITCH = "enable_thinking"
-FEW_STEPS = 30
-FEW_EXAMPLES = 10  # fewer are warned about
-MANY_TOO_LONG = 0.05  # of the records
-FEW_EXAMPLES_EPOCHS = 20
-FEW_EXAMPLES_BATCH = 4
-FEW_EXAMPLES_RATE = 1e-3  # of LoRA, for a small set of examples
 
 
 def dry_run(run: PlannedRun) -> None:
@@ -141,7 +127,7 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
     validations = num_validations(args, schedule)
     if (args.save.best or args.eval.patience) and validations < FEWEST_VALIDATIONS:
         flag = "--save.best" if args.save.best else "--eval.patience"
-        count = _count(validations, "validation")
+        count = count_of(validations, "validation")
         lines.append(
             f"warning: {flag} chooses among {count} during training; lower --eval.interval"
         )
@@ -157,13 +143,13 @@ def _notes_on_flags(args: FinetuneArgs, schedule: Schedule) -> Iterator[str]:
     if warmup_steps is not None and warmup_steps > steps:
         yield (
             f"warning: --train.warmup_steps {warmup_steps:,} is more than the run's "
-            f"{_count(steps, 'step')}: the learning rate never reaches its full value"
+            f"{count_of(steps, 'step')}: the learning rate never reaches its full value"
         )
     interval = args.eval.interval
     if args.eval.patience and interval is not None and interval >= steps:
         yield (
             f"note: --eval.patience {args.eval.patience} has no effect: --eval.interval "
-            f"{interval:,} validates only before and after the {_count(steps, 'step')}"
+            f"{interval:,} validates only before and after the {count_of(steps, 'step')}"
         )
 
 
@@ -185,206 +171,6 @@ def num_validations(args: FinetuneArgs, schedule: Schedule) -> int:
     if interval:
         return -(-schedule.steps // interval)
     return 1
-
-
-def data_report(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
-    """Everything about the data before training: counts, problems, lengths, and the first `count`
-    samples."""
-    yield from data_lines(schedule, tokenizer)
-    yield from details(schedule.data)
-    yield "training examples by length:"
-    yield from histogram_lines(schedule.data.train.lengths)
-    yield from samples_lines(schedule, tokenizer, count)
-
-
-def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
-    """The data: a line per file, the steps, and the packing, with warnings."""
-    data = schedule.data
-    for name, report in data.reports.items():
-        yield f"{name}: {file_line(report)}"
-    yield f"the chat template is {data.template}"
-    records = sum(report.records for report in data.reports.values())
-    num_too_long = data.count(CUT_AWAY)
-    if num_too_long and num_too_long >= MANY_TOO_LONG * records:
-        yield (
-            f"warning: {num_too_long:,} of {_count(records, 'record')} are not learned: no answer "
-            f"begins within --data.max_seq_length {data.limit:,}; raise it, or divide them"
-        )
-
-    # answers after an empty thought, or without a conversation: the template's prompt differs
-    if (
-        any(report.empty_thoughts for report in data.reports.values())
-        and SWITCH in tokenizer.chat_template
-    ):
-        yield (
-            "note: these answers follow an empty thought, which the prompt of the template does "
-            f"not have; ask the result with {SWITCH}=false, or make that its default with "
-            f"--data.template_args {SWITCH}=false"
-        )
-    if tokenizer.own_template and not any(
-        report.has_conversations for report in data.reports.values()
-    ):
-        yield (
-            "note: the result keeps the template of its base; generate/base.py --template none "
-            "continues a text as trained"
-        )
-
-    # what the run does with the examples
-    by_weight = _by_weight(data)
-    yield (
-        f"{len(data.train):,} training and {len(data.val):,} validation examples; "
-        f"{_count(schedule.steps, 'step')} of {_step_size(schedule)}, "
-        f"{schedule.samples / schedule.order.size:.3g} epochs of "
-        f"{schedule.order.epoch_size:,}{by_weight}, on "
-        f"{_count(schedule.layout.ranks, 'device')}"
-    )
-    yield packing_line(schedule)
-    yield from _copies_line(data)
-
-    # too few steps, or too few examples to validate on
-    if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
-        yield (
-            f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; for a small "
-            f"set of examples, try {_flags_for_few_examples(schedule)}"
-        )
-    if 0 < len(data.val) < FEW_EXAMPLES:
-        examples = _count(len(data.val), "validation example")
-        remedy = (
-            "give --data.val_path or a larger --data.val_fraction, or learn them too: "
-            "--data.val_fraction 0"
-        )
-        yield f"warning: {examples} cannot tell how good the model is; {remedy}"
-    if not len(data.val):
-        cause = "--data.val_fraction is 0, and there is no --data.val_path"
-        if schedule.val_fraction:
-            cause = (
-                f"none of the examples falls into --data.val_fraction {schedule.val_fraction:g}; "
-                "raise it"
-            )
-            if len(set(data.train.digests.tolist())) == 1:
-                cause = "the examples are all the same, and equal ones are held out together"
-        answers = ""
-        if schedule.answers_prompts:
-            answers = (
-                "; the sample answers are to trained questions, unless --eval.prompts has others"
-            )
-        yield f"nothing is held out for validation: {cause}{answers}"
-
-    yield from _tokenizer_notes(data, tokenizer)
-    if len(data.duplicates):
-        yield (
-            f"warning: {len(data.duplicates):,} training examples are also in the validation set, "
-            "token for token; the validation loss will look better than it is"
-        )
-
-
-def _flags_for_few_examples(schedule: Schedule) -> str:
-    """Return the flags of a run with more steps; none that the run has already."""
-    flags = []
-    epochs = FEW_EXAMPLES_EPOCHS
-    if schedule.size <= FEW_EXAMPLES_BATCH:
-        # the steps can only come from more epochs
-        epochs = max(epochs, round(2 * schedule.samples / schedule.order.size))
-    flags.append(f"--train.epochs {epochs}")
-    if schedule.size > FEW_EXAMPLES_BATCH:
-        flags.append(f"--train.global_batch_size {FEW_EXAMPLES_BATCH}")
-    if schedule.has_usual_rate:
-        flags.append(f"--train.learning_rate {FEW_EXAMPLES_RATE:g}")
-    return " ".join(flags)
-
-
-def _tokenizer_notes(data: DataSplits, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the problems of the tokenizer and the template with this data."""
-    unknown = unknown_tokens(tokenizer)
-    if unknown:
-        texts = ",".join(unknown)
-        remedy = f"--data.new_tokens '{texts}' makes them tokens"
-        yield f"warning: the tokenizer has no token for the template's {texts}; {remedy}"
-    unused = sorted(tokenizer.new_ids - data.special_ids)
-    if unused:
-        texts = ", ".join(repr(tokenizer.decode([i], skip_special=False)) for i in unused)
-        yield (
-            f"warning: no example has the new {texts}, so nothing trains it; commas separate "
-            "tokens, and spaces are a part of them"
-        )
-    note = tokenizer.portability_note()
-    if note:
-        yield note
-
-
-def _step_size(schedule: Schedule) -> str:
-    """What a step has."""
-    group = schedule.group_size
-    if group == 1:
-        return str(schedule.size)
-    return f"{schedule.size // group} prompts with {group} completions each"
-
-
-def _by_weight(data: DataSplits) -> str:
-    if any(weight != 1 for weight in data.weights):
-        return " by weight"
-    return ""
-
-
-def _copies_line(data: DataSplits) -> Iterator[str]:
-    """A line on training examples that are copies of others, if there are any."""
-    copies, most = data.train.copies()
-    if copies:
-        yield (
-            f"note: {copies:,} training examples are copies of others, token for token; the most "
-            f"frequent one occurs {most:,} times, and is learned as often"
-        )
-
-
-def packing_line(schedule: Schedule) -> str:
-    """How full the rows of the first 200 steps are."""
-    fed = 0
-    slots = 0
-    rows = 0
-    steps = range(min(schedule.steps, 200))
-    for lengths in map(schedule.lengths, steps):
-        fed += int(lengths.sum())
-        for batch in schedule.layout.plan(lengths.tolist()):
-            slots = slots + num_slots(lengths, batch)
-            rows = rows + len(batch)
-    if schedule.layout.row_tokens:
-        room = f"packed into rows of at most {schedule.data.limit:,} tokens"
-    else:
-        room = "a row for each example"
-    return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / slots:.1%} padding"
-
-
-def file_line(report: EncodingReport) -> str:
-    """The counts of one data file."""
-    # a single format needs no count
-    if len(report.formats) > 1:
-        formats = [f"{name} {count:,}" for name, count in report.formats.items()]
-    else:
-        formats = list(report.formats)
-    parts = [
-        f"{_count(report.records, 'record')} ({', '.join(formats)}), {report.tokens:,} tokens, "
-        f"{report.supervised:,} of them {'for completions' if report.is_prompts else 'learned'}"
-    ]
-    if report.empty_thoughts:
-        parts.append(
-            f"{report.empty_thoughts:,} of {report.answers:,} answers have an empty thought: not "
-            "learned"
-        )
-    parts += [f"{count:,} {note}" for note, (count, _) in report.notes.items()]
-    if report.unused:
-        fields = []
-        for name, count in report.unused.items():
-            fields.append(f"{name} in {_count(count, 'record')}")
-        parts.append(f"fields that are not used: {', '.join(fields)}")
-    if report.bad[0]:
-        parts.append(f"{report.bad[0]:,} bad, which are left out")
-    return "; ".join(parts)
-
-
-def _count(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}s"
 
 
 def plan_lines(run: PlannedRun, peak: float | None, chip: str | None = None) -> Iterator[str]:
@@ -507,26 +293,3 @@ def format_duration(seconds: float) -> str:
             text = f"{amount:,.{digits}f}".removesuffix(".0")
             return f"{text} {unit}" if text == "1" else f"{text} {unit}s"
     return f"{seconds:.2g} s"
-
-
-def details(data: DataSplits) -> Iterator[str]:
-    """The first few records with each kind of note or problem."""
-    for name, report in data.reports.items():
-        for note, (count, first_records) in report.notes.items():
-            records = ", ".join(record.removeprefix(f"{name}, ") for record in first_records)
-            if count > len(first_records):
-                records += " ..."
-            yield f"  {note}: {records}"
-        for message in report.bad_lines():
-            yield f"  bad: {message}"
-        more = report.bad[0] - len(report.bad[1])
-        if more > 0:
-            yield f"  bad: {more:,} more"
-
-
-def histogram_lines(lengths: np.ndarray) -> Iterator[str]:
-    """A histogram of lengths as text."""
-    bars = histogram(lengths)
-    largest = max(count for _, _, count in bars)
-    for low, high, count in bars:
-        yield f"  {low:7,} to {high:7,} tokens {'█' * round(40 * count / largest):<40} {count:,}"

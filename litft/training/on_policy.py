@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from litft.data.encoded import hash64
+from litft.data.digests import hash64
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample, TeacherValues
 from litft.distributed.process_group import Processes

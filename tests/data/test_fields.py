@@ -13,7 +13,7 @@ from litft.data.formats import to_example
 from litft.data.notes import EMPTY_PROMPT, TOOLS_LOST
 from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
-from litft.training.dry_run import file_line
+from litft.training.data_report import file_line
 
 TOOL = {
     "type": "function",

@@ -1,0 +1,174 @@
+"""What one record tells about the quality of the data: facts that `review` compares with those of
+the file's other records."""
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from litft.data.chat_template import Message
+from litft.data.digests import hash64
+from litft.data.similarity import text_signature
+
+if TYPE_CHECKING:
+    from py3langid.langid import LanguageIdentifier
+
+# of fewer letters, a language is not told
+FEWEST_LETTERS = 60
+READ_LETTERS = 500  # characters of an answer that are read for its language
+SURE = 0.9  # the least probability of a language
+CODE_BLOCK = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
+# the first sentence of an answer, and the last one; shorter ones say little
+SENTENCE = re.compile(r"[^.!?\n:]+[.!?:]*")
+SENTENCE_LENGTHS = range(12, 121)
+# an answer that stops in a line of prose: so long, and without the mark that ends a sentence
+FEWEST_WORDS = 8
+LIST_ITEM = re.compile(r"\s*(?:[-*•#>|]|\d+[.)]|[A-Za-z][.)])")
+OPEN_ENDS = ",;-([{"
+
+
+@dataclass(frozen=True)
+class RecordFacts:
+    """What is compared between the records of a file."""
+
+    content: int  # hash of all messages, or of a text
+    # hash of the messages before the last answer; None of texts, of preferences, and without answer
+    prompt: int | None = None
+    # hash of the system prompt, of an empty text without one; None of a text
+    system: int | None = None
+    # the first and the last sentence of each answer that has more text
+    sentences: frozenset[str] = frozenset()
+    language: str = ""  # of the answers, by its ISO 639 code; empty: not told
+    is_prose: bool = False  # whether an answer ends with a line of prose
+    is_unfinished: bool = False  # and that line does not end a sentence
+
+
+def text_signatures(text: str) -> np.ndarray:
+    """Return the signatures of a text to continue, which has no prompt, (2, 128): see
+    `similarity`."""
+    return np.stack((text_signature(text), text_signature("")))
+
+
+def conversation_signatures(
+    messages: Sequence[Message], learned: Collection[int], rejected: Sequence[str] | None = None
+) -> np.ndarray:
+    """Return the signatures of a whole conversation and of its prompt, (2, 128): see `similarity`.
+
+    learned, rejected: see `conversation_facts`.
+    """
+    whole = "\n".join((_text_of(messages), *(rejected or ())))
+    prompt = _text_of(messages[: _prompt_size(messages, learned)])
+    return np.stack((text_signature(whole), text_signature(prompt)))
+
+
+def _prompt_size(messages: Sequence[Message], learned: Collection[int]) -> int:
+    """Return the number of messages before the last answer that is learned."""
+    return max(learned, default=len(messages))
+
+
+def text_facts(text: str) -> RecordFacts:
+    """Return the facts of a text to continue."""
+    return RecordFacts(content=hash64(text))
+
+
+def conversation_facts(
+    messages: Sequence[Message], learned: Collection[int], rejected: Sequence[str] | None = None
+) -> RecordFacts:
+    """Return the facts of a conversation.
+
+    learned: the indices of the answers that are learned; empty: the conversation is a prompt.
+    rejected: of preferences, the other answers: a prompt usually has several.
+    """
+    prompt = messages[: _prompt_size(messages, learned)]
+    answers = []
+    for number in sorted(learned):
+        answers.append(messages[number]["content"])
+    system = ""
+    if messages[0]["role"] in ("system", "developer"):
+        system = messages[0]["content"]
+    sentences: set[str] = set()
+    for answer in answers:
+        sentences |= outer_sentences(answer)
+    ends = [last_line_of_prose(answer) for answer in answers]
+    prose = [line for line in ends if line]
+    return RecordFacts(
+        content=_hash_of(messages, *(rejected or ())),
+        prompt=_hash_of(prompt) if learned and rejected is None else None,
+        system=hash64(system),
+        sentences=frozenset(sentences),
+        language=language_of("\n".join(answers)),
+        is_prose=bool(prose),
+        is_unfinished=any(_stops_within(line) for line in prose),
+    )
+
+
+def _hash_of(messages: Sequence[Message], *more: str) -> int:
+    return hash64(json.dumps([list(messages), *more], sort_keys=True, default=str))
+
+
+def _text_of(messages: Sequence[Message]) -> str:
+    """Return what a conversation says, without its system prompt, which many have in common."""
+    texts = []
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            continue
+        texts.append(message["content"])
+        if message.get("tool_calls"):
+            texts.append(json.dumps(message["tool_calls"], default=str))
+    return "\n".join(texts)
+
+
+def outer_sentences(answer: str) -> set[str]:
+    """Return the first and the last sentence of an answer, if it has more text and they are
+    neither very short nor very long."""
+    sentences = [match.strip() for match in SENTENCE.findall(answer)]
+    sentences = [sentence for sentence in sentences if sentence]
+    if len(sentences) < 2:
+        return set()
+    return {text for text in (sentences[0], sentences[-1]) if len(text) in SENTENCE_LENGTHS}
+
+
+def last_line_of_prose(answer: str) -> str:
+    """Return the last line of an answer if it is a sentence of several words; empty if it is an
+    item of a list, a verse, code, a number or a name."""
+    if answer.count("```") % 2:
+        # cut within a block of code, which nothing closes
+        return answer.rstrip()[-1:] + ","
+    lines = [line for line in answer.rstrip().splitlines() if line.strip()]
+    if not lines or LIST_ITEM.match(lines[-1]) or "```" in lines[-1]:
+        return ""
+    if len(lines[-1].split()) < FEWEST_WORDS:
+        return ""
+    # verses and rows of tables end without a mark, too
+    if len(lines) > 1 and _stops_within(lines[-2].rstrip()):
+        return ""
+    return lines[-1]
+
+
+def _stops_within(line: str) -> bool:
+    """Return whether a line of prose stops before its sentence ends."""
+    return line[-1].islower() or line[-1] in OPEN_ENDS
+
+
+def language_of(text: str) -> str:
+    """Return the language of a text, an ISO 639 code; empty if it is too short to tell, or
+    code."""
+    prose = CODE_BLOCK.sub("", text)[:READ_LETTERS]
+    if sum(map(str.isalpha, prose)) < FEWEST_LETTERS:
+        return ""
+    language, probability = _identifier().classify(prose)
+    if probability < SURE:
+        return ""
+    return language
+
+
+@cache
+def _identifier() -> "LanguageIdentifier":
+    # imported here because it takes half a second
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

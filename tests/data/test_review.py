@@ -1,0 +1,294 @@
+"""Records are compared with each other: what is planted in a file is reported with its records, and
+a clean file has no note."""
+
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import write_records
+
+import litft
+from litft.args import DataArgs, LoRAFinetuneArgs
+from litft.data.dataset import load_data
+from litft.data.notes import (
+    COPY,
+    CUT,
+    EMPTY,
+    FOREIGN_MARKS,
+    NEAR_COPY,
+    OTHER_ANSWER,
+    OTHER_SYSTEM,
+    OUT_OF_ORDER,
+    REFUSAL,
+    UNFINISHED,
+)
+from litft.data.record_facts import conversation_facts, conversation_signatures, language_of
+from litft.data.review import Review
+from litft.data.similarity import NEAR, WORDS_IN_A_ROW, first_of_group, similarity, text_signature
+from litft.training.data_report import data_lines
+from litft.training.schedule import Schedule
+
+WORDS = """river stone market window garden bridge letter mountain teacher engine harbour forest
+kitchen village doctor station library valley orchestra captain ladder meadow painter railway
+cottage lantern blanket compass orchard theatre sailor furnace carpet basket whistle tunnel
+fountain cabinet shoulder curtain""".split()
+VERBS = """crossed repaired painted counted carried followed measured opened noticed borrowed
+polished described guarded lifted answered gathered""".split()
+GERMAN = (
+    "Der alte Lehrer ging am Morgen durch das Dorf und sprach mit dem Arzt, der gerade die Fenster "
+    "der kleinen Bibliothek reparierte."
+)
+SYSTEM = "You are a careful assistant."
+SLOGAN = "Please rate this answer on our page today."
+
+
+def sentence(draw):
+    """Return an English sentence of twenty words."""
+    first, second, third, fourth, fifth = draw.sample(WORDS, 5)
+    verbs = draw.sample(VERBS, 3)
+    return (
+        f"The {first} near the {second} was {verbs[0]} before the {third} {verbs[1]} every "
+        f"{fourth} and {verbs[2]} the {fifth}."
+    )
+
+
+def conversation(draw, number):
+    """Return a system prompt, a question and an answer that no other record has."""
+    asked = draw.sample(WORDS, 2)
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"What about {asked[0]} {number} and the {asked[1]}?"},
+        {"role": "assistant", "content": " ".join(sentence(draw) for _ in range(3))},
+    ]
+
+
+def clean_records():
+    draw = random.Random(7)
+    return [{"messages": conversation(draw, number)} for number in range(300)]
+
+
+def plant(records):
+    """Put each fault into a few records; return the expected records by note."""
+    expected = {}
+
+    def messages(number):
+        return records[number]["messages"]
+
+    def mark(note, numbers):
+        expected[note] = list(numbers)
+        return numbers
+
+    for number in mark(COPY, range(10, 17)):
+        records[number] = {"messages": [dict(turn) for turn in messages(number - 10)]}
+    for number in mark(NEAR_COPY, range(120, 126)):
+        turns = [dict(turn) for turn in messages(number - 100)]
+        turns[-1]["content"] += " Indeed."
+        records[number] = {"messages": turns}
+    for number in mark(OTHER_ANSWER, range(30, 35)):
+        messages(number)[1]["content"] = messages(number + 5)[1]["content"]
+    # copies that differ in the answer have the same prompt, too
+    expected[OTHER_ANSWER] = [*range(35, 40), *range(120, 126)]
+    for number in mark(EMPTY, range(40, 44)):
+        messages(number)[-1]["content"] = ""
+    for number in mark(UNFINISHED, range(50, 55)):
+        messages(number)[-1]["content"] = messages(number)[-1]["content"][:-12].rstrip(" .")
+    for number in mark(REFUSAL, range(60, 64)):
+        messages(number)[-1]["content"] = f"I cannot help with point {number} of that."
+    slogan = f'with an answer that begins or ends with "{SLOGAN}", as many do'
+    for number in mark(slogan, range(70, 90)):
+        messages(number)[-1]["content"] += f" {SLOGAN}"
+    for number in mark(FOREIGN_MARKS, range(90, 93)):
+        messages(number)[-1]["content"] += "\n### Response:\nYes."
+    german = "with an answer in another language (de) than most (en)"
+    for number in mark(german, range(100, 104)):
+        messages(number)[-1]["content"] = f"{GERMAN} Das war {number}."
+    for number in mark(CUT, range(130, 133)):
+        words = random.Random(number).choices(WORDS, k=900)
+        messages(number)[-1]["content"] = " ".join(words) + "."
+    for number in mark(OUT_OF_ORDER, range(140, 144)):
+        messages(number).insert(1, {"role": "user", "content": f"Hello, number {number}!"})
+    for number in mark(OTHER_SYSTEM, range(150, 156)):
+        messages(number)[0]["content"] = "You are a pirate."
+    return expected
+
+
+@pytest.fixture
+def load(tiny, tmp_path):
+    """Return a function that loads records with flags."""
+    _, tokenizer = litft.load(tiny)
+
+    def load(records, name="data.jsonl", **flags):
+        path = write_records(tmp_path / name, records)
+        args = DataArgs(**{"path": [str(path)], "max_seq_length": 1024} | flags)
+        return load_data(args, tokenizer, vocab_size=1 << 20, context=2048)
+
+    return load
+
+
+def notes_of(data):
+    """Return the numbers of the first records of each note, and the counts."""
+    (report,) = data.reports.values()
+    found = {}
+    counts = {}
+    for note, (count, places) in report.notes.items():
+        found[note] = [int(place.rpartition(" ")[2]) - 1 for place in places]
+        counts[note] = count
+    return found, counts
+
+
+def test_every_planted_fault_is_reported_with_its_records(load):
+    records = clean_records()
+    expected = plant(records)
+    found, counts = notes_of(load(records))
+    assert counts == {note: len(numbers) for note, numbers in expected.items()}
+    assert found == {note: numbers[:10] for note, numbers in expected.items()}
+
+
+def test_a_clean_file_has_no_note(load):
+    data = load(clean_records())
+    assert notes_of(data) == ({}, {})
+    assert data.near_held_out == 0
+
+
+def test_near_copies_are_those_of_a_quadratic_comparison():
+    """Outside of the estimate's error around the threshold, all of them and no others are found."""
+    draw = random.Random(3)
+    texts = [draw.choices(WORDS + VERBS, k=draw.randint(20, 150)) for _ in range(400)]
+    for _ in range(200):
+        copy = list(draw.choice(texts[:400]))
+        for _ in range(draw.randint(0, len(copy) // 12)):
+            copy[draw.randrange(len(copy))] = draw.choice(WORDS)
+        texts.append(copy)
+    signatures = np.stack([text_signature(" ".join(text)) for text in texts])
+    is_copy = first_of_group(signatures) != np.arange(len(texts))
+
+    shingles = []
+    for text in texts:
+        rows = [text[start : start + WORDS_IN_A_ROW] for start in range(len(text) - 2)]
+        shingles.append(set(map(tuple, rows)))
+    closest = np.zeros(len(texts))
+    errors = []
+    for later in range(len(texts)):
+        for earlier in range(later):
+            shared = len(shingles[earlier] & shingles[later])
+            exact = shared / len(shingles[earlier] | shingles[later])
+            closest[later] = max(closest[later], exact)
+            if exact > 0.5:
+                errors.append(similarity(signatures[earlier], signatures[later]) - exact)
+    is_clear = abs(closest - NEAR) > 0.06
+    assert is_clear.sum() > 500 and (closest[is_clear] > NEAR).sum() > 40
+    np.testing.assert_array_equal(is_copy[is_clear], closest[is_clear] > NEAR)
+    assert abs(np.mean(errors)) < 0.01 and np.std(errors) < 0.05
+
+
+def test_copies_are_left_out_where_that_is_asked_for(load):
+    """exact: the first of equal records stays; near: of nearly equal ones, too."""
+    records = clean_records()
+    expected = plant(records)
+    usable = 300 - len(expected[EMPTY])
+    sizes = {}
+    for dedup in ("none", "exact", "near"):
+        data = load(records, dedup=dedup, val_fraction=0.1)
+        sizes[dedup] = len(data.train) + len(data.val)
+        assert sum(data.left_out.values()) == usable - sizes[dedup]
+        assert data.train.copies()[0] + data.val.copies()[0] == (7 if dedup == "none" else 0)
+    assert sizes == {"none": usable, "exact": usable - 7, "near": usable - 13}
+
+
+def test_copies_of_another_file_are_left_out(load, tmp_path):
+    records = clean_records()[:40]
+    other = write_records(tmp_path / "other.jsonl", records[30:])
+    paths = [str(tmp_path / "data.jsonl"), str(other)]
+    data = load(records, path=paths, dedup="exact", val_fraction=0.0)
+    assert data.train.sizes == [40, 0]
+    assert list(data.left_out.values()) == [0, 10]
+
+
+def test_held_out_prompts_near_trained_ones_are_counted(load, tmp_path):
+    """The held-out record is another one, but its question is nearly that of a trained record."""
+    records = clean_records()[:60]
+    held_out = []
+    for number in range(5):
+        turns = [dict(turn) for turn in records[number]["messages"]]
+        turns[1]["content"] = turns[1]["content"].upper()
+        turns[2]["content"] = f"Nobody knows about number {number}."
+        held_out.append({"messages": turns})
+    held_out += records[50:]
+    del records[50:]
+    val = write_records(tmp_path / "val.jsonl", held_out)
+    data = load(records, val_path=[str(val)])
+    assert data.near_held_out == 5
+    assert not len(data.duplicates)
+
+
+def test_the_share_of_answer_tokens_that_the_limit_cuts_is_reported(load, tiny):
+    records = clean_records()[:50]
+    long = load(records)
+    (report,) = long.reports.values()
+    assert report.lost_tokens == 0
+    limit = int(np.median(long.train.lengths))
+    short = load(records, max_seq_length=limit)
+    (cut,) = short.reports.values()
+    assert cut.answer_tokens == report.answer_tokens
+    assert cut.lost_tokens == report.supervised - cut.supervised > 0
+
+    args = LoRAFinetuneArgs(checkpoint_dir=str(tiny))
+    lines = list(data_lines(Schedule(args, short, ranks=1), short.tokenizer))
+    share = cut.lost_tokens / cut.answer_tokens
+    text = f"{cut.lost_tokens:,} of {cut.answer_tokens:,} answer tokens ({share:.1%})"
+    (line,) = [line for line in lines if text in line]
+    assert line.startswith("warning: ") == (share >= 0.1)
+
+
+def test_a_language_is_told_of_prose_only():
+    assert language_of(GERMAN) == "de"
+    assert language_of("Ja.") == ""
+    assert language_of(f"```python\n{'x = open(path).read()' * 9}\n```") == ""
+
+
+def test_where_most_answers_stop_so_it_is_how_the_file_is_written(load):
+    """Verses, titles and lists of names have no full stop."""
+    records = clean_records()[:40]
+    for record in records:
+        record["messages"][-1]["content"] = record["messages"][-1]["content"].rstrip(".")
+    assert notes_of(load(records)) == ({}, {})
+
+
+def test_prompts_that_vary_their_system_prompt_have_no_usual_one(load):
+    records = clean_records()[:40]
+    for number, record in enumerate(records):
+        record["messages"][0]["content"] = f"You are assistant {number}."
+    (note,) = notes_of(load(records))[0]
+    assert "none is the usual one" in note
+
+
+@pytest.mark.weekly
+def test_100_000_records_are_compared_within_a_minute():
+    """On two cores; each process that tokenizes gathers the facts of its records."""
+    draw = random.Random(5)
+    records = []
+    for number in range(4000):
+        turns = conversation(draw, number)
+        turns[-1]["content"] = " ".join(sentence(draw) for _ in range(8))  # 160 words
+        records.append(turns)
+    language_of(GERMAN)  # loads the tables
+    review = Review()
+    signatures = []
+    start = time.perf_counter()
+    for number, turns in enumerate(records):
+        review.add(f"line {number}", conversation_facts(turns, {2}))
+        signatures.append(conversation_signatures(turns, {2})[0])
+    gathering = time.perf_counter() - start
+
+    # the facts of 100,000 different records
+    hashes = np.random.default_rng(0).integers(0, 1 << 32, (100_000, 128), dtype=np.uint32)
+    many = Review()
+    for number in range(100_000):
+        facts = replace(review.facts[number % 4000], content=number, prompt=number)
+        many.add(f"line {number}", facts)
+    start = time.perf_counter()
+    assert sum(1 for _ in many.findings(hashes)) > 3
+    comparing = time.perf_counter() - start
+    assert gathering / 4000 * 100_000 / 2 + comparing < 60, (gathering, comparing)
