@@ -5,6 +5,7 @@ result; written at the end). While a finished run is continued, its earlier resu
 """
 
 import csv
+import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from litft.folder_lock import LOCK
 
 OUT = Path("out")
 CONFIG = "config.yaml"
+VERDICT = "verdict.json"
 # first line of config.yaml: other programs have files of that name
 _HEADER = "# A run of litft"
 # the folder of the earlier result of a run that is continued
@@ -56,6 +58,16 @@ def command(script: str) -> str:
 def finished(folder: Path) -> bool:
     """Return whether the run is finished."""
     return (folder / "final").is_dir()
+
+
+def verdict_texts(folder: Path) -> list[str]:
+    """Return how a run's result differs from the model before it, a line for each score; none if
+    that was not measured, or the file is damaged."""
+    try:
+        content = json.loads((folder / VERDICT).read_text("utf-8"))
+        return [str(verdict["text"]) for verdict in content["verdicts"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
 
 
 def set_final_aside(folder: Path) -> None:

@@ -33,6 +33,9 @@ class RunEvalArgs(OpenArgs):
     against: str | None = None
     """The folder of another model to compare with. none: score this model only. Default: the base
     model of an adapter."""
+    forgetting: bool = True
+    """If two models are compared, also measure what the tuned one has forgotten: its loss on 50 kB
+    of neutral text, and on its base's answers to 40 ordinary questions."""
     limit: int | None = None
     """Maximum number of examples of each task and of --data. Default: all."""
     batch_size: int = 8

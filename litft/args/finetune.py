@@ -241,6 +241,10 @@ class EvalArgs:
     exact_match: bool = False
     """At each validation, answer the validation questions greedily and report the fraction of exact
     matches."""
+    forgetting: bool | None = None
+    """Measure before and after the run what the model forgets: its loss on 50 kB of neutral text,
+    and on its own earlier answers to 40 ordinary questions. Default: if that takes less than about
+    a fifth of the training's time."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""

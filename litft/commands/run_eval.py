@@ -27,8 +27,10 @@ from litft.evaluation.examples import (
     warn_if_trained_on,
     with_shared_length,
 )
+from litft.evaluation.forgetting import Remembered
 from litft.evaluation.rewards.reward import parse_rewards
 from litft.inference.session import Session, open_session, source_of
+from litft.pretrained.folder import PretrainedFolder
 
 
 def run_eval(args: RunEvalArgs) -> None:
@@ -67,12 +69,14 @@ def run_eval(args: RunEvalArgs) -> None:
     # one model after the other
     subjects = []
     examples = {}
+    forgetting = Forgetting(args, source)
     for subject, session, context in _subjects(args, separate_base=len(sources) > 1):
         with context:
             if args.data.path:
                 examples |= score_examples(subject, session, args, readable, kind)
             if run_harness:
                 run_harness(subject, session)
+            forgetting.measure(subject, session)
         subjects.append(subject)
 
     # the model to compare with comes first
@@ -85,6 +89,36 @@ def run_eval(args: RunEvalArgs) -> None:
         print(*found, sep="\n")
     if args.out:
         _write(args.out, results_as_json(args, subjects, examples, found))
+
+
+class Forgetting:
+    """Measures what a tuned model has forgotten of what its base knows."""
+
+    def __init__(self, args: RunEvalArgs, source: PretrainedFolder) -> None:
+        self.rows = args.batch_size
+        has_base = source.adapter is not None and args.against is None
+        # a single model has nothing to be compared with
+        has_two = has_base or args.against not in (None, "none")
+        self.is_asked_for = args.forgetting and has_two
+        self.remembered: Remembered | None = None
+
+    def measure(self, subject: ScoredModel, session: Session) -> None:
+        """Measure one of the models; the base comes first."""
+        if not self.is_asked_for:
+            return
+        if self.remembered is None:
+            self.remembered = Remembered.of(session, self.rows)
+        if not self.remembered.fits(session.tokenizer):
+            print(
+                "what was forgotten is not measured: the models have different tokenizers",
+                file=sys.stderr,
+            )
+            return
+        parts = self.remembered.parts(session, self.rows)
+        subject.parts |= parts
+        for score, by_key in parts.items():
+            total = sum(part.value for part in by_key.values())
+            subject.scores[score] = total / sum(part.weight for part in by_key.values())
 
 
 def _write(path: str, results: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ class Run(NamedTuple):
     # the newest "validation loss" and "loss", where there is one
     losses: dict[str, float]
     state: str
+    verdict: str  # whether the result is better; empty: not known
 
 
 def list_runs(args: RunsArgs) -> None:
@@ -44,6 +45,7 @@ def list_runs(args: RunsArgs) -> None:
         table.add_column(title, overflow="fold")
     for title in ("steps", "loss", "validation loss"):
         table.add_column(title, justify="right")
+    table.add_column("verdict")
     table.add_column("state", overflow="fold")
     for run in runs:
         # a run may have no validation
@@ -53,7 +55,14 @@ def list_runs(args: RunsArgs) -> None:
         )
         started = f"{run.started:%Y-%m-%d %H:%M}"
         table.add_row(
-            str(run.folder), started, run.method, run.model, f"{run.steps:,}", *losses, run.state
+            str(run.folder),
+            started,
+            run.method,
+            run.model,
+            f"{run.steps:,}",
+            *losses,
+            run.verdict,
+            run.state,
         )
     # wider than a terminal: a name that is cut cannot be copied
     Console(width=10_000, highlight=False, markup=False).print(table)
@@ -89,7 +98,16 @@ def read_run(folder: Path) -> Run:
         steps=int(newest.get("step", 0)),
         losses=losses,
         state=_state(folder),
+        verdict=_verdict(folder),
     )
+
+
+def _verdict(folder: Path) -> str:
+    """Return whether a run's result is better than the model before it, without the interval."""
+    texts = run_dir.verdict_texts(folder)
+    if not texts:
+        return ""
+    return texts[0].partition(" (")[0]
 
 
 def _model_name(path: Path) -> str:

@@ -14,8 +14,8 @@ LEVEL = 0.95
 RESAMPLES = 4999
 # numbers that are drawn at once
 DRAWN_AT_ONCE = 4_000_000
-# scores where lower is better
-LOSSES = ("loss",)
+# what the name of a score begins with where lower is better
+LOSS = "loss"
 SHARES = ("exact_match",)
 
 # what identifies an example, see `examples.Name`
@@ -49,7 +49,7 @@ class Verdict:
         if self.examples < FEWEST or self.low <= 0 <= self.high:
             return "not shown"
         is_higher = self.low > 0
-        if self.score in LOSSES:
+        if self.score.startswith(LOSS):
             is_higher = not is_higher
         return "better" if is_higher else "worse"
 

@@ -272,6 +272,12 @@ def _results(info: CardInfo) -> Iterator[str]:
         if scored:
             yield f"| exact match, at the end | {float(scored[-1]['exact_match']):.1%} |"
     yield ""
+    # of the weights at the end
+    verdicts = run_dir.verdict_texts(info.run)
+    if verdicts and info.source.folder.name != "best":
+        yield "Compared with the model before training:\n"
+        yield from (f"- {verdict}" for verdict in verdicts)
+        yield ""
 
 
 def _settings(info: CardInfo) -> Iterator[str]:

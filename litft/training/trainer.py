@@ -24,6 +24,7 @@ from litft.errors import Interrupted, RankError
 from litft.evaluation.rewards.scorer import RewardError
 from litft.evaluation.scoring import Metric
 from litft.signals import Signals
+from litft.training.before_after import measures_forgetting
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import format_duration
 from litft.training.intervals import (
@@ -113,22 +114,7 @@ class Trainer:
         # the measurements, and the folder that records them
         self.num_measured = num_measured(self.args, self.data)  # examples in a validation
         self.validation_cost = validation_cost(self.args, self.data)
-        self.validation = Validation(
-            processes,
-            self.model,
-            Measured(
-                setup.tokenizer,
-                self.data,
-                self.args.eval,
-                objective=self.objective,
-                metrics=metrics or {},
-                rollouts=self.rollouts,
-            ),
-            folder / "samples.jsonl",
-            samples=self.batches.validation(),
-            # a signal is noticed between the batches of a validation too
-            before_batch=self._check_signals,
-        )
+        self.validation = self._open_validation(processes, folder, metrics or {})
         self.recorder = Recorder(
             processes, run, self.run_folder, network, self.validation, observers
         )
@@ -148,6 +134,28 @@ class Trainer:
         self.saved_at = 0.0
         # what `elapsed` was before this process's first step
         self.elapsed_before = 0.0
+
+    def _open_validation(
+        self, processes: Processes, folder: Path, metrics: Mapping[str, Metric]
+    ) -> Validation:
+        measured = Measured(
+            self.setup.tokenizer,
+            self.data,
+            self.args.eval,
+            objective=self.objective,
+            metrics=metrics,
+            rollouts=self.rollouts,
+            forgetting=measures_forgetting(self.args, self.schedule),
+        )
+        return Validation(
+            processes,
+            self.model,
+            measured,
+            folder / "samples.jsonl",
+            samples=self.batches.validation(),
+            # a signal is noticed between the batches of a validation too
+            before_batch=self._check_signals,
+        )
 
     def fit(self) -> None:
         """Train until a limit is reached, and write the result.
@@ -385,9 +393,11 @@ class Trainer:
                 self.divergence.check_validation(step, scores["val_loss"])
                 self.metrics.note(step, **scores)
                 self.say(validation.line(step, scores))
-            # the report shows them, so only the last validation looks for them
-            if is_end and step:
-                validation.find_hardest(self.schedule.layout, self.args.train.global_batch_size)
+            size = self.args.train.global_batch_size
+            if step == 0:
+                validation.measure_before(self.schedule.layout, size)
+            elif is_end:
+                validation.measure_after(self.schedule.layout, size)
             if not has_answers:
                 self._show_answers()
             if (

@@ -32,6 +32,7 @@ from litft.evaluation.scoring import (
     exact_match,
     greedy_answers,
     hardest_examples,
+    is_exact,
     question_text,
     validation_answers,
 )
@@ -39,6 +40,7 @@ from litft.inference.chat_answers import answer_parser
 from litft.inference.prompt_files import read_prompts, tokenize_prompt
 from litft.inference.streaming import prompt_ids
 from litft.model.transformer import GPT, eval_mode
+from litft.training.before_after import BeforeAfter, ComparedTexts
 from litft.training.intervals import NUM_TRAINED_PROMPTS
 from litft.training.objectives import Objective, Supervised
 from litft.training.output.metrics import Row
@@ -72,6 +74,7 @@ class Measured:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     # answers prompts, where rewards are learned from
     rollouts: Rollouts | None = None
+    forgetting: bool = False  # see `BeforeAfter`
 
 
 class Validation:
@@ -105,6 +108,15 @@ class Validation:
             self.metrics["exact_match"] = exact_match
         self.metrics |= measured.metrics
         self.before_batch = before_batch
+        self.forgetting = measured.forgetting
+        self.before_after = BeforeAfter(
+            processes,
+            model,
+            self.tokenizer,
+            self.data,
+            folder=path.parent,
+            before_batch=before_batch,
+        )
         self.losses: dict[int, float] = {}  # by step
         # the objective's other scores and the losses of named sets, by step
         self.scores: dict[int, Row] = {}
@@ -112,6 +124,7 @@ class Validation:
         self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}
         self.failures: dict[str, str] = {}  # errors of metrics, by name
         self.num_answers = 0  # examples with an answer to match
+        self.exact: list[bool] = []  # of these answers, as last measured
         self.answers: list[SampleAnswer] = []
         self.hardest: list[HardExample] = []  # of the last validation
         if self.args.max_new_tokens:
@@ -123,6 +136,7 @@ class Validation:
         """Restore scores and sample answers from an interrupted run's metrics rows and
         samples.jsonl."""
         columns = set(self.columns)
+        self.before_after.restore()
         self.losses = {}
         self.scores = {}
         for row in rows:
@@ -200,6 +214,8 @@ class Validation:
             room = 0
         answers = self._answers(Selection(self.samples, indices), layout, room)
         self.num_answers = len(answers)
+        if "exact_match" in self.metrics:
+            self.exact = [is_exact(item.answer, item.ended, item.expected) for item in answers]
         measured = {}
         if answers:
             for name in self.metrics:
@@ -223,28 +239,23 @@ class Validation:
             max_new_tokens=limit,
         )
 
-    def find_hardest(self, layout: BatchLayout, batch_size: int) -> None:
-        """Find the validation examples with the largest losses, among at most SEARCHED of the
-        measured ones.
+    def measure_before(self, layout: BatchLayout, batch_size: int) -> None:
+        """Measure what the result of the run is compared with."""
+        self.before_after.measure_before(self._compared(batch_size), layout)
+
+    def measure_after(self, layout: BatchLayout, batch_size: int) -> None:
+        """Compare the result of the run with the model before it, and find the validation examples
+        with the largest losses.
 
         The model's own answers to them have at most --eval.max_new_tokens tokens.
         """
-        indices = []
-        for of_set in measured_indices(self.data, self.args, batch_size).values():
-            indices.extend(of_set)
-        if self.objective.data != "supervised" or not indices:
+        texts = self._compared(batch_size)
+        self.before_after.measure_after(texts, layout)
+        samples = texts.examples
+        if not len(samples):
             return
-
-        # not all examples: each costs a forward pass
-        samples = [self.samples[index] for index in evenly_spaced(indices, SEARCHED)]
         self.hardest = hardest_examples(
-            self.fabric,
-            self.model,
-            self.tokenizer,
-            samples=samples,
-            layout=layout,
-            count=NUM_HARDEST,
-            before_batch=self.before_batch,
+            self.tokenizer, samples, self.before_after.mean_losses, NUM_HARDEST
         )
         if not self.args.max_new_tokens:
             return
@@ -261,6 +272,23 @@ class Validation:
                 own += " …"
             with_answers.append(example._replace(own=own))
         self.hardest = with_answers
+
+    def _compared(self, batch_size: int) -> ComparedTexts:
+        """Return what is measured before and after the run; of the validation examples at most
+        SEARCHED."""
+        indices: list[int] = []
+        if self.objective.data == "supervised":
+            for of_set in measured_indices(self.data, self.args, batch_size).values():
+                indices.extend(of_set)
+        # not all examples: each costs a forward pass
+        chosen = evenly_spaced(indices, SEARCHED)
+        names = self.data.val.names
+        return ComparedTexts(
+            examples=[self.samples[index] for index in chosen],
+            names=[names[index] for index in chosen],
+            forgetting=self.forgetting,
+            exact=self.exact,
+        )
 
     def _measure_sets(
         self, step: int, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]

@@ -129,7 +129,9 @@ def examples(tmp_path_factory):
 
 def run_eval(tmp_path, *arguments, code=0):
     """Run scripts/run_eval.py; return its JSON output and the finished process."""
-    done = script("scripts/run_eval.py", "--out", "out.json", *arguments, cwd=tmp_path, code=code)
+    # tested in test_forgetting.py
+    flags = ["--out", "out.json", "--forgetting", "false"]
+    done = script("scripts/run_eval.py", *flags, *arguments, cwd=tmp_path, code=code)
     return (json.loads((tmp_path / "out.json").read_text()) if code == 0 else None), done
 
 

@@ -14,6 +14,7 @@ from litft.data.dataset import load_data
 from litft.data.packing import BatchLayout
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import CpuProcessGroup, Processes
+from litft.evaluation.forgetting import loss_parts
 from litft.evaluation.scoring import (
     evenly_spaced,
     exact_match,
@@ -26,6 +27,14 @@ from litft.training.objectives import Supervised
 from litft.training.validation import Measured, Validation, validation_scores
 
 SUPERVISED = Supervised(PreferenceArgs())
+
+
+class Named(list):
+    """Samples, each of a record of its own."""
+
+    @property
+    def names(self):
+        return [(number + 1, 0, 0) for number in range(len(self))]
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +168,16 @@ def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process)
     ids=str,
 )
 @torch.no_grad()
-def test_the_hardest_examples_have_the_largest_losses(model_and_samples, single_process, layout):
+def test_the_hardest_examples_have_the_largest_losses(model_and_samples, layout):
     model, tokenizer, _, data = model_and_samples
     samples, losses = data.train[:12], {}
     for number, sample in enumerate(samples):
         loss, count = model(sample.tokens[None], targets=sample.targets[None])
         losses[number] = float(loss / count)
     expected = sorted(losses, key=losses.get, reverse=True)[:3]
-    hardest = hardest_examples(single_process[0], model, tokenizer, samples, layout, 3)
+    parts = loss_parts(model, samples, layout)
+    mean_losses = [part.value / part.weight for part in parts.values()]
+    hardest = hardest_examples(tokenizer, samples, mean_losses, 3)
     assert [example.loss for example in hardest] == pytest.approx(
         [losses[number] for number in expected], rel=1e-5
     )
@@ -181,7 +192,7 @@ def test_the_hardest_examples_have_the_largest_losses(model_and_samples, single_
             answer,
             samples[number].supervised,
         )
-    assert len(hardest_examples(single_process[0], model, tokenizer, samples[:2], layout, 5)) == 2
+    assert len(hardest_examples(tokenizer, samples[:2], mean_losses, 5)) == 2
 
 
 @torch.no_grad()
@@ -193,10 +204,10 @@ def test_the_models_own_answers_are_short(model_and_samples, single_process, tmp
     for max_new_tokens in (0, 2):
         args = EvalArgs(max_batches=2, max_new_tokens=max_new_tokens)
         path = tmp_path / "samples.jsonl"
-        measured = Measured(tokenizer, replace(data, val=samples), args)
+        measured = Measured(tokenizer, replace(data, val=Named(samples)), args)
         validation = Validation(Processes(*single_process), model, measured, path)
         validation.before_batch = lambda: batches.append(1)
-        validation.find_hardest(BatchLayout(rows=1, row_tokens=2048), 4)
+        validation.measure_after(BatchLayout(rows=1, row_tokens=2048), 4)
         owns = [example.own for example in validation.hardest]
         if not max_new_tokens:
             assert len(owns) == 5 and not any(owns)

@@ -323,6 +323,11 @@ class Recorder:
     def finish(self) -> None:
         """Print the results and what to do with them, and write the report."""
         self.screen.results(self._scores(), self._results())
+        verdicts = self.validation.before_after.lines()
+        if verdicts:
+            self.say("compared with the model before training:")
+        for line in verdicts:
+            self.say(f"  {line}")
         step = int(self.metrics.newest.get("step", 0))
         steps = self.schedule.steps
         if step == steps:
@@ -441,6 +446,7 @@ class Recorder:
             answers=self.validation.answers,
             scores=self.validation.titles,
             hardest=self.validation.hardest,
+            verdicts=self.validation.before_after.lines(),
             loss=loss,
         )
         write_report(self.folder, report)

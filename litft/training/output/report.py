@@ -64,6 +64,7 @@ class Report:
     answers: Sequence[SampleAnswer]
     loss: str  # what the loss is
     hardest: Sequence[HardExample] = ()
+    verdicts: Sequence[str] = ()  # how the result differs from the model before training
     # further columns of the validations, and their titles
     scores: Mapping[str, str] = field(default_factory=dict)
 
@@ -143,6 +144,7 @@ def write_report(folder: Path, report: Report) -> None:
         f"{html.escape(folder.name)}</p>",
         f"<p class=state>{html.escape(public(report.state))}</p>",
         _tiles(report.tiles),
+        _verdicts(report.verdicts),
         f"{CONTROLS}<div class=charts>{''.join(charts)}</div>",
         _validations(rows, report.scores),
         _answers(report.answers),
@@ -166,6 +168,13 @@ def write_report(folder: Path, report: Report) -> None:
     )
     body = f"<body><main>{''.join(filter(None, parts))}</main><script>{SCRIPT}</script></body>"
     atomic_write(folder / "report.html", f"{head}{body}</html>\n")
+
+
+def _verdicts(verdicts: Sequence[str]) -> str:
+    """Return how the result differs from the model before training; empty if that is not known."""
+    if not verdicts:
+        return ""
+    return f"<h2>Compared with the model before training</h2>{_list(verdicts)}"
 
 
 def _rows(folder: Path) -> list[dict[str, float]]:

@@ -1,0 +1,215 @@
+"""The same texts before training and after it: whether the result is better, and what it has
+forgotten."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from litft.args import FinetuneArgs
+from litft.atomic import atomic_write
+from litft.data.dataset import DataSplits
+from litft.data.packing import BatchLayout
+from litft.data.sample import Sample
+from litft.data.tokenizer import Tokenizer
+from litft.distributed.process_group import Processes, sum_over_processes
+from litft.evaluation.forgetting import (
+    ANSWER_TOKENS,
+    NEUTRAL,
+    NUM_QUESTIONS,
+    OWN_ANSWERS,
+    answer_samples,
+    loss_parts,
+    neutral_samples,
+    ordinary_questions,
+    question_prompts,
+)
+from litft.evaluation.scoring import answer_rows, greedy_completions
+from litft.evaluation.verdict import Key, Part, Verdict, add_part, verdicts
+from litft.model.transformer import GPT, eval_mode
+from litft.run_dir import VERDICT
+from litft.training.intervals import DECODED_TOKEN_COST, FORWARD_COST
+from litft.training.schedule import Schedule
+
+# of the training, for what measures what was forgotten
+LARGEST_SHARE = 0.2
+# about as many tokens as the neutral text has, and as a question has
+NEUTRAL_TOKENS = 12_000
+QUESTION_TOKENS = 40
+DECODED_AT_ONCE = 8
+
+# the parts of the scores, as JSON: by score, [key, value, weight] of each example
+Stored = dict[str, list[list[Any]]]
+
+
+def measures_forgetting(args: FinetuneArgs, schedule: Schedule) -> bool:
+    """Return whether a run measures what it forgets: as --eval.forgetting says, or else if that
+    takes a small part of the time of its training."""
+    if args.eval.forgetting is not None:
+        return args.eval.forgetting
+    answered = NUM_QUESTIONS * (QUESTION_TOKENS + ANSWER_TOKENS)
+    # twice, before training and after it
+    cost = 2 * (NEUTRAL_TOKENS + answered) * FORWARD_COST
+    cost += NUM_QUESTIONS * ANSWER_TOKENS * DECODED_TOKEN_COST / DECODED_AT_ONCE
+    trained = schedule.samples * float(schedule.data.train.lengths.mean())
+    return cost <= LARGEST_SHARE * trained
+
+
+@dataclass(frozen=True)
+class ComparedTexts:
+    """What is measured before and after a run."""
+
+    # validation examples, and the names of their records, see `Samples.names`; none of preferences
+    examples: Sequence[Sample]
+    names: Sequence[Key]
+    forgetting: bool  # whether the neutral text and answers to ordinary questions are, too
+    # of the validation questions, whether the answer is the expected one; empty: not measured
+    exact: Sequence[bool] = ()
+
+    def __bool__(self) -> bool:
+        return self.forgetting or len(self.examples) > 0
+
+
+class BeforeAfter:
+    """Measures the losses of the same texts before the first step and after the last one. Every
+    process takes part; the first one writes verdict.json."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        model: GPT,
+        tokenizer: Tokenizer,
+        data: DataSplits,
+        folder: Path,
+        before_batch: Callable[[], None],
+    ) -> None:
+        # before_batch: called before each batch; it may raise
+        self.fabric = processes.fabric
+        self.hosts = processes.hosts
+        self.model = model
+        self.tokenizer = tokenizer
+        self.data = data
+        self.path = folder / VERDICT
+        self.before_batch = before_batch
+        self.verdicts: list[Verdict] = []
+        self.before: dict[str, Mapping[Key, Part]] = {}
+        self.own_answers: list[tuple[list[int], list[int]]] = []  # prompt, answer
+        # of the validation examples, as last measured
+        self.mean_losses: list[float] = []
+
+    def restore(self) -> None:
+        """Read what an interrupted run measured before its first step."""
+        stored = None
+        if self.fabric.global_rank == 0 and self.path.is_file():
+            stored = json.loads(self.path.read_text("utf-8"))
+        stored = self.fabric.broadcast(stored)
+        if stored:
+            self.before = _parts_of(stored["before"])
+            self.own_answers = [tuple(pair) for pair in stored["own_answers"]]
+
+    def measure_before(self, texts: ComparedTexts, layout: BatchLayout) -> None:
+        """Measure the model before its first step, unless that is done."""
+        if self.before or not texts:
+            return
+        if texts.forgetting:
+            self.own_answers = self._answers(layout)
+        self.before = self._measure(texts, layout)
+        self._write()
+
+    def measure_after(self, texts: ComparedTexts, layout: BatchLayout) -> None:
+        """Measure the trained model, and compare it with the model before its first step."""
+        if not texts:
+            return
+        self.verdicts = verdicts(self.before, self._measure(texts, layout))
+        self._write()
+
+    def _measure(self, texts: ComparedTexts, layout: BatchLayout) -> dict[str, Mapping[Key, Part]]:
+        """Return what each text adds to its score."""
+        measured: dict[str, Mapping[Key, Part]] = {}
+        if len(texts.examples):
+            by_record: dict[Key, Part] = {}
+            losses = self._losses(texts.examples, layout)
+            for name, part in zip(texts.names, losses.values(), strict=True):
+                add_part(by_record, name, part)
+            measured["loss"] = by_record
+            self.mean_losses = [part.value / part.weight for part in losses.values()]
+        if texts.exact:
+            hits: dict[Key, Part] = {}
+            for number, is_hit in enumerate(texts.exact):
+                hits[(number,)] = Part(float(is_hit))
+            measured["exact_match"] = hits
+        if texts.forgetting:
+            limit = self.data.limit
+            measured[NEUTRAL] = self._losses(neutral_samples(self.tokenizer, limit), layout)
+            answers = answer_samples(self.own_answers, limit)
+            if answers:
+                measured[OWN_ANSWERS] = self._losses(answers, layout)
+        return measured
+
+    def _losses(self, samples: Sequence[Sample], layout: BatchLayout) -> dict[Key, Part]:
+        return loss_parts(
+            self.model,
+            samples,
+            layout,
+            rank=self.fabric.global_rank,
+            sum_over_ranks=lambda values: sum_over_processes(self.fabric, values),
+            before_batch=self.before_batch,
+        )
+
+    def _answers(self, layout: BatchLayout) -> list[tuple[list[int], list[int]]]:
+        """Return ordinary questions with the model's answers, in tokens."""
+        questions = ordinary_questions()[:NUM_QUESTIONS]
+        prompts = question_prompts(
+            self.tokenizer, questions, self.data.system_prompt, self.data.is_plain_text
+        )
+        with eval_mode(self.model):
+            answers = greedy_completions(
+                self.fabric,
+                self.hosts,
+                self.model,
+                self.tokenizer,
+                prompts=[(prompt, ANSWER_TOKENS) for prompt in prompts],
+                rows=answer_rows(layout, neutral_samples(self.tokenizer, self.data.limit)),
+                before_batch=self.before_batch,
+            )
+        return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def lines(self) -> list[str]:
+        """Return the verdicts as text; none if nothing was measured before training."""
+        return [str(verdict) for verdict in self.verdicts]
+
+    def _write(self) -> None:
+        if self.fabric.global_rank:
+            return
+        found = []
+        for verdict in self.verdicts:
+            found.append(asdict(verdict) | {"outcome": verdict.outcome, "text": str(verdict)})
+        content = {
+            "verdicts": found,
+            "before": _stored(self.before),
+            "own_answers": self.own_answers,
+        }
+        atomic_write(self.path, json.dumps(content) + "\n")
+
+
+def _stored(parts: Mapping[str, Mapping[Key, Part]]) -> Stored:
+    """Return the parts of the scores as JSON."""
+    stored: Stored = {}
+    for score, by_key in parts.items():
+        rows = []
+        for key, (value, weight) in by_key.items():
+            rows.append([list(key), value, weight])
+        stored[score] = rows
+    return stored
+
+
+def _parts_of(stored: Stored) -> dict[str, Mapping[Key, Part]]:
+    """Return the parts that `_stored` has written."""
+    parts: dict[str, Mapping[Key, Part]] = {}
+    for score, rows in stored.items():
+        by_key = {}
+        for key, value, weight in rows:
+            by_key[tuple(key)] = Part(value, weight)
+        parts[score] = by_key
+    return parts
