@@ -39,6 +39,9 @@ class DataArgs:
     dedup: Literal["none", "exact", "near"] = "none"
     """Leave out training records that copy an earlier one. exact: with equal content. near: also
     those of which four fifths of the words, three in a row, are the same."""
+    replay: float = 0.0
+    """Also learn the model's own answers to ordinary questions, so that it forgets less: as many as
+    this share of the training examples, such as 0.1. They are generated before the run."""
     val_path: list[str] = field(default_factory=list)
     """Validation examples: a file, or a split of a hub dataset, owner/name:test_sft. Several sets,
     each with its own loss: code=a.jsonl,chat=b.jsonl. Default: val.* of the folder in `path`, or
@@ -133,6 +136,8 @@ class DataArgs:
             )
         if not 0 <= self.skip_bad <= 1:
             problems.append(f"--data.skip_bad {self.skip_bad}: must lie between 0 and 1")
+        if not 0 <= self.replay <= 1:
+            problems.append(f"--data.replay {self.replay:g}: must lie between 0 and 1")
         problems += below_minimum(self, "data", 1, "max_seq_length", "limit")
         if self.date is not None and not _is_day(self.date):
             problems.append(f"--data.date {self.date}: expected a date such as 2026-11-21")

@@ -63,7 +63,7 @@ class RunEvalArgs(OpenArgs):
                 "out"
             )
         # flags of the data that only a training run uses
-        for name in ("new_tokens", "weights"):
+        for name in ("new_tokens", "weights", "replay"):
             if getattr(self.data, name):
                 problems.append(f"--data.{name} applies only to training; leave it out")
         if self.devices > 1 and not self.layers_per_device:

@@ -441,6 +441,8 @@ class FinetuneArgs:
             return []
         # a value that is true stands for a flag that was set
         clashes: dict[str, Any] = {"train.label_smoothing": self.train.label_smoothing}
+        if self.objective != "dft":
+            clashes["data.replay"] = self.data.replay
         if DATA_KINDS[self.objective] != "supervised":
             clashes |= {
                 "data.format": self.data.format,

@@ -33,6 +33,7 @@ from litft.training.output.loggers import check_logger
 from litft.training.output.metrics import COLUMNS, INTERNAL, Row
 from litft.training.output.recorder import Observers
 from litft.training.output.screen import open_screen
+from litft.training.replay import add_replay
 from litft.training.run_setup import RunSetup, resolve_setup
 from litft.training.schedule import Schedule
 from litft.training.teacher_report import check_teacher
@@ -229,6 +230,7 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
     setup = setup.with_data(data)
+    data = add_replay(args, setup, data)
     ranks = args.devices * args.num_nodes
     schedule = Schedule(setup.args, data, ranks, setup.objective.group_size)
     run = choose_memory_settings(setup, schedule, device)

@@ -218,6 +218,20 @@ def load_data(
     return data
 
 
+def with_replay(data: DataSplits, file: File, timeout: float = math.inf) -> DataSplits:
+    """Return the data with the conversations of a file in its training examples; none of them is
+    held out."""
+    encoder = Encoder(data.tokenizer, data.limit, form="messages")
+    store = prepare_store(file, encoder, 0.0, timeout)
+    added = Samples.of([(store, np.arange(len(store.units)))], data.limit)
+    return replace(
+        data,
+        train=data.train.followed_by(added),
+        weights=[*data.weights, 1.0],
+        reports=data.reports | {file.label: store.report},
+    )
+
+
 def _with_template_of_folder(data: DataSplits, of_folder: Tokenizer) -> DataSplits:
     """Return the data with the template of the model's folder, if no record was rendered."""
     tokenizer = data.tokenizer

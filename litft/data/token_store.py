@@ -454,6 +454,12 @@ class Samples(Sequence[Sample]):
         stores = [store for store, _ in parts]
         return cls(stores, np.concatenate(store_numbers), joined)
 
+    def followed_by(self, other: "Samples") -> "Samples":
+        """Return these samples and then the others, each with its stores."""
+        joined = map(np.concatenate, zip(self.sample_index, other.sample_index, strict=True))
+        numbers = np.concatenate((self.store_numbers, other.store_numbers + len(self.stores)))
+        return Samples([*self.stores, *other.stores], numbers, SampleIndex(*joined))
+
     def __len__(self) -> int:
         return len(self.store_numbers)
 

@@ -241,7 +241,7 @@ def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> 
         reason = f"{run} held out other examples ({_flag_text(name, getattr(trained_data, name))})"
         raise ValueError(f"{_flag_text(name, overrides[name])}: {reason}; leave it out")
     # how often training reads a file, and which tokens it adds, does not change what is held out
-    return replace(trained_data, **overrides | {"weights": [], "new_tokens": []})
+    return replace(trained_data, **overrides | {"weights": [], "new_tokens": [], "replay": 0.0})
 
 
 def _flag_text(name: str, value: Any) -> str:
@@ -399,7 +399,7 @@ def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[N
     """Print a warning if the training data of a run contains some of the scored examples."""
     records = {record for record, _, _ in names}
     for run, trained_data in _training_runs(args, source).items():
-        data = replace(trained_data, weights=[], new_tokens=[])
+        data = replace(trained_data, weights=[], new_tokens=[], replay=0.0)
         kind = scored_kind(finetune_args(run).objective)
         context = source.config.max_positions
         trained_names = load_data(
