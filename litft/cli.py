@@ -40,6 +40,7 @@ FUNCTIONS = {
     "run_eval": "run_eval:run_eval",
     "prepare_data": "prepare_data:prepare_data",
     "runs": "runs:list_runs",
+    "sweep": "sweep:sweep",
     "recipes": "recipes:list_recipes",
     "schema": "schema:print_schema",
     "plan": "plan:plan",

@@ -37,6 +37,7 @@ from litft.args.runs import RunsArgs
 from litft.args.sampling import NUMBERS, Sampling
 from litft.args.schema import SchemaArgs
 from litft.args.serving import ServeArgs
+from litft.args.sweep import Setting, SweepArgs, setting_name
 
 GROUPS = ("data", "preference", "grpo", "distill", "train", "eval", "save", "lora", "adapter")
 
@@ -80,11 +81,14 @@ __all__ = [
     "SaveArgs",
     "SchemaArgs",
     "ServeArgs",
+    "Setting",
     "SpeculativeArgs",
+    "SweepArgs",
     "TrainArgs",
     "UploadArgs",
     "WriteArgs",
     "impossible_numbers",
     "parse_duration",
     "parse_size",
+    "setting_name",
 ]

@@ -62,8 +62,11 @@ class Flag:
 def parser_of(cls: "type[DataclassInstance]") -> ArgumentParser:
     """Return the parser that reads the flags of the dataclass `cls`."""
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--config", action="config")
-    for flag in flags_of(cls):
+    all_flags = flags_of(cls)
+    # `sweep` has a flag of this name, for its runs
+    if not any(flag.name == "config" for flag in all_flags):
+        parser.add_argument("--config", action="config")
+    for flag in all_flags:
         flag.add(parser.add_argument)
     return parser
 
@@ -96,7 +99,7 @@ def parser_for_help(cls: "type[DataclassInstance]") -> ArgumentParser:
     group.add_argument(
         "-h", "--help", action="help", default=SUPPRESS, help="Show this help message and exit."
     )
-    if "config" not in main_flags:
+    if "config" not in main_flags and "config" not in flags:
         group.add_argument("--config", default=SUPPRESS, help=config_help)
     # \b: the terminal shows --print_config[=flags]
     group.add_argument("--print_config", default=SUPPRESS, metavar="\b[=flags]", help=PRINT_CONFIG)

@@ -16,6 +16,7 @@ from litft.args.recipes import RecipesArgs
 from litft.args.runs import RunsArgs
 from litft.args.schema import SchemaArgs
 from litft.args.serving import ServeArgs
+from litft.args.sweep import SweepArgs
 
 ARGS: dict[str, type] = {
     **{f"finetune {method}": args for method, args in FINETUNE.items()},
@@ -26,6 +27,7 @@ ARGS: dict[str, type] = {
     "run_eval": RunEvalArgs,
     "prepare_data": PrepareArgs,
     "runs": RunsArgs,
+    "sweep": SweepArgs,
     "recipes": RecipesArgs,
     "schema": SchemaArgs,
     "plan": PlanArgs,

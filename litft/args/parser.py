@@ -180,7 +180,8 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
                 value = next_values(words, flag_types[name], name in TEXT_LISTS)
             else:
                 value = next_value(words)
-        if name == "config":
+        # a flag of `sweep`, for its runs
+        if name == "config" and "config" not in flag_types:
             # a file has priority over a recipe of the same name
             if value and is_recipe(value) and not os.path.isfile(value):
                 recipe = value

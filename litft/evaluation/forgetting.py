@@ -25,7 +25,7 @@ NEUTRAL = "loss on neutral text"
 OWN_ANSWERS = "loss on its earlier answers"
 TEXTS = Path(__file__).parent / "texts"
 NUM_QUESTIONS = 40
-ANSWER_TOKENS = 128  # the most of an answer
+ANSWER_TOKENS = 64  # the most of an answer
 MOST_TOKENS = 512  # of a paragraph
 
 # sums values over the processes of a run

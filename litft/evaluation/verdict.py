@@ -4,7 +4,7 @@ difference by paired bootstrap (Efron and Tibshirani, 1993; SciPy's `bootstrap`)
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Part(NamedTuple):
 
 # the parts of a model's scores: by score, by example
 Parts = Mapping[str, Mapping[Key, Part]]
+# the same as JSON: by score, [key, value, weight] of each example
+StoredParts = dict[str, list[list[Any]]]
 
 
 @dataclass(frozen=True)
@@ -172,3 +174,25 @@ def _rounded(number: int) -> int:
     """Return a number with two digits."""
     size = 10 ** max(0, len(str(number)) - 2)
     return math.ceil(number / size) * size
+
+
+def stored_parts(parts: Parts) -> StoredParts:
+    """Return the parts of the scores as JSON."""
+    stored: StoredParts = {}
+    for score, by_key in parts.items():
+        rows = []
+        for key, (value, weight) in by_key.items():
+            rows.append([list(key), value, weight])
+        stored[score] = rows
+    return stored
+
+
+def read_parts(stored: StoredParts) -> dict[str, Mapping[Key, Part]]:
+    """Return the parts that `stored_parts` has written."""
+    parts: dict[str, Mapping[Key, Part]] = {}
+    for score, rows in stored.items():
+        by_key = {}
+        for key, value, weight in rows:
+            by_key[tuple(key)] = Part(value, weight)
+        parts[score] = by_key
+    return parts

@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from litft.args import FinetuneArgs
 from litft.atomic import atomic_write
@@ -25,8 +24,16 @@ from litft.evaluation.forgetting import (
     ordinary_questions,
     question_prompts,
 )
-from litft.evaluation.scoring import answer_rows, greedy_completions
-from litft.evaluation.verdict import Key, Part, Verdict, add_part, verdicts
+from litft.evaluation.scoring import MAX_ANSWER_ROWS, greedy_completions
+from litft.evaluation.verdict import (
+    Key,
+    Part,
+    Verdict,
+    add_part,
+    read_parts,
+    stored_parts,
+    verdicts,
+)
 from litft.model.transformer import GPT, eval_mode
 from litft.run_dir import VERDICT
 from litft.training.intervals import DECODED_TOKEN_COST, FORWARD_COST
@@ -38,9 +45,7 @@ LARGEST_SHARE = 0.2
 NEUTRAL_TOKENS = 12_000
 QUESTION_TOKENS = 40
 DECODED_AT_ONCE = 8
-
-# the parts of the scores, as JSON: by score, [key, value, weight] of each example
-Stored = dict[str, list[list[Any]]]
+FEWEST_AT_ONCE = 4
 
 
 def measures_forgetting(args: FinetuneArgs, schedule: Schedule) -> bool:
@@ -94,6 +99,7 @@ class BeforeAfter:
         self.before_batch = before_batch
         self.verdicts: list[Verdict] = []
         self.before: dict[str, Mapping[Key, Part]] = {}
+        self.after: dict[str, Mapping[Key, Part]] = {}
         self.own_answers: list[tuple[list[int], list[int]]] = []  # prompt, answer
         # of the validation examples, as last measured
         self.mean_losses: list[float] = []
@@ -105,7 +111,7 @@ class BeforeAfter:
             stored = json.loads(self.path.read_text("utf-8"))
         stored = self.fabric.broadcast(stored)
         if stored:
-            self.before = _parts_of(stored["before"])
+            self.before = read_parts(stored["before"])
             self.own_answers = [tuple(pair) for pair in stored["own_answers"]]
 
     def measure_before(self, texts: ComparedTexts, layout: BatchLayout) -> None:
@@ -121,7 +127,8 @@ class BeforeAfter:
         """Measure the trained model, and compare it with the model before its first step."""
         if not texts:
             return
-        self.verdicts = verdicts(self.before, self._measure(texts, layout))
+        self.after = self._measure(texts, layout)
+        self.verdicts = verdicts(self.before, self.after)
         self._write()
 
     def _measure(self, texts: ComparedTexts, layout: BatchLayout) -> dict[str, Mapping[Key, Part]]:
@@ -170,7 +177,7 @@ class BeforeAfter:
                 self.model,
                 self.tokenizer,
                 prompts=[(prompt, ANSWER_TOKENS) for prompt in prompts],
-                rows=answer_rows(layout, neutral_samples(self.tokenizer, self.data.limit)),
+                rows=_answers_at_once(layout),
                 before_batch=self.before_batch,
             )
         return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -187,29 +194,18 @@ class BeforeAfter:
             found.append(asdict(verdict) | {"outcome": verdict.outcome, "text": str(verdict)})
         content = {
             "verdicts": found,
-            "before": _stored(self.before),
+            "before": stored_parts(self.before),
+            "after": stored_parts(self.after),
             "own_answers": self.own_answers,
         }
         atomic_write(self.path, json.dumps(content) + "\n")
 
 
-def _stored(parts: Mapping[str, Mapping[Key, Part]]) -> Stored:
-    """Return the parts of the scores as JSON."""
-    stored: Stored = {}
-    for score, by_key in parts.items():
-        rows = []
-        for key, (value, weight) in by_key.items():
-            rows.append([list(key), value, weight])
-        stored[score] = rows
-    return stored
-
-
-def _parts_of(stored: Stored) -> dict[str, Mapping[Key, Part]]:
-    """Return the parts that `_stored` has written."""
-    parts: dict[str, Mapping[Key, Part]] = {}
-    for score, rows in stored.items():
-        by_key = {}
-        for key, value, weight in rows:
-            by_key[tuple(key)] = Part(value, weight)
-        parts[score] = by_key
-    return parts
+def _answers_at_once(layout: BatchLayout) -> int:
+    """Return how many answers to generate at once: with about as many positions in the KV cache as
+    a micro-batch of training has tokens, which takes less memory than its activations."""
+    if layout.row_tokens is None:
+        rows = layout.rows
+    else:
+        rows = layout.rows * layout.row_tokens // (QUESTION_TOKENS + ANSWER_TOKENS)
+    return max(FEWEST_AT_ONCE, min(MAX_ANSWER_ROWS, rows))

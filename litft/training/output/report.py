@@ -160,14 +160,48 @@ def write_report(folder: Path, report: Report) -> None:
         f"<details><summary>{CONFIG}, with shortened "
         f"paths</summary><pre>{html.escape(public(config))}</pre></details>",
     ]
+    _write_page(folder / "report.html", report.title, parts)
+
+
+def write_sweep_page(
+    path: Path,
+    table: Sequence[Sequence[str]],
+    val_losses: Mapping[str, Points],
+    losses: Mapping[str, Points],
+) -> None:
+    """Write the page of a sweep: its table, header first, and the curves of each setting."""
+    header, *rows = table
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        body += f"<tr>{cells}</tr>"
+    charts = [
+        chart("Validation loss", dict(val_losses), from_zero=False),
+        chart("Training loss", dict(losses), from_zero=False),
+    ]
+    _write_page(
+        path,
+        f"Sweep {path.parent.name}",
+        [
+            f"<h1>Sweep {html.escape(path.parent.name)}</h1>",
+            f"<p class=where>{datetime.now():%Y-%m-%d %H:%M}, litft {__version__}</p>",
+            f"<table><tr>{head}</tr>{body}</table>",
+            f"{CONTROLS}<div class=charts>{''.join(charts)}</div>",
+        ],
+    )
+
+
+def _write_page(path: Path, title: str, parts: Iterable[str]) -> None:
+    """Write a self-contained page."""
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{REPORT_POLICY}">'
-        f"<title>{html.escape(report.title)}</title><style>{STYLE}</style></head>"
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
     )
     body = f"<body><main>{''.join(filter(None, parts))}</main><script>{SCRIPT}</script></body>"
-    atomic_write(folder / "report.html", f"{head}{body}</html>\n")
+    atomic_write(path, f"{head}{body}</html>\n")
 
 
 def _verdicts(verdicts: Sequence[str]) -> str:

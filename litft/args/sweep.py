@@ -1,0 +1,94 @@
+"""The flags of `sweep`."""
+
+from dataclasses import dataclass, field
+from itertools import product
+
+from litft.args.checks import below_minimum
+from litft.args.finetune_methods import FINETUNE
+from litft.args.flag_types import types_of_flags
+from litft.args.messages import unknown_flag
+
+# flags that the sweep sets itself
+OWN_FLAGS = ("out_dir", "seed", "config", "resume", "overwrite")
+
+# one setting of a grid: values by flag
+Setting = dict[str, str]
+
+
+@dataclass
+class SweepArgs:
+    """Run a grid of settings with several seeds, and say which differences are real."""
+
+    config: str | None = None
+    """A YAML file of flags, or a recipe, that all runs share. Default: the embedded demo."""
+    method: str = "lora"
+    """The method of the runs: lora, adapter, adapter_v2 or full."""
+    grid: list[str] = field(default_factory=list)
+    """The values to try, FLAG=VALUE,VALUE for each flag: lora.r=8,32 train.learning_rate=1e-4,3e-4.
+    All combinations are run. Values that have commas themselves: FLAG=A,B|C,D."""
+    seeds: int = 1
+    """The number of runs of each setting, with --seed 1, 2, ..."""
+    flags: str = ""
+    """Other flags of all runs, as one text after an =: --flags="--train.max_steps 50"."""
+    out_dir: str = "out/sweep"
+    """The folder of the runs, the table and the page. What is finished there is not run again."""
+
+    def problems(self) -> list[str]:
+        """Return every problem with the values that can be found before anything is run."""
+        problems = below_minimum(self, "", 1, "seeds")
+        if self.method not in FINETUNE:
+            methods = ", ".join(FINETUNE)
+            return [*problems, f"--method {self.method}: expected one of {methods}"]
+        if not self.grid:
+            problems.append("--grid is missing: name flags with values, such as lora.r=8,32")
+        elif "=" not in self.grid[0]:
+            problems.append(
+                f"--grid {self.grid[0]}: expected FLAG=VALUE,VALUE, such as lora.r=8,32"
+            )
+        else:
+            problems += self._axis_problems()
+        return problems
+
+    def _axis_problems(self) -> list[str]:
+        """Return the problems of the flags and the values of the grid."""
+        problems = []
+        known = types_of_flags(FINETUNE[self.method])
+        for name, values in self.axes().items():
+            if name in OWN_FLAGS:
+                problems.append(f"--grid {name}: the sweep sets it itself; leave it out")
+            elif name not in known:
+                value = values[0] if values else ""
+                problems.append(f"--grid: {unknown_flag(name, known, value, {})}")
+            if not all(values):
+                problems.append(f"--grid {name}=: a value is empty; write FLAG=VALUE,VALUE")
+            elif len(set(values)) < len(values):
+                problems.append(f"--grid {name}: a value is there twice; leave one out")
+        return problems
+
+    def axes(self) -> dict[str, list[str]]:
+        """Return the values of each flag of the grid."""
+        texts: dict[str, str] = {}
+        name = ""
+        # commas divide the items of a list on the command line, also those of a flag's values
+        for item in self.grid:
+            if "=" in item:
+                name, _, value = item.partition("=")
+                name = name.removeprefix("--").strip()
+                texts[name] = value
+            else:
+                texts[name] += f",{item}"
+        axes = {}
+        for flag, text in texts.items():
+            separator = "|" if "|" in text else ","
+            axes[flag] = [value.strip() for value in text.split(separator)]
+        return axes
+
+    def settings(self) -> list[Setting]:
+        """Return all combinations of the values."""
+        axes = self.axes()
+        return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+
+
+def setting_name(setting: Setting) -> str:
+    """Return a short name for a setting: each flag by its last word."""
+    return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in setting.items())

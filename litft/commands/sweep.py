@@ -1,0 +1,229 @@
+"""The command `sweep`: runs of a grid of settings, with several seeds each, as one table and one
+page."""
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from litft import run_dir
+from litft.args import FINETUNE, Setting, SweepArgs, setting_name
+from litft.args.parser import parse
+from litft.atomic import atomic_write
+from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
+from litft.evaluation.verdict import LOSS, read_parts
+from litft.training.dry_run import format_duration
+from litft.training.output.report import Points, points, write_sweep_page
+
+RESULTS = "sweep.json"
+PAGE = "sweep.html"
+
+
+def sweep(args: SweepArgs) -> None:
+    """Run what is missing, and print and write the table."""
+    # what can be refused is refused before the first run
+    for setting in args.settings():
+        parse(FINETUNE[args.method], _flags(args, setting, seed=1))
+    folder = Path(args.out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_same(folder, args)
+
+    failed = []
+    settings = []
+    runs = [(setting, seed) for setting in args.settings() for seed in range(1, args.seeds + 1)]
+    for number, (setting, seed) in enumerate(runs, 1):
+        line = _run(args, setting, seed)
+        print(f"{number}/{len(runs)} {setting_name(setting)}, seed {seed}: {line}", flush=True)
+        if line.startswith("failed"):
+            failed.append(line)
+
+    for setting in args.settings():
+        scores = []
+        for seed in range(1, args.seeds + 1):
+            run = _folder(args, setting, seed)
+            if run_dir.finished(run):
+                scores.append(_scores(run, seed))
+        settings.append(RunsOfSetting(setting_name(setting), scores))
+    rows = _rows(settings)
+    _print(rows)
+    _write(args, settings, rows)
+    print(f"\nthe curves are in {folder / PAGE}, the figures in {folder / RESULTS}")
+    if failed:
+        raise ValueError(
+            f"{len(failed)} of {len(runs)} runs have failed; mend the cause and start the same "
+            "sweep again, which runs only what is missing"
+        )
+
+
+def _check_same(folder: Path, args: SweepArgs) -> None:
+    """Raise ValueError if the folder has another sweep, whose runs would be taken for these."""
+    shared = _shared(args)
+    path = folder / "base.json"
+    if path.is_file():
+        earlier = json.loads(path.read_text("utf-8"))
+        changed = [name for name in shared if shared[name] != earlier.get(name)]
+        if changed:
+            raise ValueError(
+                f"--out_dir {folder}: its runs were started with another {' and '.join(changed)}; "
+                "name another folder, or delete this one"
+            )
+    atomic_write(path, json.dumps(shared) + "\n")
+
+
+def _shared(args: SweepArgs) -> dict[str, Any]:
+    """Return what all runs of a sweep share, by the flag that names it."""
+    content = args.config
+    if args.config and Path(args.config).is_file():
+        content = Path(args.config).read_text("utf-8")
+    return {"--method": args.method, "--flags": args.flags, "--config": content}
+
+
+def _folder(args: SweepArgs, setting: Setting, seed: int) -> Path:
+    """Return the folder of a run."""
+    name = setting_name(setting).replace(", ", "_").replace("/", "-")
+    return Path(args.out_dir) / f"{name}_seed={seed}"
+
+
+def _flags(args: SweepArgs, setting: Setting, seed: int) -> list[str]:
+    """Return the flags of a run."""
+    words = []
+    if args.config:
+        words += ["--config", args.config]
+    words += shlex.split(args.flags)
+    for name, value in setting.items():
+        words.append(f"--{name}={value}")
+    return [*words, f"--seed={seed}", f"--out_dir={_folder(args, setting, seed)}"]
+
+
+def _run(args: SweepArgs, setting: Setting, seed: int) -> str:
+    """Run one setting with one seed, unless that is done; return what came of it."""
+    folder = _folder(args, setting, seed)
+    if run_dir.finished(folder):
+        return "done before"
+    words = _flags(args, setting, seed)
+    if run_dir.is_run(folder):
+        words.append("--resume")
+    command = [sys.executable, "-m", "litft", "finetune", args.method, *words]
+    start = time.monotonic()
+    log = folder.with_name(f"{folder.name}.log")
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        lines = log.read_text("utf-8", errors="replace").strip().splitlines()
+        # Ctrl-C in a terminal reaches the run, too
+        if done.returncode in (130, -2):
+            raise KeyboardInterrupt(f"interrupted; the same command goes on from {folder}")
+        return f"failed: {lines[-1] if lines else done.returncode} (see {log})"
+    losses = _scores(folder, seed).scores
+    value = f"loss {losses[LOSS]:.4f}, " if LOSS in losses else ""
+    return f"{value}{format_duration(time.monotonic() - start)}"
+
+
+def _scores(run: Path, seed: int) -> RunScores:
+    """Return the scores of a finished run: those at its end."""
+    scores: dict[str, float] = {}
+    for row in run_dir.metrics_rows(run / "metrics.csv"):
+        for column, name in (("val_loss", LOSS), ("exact_match", "exact_match")):
+            if column in row:
+                scores[name] = float(row[column])
+    parts = {}
+    verdict = run / run_dir.VERDICT
+    if verdict.is_file():
+        parts = read_parts(json.loads(verdict.read_text("utf-8"))["after"])
+    for name, by_key in parts.items():
+        if name not in scores:
+            total = sum(part.value for part in by_key.values())
+            scores[name] = total / sum(part.weight for part in by_key.values())
+    return RunScores(seed, scores, parts)
+
+
+def _rows(settings: list[RunsOfSetting]) -> list[list[str]]:
+    """Return the table with its header: the best setting first."""
+    names: dict[str, None] = {}
+    for setting in settings:
+        for run in setting.runs:
+            names |= dict.fromkeys(run.scores)
+    order = ranked(settings, LOSS)
+    best = order[0]
+    rows = [["setting", *names, f"{LOSS}, compared with the best"]]
+    for setting in order:
+        cells = [setting.name]
+        for name in names:
+            cells.append(_cell(setting, name))
+        if setting is best or LOSS not in names:
+            cells.append("")
+        else:
+            cells.append(str(difference(best, setting, LOSS)))
+        rows.append(cells)
+    return rows
+
+
+def _cell(setting: RunsOfSetting, score: str) -> str:
+    """Return the mean of a score over the seeds, with its standard deviation."""
+    mean = setting.mean(score)
+    if math.isnan(mean):
+        return ""
+    spread = setting.spread(score)
+    if math.isnan(spread):
+        return f"{mean:.4f}"
+    return f"{mean:.4f} ± {spread:.4f}"
+
+
+def _print(rows: list[list[str]]) -> None:
+    """Print the table as Markdown."""
+    table = Table(box=box.MARKDOWN)
+    for title in rows[0]:
+        table.add_column(title, justify="left" if title == "setting" else "right")
+    for row in rows[1:]:
+        table.add_row(*row)
+    # so wide that no cell is wrapped
+    console = Console(width=10_000, highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(table)
+    print(*filter(str.strip, captured.get().splitlines()), sep="\n")
+
+
+def _write(args: SweepArgs, settings: list[RunsOfSetting], rows: list[list[str]]) -> None:
+    """Write the figures and the page with the curves."""
+    folder = Path(args.out_dir)
+    figures = {}
+    for setting in settings:
+        figures[setting.name] = [
+            {"seed": run.seed, "scores": dict(run.scores)} for run in setting.runs
+        ]
+    content = {"flags": asdict(args), "settings": figures, "table": rows}
+    atomic_write(folder / RESULTS, json.dumps(content, indent=2) + "\n")
+    curves: dict[str, dict[str, Points]] = {"val_loss": {}, "loss": {}}
+    for setting in args.settings():
+        for column, by_setting in curves.items():
+            by_setting[setting_name(setting)] = _mean_curve(args, setting, column)
+    write_sweep_page(folder / PAGE, rows, curves["val_loss"], curves["loss"])
+
+
+def _mean_curve(args: SweepArgs, setting: Setting, column: str) -> Points:
+    """Return the mean of a column over the runs of a setting, at the steps that all of them
+    have."""
+    curves = []
+    for seed in range(1, args.seeds + 1):
+        run = _folder(args, setting, seed)
+        if run_dir.is_run(run):
+            rows = []
+            for row in run_dir.metrics_rows(run / "metrics.csv"):
+                rows.append({name: float(value) for name, value in row.items()})
+            curves.append(dict(points(rows, column)))
+    if not curves:
+        return []
+    steps = set(curves[0]).intersection(*curves[1:])
+    mean = []
+    for step in sorted(steps):
+        mean.append((step, sum(curve[step] for curve in curves) / len(curves)))
+    return mean

@@ -1,0 +1,129 @@
+"""Settings of a sweep, each with several runs: which of them are really better."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from litft.evaluation.verdict import LOSS, Key, Part, Parts, Verdict, verdicts
+
+LEVEL = 0.95
+
+
+class RunScores(NamedTuple):
+    """The scores of a finished run."""
+
+    seed: int
+    scores: Mapping[str, float]
+    # what each example adds to them; without those that are not measured by example
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class RunsOfSetting:
+    """The runs of one setting of a sweep."""
+
+    name: str
+    runs: Sequence[RunScores]
+
+    def values(self, score: str) -> dict[int, float]:
+        """Return a score of each run that has it, by seed."""
+        return {run.seed: run.scores[score] for run in self.runs if score in run.scores}
+
+    def mean(self, score: str) -> float:
+        """Return the mean of a score over the runs; NaN if no run has it."""
+        values = self.values(score)
+        return fmean(values.values()) if values else math.nan
+
+    def spread(self, score: str) -> float:
+        """Return the standard deviation of a score over the runs; NaN of fewer than two."""
+        values = self.values(score)
+        return stdev(values.values()) if len(values) > 1 else math.nan
+
+    def mean_parts(self, score: str) -> dict[Key, Part]:
+        """Return what each example adds to a score, over all runs."""
+        together: dict[Key, Part] = {}
+        for run in self.runs:
+            for key, part in run.parts.get(score, {}).items():
+                old = together.get(key, Part(0.0, 0.0))
+                together[key] = Part(old.value + part.value, old.weight + part.weight)
+        return together
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one setting differs from another in a score."""
+
+    over_examples: Verdict | None  # None: the score is not measured by example
+    # the bounds of the 95 % interval of the mean difference over seeds; None: a single seed
+    over_seeds: tuple[float, float] | None
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it would most likely be found again with other examples, and with other
+        seeds."""
+        if self.over_examples is None and self.over_seeds is None:
+            return False
+        is_shown = self.over_examples is None or self.over_examples.outcome != "not shown"
+        if self.over_seeds is None:
+            return is_shown
+        low, high = self.over_seeds
+        return is_shown and not low <= 0 <= high
+
+    def __str__(self) -> str:
+        """Say it in a few words."""
+        parts = []
+        if self.over_examples is not None:
+            verdict = self.over_examples
+            parts.append(
+                f"{verdict.difference:+.3g} ({verdict.low:+.3g} to {verdict.high:+.3g} over "
+                f"{verdict.examples:,} examples)"
+            )
+        if self.over_seeds is not None:
+            low, high = self.over_seeds
+            parts.append(f"{low:+.3g} to {high:+.3g} over seeds")
+        word = "real" if self.is_real else "not shown"
+        return f"{word}: {'; '.join(parts)}" if parts else word
+
+
+def difference(first: RunsOfSetting, second: RunsOfSetting, score: str) -> Difference:
+    """Return how the second setting differs from the first one.
+
+    Over examples by paired bootstrap (see `verdict`), with the mean of the runs; over seeds by
+    Student's t of the differences between runs of the same seed.
+    """
+    found = verdicts({score: first.mean_parts(score)}, {score: second.mean_parts(score)})
+    return Difference(found[0] if found else None, _interval_over_seeds(first, second, score))
+
+
+def _interval_over_seeds(
+    first: RunsOfSetting, second: RunsOfSetting, score: str
+) -> tuple[float, float] | None:
+    before = first.values(score)
+    after = second.values(score)
+    seeds = sorted(before.keys() & after.keys())
+    if len(seeds) < 2:
+        return None
+    # imported here because it takes half a second
+    from scipy.stats import ttest_rel
+
+    test = ttest_rel([after[seed] for seed in seeds], [before[seed] for seed in seeds])
+    interval = test.confidence_interval(LEVEL)
+    # equal differences have no spread
+    if math.isnan(interval.low):
+        mean = second.mean(score) - first.mean(score)
+        return mean, mean
+    return float(interval.low), float(interval.high)
+
+
+def ranked(settings: Sequence[RunsOfSetting], score: str) -> list[RunsOfSetting]:
+    """Return the settings, the best first; those without the score last."""
+
+    def place(setting: RunsOfSetting) -> float:
+        mean = setting.mean(score)
+        if math.isnan(mean):
+            return math.inf
+        return mean if score.startswith(LOSS) else -mean
+
+    return sorted(settings, key=place)

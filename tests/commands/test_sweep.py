@@ -1,0 +1,139 @@
+"""`litft sweep`: what is missing is run, and differences are called real where they are."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import refused
+from scipy.stats import ttest_rel
+
+from litft import run_dir
+from litft.args import SweepArgs
+from litft.cli import run as command
+from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
+from litft.evaluation.verdict import Part
+
+
+@pytest.fixture
+def base(tiny, examples, tmp_path, monkeypatch):
+    """A folder with base.yaml, the flags that all runs share."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text(
+        f"checkpoint_dir: {tiny}\n"
+        f"data: {{path: [{examples}], val_fraction: 0.5, max_seq_length: 128}}\n"
+        "train: {max_steps: 2, global_batch_size: 2}\n"
+        "eval: {max_new_tokens: 0, interval: 0}\n"
+    )
+    return tmp_path
+
+
+def test_the_grid_is_run_and_compared(base, capsys):
+    """Both seeds of both settings; the second time, only what is missing."""
+    flags = ["--config", "base.yaml", "--seeds", "2", "--out_dir", "sweep"]
+    grid = ["--grid", "train.learning_rate=0,0.05", "lora.r=2"]
+    command("sweep", [*flags, *grid])
+    first = capsys.readouterr().out
+    folder = base / "sweep"
+    names = ["learning_rate=0, r=2", "learning_rate=0.05, r=2"]
+    figures = json.loads((folder / "sweep.json").read_text())
+    assert list(figures["settings"]) == names
+    for name in names:
+        runs = [folder / f"{name.replace(', ', '_')}_seed={seed}" for seed in (1, 2)]
+        assert all(run_dir.finished(run) for run in runs)
+        last = [list(run_dir.metrics_rows(run / "metrics.csv"))[-1]["val_loss"] for run in runs]
+        found = [item["scores"]["loss"] for item in figures["settings"][name]]
+        assert found == pytest.approx([float(loss) for loss in last])
+    # a rate of 0 learns nothing: both seeds have the loss of the base
+    untrained, trained = (figures["settings"][name] for name in names)
+    assert untrained[0]["scores"] == untrained[1]["scores"]
+    assert trained[0]["scores"]["loss"] < untrained[0]["scores"]["loss"]
+    assert figures["table"][1][0] == names[1] and "learning_rate=0.05, r=2" in first
+    page = (folder / "sweep.html").read_text()
+    assert names[0] in page and page.count("<svg") == 2
+
+    shutil.rmtree(folder / "learning_rate=0_r=2_seed=2")
+    command("sweep", [*flags, *grid])
+    second = capsys.readouterr().out
+    assert second.count("done before") == 3
+    assert json.loads((folder / "sweep.json").read_text()) == figures
+
+
+def test_another_base_is_not_mixed_with_finished_runs(base, capsys):
+    flags = ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "sweep"]
+    command("sweep", flags)
+    capsys.readouterr()
+    (base / "base.yaml").write_text((base / "base.yaml").read_text() + "save: {interval: 0}\n")
+    assert "started with another --config" in refused("sweep", *flags, capsys=capsys)
+
+
+def test_a_run_that_fails_does_not_end_the_others(base, capsys):
+    """Its last line is shown, and the sweep itself fails at the end."""
+    flags = ["--config", "base.yaml", "--out_dir", "sweep"]
+    with pytest.raises(SystemExit):
+        command("sweep", [*flags, "--grid", "data.val_fraction=0.5,0.0", "eval.patience=1"])
+    captured = capsys.readouterr()
+    assert "1 of 2 runs have failed" in captured.err
+    assert "failed: error: --eval.patience" in captured.out
+    assert "| val_fraction=0.5, patience=1" in captured.out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "--grid is missing"),
+        (["--grid", "lora.r"], "expected FLAG=VALUE,VALUE"),
+        (["--grid", "lora.rank=2"], "--lora.rank does not exist; here it is --lora.r 2"),
+        (["--grid", "seed=1,2"], "--grid seed: the sweep sets it itself"),
+        (["--grid", "lora.r=2,2"], "a value is there twice"),
+        (["--grid", "lora.r="], "a value is empty"),
+        (["--grid", "lora.r=two"], "--lora.r two: expected a whole number"),
+        (["--grid", "lora.r=2", "--method", "dora"], "--method dora: expected one of"),
+        (["--grid", "lora.r=2", "--seeds", "0"], "--seeds"),
+        (["--grid", "lora.r=2", "--config", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_run(base, capsys, flags, message):
+    assert message in refused("sweep", "--out_dir", "sweep", *flags, capsys=capsys)
+    assert not (base / "sweep").exists()
+
+
+def test_values_with_commas_are_divided_by_bars():
+    args = SweepArgs(grid=["lora.targets=q_proj", "v_proj|q_proj", "lora.r=2", "4"])
+    assert args.axes() == {"lora.targets": ["q_proj,v_proj", "q_proj"], "lora.r": ["2", "4"]}
+    assert len(args.settings()) == 4
+
+
+def setting(name, losses, noise, seeds=3):
+    """Return a setting: losses of examples, and what each seed adds to all of them."""
+    runs = []
+    for seed in range(seeds):
+        parts = {(n + 1,): Part(4 * (loss + noise[seed]), 4.0) for n, loss in enumerate(losses)}
+        scores = {"loss": float(np.mean(losses) + noise[seed])}
+        runs.append(RunScores(seed + 1, scores, {"loss": parts}))
+    return RunsOfSetting(name, runs)
+
+
+def test_a_difference_is_real_over_examples_and_over_seeds():
+    draw = np.random.default_rng(0)
+    losses = draw.normal(2.0, 0.5, 100)
+    noise = [0.0, 0.01, -0.01]
+    best = setting("best", losses, noise)
+    worse = setting("worse", losses + draw.normal(0.1, 0.05, 100), [0.005, 0.0, 0.01])
+    # the seeds differ more than the settings
+    uncertain = setting("uncertain", losses + 0.1, [-0.3, 0.4, 0.0])
+    found = difference(best, worse, "loss")
+    assert found.is_real and str(found).startswith("real: +0.1")
+    first = [run.scores["loss"] for run in best.runs]
+    second = [run.scores["loss"] for run in worse.runs]
+    expected = ttest_rel(second, first).confidence_interval(0.95)
+    assert found.over_seeds == pytest.approx((expected.low, expected.high))
+    unclear = difference(best, uncertain, "loss")
+    assert unclear.over_examples.outcome == "worse" and not unclear.is_real
+    # equal settings differ in nothing
+    assert not difference(best, best, "loss").is_real
+    # the other way round, of few examples
+    few = difference(setting("a", losses[:5], noise), setting("b", losses[:5] + 1, noise), "loss")
+    assert not few.is_real
+    assert [item.name for item in ranked([worse, best], "loss")] == ["best", "worse"]
+    assert [item.name for item in ranked([worse, best], "exact_match")] == ["worse", "best"]
