@@ -14,6 +14,7 @@ from litft.args.processes import global_rank
 from litft.checkpoints.hub import downloaded_from
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
 from litft.model.mixers import kernels
+from litft.training.advice import advice_lines, warnings_of_settings
 from litft.training.data_report import count_of, data_lines, data_report
 from litft.training.intervals import FEWEST_VALIDATIONS, validation_cost, validation_interval
 from litft.training.memory.choose import MemorySettings, PlannedRun
@@ -60,6 +61,8 @@ def dry_run(run: PlannedRun) -> None:
     else:
         peak = peak_flops(settings.device, settings.precision)
     lines += plan_lines(run, peak, chip)
+    lines += ["", *advice_lines(setup, run.schedule)]
+    lines += warnings_of_settings(setup, run.schedule)
     lines += _notes_on_flags(setup.args, run.schedule)
     print_hints_last(lines)
 
@@ -107,6 +110,7 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
         lines.append("training continues from this adapter, with its ranks, targets and tokens")
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
 
+    lines += warnings_of_settings(setup, schedule)
     lines += _notes_on_flags(args, schedule)
     if setup.quantize != "none" and run.settings.device.type == "cpu" and args.eval.max_new_tokens:
         lines.append(

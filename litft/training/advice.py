@@ -1,0 +1,119 @@
+"""What a run would set, and why: rules of thumb for its data and its model, each with its source.
+`--dry_run` prints them; every run prints a warning of settings that are known to fail."""
+
+from collections.abc import Iterator
+
+from litft.args import LoRAFinetuneArgs
+from litft.args.preference import DATA_KINDS
+from litft.training.run_setup import RunSetup
+from litft.training.schedule import Schedule
+
+# Schulman and Thinking Machines, "LoRA Without Regret", 2025 (thinkingmachines.ai/blog/lora), and
+# `get_lr` of its cookbook: the rate of a model 2,000 wide, and the power of 2,000 / width
+FULL_RATE = 5e-5
+LORA_FACTOR = 10
+REFERENCE_WIDTH = 2000
+POWER = 0.781  # of Llama
+POWER_OF_QWEN = 0.0775
+RATE_SOURCE = "LoRA Without Regret, 2025"
+# so many times more or less than the rule is far outside of what was ever found best
+FAR = 8
+# Allen-Zhu and Li, 2024 (arXiv 2404.05405): bits that a parameter holds
+BITS_PER_PARAMETER = 2
+# a token of an instruction's answer has about one bit that the model does not know
+BITS_PER_TOKEN = 1
+RANKS = (8, 16, 32, 64, 128, 256)
+# Muennighoff et al., 2023 (arXiv 2305.16264): repeating data more often adds little
+MOST_EPOCHS = 4
+MANY_EXAMPLES = 1000  # fewer need more epochs for enough steps
+FEW_STEPS = 100
+
+
+def usual_rate(setup: RunSetup) -> float | None:
+    """Return about the best learning rate for the method and the width of the model; None where no
+    rule is known."""
+    method = setup.method.name
+    if method not in ("lora", "full") or DATA_KINDS[setup.args.objective] != "supervised":
+        return None
+    config = setup.source.config
+    power = POWER_OF_QWEN if config.model_type.startswith("qwen") else POWER
+    rate = FULL_RATE * (REFERENCE_WIDTH / config.dim) ** power
+    return rate * LORA_FACTOR if method == "lora" else rate
+
+
+def advice_lines(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
+    """Yield what is usual, with the reason, beside what is set; of examples with answers only."""
+    if DATA_KINDS[setup.args.objective] != "supervised":
+        return
+    yield "what is usual for this model and this data:"
+    rate = usual_rate(setup)
+    if rate is not None:
+        yield (
+            f"  learning rate: about {rate:.1g} for {setup.method.title} on a model "
+            f"{setup.source.config.dim:,} wide ({RATE_SOURCE}); it is "
+            f"{setup.args.train.learning_rate:g}"
+        )
+    yield from _rank_line(setup, schedule)
+    epochs = schedule.samples / schedule.order.size
+    steps = f"{schedule.steps:,} {'step' if schedule.steps == 1 else 'steps'}"
+    yield (
+        f"  epochs: up to {MOST_EPOCHS}, after which repeated data teaches little (Muennighoff et "
+        f"al., 2023), but at least {FEW_STEPS} steps; it is {epochs:.3g} with {steps}"
+    )
+    longest = int(schedule.data.train.lengths.max())
+    yield (
+        f"  length limit: {longest:,} tokens, as the longest example that is left; it is "
+        f"{schedule.data.limit:,}"
+    )
+
+
+def _rank_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
+    """Yield how much the adapters can hold, and how much there is to learn."""
+    if not isinstance(setup.args, LoRAFinetuneArgs):
+        return
+    learned = int(schedule.data.train.supervised.sum()) * BITS_PER_TOKEN
+    rank = setup.args.lora.r
+    parameters = 0
+    for shape in setup.shapes().values():
+        size = 1
+        for length in shape:
+            size *= length
+        parameters += size
+    enough = next((r for r in RANKS if parameters * r / rank * BITS_PER_PARAMETER >= learned), None)
+    if enough is None:
+        usual = f"more than {RANKS[-1]}, or full fine-tuning"
+    else:
+        usual = str(enough)
+    yield (
+        f"  rank: {usual}, which has room for {learned:,} learned tokens of about "
+        f"{BITS_PER_TOKEN} bit at {BITS_PER_PARAMETER} bits for each parameter (Allen-Zhu and Li, "
+        f"2024); it is {rank}, with {parameters:,} parameters"
+    )
+
+
+def warnings_of_settings(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
+    """Yield warnings of settings that are known to fail."""
+    rate = setup.args.train.learning_rate
+    usual = usual_rate(setup)
+    # the defaults are measured
+    is_default = rate == setup.args.default_learning_rate
+    if usual is not None and rate is not None and not is_default:
+        other = "LoRA" if setup.method.name == "full" else "full fine-tuning"
+        if rate > FAR * usual and setup.method.name == "full":
+            yield (
+                f"warning: --train.learning_rate {rate:g} is a rate for {other}; full fine-tuning "
+                f"usually takes about {usual:.1g} here ({RATE_SOURCE})"
+            )
+        elif rate < usual / FAR and setup.method.name == "lora":
+            yield (
+                f"warning: --train.learning_rate {rate:g} is a rate for {other}; LoRA usually "
+                f"takes about {usual:.1g} here ({RATE_SOURCE})"
+            )
+    epochs = schedule.samples / schedule.order.size
+    is_watched = setup.args.save.best or setup.args.eval.patience
+    many = len(schedule.data.train) >= MANY_EXAMPLES
+    if epochs > MOST_EPOCHS and many and not is_watched:
+        yield (
+            f"warning: {epochs:.3g} epochs of {len(schedule.data.train):,} examples may learn them "
+            "by heart; add --save.best, which keeps the weights with the lowest validation loss"
+        )
