@@ -98,16 +98,15 @@ def warnings_of_settings(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     # the defaults are measured
     is_default = rate == setup.args.default_learning_rate
     if usual is not None and rate is not None and not is_default:
-        other = "LoRA" if setup.method.name == "full" else "full fine-tuning"
         if rate > FAR * usual and setup.method.name == "full":
             yield (
-                f"warning: --train.learning_rate {rate:g} is a rate for {other}; full fine-tuning "
+                f"warning: --train.learning_rate {rate:g} is a rate for LoRA; full fine-tuning "
                 f"usually takes about {usual:.1g} here ({RATE_SOURCE})"
             )
         elif rate < usual / FAR and setup.method.name == "lora":
             yield (
-                f"warning: --train.learning_rate {rate:g} is a rate for {other}; LoRA usually "
-                f"takes about {usual:.1g} here ({RATE_SOURCE})"
+                f"warning: --train.learning_rate {rate:g} is a rate for full fine-tuning; LoRA "
+                f"usually takes about {usual:.1g} here ({RATE_SOURCE})"
             )
     epochs = schedule.samples / schedule.order.size
     is_watched = setup.args.save.best or setup.args.eval.patience

@@ -142,14 +142,14 @@ def _warnings_of_limit(data: DataSplits) -> Iterator[str]:
     answer_tokens = sum(report.answer_tokens for report in data.reports.values())
     lost = sum(report.lost_tokens for report in data.reports.values())
     if lost:
-        text = (
-            f"the length limit cuts away {lost:,} of {answer_tokens:,} answer tokens "
-            f"({lost / answer_tokens:.1%})"
-        )
+        share = f"{lost:,} of {answer_tokens:,} answer tokens ({lost / answer_tokens:.1%})"
         if lost >= MANY_LOST * answer_tokens:
-            longest = f"--data.max_seq_length {data.limit:,}"
-            text = f"warning: {text}; raise {longest}, or divide the records"
-        yield text
+            yield (
+                f"warning: the length limit cuts away {share}; raise --data.max_seq_length "
+                f"{data.limit:,}, or divide the records"
+            )
+        else:
+            yield f"the length limit cuts away {share}"
 
 
 def _flags_for_few_examples(schedule: Schedule) -> str:

@@ -28,6 +28,7 @@ def base(tiny, examples, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_grid_is_run_and_compared(base, capsys):
     """Both seeds of both settings; the second time, only what is missing."""
     flags = ["--config", "base.yaml", "--seeds", "2", "--out_dir", "sweep"]
@@ -59,6 +60,7 @@ def test_the_grid_is_run_and_compared(base, capsys):
     assert json.loads((folder / "sweep.json").read_text()) == figures
 
 
+@pytest.mark.slow
 def test_another_base_is_not_mixed_with_finished_runs(base, capsys):
     flags = ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "sweep"]
     command("sweep", flags)

@@ -374,7 +374,8 @@ def uninterrupted(tiny, examples, tmp_path_factory):
     return folder / "run", flags, done
 
 
-RUN = {"config.yaml", "metrics.csv", "samples.jsonl", "checkpoints", "final", "report.html"}
+RUN = {"config.yaml", "metrics.csv", "samples.jsonl", "verdict.json", "checkpoints", "final"}
+RUN |= {"report.html"}
 
 
 def test_a_run_writes_what_the_readme_says(uninterrupted, examples, tiny):
