@@ -103,11 +103,13 @@ def read_run(folder: Path) -> Run:
 
 
 def _verdict(folder: Path) -> str:
-    """Return whether a run's result is better than the model before it, without the interval."""
-    texts = run_dir.verdict_texts(folder)
-    if not texts:
-        return ""
-    return texts[0].partition(" (")[0]
+    """Return whether a run's result is better than the model before it, and what it has forgotten,
+    without the intervals."""
+    parts = []
+    for number, text in enumerate(run_dir.verdict_texts(folder)):
+        if number == 0 or text.startswith("forgotten"):
+            parts.append(text.partition(" (")[0])
+    return "; ".join(parts)
 
 
 def _model_name(path: Path) -> str:

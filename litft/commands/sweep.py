@@ -55,8 +55,9 @@ def sweep(args: SweepArgs) -> None:
         settings.append(RunsOfSetting(setting_name(setting), scores))
     rows = _rows(settings)
     _print(rows)
+    _explain(args, rows)
     _write(args, settings, rows)
-    print(f"\nthe curves are in {folder / PAGE}, the figures in {folder / RESULTS}")
+    print(f"the curves are in {folder / PAGE}, the figures in {folder / RESULTS}")
     if failed:
         raise ValueError(
             f"{len(failed)} of {len(runs)} runs have failed; mend the cause and start the same "
@@ -154,7 +155,7 @@ def _rows(settings: list[RunsOfSetting]) -> list[list[str]]:
             names |= dict.fromkeys(run.scores)
     order = ranked(settings, LOSS)
     best = order[0]
-    rows = [["setting", *names, f"{LOSS}, compared with the best"]]
+    rows = [["setting", *names, f"difference in {LOSS} from the best"]]
     for setting in order:
         cells = [setting.name]
         for name in names:
@@ -190,6 +191,21 @@ def _print(rows: list[list[str]]) -> None:
     with console.capture() as captured:
         console.print(table)
     print(*filter(str.strip, captured.get().splitlines()), sep="\n")
+
+
+def _explain(args: SweepArgs, rows: list[list[str]]) -> None:
+    """Print what the table does not say."""
+    print()
+    if args.seeds > 1:
+        print("±: the standard deviation over the seeds")
+    if any("not shown" in row[-1] for row in rows):
+        print(
+            "not shown: with other examples or seeds, the best setting may be another; more "
+            "--seeds, and more validation examples, narrow the intervals"
+        )
+    axes = args.axes()
+    if "lora.r" in axes and not axes.keys() & {"lora.alpha", "lora.rslora"}:
+        print("the scale of an update is lora.alpha / lora.r, so the ranks differ in it, too")
 
 
 def _write(args: SweepArgs, settings: list[RunsOfSetting], rows: list[list[str]]) -> None:

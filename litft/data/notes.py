@@ -51,7 +51,7 @@ PROMPT_CUT = "with the beginning of the prompt cut to the length limit"
 # of records compared with the others of their file
 COPY = "equal to an earlier record (--data.dedup exact leaves them out)"
 NEAR_COPY = "nearly equal to an earlier record (--data.dedup near leaves them out)"
-OTHER_ANSWER = "with the prompt of an earlier record, but another answer"
+OTHER_ANSWER = "with the prompt of an earlier record, but another answer (near copies among them)"
 UNFINISHED = "with an answer that stops in the middle of a sentence"
 OTHER_SYSTEM = "with another system prompt than most records, or none"
 VARYING_SYSTEM = "with system prompts of which none is the usual one"

@@ -2,7 +2,7 @@
 sentences that many answers have, and records that are unlike most."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -54,10 +54,13 @@ class Review:
         """Yield what the comparison finds. signatures: of at least these records, (N, 128)."""
         signatures = signatures[: len(self.facts)]
         copies = self._copies()
-        yield self._finding(COPY, copies)
-        near = first_of_group(signatures) != np.arange(len(signatures))
-        yield self._finding(NEAR_COPY, set(np.flatnonzero(near).tolist()) - copies)
-        yield self._finding(OTHER_ANSWER, self._other_answers())
+        yield self._repeating(COPY, copies)
+        near: dict[int, int] = {}
+        for index, first in enumerate(first_of_group(signatures).tolist()):
+            if first != index and index not in copies:
+                near[index] = first
+        yield self._repeating(NEAR_COPY, near)
+        yield self._repeating(OTHER_ANSWER, self._other_answers())
         yield self._unfinished()
         yield from self._same_sentences(copies)
         yield from self._other_languages()
@@ -67,28 +70,40 @@ class Review:
         """Return the finding on the records with facts at these indices."""
         return Finding(note, [self.places[index] for index in sorted(indices)])
 
-    def _copies(self) -> set[int]:
-        """Return the indices of records that an earlier one equals."""
-        seen: set[int] = set()
-        copies = set()
+    def _repeating(self, note: str, earlier: Mapping[int, int]) -> Finding:
+        """Return the finding on records that repeat earlier ones, which are named, too; earlier:
+        their indices, by those of the records that repeat them."""
+        places = []
+        for index, first in sorted(earlier.items()):
+            places.append(f"{self.places[index]} (as {self.places[first]})")
+        return Finding(note, places)
+
+    def _copies(self) -> dict[int, int]:
+        """Return the indices of records that an earlier one equals, with the index of that."""
+        first: dict[int, int] = {}
+        copies = {}
         for index, facts in enumerate(self.facts):
-            if facts.content in seen:
-                copies.add(index)
-            seen.add(facts.content)
+            if facts.content in first:
+                copies[index] = first[facts.content]
+            else:
+                first[facts.content] = index
         return copies
 
-    def _other_answers(self) -> set[int]:
-        """Return the indices of records that have the prompt of an earlier one, but another
-        answer."""
+    def _other_answers(self) -> dict[int, int]:
+        """Return the indices of records that have the prompt of an earlier one, but another answer,
+        with the index of that."""
+        # of each prompt: the contents so far, and the first record
         contents: dict[int, set[int]] = {}
-        found = set()
+        first: dict[int, int] = {}
+        found = {}
         for index, facts in enumerate(self.facts):
             if facts.prompt is None:
                 continue
             earlier = contents.setdefault(facts.prompt, set())
             if earlier and facts.content not in earlier:
-                found.add(index)
+                found[index] = first[facts.prompt]
             earlier.add(facts.content)
+            first.setdefault(facts.prompt, index)
         return found
 
     def _unfinished(self) -> Finding:
@@ -99,7 +114,7 @@ class Review:
             found = set()
         return self._finding(UNFINISHED, found)
 
-    def _same_sentences(self, copies: set[int]) -> Iterator[Finding]:
+    def _same_sentences(self, copies: Collection[int]) -> Iterator[Finding]:
         """Yield the records whose answers begin or end with a sentence that many others have."""
         having: dict[str, set[int]] = {}
         for index, facts in enumerate(self.facts):

@@ -20,7 +20,7 @@ from litft.inference.streaming import prompt_ids
 from litft.model.loss import IGNORED
 from litft.model.transformer import GPT
 
-# the scores: see `verdict.LOSS`
+# the scores: see `verdict.OF_FORGETTING`
 NEUTRAL = "loss on neutral text"
 OWN_ANSWERS = "loss on its earlier answers"
 TEXTS = Path(__file__).parent / "texts"

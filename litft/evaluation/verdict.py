@@ -16,6 +16,9 @@ RESAMPLES = 4999
 DRAWN_AT_ONCE = 4_000_000
 # what the name of a score begins with where lower is better
 LOSS = "loss"
+# and where a rise is forgetting: see `forgetting`
+OF_FORGETTING = "loss on "
+FORGETTING_WORDS = {"better": "not forgotten", "worse": "forgotten"}
 SHARES = ("exact_match",)
 
 # what identifies an example, see `examples.Name`
@@ -70,8 +73,11 @@ class Verdict:
         if self.examples < FEWEST:
             what = f"{self.score} {self._text(self.difference)} on {self.examples} examples"
             return f"not shown: {what}, and fewer than {FEWEST} say nothing"
+        word = self.outcome
+        if self.score.startswith(OF_FORGETTING):
+            word = FORGETTING_WORDS.get(word, word)
         text = (
-            f"{self.outcome}: {self.score} {self._text(self.difference)} (95 % interval "
+            f"{word}: {self.score} {self._text(self.difference)} (95 % interval "
             f"{self._number(self.low)} to {self._number(self.high)}, {self.examples:,} examples)"
         )
         needed = self.examples_needed

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from litft.args import LoRAFinetuneArgs
 from litft.args.preference import DATA_KINDS
+from litft.training.data_report import count_of
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
 
@@ -54,17 +55,30 @@ def advice_lines(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
             f"{setup.args.train.learning_rate:g}"
         )
     yield from _rank_line(setup, schedule)
-    epochs = schedule.samples / schedule.order.size
-    steps = f"{schedule.steps:,} {'step' if schedule.steps == 1 else 'steps'}"
-    yield (
-        f"  epochs: up to {MOST_EPOCHS}, after which repeated data teaches little (Muennighoff et "
-        f"al., 2023), but at least {FEW_STEPS} steps; it is {epochs:.3g} with {steps}"
-    )
+    yield from _epochs_line(setup, schedule)
     longest = int(schedule.data.train.lengths.max())
     yield (
         f"  length limit: {longest:,} tokens, as the longest example that is left; it is "
         f"{schedule.data.limit:,}"
     )
+    yield "  these are rules of thumb; litft sweep compares settings on your data"
+
+
+def _epochs_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
+    """Yield how often the examples should be seen, and the batch size that gives enough steps."""
+    epochs = schedule.samples / schedule.order.size
+    steps = count_of(schedule.steps, "step")
+    text = (
+        f"  epochs: up to {MOST_EPOCHS}, after which repeated data teaches little (Muennighoff et "
+        f"al., 2023); it is {epochs:.3g}, with {steps}"
+    )
+    batch = MOST_EPOCHS * schedule.order.epoch_size // FEW_STEPS
+    if schedule.steps < FEW_STEPS and batch < setup.args.train.global_batch_size:
+        text += (
+            f"; a smaller --train.global_batch_size, {max(1, batch)}, has about {FEW_STEPS} steps "
+            f"in {MOST_EPOCHS} epochs"
+        )
+    yield text
 
 
 def _rank_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:

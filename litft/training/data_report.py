@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from litft.data.dataset import DataSplits, histogram, unknown_tokens
-from litft.data.notes import CUT_AWAY
+from litft.data.notes import COPY, CUT_AWAY
 from litft.data.packing import num_slots
 from litft.data.token_store import MAX_NAMED, EncodingReport
 from litft.data.tokenizer import Tokenizer
@@ -20,6 +20,7 @@ SWITCH = "enable_thinking"
 FEW_STEPS = 30
 FEW_EXAMPLES = 10  # fewer are warned about
 MANY_TOO_LONG = 0.05  # of the records
+WHAT_TO_DO = "tutorials/prepare_data.md#what-is-probably-not-meant"
 MANY_LOST = 0.1  # of the answers' tokens
 FEW_EXAMPLES_EPOCHS = 20
 FEW_EXAMPLES_BATCH = 4
@@ -44,9 +45,10 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer, named: int = 3) -> Iter
     data = schedule.data
     for name, report in data.reports.items():
         yield f"{name}: {file_line(report)}"
-        yield from note_lines(name, report, named)
-        if data.left_out.get(name):
-            yield f"  --data.dedup leaves out {data.left_out[name]:,} of them"
+        left_out = data.left_out.get(name, 0)
+        yield from note_lines(name, report, named, has_dedup=left_out > 0)
+        if left_out:
+            yield f"  --data.dedup leaves out {left_out:,} of the {report.samples:,} examples"
     yield f"the chat template is {data.template}"
     yield from _warnings_of_limit(data)
 
@@ -126,7 +128,7 @@ def _held_out_lines(schedule: Schedule) -> Iterator[str]:
         yield (
             f"warning: {data.near_held_out:,} of {count_of(len(data.val), 'validation example')} "
             "have nearly the prompt of a training example; the validation loss will look better "
-            "than it is on new questions"
+            "than it is on new questions (--data.dedup near, or --data.val_path with others)"
         )
 
 
@@ -201,9 +203,10 @@ def _by_weight(data: DataSplits) -> str:
 
 
 def _copies_line(data: DataSplits) -> Iterator[str]:
-    """A line on training examples that are copies of others, if there are any."""
+    """A line on training examples that are copies of others, if no note is on them: those of
+    several files, and those that the length limit has made equal."""
     copies, most = data.train.copies()
-    if copies:
+    if copies > data.count(COPY):
         yield (
             f"note: {copies:,} training examples are copies of others, token for token; the most "
             f"frequent one occurs {most:,} times, and is learned as often (--data.dedup exact "
@@ -255,13 +258,20 @@ def file_line(report: EncodingReport) -> str:
     return "; ".join(parts)
 
 
-def note_lines(name: str, report: EncodingReport, named: int) -> Iterator[str]:
-    """How many records of a file have each note, and the first `named` of them."""
+def note_lines(
+    name: str, report: EncodingReport, named: int, has_dedup: bool = False
+) -> Iterator[str]:
+    """How many records of a file have each note, and the first `named` of them. has_dedup: copies
+    are left out already, and the notes need not say how."""
     for note, (count, places) in report.notes.items():
-        records = ", ".join(place.removeprefix(f"{name}, ") for place in places[:named])
+        records = ", ".join(place.replace(f"{name}, ", "") for place in places[:named])
         if count > named:
             records += " ..."
+        if has_dedup:
+            note = note.partition(" (--data.dedup")[0]
         yield f"  {count:,} {note}: {records}"
+    if report.notes:
+        yield f"  what to do: {WHAT_TO_DO}"
 
 
 def bad_records(data: DataSplits) -> Iterator[str]:

@@ -2,6 +2,7 @@
 a clean file has no note."""
 
 import random
+import re
 import time
 from dataclasses import replace
 
@@ -133,7 +134,8 @@ def notes_of(data):
     found = {}
     counts = {}
     for note, (count, places) in report.notes.items():
-        found[note] = [int(place.rpartition(" ")[2]) - 1 for place in places]
+        lines = [int(re.search(r"line (\d+)", place)[1]) for place in places]
+        found[note] = [line - 1 for line in lines]
         counts[note] = count
     return found, counts
 
@@ -141,9 +143,13 @@ def notes_of(data):
 def test_every_planted_fault_is_reported_with_its_records(load):
     records = clean_records()
     expected = plant(records)
-    found, counts = notes_of(load(records))
+    data = load(records)
+    found, counts = notes_of(data)
     assert counts == {note: len(numbers) for note, numbers in expected.items()}
     assert found == {note: numbers[:10] for note, numbers in expected.items()}
+    (report,) = data.reports.values()
+    # what is repeated is named, too
+    assert re.fullmatch(r".*line 11 \(as .*line 1\)", report.notes[COPY][1][0])
 
 
 def test_a_clean_file_has_no_note(load):

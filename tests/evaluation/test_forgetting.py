@@ -107,6 +107,7 @@ def test_a_run_says_whether_it_is_better_and_what_it_forgot(finished, tiny, tmp_
     assert all(text in page for text in texts)
     done = script("scripts/runs.py", "--folder", finished, cwd=tmp_path)
     assert texts[0].partition(" (")[0] in done.stdout
+    assert f"; forgotten: {OWN_ANSWERS}" in done.stdout
 
     flags = ["--checkpoint_dir", finished / "final", "--precision", "fp32", "--out", "out.json"]
     script("scripts/run_eval.py", *flags, "--max_new_tokens", "8", cwd=tmp_path)

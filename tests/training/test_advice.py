@@ -78,3 +78,10 @@ def test_many_epochs_of_many_examples_are_warned_about(prepared):
     (line,) = warned(1100, 9)
     assert "9 epochs of" in line and "--save.best" in line
     assert warned(1100, 3) == warned(40, 9) == []
+
+
+def test_a_batch_size_that_gives_enough_steps_is_named(prepared):
+    run = prepared(count=400)
+    (line,) = [line for line in advice_lines(run.setup, run.schedule) if "epochs" in line]
+    batch = 4 * len(run.schedule.data.train) // 100
+    assert 1 < batch < 16 and f"--train.global_batch_size, {batch}, has about 100 steps" in line

@@ -98,6 +98,7 @@ CHARTS = (
     ("Tokens per second", ("tokens_per_second",), True),
     ("Peak memory, GiB", ("memory_gib",), True),
 )
+TRAINING_COLUMNS = {column for _, columns, _ in CHARTS for column in columns}
 SCORES = (
     ("step", "step", "{:.0f}"),
     ("epoch", "epoch", "{:.2f}"),
@@ -182,9 +183,9 @@ def write_sweep_page(
     ]
     _write_page(
         path,
-        f"Sweep {path.parent.name}",
+        f"Sweep in {path.parent.name}",
         [
-            f"<h1>Sweep {html.escape(path.parent.name)}</h1>",
+            f"<h1>Sweep in {html.escape(path.parent.name)}</h1>",
             f"<p class=where>{datetime.now():%Y-%m-%d %H:%M}, litft {__version__}</p>",
             f"<table><tr>{head}</tr>{body}</table>",
             f"{CONTROLS}<div class=charts>{''.join(charts)}</div>",
@@ -323,8 +324,10 @@ def _legend_entry(column: str, curve: Points, colour: str) -> str:
         name = column.removeprefix("val_loss_")
     elif column.startswith("val_"):
         name = "validation"
-    else:
+    elif column in TRAINING_COLUMNS:
         name = "training"
+    else:  # of a sweep
+        name = column
     last_value = f"{curve[-1][1]:.4g}"
     return f'<span class="key {colour}">{html.escape(name)} {last_value}</span>'
 
