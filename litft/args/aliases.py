@@ -187,6 +187,11 @@ ALIASES: dict[str, Alias] = {
     "pad_to_sequence_len": Alias("", "rows are as long as the examples packed into them"),
     "excess_length_strategy": Alias("", "longer examples are cut; their number is said"),
     "group_by_length": Alias("", "examples are packed, so their lengths do not matter"),
+    "dataset_exact_deduplication": Alias(
+        "--data.dedup {value}",
+        "near leaves out nearly equal ones, too",
+        values={"true": "--data.dedup exact", "false": ""},
+    ),
     "shuffle_merged_datasets": Alias("", "examples are always shuffled"),
     "prompt_style": Alias("--data.template {value}"),
     "train_on_inputs": Alias(

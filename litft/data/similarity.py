@@ -6,6 +6,7 @@ Similarity is Jaccard's: of two texts' sets of three words in a row, the share t
 
 import re
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,21 +27,25 @@ WORDS_IN_A_ROW = 3
 WORD = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+"
 )
+SHINGLES_AT_ONCE = 10_000
+MOST_WORDS = 100_000  # of a text that are compared
 PAIRS_AT_ONCE = 100_000
 
 
 def text_signature(text: str) -> np.ndarray:
     """Return the MinHash signature of a text, (128,) uint32. Texts that differ only in case, spaces
-    and punctuation have the same one."""
+    and punctuation have the same one; so have those that begin with the same 100,000 words."""
     minhash = _empty_minhash().copy()
-    words = WORD.findall(text.lower())
+    matches = islice(WORD.finditer(text.lower()), MOST_WORDS)
+    words = [match.group() for match in matches]
+    shingles = []
+    for start in range(max(1, len(words) - WORDS_IN_A_ROW + 1)):
+        shingle = " ".join(words[start : start + WORDS_IN_A_ROW])
+        shingles.append(shingle.encode("utf-8", "surrogatepass"))
     if words:
-        shingles = []
-        for start in range(max(1, len(words) - WORDS_IN_A_ROW + 1)):
-            shingles.append(
-                " ".join(words[start : start + WORDS_IN_A_ROW]).encode("utf-8", "ignore")
-            )
-        minhash.update_batch(shingles)
+        # each of them takes 128 values for a moment
+        for start in range(0, len(shingles), SHINGLES_AT_ONCE):
+            minhash.update_batch(shingles[start : start + SHINGLES_AT_ONCE])
     return minhash.hashvalues.astype(np.uint32)
 
 

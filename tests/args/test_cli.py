@@ -618,6 +618,9 @@ def test_flags_of_other_programs_are_translated(capsys):
         "val_set_size", "200"
     )
     assert "--data.val_fraction 0.1 (" in hint_for_flag("val_set_size", "0.1")
+    assert hint_for_flag("dataset_exact_deduplication", "true").startswith(
+        "--dataset_exact_deduplication does not exist; here it is --data.dedup exact"
+    )
     assert hint_for_flag("load_in_4bit", "false") == "--load_in_4bit does not exist; leave it out"
     assert hint_for_flag("use_dora", "false") == "--use_dora does not exist; leave it out"
     assert (
