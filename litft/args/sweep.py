@@ -1,5 +1,6 @@
 """The flags of `sweep`."""
 
+import shlex
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -36,12 +37,16 @@ class SweepArgs:
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is run."""
         problems = below_minimum(self, "", 1, "seeds")
+        try:
+            shlex.split(self.flags)
+        except ValueError as error:
+            problems.append(f"--flags {self.flags}: {error}; close the quotation")
         if self.method not in FINETUNE:
             methods = ", ".join(FINETUNE)
             return [*problems, f"--method {self.method}: expected one of {methods}"]
         if not self.grid:
             problems.append("--grid is missing: name flags with values, such as lora.r=8,32")
-        elif "=" not in self.grid[0]:
+        elif not self.grid[0].partition("=")[0] or "=" not in self.grid[0]:
             problems.append(
                 f"--grid {self.grid[0]}: expected FLAG=VALUE,VALUE, such as lora.r=8,32"
             )
@@ -74,7 +79,8 @@ class SweepArgs:
             if "=" in item:
                 name, _, value = item.partition("=")
                 name = name.removeprefix("--").strip()
-                texts[name] = value
+                # a flag may be there several times
+                texts[name] = f"{texts[name]},{value}" if name in texts else value
             else:
                 texts[name] += f",{item}"
         axes = {}

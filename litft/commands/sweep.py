@@ -3,13 +3,15 @@ page."""
 
 import json
 import math
+import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -19,8 +21,10 @@ from litft import run_dir
 from litft.args import FINETUNE, Setting, SweepArgs, setting_name
 from litft.args.parser import parse
 from litft.atomic import atomic_write
+from litft.data.digests import hash64
 from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
-from litft.evaluation.verdict import LOSS, read_parts
+from litft.evaluation.verdict import LOSS, parts_in
+from litft.folder_lock import locked_folder
 from litft.training.dry_run import format_duration
 from litft.training.output.report import Points, points, write_sweep_page
 
@@ -70,7 +74,7 @@ def _check_same(folder: Path, args: SweepArgs) -> None:
     shared = _shared(args)
     path = folder / "base.json"
     if path.is_file():
-        earlier = json.loads(path.read_text("utf-8"))
+        earlier = _read_object(path)
         changed = [name for name in shared if shared[name] != earlier.get(name)]
         if changed:
             raise ValueError(
@@ -78,6 +82,15 @@ def _check_same(folder: Path, args: SweepArgs) -> None:
                 "name another folder, or delete this one"
             )
     atomic_write(path, json.dumps(shared) + "\n")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the file is damaged."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _shared(args: SweepArgs) -> dict[str, Any]:
@@ -90,8 +103,12 @@ def _shared(args: SweepArgs) -> dict[str, Any]:
 
 def _folder(args: SweepArgs, setting: Setting, seed: int) -> Path:
     """Return the folder of a run."""
-    name = setting_name(setting).replace(", ", "_").replace("/", "-")
-    return Path(args.out_dir) / f"{name}_seed={seed}"
+    name = setting_name(setting).replace(", ", "_")
+    safe = re.sub(r"[^\w=.,+-]", "-", name)
+    # other settings may have the same name without these characters
+    if safe != name:
+        safe = f"{safe[:80]}-{hash64(name):08x}"[:100]
+    return Path(args.out_dir) / f"{safe}_seed={seed}"
 
 
 def _flags(args: SweepArgs, setting: Setting, seed: int) -> list[str]:
@@ -114,19 +131,47 @@ def _run(args: SweepArgs, setting: Setting, seed: int) -> str:
     if run_dir.is_run(folder):
         words.append("--resume")
     command = [sys.executable, "-m", "litft", "finetune", args.method, *words]
+    # a run that outlived an earlier sweep
+    try:
+        with locked_folder(folder):
+            pass
+    except ValueError as error:
+        return f"failed: {error}"
     start = time.monotonic()
     log = folder.with_name(f"{folder.name}.log")
     with log.open("w", encoding="utf-8") as file:
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
+        code = _run_to_its_end(command, file)
+    if code:
         lines = log.read_text("utf-8", errors="replace").strip().splitlines()
-        # Ctrl-C in a terminal reaches the run, too
-        if done.returncode in (130, -2):
-            raise KeyboardInterrupt(f"interrupted; the same command goes on from {folder}")
-        return f"failed: {lines[-1] if lines else done.returncode} (see {log})"
+        return f"failed: {lines[-1] if lines else code} (see {log})"
     losses = _scores(folder, seed).scores
     value = f"loss {losses[LOSS]:.4f}, " if LOSS in losses else ""
     return f"{value}{format_duration(time.monotonic() - start)}"
+
+
+def _run_to_its_end(command: list[str], log: TextIO) -> int:
+    """Run a command, and return its exit code. Ctrl-C and SIGTERM are passed on, and the run saves
+    its state; then KeyboardInterrupt is raised."""
+    # in a session of its own, so that Ctrl-C reaches it once, from here
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    caught: list[int] = []
+
+    def pass_on(number: int, _: Any) -> None:
+        caught.append(number)
+        process.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, pass_on) for number in numbers]
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    if caught:
+        raise KeyboardInterrupt("interrupted; the same command goes on where the sweep stopped")
+    return code
 
 
 def _scores(run: Path, seed: int) -> RunScores:
@@ -136,10 +181,7 @@ def _scores(run: Path, seed: int) -> RunScores:
         for column, name in (("val_loss", LOSS), ("exact_match", "exact_match")):
             if column in row:
                 scores[name] = float(row[column])
-    parts = {}
-    verdict = run / run_dir.VERDICT
-    if verdict.is_file():
-        parts = read_parts(json.loads(verdict.read_text("utf-8"))["after"])
+    parts = parts_in(run / run_dir.VERDICT, "after")
     for name, by_key in parts.items():
         if name not in scores:
             total = sum(part.value for part in by_key.values())

@@ -1,8 +1,9 @@
 """What becomes of a record: its samples, or its error; and the hash that decides its split."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from litft.data.digests import hash64
 from litft.data.formats import Example
 from litft.data.messages import LEARNED_ENTRIES
 from litft.data.notes import CONTROL
+from litft.data.preferences import Preference
 from litft.data.record_facts import (
+    ComparedConversation,
     RecordFacts,
-    conversation_facts,
-    conversation_signatures,
     text_facts,
     text_signatures,
 )
@@ -57,29 +58,58 @@ class Encoded:
     signatures: np.ndarray | None = None  # (2, 128) uint32
     error: str | None = None
 
-    def compare_conversation(
-        self,
-        messages: Sequence[Message],
-        learned: Collection[int],
-        rejected: Sequence[str] | None = None,
-    ) -> None:
-        """Let a conversation be compared with others: see `conversation_facts`."""
-        self.facts = conversation_facts(messages, learned, rejected)
-        self.signatures = conversation_signatures(messages, learned, rejected)
+    def compare(self, conversation: ComparedConversation) -> None:
+        """Let a conversation be compared with those of other records."""
+        self.facts = conversation.facts()
+        self.signatures = conversation.signatures()
 
-    def compare_preference(self, answers: Sequence[list[Message]]) -> None:
-        """Let a preference be compared with others: its conversation with each of the answers."""
-        messages = [without_learned(message) for message in answers[0]]
-        rejected = [other[-1]["content"] for other in answers[1:]]
-        self.compare_conversation(messages, {len(messages) - 1}, rejected)
+    def compare_example(self, example: Example, messages: list[Message], learned: set[int]) -> None:
+        """Let an example be compared with others; messages: as they are learned."""
+        mask = [(turn.get("train", True), turn.get("parts")) for turn in example.messages]
+        setting = [example.tools, example.template_args]
+        self.compare(ComparedConversation(messages, learned, setting=setting, rest=mask))
+
+    def compare_preferences(self, preferences: Sequence[Preference]) -> None:
+        """Let the preferences of a record be compared with others: the conversation with each of
+        the answers, and their labels."""
+        answers = preferences[0].answers
+        messages = [without_learned(message) for message in answers[0].messages]
+        self.compare(
+            ComparedConversation(
+                messages,
+                learned={len(messages) - 1},
+                rejected=[other.messages[-1]["content"] for other in answers[1:]],
+                setting=[answers[0].tools, answers[0].template_args],
+                label=[preference.desirable for preference in preferences],
+            )
+        )
+
+    def compare_prompt(self, whole: Example, prompt_size: int, columns: dict[str, Any]) -> None:
+        """Let a prompt be compared with others, which have the same columns if they are equal, and
+        the same expected answer if they are nearly so. whole: with the answer, if it has one."""
+        messages = [without_learned(message) for message in whole.messages]
+        self.compare(
+            ComparedConversation(
+                messages,
+                learned=range(prompt_size, len(messages)),
+                setting=[whole.tools, whole.template_args],
+                rest=columns,
+                label=columns.get("answer"),
+            )
+        )
 
     def count_tokens(self, answer: int, lost: int) -> None:
         """Count the tokens of an answer, and those that the length limit cuts away."""
         self.answer_tokens += answer
         self.lost_tokens += lost
 
+    def compare_token_ids(self, ids: list[int], supervised: list[bool]) -> None:
+        """Let token ids be compared with others: they are equal, or not alike at all."""
+        self.facts = text_facts(json.dumps([ids, supervised]))
+        self.signatures = text_signatures("")
+
     def compare_text(self, text: str) -> None:
-        """Let a text, or token ids as one, be compared with others."""
+        """Let a text be compared with others."""
         self.facts = text_facts(text)
         self.signatures = text_signatures(text)
 

@@ -177,7 +177,7 @@ class Encoder:
         if len(preferences) == 2 and preferences[0].answers == preferences[1].answers:
             encoded.notes.append(EQUAL)
             return
-        encoded.compare_preference([answer.messages for answer in preferences[0].answers])
+        encoded.compare_preferences(preferences)
         for preference in preferences:
             if preference.has_different_prompts:
                 encoded.notes.append(OTHER_QUESTION)
@@ -283,7 +283,7 @@ class Encoder:
             return
         messages, supervised = self._select_turns(example, encoded)
         encoded.notes += suspicions(messages, supervised)
-        encoded.compare_conversation(messages, supervised)
+        encoded.compare_example(example, messages, supervised)
         messages = self._up_to_limit(messages, example, supervised, encoded)
         encoded.note_controls([message["content"] for message in messages], self.tokenizer)
         self._note_unused(messages, example, encoded)
@@ -330,6 +330,7 @@ class Encoder:
         """Add a sample of tokens as they are, cut to the length limit."""
         if max(ids, default=0) > ID_MASK:
             raise ValueError(f"the token id {max(ids)} is larger than any vocabulary")
+        encoded.compare_token_ids(ids, supervised)
         sample = np.array(ids, np.uint32)
         targets = supervised if self.mask_prompt else True
         sample |= np.where(targets, SUPERVISED, np.uint32(0))

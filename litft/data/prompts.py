@@ -128,9 +128,7 @@ class PromptEncoder:
         example = prompt.example
         encoded.note_controls([message["content"] for message in example.messages], self.tokenizer)
         encoded.describe(example.messages, example.tools)
-        whole = [without_learned(message) for message in plain.whole.messages]
-        answers = range(len(example.messages), len(whole))
-        encoded.compare_conversation(whole, learned=answers)
+        encoded.compare_prompt(plain.whole, len(example.messages), plain.columns)
         text = self.tokenizer.apply_chat_template(
             example.messages, example.tools, add_generation_prompt=True, **example.template_args
         )

@@ -6,12 +6,13 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from litft.data.chat_template import Message
 from litft.data.digests import hash64
+from litft.data.reasoning import REASONING_FIELDS
 from litft.data.similarity import text_signature
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ SENTENCE_LENGTHS = range(12, 121)
 FEWEST_WORDS = 8
 LIST_ITEM = re.compile(r"\s*(?:[-*•#>|]|\d+[.)]|[A-Za-z][.)])")
 OPEN_ENDS = ",;-([{"
+SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class RecordFacts:
     content: int  # hash of all messages, or of a text
     # hash of the messages before the last answer; None of texts, of preferences, and without answer
     prompt: int | None = None
+    answer: int = 0  # hash of the messages from there on
     # hash of the system prompt, of an empty text without one; None of a text
     system: int | None = None
     # the first and the last sentence of each answer that has more text
@@ -47,76 +50,86 @@ class RecordFacts:
     is_unfinished: bool = False  # and that line does not end a sentence
 
 
+@dataclass(frozen=True)
+class ComparedConversation:
+    """A conversation as it is compared with others."""
+
+    messages: Sequence[Message]
+    # the indices of the answers that are learned; empty: the conversation is a prompt
+    learned: Collection[int]
+    # of preferences, the other answers: a prompt usually has several
+    rejected: Sequence[str] | None = None
+    setting: Any = None  # what the prompt has besides messages: tools, variables of the template
+    # what else makes a record another one: what is learned of it, and for rewards the columns
+    rest: Any = None
+    label: Any = None  # what nearly equal records must have in common: a label, an expected answer
+
+    @property
+    def prompt(self) -> Sequence[Message]:
+        """The messages before the last answer that is learned."""
+        return self.messages[: max(self.learned, default=len(self.messages))]
+
+    @property
+    def system(self) -> str:
+        """The system prompt; empty without one."""
+        if self.messages[0]["role"] in SYSTEM_ROLES:
+            return self.messages[0]["content"]
+        return ""
+
+    def signatures(self) -> np.ndarray:
+        """Return the signatures of the whole conversation and of its prompt, (2, 128): see
+        `similarity`. Conversations with different system prompts, settings or labels are not
+        nearly equal."""
+        whole = "\n".join((_text_of(self.messages), *(self.rejected or ())))
+        salt = str(_hash_of(self.system, self.setting, self.label))
+        return np.stack((text_signature(whole, salt), text_signature(_text_of(self.prompt))))
+
+    def facts(self) -> RecordFacts:
+        """Return what is compared between the records of a file."""
+        answers = [self.messages[number]["content"] for number in sorted(self.learned)]
+        sentences: set[str] = set()
+        for answer in answers:
+            sentences |= outer_sentences(answer)
+        prose = [line for line in map(last_line_of_prose, answers) if line]
+        has_prompt = self.learned and self.rejected is None
+        answer = self.messages[len(self.prompt) :]
+        return RecordFacts(
+            content=_hash_of(self.messages, self.rejected, self.setting, self.rest, self.label),
+            prompt=_hash_of(self.prompt, self.setting) if has_prompt else None,
+            answer=_hash_of(answer),
+            system=hash64(self.system),
+            sentences=frozenset(sentences),
+            language=language_of("\n".join(answers)),
+            is_prose=bool(prose),
+            is_unfinished=any(_stops_within(line) for line in prose),
+        )
+
+
+def text_facts(text: str) -> RecordFacts:
+    """Return the facts of a text to continue, or of token ids as a text."""
+    return RecordFacts(content=hash64(text))
+
+
 def text_signatures(text: str) -> np.ndarray:
     """Return the signatures of a text to continue, which has no prompt, (2, 128): see
     `similarity`."""
     return np.stack((text_signature(text), text_signature("")))
 
 
-def conversation_signatures(
-    messages: Sequence[Message], learned: Collection[int], rejected: Sequence[str] | None = None
-) -> np.ndarray:
-    """Return the signatures of a whole conversation and of its prompt, (2, 128): see `similarity`.
-
-    learned, rejected: see `conversation_facts`.
-    """
-    whole = "\n".join((_text_of(messages), *(rejected or ())))
-    prompt = _text_of(messages[: _prompt_size(messages, learned)])
-    return np.stack((text_signature(whole), text_signature(prompt)))
-
-
-def _prompt_size(messages: Sequence[Message], learned: Collection[int]) -> int:
-    """Return the number of messages before the last answer that is learned."""
-    return max(learned, default=len(messages))
-
-
-def text_facts(text: str) -> RecordFacts:
-    """Return the facts of a text to continue."""
-    return RecordFacts(content=hash64(text))
-
-
-def conversation_facts(
-    messages: Sequence[Message], learned: Collection[int], rejected: Sequence[str] | None = None
-) -> RecordFacts:
-    """Return the facts of a conversation.
-
-    learned: the indices of the answers that are learned; empty: the conversation is a prompt.
-    rejected: of preferences, the other answers: a prompt usually has several.
-    """
-    prompt = messages[: _prompt_size(messages, learned)]
-    answers = []
-    for number in sorted(learned):
-        answers.append(messages[number]["content"])
-    system = ""
-    if messages[0]["role"] in ("system", "developer"):
-        system = messages[0]["content"]
-    sentences: set[str] = set()
-    for answer in answers:
-        sentences |= outer_sentences(answer)
-    ends = [last_line_of_prose(answer) for answer in answers]
-    prose = [line for line in ends if line]
-    return RecordFacts(
-        content=_hash_of(messages, *(rejected or ())),
-        prompt=_hash_of(prompt) if learned and rejected is None else None,
-        system=hash64(system),
-        sentences=frozenset(sentences),
-        language=language_of("\n".join(answers)),
-        is_prose=bool(prose),
-        is_unfinished=any(_stops_within(line) for line in prose),
-    )
-
-
-def _hash_of(messages: Sequence[Message], *more: str) -> int:
-    return hash64(json.dumps([list(messages), *more], sort_keys=True, default=str))
+def _hash_of(*content: Any) -> int:
+    return hash64(json.dumps(content, sort_keys=True, default=str))
 
 
 def _text_of(messages: Sequence[Message]) -> str:
     """Return what a conversation says, without its system prompt, which many have in common."""
     texts = []
     for message in messages:
-        if message["role"] in ("system", "developer"):
+        if message["role"] in SYSTEM_ROLES:
             continue
         texts.append(message["content"])
+        for name in REASONING_FIELDS:
+            if message.get(name):
+                texts.append(str(message[name]))
         if message.get("tool_calls"):
             texts.append(json.dumps(message["tool_calls"], default=str))
     return "\n".join(texts)

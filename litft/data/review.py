@@ -92,17 +92,17 @@ class Review:
     def _other_answers(self) -> dict[int, int]:
         """Return the indices of records that have the prompt of an earlier one, but another answer,
         with the index of that."""
-        # of each prompt: the contents so far, and the first record
-        contents: dict[int, set[int]] = {}
+        # of each prompt: the answers so far, and the first record
+        answers: dict[int, set[int]] = {}
         first: dict[int, int] = {}
         found = {}
         for index, facts in enumerate(self.facts):
             if facts.prompt is None:
                 continue
-            earlier = contents.setdefault(facts.prompt, set())
-            if earlier and facts.content not in earlier:
+            earlier = answers.setdefault(facts.prompt, set())
+            if earlier and facts.answer not in earlier:
                 found[index] = first[facts.prompt]
-            earlier.add(facts.content)
+            earlier.add(facts.answer)
             first.setdefault(facts.prompt, index)
         return found
 

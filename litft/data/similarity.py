@@ -32,15 +32,16 @@ MOST_WORDS = 100_000  # of a text that are compared
 PAIRS_AT_ONCE = 100_000
 
 
-def text_signature(text: str) -> np.ndarray:
+def text_signature(text: str, salt: str = "") -> np.ndarray:
     """Return the MinHash signature of a text, (128,) uint32. Texts that differ only in case, spaces
-    and punctuation have the same one; so have those that begin with the same 100,000 words."""
+    and punctuation have the same one; so have those that begin with the same 100,000 words.
+    Texts with different salts have nothing in common."""
     minhash = _empty_minhash().copy()
     matches = islice(WORD.finditer(text.lower()), MOST_WORDS)
     words = [match.group() for match in matches]
     shingles = []
     for start in range(max(1, len(words) - WORDS_IN_A_ROW + 1)):
-        shingle = " ".join(words[start : start + WORDS_IN_A_ROW])
+        shingle = salt + " ".join(words[start : start + WORDS_IN_A_ROW])
         shingles.append(shingle.encode("utf-8", "surrogatepass"))
     if words:
         # each of them takes 128 values for a moment

@@ -58,21 +58,30 @@ class Difference:
     over_examples: Verdict | None  # None: the score is not measured by example
     # the bounds of the 95 % interval of the mean difference over seeds; None: a single seed
     over_seeds: tuple[float, float] | None
+    # whether both were measured on the same examples
+    is_comparable: bool = True
 
     @property
     def is_real(self) -> bool:
         """Whether it would most likely be found again with other examples, and with other
         seeds."""
-        if self.over_examples is None and self.over_seeds is None:
-            return False
-        is_shown = self.over_examples is None or self.over_examples.outcome != "not shown"
-        if self.over_seeds is None:
-            return is_shown
-        low, high = self.over_seeds
-        return is_shown and not low <= 0 <= high
+        signs = set()
+        if self.over_examples is not None:
+            if self.over_examples.outcome == "not shown":
+                return False
+            signs.add(self.over_examples.difference > 0)
+        if self.over_seeds is not None:
+            low, high = self.over_seeds
+            if not (low > 0 or high < 0):
+                return False
+            signs.add(low > 0)
+        # both intervals, where there are two, are on the same side
+        return self.is_comparable and len(signs) == 1
 
     def __str__(self) -> str:
         """Say it in a few words."""
+        if not self.is_comparable:
+            return "not compared: other validation examples"
         parts = []
         if self.over_examples is not None:
             verdict = self.over_examples
@@ -93,8 +102,14 @@ def difference(first: RunsOfSetting, second: RunsOfSetting, score: str) -> Diffe
     Over examples by paired bootstrap (see `verdict`), with the mean of the runs; over seeds by
     Student's t of the differences between runs of the same seed.
     """
-    found = verdicts({score: first.mean_parts(score)}, {score: second.mean_parts(score)})
-    return Difference(found[0] if found else None, _interval_over_seeds(first, second, score))
+    of_first = first.mean_parts(score)
+    of_second = second.mean_parts(score)
+    found = verdicts({score: of_first}, {score: of_second})
+    return Difference(
+        over_examples=found[0] if found else None,
+        over_seeds=_interval_over_seeds(first, second, score),
+        is_comparable=of_first.keys() == of_second.keys(),
+    )
 
 
 def _interval_over_seeds(

@@ -1,9 +1,11 @@
 """Whether one model is better than another on the same examples, in words: with an interval of the
 difference by paired bootstrap (Efron and Tibshirani, 1993; SciPy's `bootstrap`)."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +63,9 @@ class Verdict:
     @property
     def examples_needed(self) -> int | None:
         """About how many examples would show a difference of this size: the width of an interval
-        falls with the square root of their number. None for no difference."""
-        if self.difference == 0:
+        falls with the square root of their number. None for no difference, and of infinite
+        losses."""
+        if self.difference == 0 or not math.isfinite(self.high - self.low):
             return None
         half_width = (self.high - self.low) / 2
         needed = self.examples * (half_width / abs(self.difference)) ** 2
@@ -202,3 +205,12 @@ def read_parts(stored: StoredParts) -> dict[str, Mapping[Key, Part]]:
             by_key[tuple(key)] = Part(value, weight)
         parts[score] = by_key
     return parts
+
+
+def parts_in(path: Path, when: str) -> dict[str, Mapping[Key, Part]]:
+    """Return the parts in a run's verdict.json, `before` or `after` training; empty if the file is
+    missing, damaged or of another version."""
+    try:
+        return read_parts(json.loads(path.read_text("utf-8"))[when])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}

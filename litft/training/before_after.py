@@ -30,7 +30,7 @@ from litft.evaluation.verdict import (
     Part,
     Verdict,
     add_part,
-    read_parts,
+    parts_in,
     stored_parts,
     verdicts,
 )
@@ -105,14 +105,21 @@ class BeforeAfter:
         self.mean_losses: list[float] = []
 
     def restore(self) -> None:
-        """Read what an interrupted run measured before its first step."""
-        stored = None
-        if self.fabric.global_rank == 0 and self.path.is_file():
-            stored = json.loads(self.path.read_text("utf-8"))
-        stored = self.fabric.broadcast(stored)
-        if stored:
-            self.before = read_parts(stored["before"])
-            self.own_answers = [tuple(pair) for pair in stored["own_answers"]]
+        """Read what an interrupted run measured before its first step; a damaged file is as none,
+        and the run ends without a verdict."""
+        # the first process reads, and the others get what it has read
+        if self.fabric.global_rank == 0:
+            self.before = parts_in(self.path, "before")
+            self.own_answers = self._answers_in_file()
+        self.before = self.fabric.broadcast(self.before)
+        self.own_answers = self.fabric.broadcast(self.own_answers)
+
+    def _answers_in_file(self) -> list[tuple[list[int], list[int]]]:
+        try:
+            answers = json.loads(self.path.read_text("utf-8"))["own_answers"]
+            return [(list(prompt), list(answer)) for prompt, answer in answers]
+        except (OSError, ValueError, TypeError, KeyError):
+            return []
 
     def measure_before(self, texts: ComparedTexts, layout: BatchLayout) -> None:
         """Measure the model before its first step, unless that is done."""

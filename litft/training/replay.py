@@ -51,7 +51,7 @@ def add_replay(args: FinetuneArgs, setup: RunSetup, data: DataSplits) -> DataSpl
     # the processes of a run come here before they meet; one of them generates
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.is_file():
+        if not path.is_file() or not path.stat().st_size:
             _write(path, args, setup, count)
     return with_replay(data, File(str(path)), args.timeout_seconds)
 

@@ -2,17 +2,21 @@
 
 import json
 import shutil
+import signal
+import time
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import refused, start
 from scipy.stats import ttest_rel
 
 from litft import run_dir
 from litft.args import SweepArgs
 from litft.cli import run as command
+from litft.commands.sweep import _folder
 from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
 from litft.evaluation.verdict import Part
+from litft.folder_lock import locked_folder
 
 
 @pytest.fixture
@@ -69,6 +73,7 @@ def test_another_base_is_not_mixed_with_finished_runs(base, capsys):
     assert "started with another --config" in refused("sweep", *flags, capsys=capsys)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_end_the_others(base, capsys):
     """Its last line is shown, and the sweep itself fails at the end."""
     flags = ["--config", "base.yaml", "--out_dir", "sweep"]
@@ -90,6 +95,8 @@ def test_a_run_that_fails_does_not_end_the_others(base, capsys):
         (["--grid", "lora.r=2,2"], "a value is there twice"),
         (["--grid", "lora.r="], "a value is empty"),
         (["--grid", "lora.r=two"], "--lora.r two: expected a whole number"),
+        (["--grid", "=4,8"], "expected FLAG=VALUE,VALUE"),
+        (["--grid", "lora.r=2", "--flags=--x 'y"], "No closing quotation; close the quotation"),
         (["--grid", "lora.r=2", "--method", "dora"], "--method dora: expected one of"),
         (["--grid", "lora.r=2", "--seeds", "0"], "--seeds"),
         (["--grid", "lora.r=2", "--config", "none.yaml"], "none.yaml"),
@@ -104,6 +111,51 @@ def test_values_with_commas_are_divided_by_bars():
     args = SweepArgs(grid=["lora.targets=q_proj", "v_proj|q_proj", "lora.r=2", "4"])
     assert args.axes() == {"lora.targets": ["q_proj,v_proj", "q_proj"], "lora.r": ["2", "4"]}
     assert len(args.settings()) == 4
+
+
+def test_a_flag_may_be_there_several_times():
+    assert SweepArgs(grid=["lora.r=4", "lora.r=8"]).axes() == {"lora.r": ["4", "8"]}
+
+
+def test_settings_have_folders_of_their_own():
+    args = SweepArgs(grid=["data.path=a/b.jsonl", "a-b.jsonl", "a b.jsonl"])
+    folders = {_folder(args, setting, 1) for setting in args.settings()}
+    assert len(folders) == 3 and all("/" not in folder.name for folder in folders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_saves_its_run_and_goes_on(base, number):
+    """Ctrl-C in a terminal reaches all processes of a group, kill only one."""
+    (base / "base.yaml").write_text(
+        (base / "base.yaml").read_text().replace("max_steps: 2", "max_steps: 4000")
+    )
+    words = ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "sweep"]
+    process = start("scripts/sweep.py", *words, cwd=base)
+    run = base / "sweep" / "r=2_seed=1"
+    while len(list(run_dir.metrics_rows(run / "metrics.csv"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    log = run.with_name(f"{run.name}.log").read_text()
+    assert "and saved; to continue" in log
+    assert run_dir.checkpoints(run)
+
+
+def test_a_run_that_is_still_running_is_not_started_again(base, capsys):
+    """A sweep that was killed leaves it."""
+    with locked_folder(base / "sweep" / "r=2_seed=1"), pytest.raises(SystemExit):
+        command("sweep", ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "sweep"])
+    assert "failed: " in capsys.readouterr().out
+
+
+def test_a_damaged_base_is_another_base(base, capsys):
+    (base / "sweep").mkdir()
+    for text in ("", "[]"):
+        (base / "sweep" / "base.json").write_text(text)
+        flags = ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "sweep"]
+        assert "started with another" in refused("sweep", *flags, capsys=capsys)
 
 
 def setting(name, losses, noise, seeds=3):
@@ -132,6 +184,7 @@ def test_a_difference_is_real_over_examples_and_over_seeds():
     assert found.over_seeds == pytest.approx((expected.low, expected.high))
     unclear = difference(best, uncertain, "loss")
     assert unclear.over_examples.outcome == "worse" and not unclear.is_real
+    assert not difference(uncertain, best, "loss").is_real
     # equal settings differ in nothing
     assert not difference(best, best, "loss").is_real
     # the other way round, of few examples
@@ -139,3 +192,24 @@ def test_a_difference_is_real_over_examples_and_over_seeds():
     assert not few.is_real
     assert [item.name for item in ranked([worse, best], "loss")] == ["best", "worse"]
     assert [item.name for item in ranked([worse, best], "exact_match")] == ["worse", "best"]
+
+
+def test_a_difference_is_not_real_if_the_intervals_disagree():
+    losses = np.linspace(1.0, 2.0, 50)
+    noise = [0.0, 0.001, -0.001]
+    best = setting("best", losses, noise)
+    # the runs' own losses, of all examples, are higher, and those of the same examples lower
+    other = setting("other", losses - 0.5 + 0.01 * np.sin(losses), noise)
+    moved = []
+    for run in other.runs:
+        moved.append(run._replace(scores={"loss": run.scores["loss"] + 1.5}))
+    assert not difference(best, RunsOfSetting("other", moved), "loss").is_real
+    # another validation set is not compared at all
+    fewer = setting("fewer", losses[:40], noise)
+    assert str(difference(best, fewer, "loss")) == "not compared: other validation examples"
+
+
+def test_losses_that_are_no_number_show_nothing():
+    odd = setting("odd", [np.nan] * 30, [0.0, 0.0, 0.0])
+    found = difference(setting("even", [1.0] * 30, [0.0, 0.1, 0.2]), odd, "loss")
+    assert not found.is_real and str(found).startswith("not shown")

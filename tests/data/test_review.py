@@ -5,6 +5,7 @@ import random
 import re
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from litft.data.notes import (
     REFUSAL,
     UNFINISHED,
 )
-from litft.data.record_facts import conversation_facts, conversation_signatures, language_of
+from litft.data.record_facts import ComparedConversation, language_of
 from litft.data.review import Review
 from litft.data.similarity import NEAR, WORDS_IN_A_ROW, first_of_group, similarity, text_signature
 from litft.training.data_report import data_lines
@@ -120,10 +121,12 @@ def load(tiny, tmp_path):
     """Return a function that loads records with flags."""
     _, tokenizer = litft.load(tiny)
 
-    def load(records, name="data.jsonl", **flags):
+    def load(records, name="data.jsonl", kind="supervised", **flags):
         path = write_records(tmp_path / name, records)
         args = DataArgs(**{"path": [str(path)], "max_seq_length": 1024} | flags)
-        return load_data(args, tokenizer, vocab_size=1 << 20, context=2048)
+        return load_data(
+            args, tokenizer, vocab_size=1 << 20, context=2048, kind=kind, completion_tokens=4
+        )
 
     return load
 
@@ -284,8 +287,9 @@ def test_100_000_records_are_compared_within_a_minute():
     signatures = []
     start = time.perf_counter()
     for number, turns in enumerate(records):
-        review.add(f"line {number}", conversation_facts(turns, {2}))
-        signatures.append(conversation_signatures(turns, {2})[0])
+        compared = ComparedConversation(turns, {2})
+        review.add(f"line {number}", compared.facts())
+        signatures.append(compared.signatures()[0])
     gathering = time.perf_counter() - start
 
     # the facts of 100,000 different records
@@ -298,3 +302,80 @@ def test_100_000_records_are_compared_within_a_minute():
     assert sum(1 for _ in many.findings(hashes)) > 3
     comparing = time.perf_counter() - start
     assert gathering / 4000 * 100_000 / 2 + comparing < 60, (gathering, comparing)
+
+
+QUESTION = {
+    "role": "user",
+    "content": "Which of the two words is longer, please, and why is it so?",
+}
+ANSWER = "The second one is longer, since it has nine letters and the first one only has six."
+
+
+def turns(**of_answer):
+    return [QUESTION, {"role": "assistant", "content": ANSWER, **of_answer}]
+
+
+def labelled(label):
+    return {"prompt": QUESTION["content"], "completion": ANSWER, "label": label}
+
+
+def tool(name):
+    return [{"type": "function", "function": {"name": name, "description": "-", "parameters": {}}}]
+
+
+LATER = [*turns(), {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "No."}]
+WITH_THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+UNEQUAL = {
+    "labels": ("labels", [labelled(True), labelled(False)]),
+    "columns of prompts": (
+        "prompts",
+        [{"prompt": QUESTION["content"], "answer": "six"}, {"prompt": QUESTION["content"]}],
+    ),
+    "tools": ("supervised", [{"messages": turns(), "tools": tool(name)} for name in ("a", "b")]),
+    "system prompts": (
+        "supervised",
+        [
+            {"messages": [{"role": "system", "content": text}, *turns()]}
+            for text in ("You are a pirate.", "You are a lawyer.")
+        ],
+    ),
+    "thoughts": (
+        "supervised",
+        [{"messages": turns(reasoning_content=sentence(random.Random(seed)))} for seed in range(2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind, records", UNEQUAL.values(), ids=UNEQUAL)
+@pytest.mark.parametrize("dedup", ["exact", "near"])
+def test_records_that_differ_outside_of_their_texts_are_no_copies(
+    load, tmp_path, kind, records, dedup
+):
+    """A dropped label, tool or thought would be lost without a message."""
+    (tmp_path / "own.jinja").write_text(WITH_THOUGHTS)
+    load = partial(load, template=str(tmp_path / "own.jinja"))
+    data = load(records, dedup=dedup, kind=kind, val_fraction=0.0)
+    assert len(data.train) == 2 and sum(data.left_out.values()) == 0
+    twice = load(records * 2, "twice.jsonl", dedup=dedup, kind=kind, val_fraction=0.0)
+    assert len(twice.train) == 2 and sum(twice.left_out.values()) == 2
+
+
+def test_what_is_learned_of_a_conversation_makes_it_another_one(load):
+    other = [dict(turn) for turn in LATER]
+    other[1]["train"] = False
+    data = load([{"messages": LATER}, {"messages": other}], dedup="exact", val_fraction=0.0)
+    assert len(data.train) == 2
+    assert not any("another answer" in note for note in notes_of(data)[0])
+
+
+def test_copies_of_token_ids_are_left_out(load):
+    ids = []
+    for number in range(6):
+        last = number % 2 + 8
+        ids.append({"input_ids": [5, 6, 7, last], "labels": [-100, 6, 7, last]})
+    data = load(ids, dedup="exact", val_fraction=0.0)
+    assert len(data.train) == 2 and list(data.left_out.values()) == [4]

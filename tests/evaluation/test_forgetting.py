@@ -141,6 +141,7 @@ def test_forgetting_is_measured_where_it_takes_a_small_part_of_the_run(tiny, exa
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_find_the_same(finished, tiny, examples, tmp_path):
     config = tmp_path / "config.yaml"
     shutil.copy(finished / "config.yaml", config)
@@ -160,3 +161,14 @@ def test_a_damaged_verdict_is_no_verdict(tmp_path: Path):
     for text in ("", "{}", '{"verdicts": 3}', '{"verdicts": [{}]}'):
         (tmp_path / run_dir.VERDICT).write_text(text)
         assert run_dir.verdict_texts(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["", '{"verdicts": []}', '{"before": {"loss": 3}}', "[[1]]"])
+def test_a_run_with_a_damaged_verdict_is_resumed(finished, tiny, examples, tmp_path, text):
+    """It ends without a comparison."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    (run / run_dir.VERDICT).write_text(text)
+    litft.finetune(run_args(tiny, examples, run, resume=True))
+    assert run_dir.finished(run) and run_dir.verdict_texts(run) == []

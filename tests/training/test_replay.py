@@ -69,6 +69,7 @@ def test_a_run_learns_them(chatty, examples, tmp_path):
     assert "replay: 0.5" in (result.folder / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_question_is_asked_again_if_there_are_too_few(chatty):
     session = open_session(ModelArgs(checkpoint_dir=str(chatty), compile="false"))
     pairs = own_answers(session, count=400, seed=1)
