@@ -222,7 +222,8 @@ def test_the_guide_to_data(clone):
         and "stories.jsonl (with other settings): 1 record" in printed[3]
     )
     assert printed[4].count("⟦") == 1 and "Good morning!" in printed[4].partition("⟦")[2]
-    assert "full trains" in printed[5] and "1 x A100" in printed[5]
+    assert "60 records (alpaca)" in printed[5] and "⟦" not in printed[5]  # without copies
+    assert "full trains" in printed[6] and "1 x A100" in printed[6]
 
 
 @pytest.mark.slow
@@ -344,12 +345,13 @@ def test_the_guide_to_teachers(clone):
 
 @pytest.mark.slow
 def test_the_guide_to_scores(clone):
-    examples, task = run_guide("evaluate.md", *clone)
+    examples, ranks, task = run_guide("evaluate.md", *clone)
     assert (
         "exact_match" in examples
         and re.search(r"base \| +tuned", examples)
         and "expected:" in examples
     )
+    assert re.search(r"^\| r=8 +\| +\d", ranks, re.MULTILINE) and "out/ranks/sweep.html" in ranks
     assert "capitals: acc" in task
 
 
