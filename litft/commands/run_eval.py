@@ -29,6 +29,7 @@ from litft.evaluation.examples import (
 )
 from litft.evaluation.forgetting import Remembered
 from litft.evaluation.rewards.reward import parse_rewards
+from litft.evaluation.verdict import mean_of
 from litft.inference.session import Session, open_session, source_of
 from litft.pretrained.folder import PretrainedFolder
 
@@ -117,8 +118,7 @@ class Forgetting:
         parts = self.remembered.parts(session, self.rows)
         subject.parts |= parts
         for score, by_key in parts.items():
-            total = sum(part.value for part in by_key.values())
-            subject.scores[score] = total / sum(part.weight for part in by_key.values())
+            subject.scores[score] = mean_of(by_key)
 
 
 def _write(path: str, results: dict[str, Any]) -> None:

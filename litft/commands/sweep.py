@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from litft import run_dir
@@ -22,9 +21,11 @@ from litft.args import FINETUNE, Setting, SweepArgs, setting_name
 from litft.args.parser import parse
 from litft.atomic import atomic_write
 from litft.data.digests import hash64
+from litft.evaluation.comparison import print_table
 from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
-from litft.evaluation.verdict import LOSS, parts_in
+from litft.evaluation.verdict import LOSS, mean_of, parts_in
 from litft.folder_lock import locked_folder
+from litft.model.config_file import read_object
 from litft.training.dry_run import format_duration
 from litft.training.output.report import Points, points, write_sweep_page
 
@@ -74,7 +75,7 @@ def _check_same(folder: Path, args: SweepArgs) -> None:
     shared = _shared(args)
     path = folder / "base.json"
     if path.is_file():
-        earlier = _read_object(path)
+        earlier = _flags_in(path)
         changed = [name for name in shared if shared[name] != earlier.get(name)]
         if changed:
             raise ValueError(
@@ -84,13 +85,12 @@ def _check_same(folder: Path, args: SweepArgs) -> None:
     atomic_write(path, json.dumps(shared) + "\n")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if the file is damaged."""
+def _flags_in(path: Path) -> dict[str, Any]:
+    """Return what an earlier sweep shared; nothing if the file is damaged."""
     try:
-        content = json.loads(path.read_text("utf-8"))
+        return read_object(path)
     except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _shared(args: SweepArgs) -> dict[str, Any]:
@@ -184,8 +184,7 @@ def _scores(run: Path, seed: int) -> RunScores:
     parts = parts_in(run / run_dir.VERDICT, "after")
     for name, by_key in parts.items():
         if name not in scores:
-            total = sum(part.value for part in by_key.values())
-            scores[name] = total / sum(part.weight for part in by_key.values())
+            scores[name] = mean_of(by_key)
     return RunScores(seed, scores, parts)
 
 
@@ -228,11 +227,7 @@ def _print(rows: list[list[str]]) -> None:
         table.add_column(title, justify="left" if title == "setting" else "right")
     for row in rows[1:]:
         table.add_row(*row)
-    # so wide that no cell is wrapped
-    console = Console(width=10_000, highlight=False, markup=False)
-    with console.capture() as captured:
-        console.print(table)
-    print(*filter(str.strip, captured.get().splitlines()), sep="\n")
+    print_table(table)
 
 
 def _explain(args: SweepArgs, rows: list[list[str]]) -> None:

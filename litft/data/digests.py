@@ -26,6 +26,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "litft"
 
 
+def data_home() -> Path:
+    """Return the folder of programs' files that are no cache: runs need them to be repeated."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+
+
 def digest_of(path: Path) -> str:
     """Return the sha256 of a file's bytes, from the cache if the file has not changed since it was
     hashed.

@@ -3,7 +3,7 @@ out for validation."""
 
 import numpy as np
 
-from litft.data.similarity import first_of_group
+from litft.data.similarity import first_equal, first_of_group
 from litft.data.token_store import TokenStore
 
 # a store with some of its entries, in ascending order
@@ -16,13 +16,12 @@ def distinct_entries(stores: list[TokenStore], dedup: str) -> list[Part]:
     exact: of records with equal content, in any of the stores, the first one stays. near: of those
     that are nearly equal, too.
     """
+    if dedup == "none":
+        return [(store, np.arange(len(store.units))) for store in stores]
     sizes = [len(store.contents) for store in stores]
     numbers = np.arange(sum(sizes))
-    is_kept = np.ones(len(numbers), bool)
-    if dedup != "none":
-        contents = np.concatenate([store.contents for store in stores])
-        _, first, group = np.unique(contents, return_index=True, return_inverse=True)
-        is_kept = first[group] == numbers
+    contents = np.concatenate([store.contents for store in stores])
+    is_kept = first_equal(contents) == numbers
     if dedup == "near":
         signatures = np.concatenate([store.signatures[:, 0] for store in stores])
         is_kept &= first_of_group(signatures) == numbers

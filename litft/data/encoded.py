@@ -10,7 +10,7 @@ import numpy as np
 from litft.data.chat_template import Message
 from litft.data.digests import hash64
 from litft.data.formats import Example
-from litft.data.messages import LEARNED_ENTRIES
+from litft.data.messages import LEARNED_ENTRIES, SYSTEM_ROLES
 from litft.data.notes import CONTROL
 from litft.data.preferences import Preference
 from litft.data.record_facts import (
@@ -116,7 +116,7 @@ class Encoded:
     def describe(self, messages: list[Message], tools: list | None) -> None:
         """Take note of a conversation's system prompt and of whether it has tools."""
         self.system = ""
-        if messages[0]["role"] in ("system", "developer"):
+        if messages[0]["role"] in SYSTEM_ROLES:
             self.system = messages[0]["content"]
         self.has_tools = bool(tools)
 

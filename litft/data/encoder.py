@@ -27,6 +27,7 @@ from litft.data.formats import (
     to_example,
     unused_fields,
 )
+from litft.data.messages import SYSTEM_ROLES
 from litft.data.notes import (
     BLANK,
     CUT,
@@ -549,7 +550,7 @@ def _has_other_system(record: Record, example: Example) -> bool:
     if not isinstance(text, str) or not text.strip() or not example.messages:
         return False
     for message in example.messages:
-        if message["role"] in ("system", "developer") and message["content"] == text:
+        if message["role"] in SYSTEM_ROLES and message["content"] == text:
             return False
     return True
 

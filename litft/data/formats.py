@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from litft.data.chat_template import Message, user_content
 from litft.data.messages import (
     MESSAGE_FIELDS,
+    SYSTEM_ROLES,
     check_messages,
     joined_messages,
     json_type,
@@ -316,7 +317,7 @@ def with_system(messages: list[Message], record: Record, where: str) -> list[Mes
     """Return messages with the record's system prompt in front, unless they begin with one of their
     own."""
     system = system_message(record, where)
-    if messages[0]["role"] in ("system", "developer"):
+    if messages[0]["role"] in SYSTEM_ROLES:
         return messages
     return system + messages
 

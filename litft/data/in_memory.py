@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from litft.data.digests import data_home
 from litft.data.readers import drop_nulls
 
 EXAMPLES = "litft/examples"  # the folder of the files
@@ -38,7 +39,7 @@ def stored_examples(records: Iterable[object], limit: int | None = None) -> Path
             "to_dict('records'))"
         )
         raise ValueError(f"data: cannot use {type(records).__name__}{names} as examples; {remedy}")
-    folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / EXAMPLES
+    folder = data_home() / EXAMPLES
     folder.mkdir(parents=True, exist_ok=True)
 
     # the final name is known only at the end: it is the hash of the content

@@ -7,7 +7,8 @@ from typing import Any
 from litft.data.chat_template import Message
 from litft.data.reasoning import REASONING_FIELDS
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(

@@ -20,7 +20,14 @@ from litft.data.formats import (
     read_template_args,
     system_message,
 )
-from litft.data.messages import check_messages, json_type, read_tools, sharegpt_turn, text_field
+from litft.data.messages import (
+    SYSTEM_ROLES,
+    check_messages,
+    json_type,
+    read_tools,
+    sharegpt_turn,
+    text_field,
+)
 from litft.data.tokenizer_backends import common_prefix_length
 
 QUESTIONS = ("prompt", "question", "instruction")  # fields that may have the prompt as text
@@ -228,7 +235,7 @@ def _conversation(record: Record, where: str, template: str) -> list[Message]:
 
 def _with_system(messages: list[Message], record: Record, where: str) -> list[Message]:
     """Return the messages after the record's system prompt, unless they have one."""
-    has_system = any(message["role"] in ("system", "developer") for message in messages[:1])
+    has_system = any(message["role"] in SYSTEM_ROLES for message in messages[:1])
     if has_system or not messages:
         return messages
     return system_message(record, where) + messages

@@ -12,13 +12,14 @@ import numpy as np
 
 from litft.data.chat_template import Message
 from litft.data.digests import hash64
+from litft.data.messages import SYSTEM_ROLES
 from litft.data.reasoning import REASONING_FIELDS
 from litft.data.similarity import text_signature
 
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
-# of fewer letters, a language is not told
+# the language of a text with fewer letters is not told
 FEWEST_LETTERS = 60
 READ_LETTERS = 500  # characters of an answer that are read for its language
 SURE = 0.9  # the least probability of a language
@@ -30,7 +31,6 @@ SENTENCE_LENGTHS = range(12, 121)
 FEWEST_WORDS = 8
 LIST_ITEM = re.compile(r"\s*(?:[-*•#>|]|\d+[.)]|[A-Za-z][.)])")
 OPEN_ENDS = ",;-([{"
-SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)

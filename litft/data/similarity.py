@@ -99,8 +99,7 @@ def _pairs_with_equal_keys(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     size = keys.shape[1] * keys.itemsize
     # numpy sorts the bytes of a key as one value
     as_bytes = np.ascontiguousarray(keys).view(np.dtype((np.void, size))).ravel()
-    _, first, bucket = np.unique(as_bytes, return_index=True, return_inverse=True)
-    earlier = numbers[first[bucket]]
+    earlier = numbers[first_equal(as_bytes)]
     is_pair = earlier != numbers
     return np.stack((earlier[is_pair], numbers[is_pair]), axis=1)
 
@@ -116,5 +115,10 @@ def first_of_group(signatures: np.ndarray) -> np.ndarray:
     earlier, later = near_pairs(signatures).T
     graph = coo_array((np.ones(len(earlier), bool), (earlier, later)), shape=(count, count))
     _, groups = connected_components(graph, directed=False)
-    _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+    return first_equal(groups)
+
+
+def first_equal(values: np.ndarray) -> np.ndarray:
+    """Return for each value the index of the first one that equals it, (N,) int64."""
+    _, first, group = np.unique(values, return_index=True, return_inverse=True)
     return first[group]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from litft.data.chat_template import Message
+from litft.data.messages import SYSTEM_ROLES
 from litft.data.notes import FOREIGN_MARKS, OUT_OF_ORDER, REFUSAL
 
 # characters at the beginning of an answer where a refusal stands
@@ -18,7 +19,6 @@ REFUSALS = re.compile(
     r"|\bI must decline\b",
     re.IGNORECASE,
 )
-SYSTEM_ROLES = ("system", "developer")
 # marks of Alpaca, ChatML, Llama 2 and 3, Gemma, Phi, Zephyr and plain dialogues
 MARKS = re.compile(
     r"^### ?(?:Response|Instruction|Input|Human|Assistant|User|System):"

@@ -260,6 +260,15 @@ def _answers(
     return {example.name: answer for example, answer in zip(examples, answers, strict=True)}
 
 
+def print_table(table: Table) -> None:
+    """Print a table of rich as Markdown."""
+    # so wide that no cell is wrapped
+    console = Console(width=10_000, highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(table)
+    print(*filter(str.strip, captured.get().splitlines()), sep="\n")
+
+
 def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, str]]) -> None:
     """Print the scores as a Markdown table, and below it the answers."""
     table = Table(box=box.MARKDOWN)
@@ -272,11 +281,7 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
             name,
             *(_cell(subject.scores.get(name), subject.errors.get(name)) for subject in subjects),
         )
-    # so wide that no cell is wrapped
-    console = Console(width=10_000, highlight=False, markup=False)
-    with console.capture() as captured:
-        console.print(table)
-    print(*filter(str.strip, captured.get().splitlines()), sep="\n")
+    print_table(table)
 
     # the answers below each other
     for example, texts in examples.items():

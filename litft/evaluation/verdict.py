@@ -100,6 +100,12 @@ class Verdict:
         return f"{value:+.3g}"
 
 
+def mean_of(parts: Mapping[Key, Part]) -> float:
+    """Return the score that its parts give."""
+    total = sum(part.value for part in parts.values())
+    return total / sum(part.weight for part in parts.values())
+
+
 def add_part(parts: dict[Key, Part], name: Key, part: Part) -> None:
     """Add what a sample gives to a score. All samples of one record are one example: they are not
     independent, and an interval draws them together.

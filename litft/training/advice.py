@@ -1,6 +1,7 @@
 """What a run would set, and why: rules of thumb for its data and its model, each with its source.
 `--dry_run` prints them; every run prints a warning of settings that are known to fail."""
 
+import math
 from collections.abc import Iterator
 
 from litft.args import LoRAFinetuneArgs
@@ -66,7 +67,7 @@ def advice_lines(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
 
 def _epochs_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     """Yield how often the examples should be seen, and the batch size that gives enough steps."""
-    epochs = schedule.samples / schedule.order.size
+    epochs = schedule.epochs
     steps = count_of(schedule.steps, "step")
     text = (
         f"  epochs: up to {MOST_EPOCHS}, after which repeated data teaches little (Muennighoff et "
@@ -87,12 +88,7 @@ def _rank_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
         return
     learned = int(schedule.data.train.supervised.sum()) * BITS_PER_TOKEN
     rank = setup.args.lora.r
-    parameters = 0
-    for shape in setup.shapes().values():
-        size = 1
-        for length in shape:
-            size *= length
-        parameters += size
+    parameters = sum(math.prod(shape) for shape in setup.shapes().values())
     enough = next((r for r in RANKS if parameters * r / rank * BITS_PER_PARAMETER >= learned), None)
     if enough is None:
         usual = f"more than {RANKS[-1]}, or full fine-tuning"
@@ -122,7 +118,7 @@ def warnings_of_settings(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
                 f"warning: --train.learning_rate {rate:g} is a rate for full fine-tuning; LoRA "
                 f"usually takes about {usual:.1g} here ({RATE_SOURCE})"
             )
-    epochs = schedule.samples / schedule.order.size
+    epochs = schedule.epochs
     is_watched = setup.args.save.best or setup.args.eval.patience
     many = len(schedule.data.train) >= MANY_EXAMPLES
     if epochs > MOST_EPOCHS and many and not is_watched:

@@ -4,20 +4,18 @@ forgets less (self-synthesized rehearsal: Huang et al., 2024, arXiv 2403.01244).
 import fcntl
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from litft.args import FinetuneArgs, ModelArgs, Sampling
 from litft.atomic import atomic_write
 from litft.data.dataset import DataSplits, with_replay
-from litft.data.digests import digest_of, hash64
+from litft.data.digests import data_home, digest_of, hash64
 from litft.data.sources import File
 from litft.evaluation.forgetting import NUM_QUESTIONS, ordinary_questions, question_prompts
 from litft.inference.generation import Request
 from litft.inference.session import Session, open_session
 from litft.training.run_setup import RunSetup
 
-FOLDER = "litft/replay"  # in $XDG_DATA_HOME
 ANSWER_TOKENS = 256  # longer answers are drawn again
 ROWS = 16  # answers that are generated at once
 ROUNDS = 4  # of drawing answers, until enough have ended
@@ -61,8 +59,7 @@ def _path(args: FinetuneArgs, setup: RunSetup, count: int) -> Path:
     weights = [digest_of(file) for file in setup.source.weight_files]
     decided_by = [weights, setup.tokenizer.digest(), count, args.seed, args.quantize]
     key = hashlib.sha256(json.dumps(decided_by).encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    return folder / FOLDER / f"{key}.jsonl"
+    return data_home() / "litft" / "replay" / f"{key}.jsonl"
 
 
 def _write(path: Path, args: FinetuneArgs, setup: RunSetup, count: int) -> None:

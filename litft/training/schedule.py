@@ -52,6 +52,11 @@ class Schedule:
         self.layout = initial_layout(args, data, ranks)
         self.resume_at(0, 0)
 
+    @property
+    def epochs(self) -> float:
+        """How often the run sees each example, on average."""
+        return self.samples / self.order.size
+
     def resume_at(self, step: int, samples: int) -> None:
         """Start after `step` steps that have seen `samples` samples.
 
