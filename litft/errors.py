@@ -29,9 +29,12 @@ class Interrupted(Exception):
     `code` is the exit code, 128 + signal number.
     """
 
-    def __init__(self, number: int, step: int, command: str) -> None:
+    def __init__(self, number: int, step: int, command: str, is_last: bool = False) -> None:
+        # is_last: it was the run's last step
         self.code = 128 + number
-        if step:
+        if step and is_last:
+            status = f"stopped after the last step, {step}, before the result was written; saved"
+        elif step:
             status = f"stopped after step {step}, and saved"
         else:
             status = "stopped before the first step"

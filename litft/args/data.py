@@ -31,8 +31,8 @@ class DataArgs:
     """Map litft's field names to those of your file, OURS=THEIRS:
     instruction=question,output=reply."""
     skip_bad: float = 0.0
-    """The fraction of a file's records that may be invalid; invalid records are skipped. 0: the
-    first one ends the run."""
+    """The fraction of a file's records that may be invalid, such as 0.01 for one in a hundred;
+    invalid records are skipped. 0: the first one ends the run."""
     limit: int | None = None
     """Use only the first records of each path, this many. Files with validation examples are used
     whole, unless they have a limit of their own. Default: all."""

@@ -13,12 +13,15 @@ def chat(args: ChatArgs) -> None:
     """Chat over several turns; without a terminal, read one message per line and print only the
     answers."""
     tools = read_tool_file(args.tools) if args.tools else None
-    session = open_session(args)
-    session.tokenizer.check_tools(tools)
-    session.limit_threads(1)
-    note = missing_template_note(session.tokenizer)
-    if note:
-        print(note, file=sys.stderr)
-    drafter = make_drafter(args, session, INITIAL_CAPACITY)
+    screen = make_screen()
+    # what is typed meanwhile becomes the first messages
+    with screen.loading():
+        session = open_session(args)
+        session.tokenizer.check_tools(tools)
+        session.limit_threads(1)
+        note = missing_template_note(session.tokenizer)
+        if note:
+            print(note, file=sys.stderr)
+        drafter = make_drafter(args, session, INITIAL_CAPACITY)
     conversation = Conversation(session, drafter, args.system, tools)
-    Chat(conversation, make_screen(), args.debug).run()
+    Chat(conversation, screen, args.debug).run()

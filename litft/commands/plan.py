@@ -1,6 +1,7 @@
 """The command `plan`: memory and time of fine-tuning a model, from its config.json alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ def plan(args: PlanArgs) -> None:
     if args.longest:
         print_longest(args)
         return
-    source, method, tokens, fit, peak, volume = plan_on_paper(args)
+    with _showing_search(args):
+        source, method, tokens, fit, peak, volume = plan_on_paper(args)
 
     # the settings, and how they differ from the flags
     if args.budget:
@@ -76,6 +78,19 @@ def plan(args: PlanArgs) -> None:
         print("--chip NAME adds the time on a GPU of this memory, such as RTX 4090 or A100")
     if volume:
         print(volume.line(args.micro_batches))
+
+
+@contextmanager
+def _showing_search(args: PlanArgs) -> Iterator[None]:
+    """Within the context, a terminal shows that settings are tried, which takes seconds to a
+    minute."""
+    if not args.budget:
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"trying what fits into {args.budget}"):
+        yield
 
 
 def model_and_method(args: PlanArgs) -> tuple[PretrainedFolder, Method]:
@@ -136,7 +151,8 @@ def print_longest(args: PlanArgs) -> None:
 
     Raises ValueError if not even a short one fits.
     """
-    source, method, longest, fit = longest_row(args)
+    with _showing_search(args):
+        source, method, longest, fit = longest_row(args)
     print(f"{source.folder}: {fit.plan.title_line(method.title)}")
     context = source.config.max_positions
     note = f" (the model reads at most {context:,})" if longest > context else ""

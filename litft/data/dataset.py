@@ -96,10 +96,10 @@ class DataSplits:
         return ""
 
     @property
-    def has_tools(self) -> bool:
-        """Whether most prompts list functions that the model may call."""
+    def share_with_tools(self) -> float:
+        """The share of the records whose prompts list functions that the model may call."""
         with_tools = sum(report.with_tools for report in self.reports.values())
-        return 2 * with_tools > sum(report.records for report in self.reports.values())
+        return with_tools / max(1, sum(report.records for report in self.reports.values()))
 
     @cached_property
     def special_ids(self) -> set[int]:

@@ -164,7 +164,11 @@ def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:
             more = f"\nand {count - len(messages):,} more"
         else:
             more = ""
-        skip_hint = f"; {SKIP_HINT}" if count < report.records else ""
+        skip_hint = ""
+        if count < report.records:
+            # rounded up to a percent, so that the value lets this file pass
+            percent = -(-100 * count // report.records)
+            skip_hint = f"; --data.skip_bad {percent / 100:g} skips them"
         if count > 1 or max_bad:
             share = f"\n{count:,} of {report.records:,} records of {name} are bad{skip_hint}"
         else:

@@ -4,16 +4,19 @@ terminal."""
 import io
 import json
 import os
+import select
 import sys
 import termios
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from litft.data.answer_parser import AnswerPart
 
 Show = Callable[[AnswerPart], None]
+MAX_TYPED = 65536  # bytes of a line
 
 
 def shown_text(part: AnswerPart) -> str:
@@ -39,6 +42,10 @@ class ChatScreen:
         """Show a text that is not part of an answer."""
         if not terminal_only:
             print(text, file=sys.stderr, flush=True)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Return a context in which the model is opened."""
+        return nullcontext()
 
     @contextmanager
     def answering(self) -> Iterator[Show]:
@@ -77,9 +84,15 @@ class ChatTerminal(ChatScreen):
             multiline=True,
             prompt_continuation="  ",
         )
+        self.typed: deque[str] = deque()  # messages from before the first prompt
 
     def read(self) -> str | None:
         """Return the next message, or None at Ctrl-D. Ctrl-C discards the line."""
+        if self.typed:
+            line = self.typed.popleft()
+            self.console.print(f"> {line}", markup=False)
+            self.session.history.append_string(line)
+            return line
         while True:
             try:
                 return self.session.prompt("> ").strip()
@@ -91,6 +104,13 @@ class ChatTerminal(ChatScreen):
     def notice(self, text: str, terminal_only: bool = False) -> None:
         """Show a text dimmed."""
         self.console.print(text, style="dim", markup=False)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within the context, the model is opened; lines that are typed meanwhile become
+        messages."""
+        yield
+        self.typed.extend(typed_lines())
 
     @contextmanager
     def answering(self) -> Iterator[Show]:
@@ -134,6 +154,22 @@ def no_echo() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
+
+
+def typed_lines() -> list[str]:
+    """Return the complete lines that were typed at the terminal and are not read yet.
+
+    The terminal has turned their Enter into a line break, which the prompt would take as one
+    within a message.
+    """
+    lines = []
+    while select.select([sys.stdin], [], [], 0)[0]:
+        line = os.read(sys.stdin.fileno(), MAX_TYPED)
+        # Ctrl-D
+        if not line:
+            break
+        lines.append(line.decode(errors="replace").strip())
+    return lines
 
 
 class Blocks:

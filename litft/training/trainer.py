@@ -458,7 +458,8 @@ class Trainer:
 
     def _interrupted(self, signal: SignalCaught) -> Interrupted:
         """Return the exception that ends the run, with the command that continues it."""
-        return Interrupted(signal.number, self.step, self._resume_command())
+        is_last = self.step >= self.schedule.steps
+        return Interrupted(signal.number, self.step, self._resume_command(), is_last)
 
     def _resume_command(self) -> str:
         """Return the command that continues the run."""

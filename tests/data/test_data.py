@@ -738,7 +738,8 @@ def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
     records = [{"instruction": "a", "output": "b"}] * 18 + [{"foo": 1}, {"bar": 2}]
     path = write_records(tmp_path / "a.json", records)
     with pytest.raises(
-        ValueError, match=r"(?s)record 18.*record 19.*2 of 20 records .* are bad; --data.skip_bad"
+        ValueError,
+        match=r"(?s)record 18.*record 19.*2 of 20 records .* are bad; --data.skip_bad 0.1 skips",
     ):
         load(path, Tokenizer(tiny), skip_bad=0.05)
     data = load(path, Tokenizer(tiny), skip_bad=0.1)

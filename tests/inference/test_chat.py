@@ -373,9 +373,10 @@ class TerminalOutput:
 
 
 def test_in_a_terminal(checkpoints, tmp_path):
-    """Prompt, Markdown, speeds, lines typed ahead, Ctrl-C that stops only the answer, history,
-    Ctrl-D."""
+    """Prompt, Markdown, speeds, lines typed ahead and while the model is opened, Ctrl-C that stops
+    only the answer, history, Ctrl-D."""
     controller, terminal = pty.openpty()
+    os.write(controller, b"Name a city.\rName a river.\rName a")
     flags = [
         "--checkpoint_dir",
         checkpoints["SmolLM2-135M-Instruct"],
@@ -400,6 +401,13 @@ def test_in_a_terminal(checkpoints, tmp_path):
     os.close(terminal)
     output = TerminalOutput(controller)
     output.until("/help lists the commands")
+    for message in ("> Name a city.", "> Name a river."):
+        output.until(message)
+        output.until("tokens/s, the first after")
+    # the line without its end waits in the prompt
+    output.until(">")
+    os.write(controller, b" mountain.\r")
+    output.until("tokens/s, the first after")
     output.until(">")
     os.write(controller, b"What is the capital of France?\r")
     output.until("of France?")
@@ -418,6 +426,8 @@ def test_in_a_terminal(checkpoints, tmp_path):
     os.write(controller, b"\x04")
     assert process.wait(60) == 0
     history = (tmp_path / "litft" / "chat_history").read_text()
+    for message in ("Name a city.", "Name a river.", "Name a mountain."):
+        assert f"+{message}\n\n#" in history
     assert "+What is the capital of France?" in history
     assert "+Name a colour.\n\n#" in history, "two lines typed ahead are two messages"
 

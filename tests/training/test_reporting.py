@@ -224,6 +224,13 @@ def test_the_suggested_chat_has_the_system_prompt_of_the_examples(args, tmp_path
     litft.finetune(args)
     suggested = capfd.readouterr().out.partition("next:")[2]
     assert "--system" not in suggested and "--tools" not in suggested
+    # both commands where half of the examples have functions
+    half = [*chats[:10], *(chat | {"tools": tools} for chat in chats[10:])]
+    write_records(tmp_path / "chats.jsonl", half)
+    litft.finetune(args)
+    suggested = capfd.readouterr().out.partition("next:")[2]
+    first, second = [line for line in suggested.splitlines() if "--system" in line]
+    assert "--tools" not in first and "--tools" in second
 
 
 def test_prompts_of_records_are_conversations(args, tmp_path):

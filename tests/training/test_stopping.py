@@ -598,7 +598,10 @@ def test_a_signal_during_validation_saves_at_once(args, tmp_path, monkeypatch, s
     """Also in the final validation, which can be long. The resumed run measures what was missed."""
     args.eval.max_new_tokens = 3
     message = interrupt_validation(args, monkeypatch, step, where)
-    assert f"SIGTERM: stopped after step {step}, and saved" in message
+    stop = f"after step {step}, and saved"
+    if step == 12:
+        stop = "after the last step, 12, before the result was written; saved"
+    assert f"SIGTERM: stopped {stop}" in message
     run = Path(args.out_dir)
     assert (
         f"step-{step:06d}" in {path.name for path in (run / "checkpoints").iterdir()}
@@ -678,17 +681,24 @@ def test_the_best_weights_of_an_interrupted_validation_are_written_later(args, m
     assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
 
 
-def test_a_signal_during_sample_answers_stops_before_the_next_step(args, monkeypatch):
+def test_a_signal_during_sample_answers_stops_before_the_next_step(args, monkeypatch, capfd):
     """The run saves after the answers.
 
-    Resumed, it writes the weights and answers of an uninterrupted run.
+    Resumed, it writes the weights and answers of an uninterrupted run, and knows the most memory
+    that was used before.
     """
     args.train.max_steps = 4
     args.eval = EvalArgs(interval=2, max_new_tokens=4, prompts=["Say it"])
     expected = weights(litft.finetune(replace(args, out_dir=f"{args.out_dir}-whole")).folder)
     assert "stopped after step 2" in interrupt_validation(args, monkeypatch, 2, "generate_answers")
+    metrics = Path(args.out_dir) / "metrics.csv"
+    header, first, *rows = metrics.read_text().splitlines()
+    values = first.split(",")
+    values[header.split(",").index("memory_gib")] = "77"
+    metrics.write_text("\n".join([header, ",".join(values), *rows]) + "\n")
     folder = litft.finetune(replace(args, resume=True)).folder
     assert weights(folder) == expected
+    assert "peak memory of the process 77.00 GiB" in capfd.readouterr().out
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 2, 4]
 

@@ -217,7 +217,10 @@ class Metrics:
         # on a CPU, memory is that of the whole process
         if device.type == "cpu":
             memory = "peak memory of the process"
-        parts.append(f"{memory} {peak_memory(device):.2f} GiB")
+        # that of a resumed run may have been before it was interrupted
+        peaks = [float(row.get("memory_gib", 0)) for row in self.resumed_rows]
+        peaks.append(peak_memory(device))
+        parts.append(f"{memory} {max(peaks):.2f} GiB")
         return ", ".join(parts)
 
     def _write(self, rows: list[Row]) -> None:

@@ -11,6 +11,10 @@ from litft.data.dataset import DataSplits
 from litft.methods import Method
 
 SHOWN_SYSTEM = 200  # characters of a system prompt in a command
+# shares of examples with functions to call: fewer have no command, and above the other one there
+# is no command without functions
+FEW = 0.01
+MOST = 0.9
 
 
 def next_commands(
@@ -24,7 +28,11 @@ def next_commands(
         base = run_dir.command("generate/base.py")
         yield f"{base} {flags} --template none --prompt TEXT   # continues a text, as trained"
     else:
-        yield _chat_command(flags, args, data)
+        # both ways, where the examples have both
+        if data.share_with_tools <= MOST:
+            yield _chat_command(flags, args, data, with_tools=False)
+        if data.share_with_tools > FEW:
+            yield _chat_command(flags, args, data, with_tools=True)
         # otherwise the base has modules quantized that the result has not
         if args.quantize == "none" or not method.unquantized_modules():
             serve = f"{run_dir.command('generate/serve.py')} {flags} --with_base"
@@ -32,9 +40,9 @@ def next_commands(
     yield from _command_for_vllm(final)
 
 
-def _chat_command(flags: str, args: FinetuneArgs, data: DataSplits) -> str:
-    """Return the command that chats with the result as it was trained: with the system prompt and
-    the functions of its examples."""
+def _chat_command(flags: str, args: FinetuneArgs, data: DataSplits, with_tools: bool) -> str:
+    """Return the command that chats with the result as it was trained: with the system prompt of
+    its examples, and their functions if with_tools."""
     chat = f"{run_dir.command('generate/chat.py')} {flags}"
     shared = []
     system = data.system_prompt
@@ -44,7 +52,7 @@ def _chat_command(flags: str, args: FinetuneArgs, data: DataSplits) -> str:
     elif system:
         chat += " --system ..."
         shared.append("the system prompt, which the model expects,")
-    if data.has_tools:
+    if with_tools:
         chat += f" --tools {_tool_file(args, data)}"
         shared.append("the functions")
     if not shared:
