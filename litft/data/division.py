@@ -27,7 +27,9 @@ def distinct_entries(stores: list[TokenStore], dedup: str) -> list[Part]:
         is_kept &= first_of_group(signatures) == numbers
 
     parts = []
-    for store, kept in zip(stores, np.split(is_kept, np.cumsum(sizes)[:-1]), strict=True):
+    ends = np.cumsum(sizes)
+    kept_by_store = np.split(is_kept, ends[:-1])
+    for store, kept in zip(stores, kept_by_store, strict=True):
         # entries without a row have the last value: they are not compared, and stay
         entry_is_kept = np.append(kept, True)[store.rows]
         parts.append((store, np.flatnonzero(entry_is_kept)))

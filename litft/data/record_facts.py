@@ -19,7 +19,7 @@ from litft.data.similarity import text_signature
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
-# the language of a text with fewer letters is not told
+# the language of an answer with fewer letters is unknown
 FEWEST_LETTERS = 60
 READ_LETTERS = 500  # characters of an answer that are read for its language
 SURE = 0.9  # the least probability of a language
@@ -45,7 +45,7 @@ class RecordFacts:
     system: int | None = None
     # the first and the last sentence of each answer that has more text
     sentences: frozenset[str] = frozenset()
-    language: str = ""  # of the answers, by its ISO 639 code; empty: not told
+    language: str = ""  # of the answers, by its ISO 639 code; empty: unknown
     is_prose: bool = False  # whether an answer ends with a line of prose
     is_unfinished: bool = False  # and that line does not end a sentence
 

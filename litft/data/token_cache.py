@@ -38,7 +38,6 @@ from litft.data.sources import File, HubSplit
 from litft.data.token_store import MAX_NAMED, EncodingReport, TokenStore, TokenStoreWriter
 from litft.errors import RankError
 
-SKIP_HINT = "--data.skip_bad allows a share of bad records"
 # records that a process tokenizes at once; files of
 # more than eight chunks are tokenized in parallel
 RECORDS_PER_TASK = 250
@@ -147,7 +146,8 @@ def _write(
                 bar.update()
                 if writer.report.bad[0] == MAX_NAMED and not max_bad:  # enough to fix at once
                     lines = "\n".join(writer.report.bad_lines())
-                    raise ValueError(f"{lines}\nreading {file.label} stopped here; {SKIP_HINT}")
+                    hint = "--data.skip_bad allows a share of bad records"
+                    raise ValueError(f"{lines}\nreading {file.label} stopped here; {hint}")
         _check_bad(file.label, writer.report, max_bad)
         # the hash that names this entry was taken before the file was read
         if file.digest() != digest:
@@ -159,7 +159,8 @@ def _write(
 
 def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:
     count, messages = report.bad
-    if count > max_bad * report.records:
+    # as a ratio: 0.29 * 100 is less than 29
+    if count and count / report.records > max_bad:
         if count > len(messages):
             more = f"\nand {count - len(messages):,} more"
         else:

@@ -84,12 +84,15 @@ class ChatTerminal(ChatScreen):
             multiline=True,
             prompt_continuation="  ",
         )
-        self.typed: deque[str] = deque()  # messages from before the first prompt
+        # messages from before the first prompt; None: Ctrl-D
+        self.typed: deque[str | None] = deque()
 
     def read(self) -> str | None:
         """Return the next message, or None at Ctrl-D. Ctrl-C discards the line."""
         if self.typed:
             line = self.typed.popleft()
+            if line is None:
+                return None
             self.console.print(f"> {line}", markup=False)
             self.session.history.append_string(line)
             return line
@@ -156,19 +159,22 @@ def no_echo() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
 
 
-def typed_lines() -> list[str]:
-    """Return the complete lines that were typed at the terminal and are not read yet.
+def typed_lines() -> list[str | None]:
+    """Return the complete lines that were typed at the terminal and are not read yet, without blank
+    ones. The last one is None if Ctrl-D follows them.
 
     The terminal has turned their Enter into a line break, which the prompt would take as one
     within a message.
     """
-    lines = []
+    lines: list[str | None] = []
     while select.select([sys.stdin], [], [], 0)[0]:
-        line = os.read(sys.stdin.fileno(), MAX_TYPED)
-        # Ctrl-D
-        if not line:
+        typed = os.read(sys.stdin.fileno(), MAX_TYPED)
+        if not typed:
+            lines.append(None)
             break
-        lines.append(line.decode(errors="replace").strip())
+        line = typed.decode(errors="replace").strip()
+        if line:
+            lines.append(line)
     return lines
 
 

@@ -749,6 +749,12 @@ def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
     )
     with pytest.raises(ValueError, match=r"2 of 20 records"):
         load(path, Tokenizer(tiny), skip_bad=0.05)  # also when read from the cache
+    # 0.29 * 100 is less than 29 in floating point
+    records = [{"instruction": "a", "output": "b"}] * 71 + [{"foo": 1}] * 29
+    path = write_records(tmp_path / "b.json", records)
+    with pytest.raises(ValueError, match=r"29 of 100 records .* --data.skip_bad 0.29 skips"):
+        load(path, Tokenizer(tiny), skip_bad=0.28)
+    assert len(load(path, Tokenizer(tiny), skip_bad=0.29).train) == 71
 
 
 def test_a_format_and_columns_by_name(tmp_path, tiny):

@@ -19,7 +19,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.inference.chat import Chat, Conversation
 from litft.inference.session import Session
 from litft.inference.speculative import PromptLookup
-from litft.inference.terminal import Blocks, ChatScreen
+from litft.inference.terminal import Blocks, ChatScreen, typed_lines
 from litft.methods import Adapter
 
 
@@ -430,6 +430,15 @@ def test_in_a_terminal(checkpoints, tmp_path):
         assert f"+{message}\n\n#" in history
     assert "+What is the capital of France?" in history
     assert "+Name a colour.\n\n#" in history, "two lines typed ahead are two messages"
+
+
+def test_lines_before_the_first_prompt_end_at_ctrl_d(monkeypatch):
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        os.write(controller, b"Name a city.\r\rName a river.\r\x04")
+        assert typed_lines() == ["Name a city.", "Name a river.", None]
+    os.close(controller)
 
 
 @pytest.mark.parametrize("template", ["zephyr", "plain"])

@@ -218,7 +218,7 @@ class Metrics:
         if device.type == "cpu":
             memory = "peak memory of the process"
         # that of a resumed run may have been before it was interrupted
-        peaks = [float(row.get("memory_gib", 0)) for row in self.resumed_rows]
+        peaks = [row.get("memory_gib", 0.0) for row in self.resumed_rows]
         peaks.append(peak_memory(device))
         parts.append(f"{memory} {max(peaks):.2f} GiB")
         return ", ".join(parts)
