@@ -26,7 +26,8 @@ class SweepArgs:
     """The method of the runs: lora, adapter, adapter_v2 or full."""
     grid: list[str] = field(default_factory=list)
     """The values to try, FLAG=VALUE,VALUE for each flag: lora.r=8,32 train.learning_rate=1e-4,3e-4.
-    All combinations are run. Values that have commas themselves: FLAG=A,B|C,D."""
+    All combinations are run. Values that have commas themselves: FLAG=A,B|C,D. Flags that change
+    together: lora.r+lora.alpha=8+16,32+64."""
     seeds: int = 1
     """The number of runs of each setting, with --seed 1, 2, ..."""
     flags: str = ""
@@ -58,20 +59,23 @@ class SweepArgs:
         """Return the problems of the flags and the values of the grid."""
         problems = []
         known = types_of_flags(FINETUNE[self.method])
+        seen: set[str] = set()
         for name, values in self.axes().items():
-            if name in OWN_FLAGS:
-                problems.append(f"--grid {name}: the sweep sets it itself; leave it out")
-            elif name not in known:
-                value = values[0] if values else ""
-                problems.append(f"--grid: {unknown_flag(name, known, value, {})}")
-            if not all(values):
-                problems.append(f"--grid {name}=: a value is empty; write FLAG=VALUE,VALUE")
-            elif len(set(values)) < len(values):
-                problems.append(f"--grid {name}: a value is there twice; leave one out")
+            flags = _together(name)
+            for flag in flags:
+                if flag in OWN_FLAGS:
+                    problems.append(f"--grid {flag}: the sweep sets it itself; leave it out")
+                elif flag not in known:
+                    value = values[0] if values else ""
+                    problems.append(f"--grid: {unknown_flag(flag, known, value, {})}")
+                elif flag in seen:
+                    problems.append(f"--grid {flag}: the flag is there twice; leave one out")
+                seen.add(flag)
+            problems += _value_problems(name, flags, values)
         return problems
 
     def axes(self) -> dict[str, list[str]]:
-        """Return the values of each flag of the grid."""
+        """Return the values of each flag of the grid, or of flags that change together."""
         texts: dict[str, str] = {}
         name = ""
         # commas divide the items of a list on the command line, also those of a flag's values
@@ -92,7 +96,38 @@ class SweepArgs:
     def settings(self) -> list[Setting]:
         """Return all combinations of the values."""
         axes = self.axes()
-        return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+        settings = []
+        for values in product(*axes.values()):
+            setting: Setting = {}
+            for name, value in zip(axes, values, strict=True):
+                flags = _together(name)
+                # a plus in the value of one flag belongs to it
+                parts = _together(value) if len(flags) > 1 else [value]
+                setting.update(zip(flags, parts, strict=True))
+            settings.append(setting)
+        return settings
+
+
+def _value_problems(name: str, flags: list[str], values: list[str]) -> list[str]:
+    """Return the problems of the values of a flag, or of flags that change together."""
+    problems = []
+    for value in values:
+        count = len(_together(value))
+        if len(flags) > 1 and count != len(flags):
+            problems.append(
+                f"--grid {name}: {value} has {count} of {len(flags)} values; write one for "
+                "each flag, with a + between them"
+            )
+    if not all(all(_together(value)) for value in values):
+        problems.append(f"--grid {name}=: a value is empty; write FLAG=VALUE,VALUE")
+    elif len(set(values)) < len(values):
+        problems.append(f"--grid {name}: a value is there twice; leave one out")
+    return problems
+
+
+def _together(text: str) -> list[str]:
+    """Return the flags that change together, or their values."""
+    return [part.strip() for part in text.split("+")]
 
 
 def setting_name(setting: Setting) -> str:

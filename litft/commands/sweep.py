@@ -240,8 +240,8 @@ def _explain(args: SweepArgs, rows: list[list[str]]) -> None:
             "not shown: with other examples or seeds, the best setting may be another; more "
             "--seeds, and more validation examples, narrow the intervals"
         )
-    axes = args.axes()
-    if "lora.r" in axes and not axes.keys() & {"lora.alpha", "lora.rslora"}:
+    flags = args.settings()[0]
+    if "lora.r" in flags and not flags.keys() & {"lora.alpha", "lora.rslora"}:
         print("the scale of an update is lora.alpha / lora.r, so the ranks differ in it, too")
 
 

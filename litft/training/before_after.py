@@ -34,6 +34,7 @@ from litft.evaluation.verdict import (
     stored_parts,
     verdicts,
 )
+from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT, eval_mode
 from litft.run_dir import VERDICT
 from litft.training.intervals import DECODED_TOKEN_COST, FORWARD_COST
@@ -45,7 +46,10 @@ LARGEST_SHARE = 0.2
 NEUTRAL_TOKENS = 12_000
 QUESTION_TOKENS = 40
 DECODED_AT_ONCE = 8
-FEWEST_AT_ONCE = 4
+# the KV cache of answers that are generated at once may take as much as this share of the weights,
+# or so many bytes: before the first step there are no gradients and no activations
+CACHE_SHARE = 0.1
+CACHE_BYTES = 64 * 2**20
 
 
 def measures_forgetting(args: FinetuneArgs, schedule: Schedule) -> bool:
@@ -184,7 +188,7 @@ class BeforeAfter:
                 self.model,
                 self.tokenizer,
                 prompts=[(prompt, ANSWER_TOKENS) for prompt in prompts],
-                rows=_answers_at_once(layout),
+                rows=_answers_at_once(self.model, layout),
                 before_batch=self.before_batch,
             )
         return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -208,11 +212,16 @@ class BeforeAfter:
         atomic_write(self.path, json.dumps(content) + "\n")
 
 
-def _answers_at_once(layout: BatchLayout) -> int:
-    """Return how many answers to generate at once: with about as many positions in the KV cache as
-    a micro-batch of training has tokens, which takes less memory than its activations."""
+def _answers_at_once(model: GPT, layout: BatchLayout) -> int:
+    """Return how many answers to generate at once. Their KV cache has at most about as many
+    positions as a micro-batch of training has tokens, or is small beside the weights."""
+    answered = QUESTION_TOKENS + ANSWER_TOKENS
     if layout.row_tokens is None:
         rows = layout.rows
     else:
-        rows = layout.rows * layout.row_tokens // (QUESTION_TOKENS + ANSWER_TOKENS)
-    return max(FEWEST_AT_ONCE, min(MAX_ANSWER_ROWS, rows))
+        rows = layout.rows * layout.row_tokens // answered
+    row_bytes = answered * KVCache.token_bytes(model.config, model.dtype)
+    row_bytes += KVCache.state_bytes(model.config)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    small = int(max(CACHE_BYTES, CACHE_SHARE * weight_bytes) // row_bytes)
+    return max(1, min(MAX_ANSWER_ROWS, max(rows, small)))

@@ -94,6 +94,9 @@ def test_a_run_that_fails_does_not_end_the_others(base, capsys):
         (["--grid", "seed=1,2"], "--grid seed: the sweep sets it itself"),
         (["--grid", "lora.r=2,2"], "a value is there twice"),
         (["--grid", "lora.r="], "a value is empty"),
+        (["--grid", "lora.r+lora.alpha=2+"], "a value is empty"),
+        (["--grid", "lora.r+lora.alpha=2+4,8"], "8 has 1 of 2 values; write one for"),
+        (["--grid", "lora.r=2", "lora.r+lora.alpha=2+4"], "--grid lora.r: the flag is there twice"),
         (["--grid", "lora.r=two"], "--lora.r two: expected a whole number"),
         (["--grid", "=4,8"], "expected FLAG=VALUE,VALUE"),
         (["--grid", "lora.r=2", "--flags=--x 'y"], "No closing quotation; close the quotation"),
@@ -111,6 +114,14 @@ def test_values_with_commas_are_divided_by_bars():
     args = SweepArgs(grid=["lora.targets=q_proj", "v_proj|q_proj", "lora.r=2", "4"])
     assert args.axes() == {"lora.targets": ["q_proj,v_proj", "q_proj"], "lora.r": ["2", "4"]}
     assert len(args.settings()) == 4
+
+
+def test_flags_may_change_together():
+    args = SweepArgs(grid=["lora.r+lora.alpha=8+16", "16+32", "data.path=a+b.json"])
+    assert args.settings() == [
+        {"lora.r": "8", "lora.alpha": "16", "data.path": "a+b.json"},
+        {"lora.r": "16", "lora.alpha": "32", "data.path": "a+b.json"},
+    ]
 
 
 def test_a_flag_may_be_there_several_times():
