@@ -12,6 +12,11 @@ WRITTEN = {
     "rewards": ("exact/report.html", "close/report.html"),
     "t4": ("mine/metrics.csv", "merged/config.json", "gguf/model-Q4_K_M.gguf"),
 }
+# the demo is trained whole by the test of the quickstart guide
+SHORTER = {
+    "quickstart": ("--out_dir out/demo", "--out_dir out/demo --max_steps 10"),
+    "t4": ("--max_steps 60", "--max_steps 10"),
+}
 NOTEBOOKS = sorted((ROOT / "tutorials" / "notebooks").glob("*.ipynb"))
 
 
@@ -39,8 +44,11 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     cells = []
     for cell in notebook.cells:
-        if "install" not in cell.metadata.get("tags", []):
-            cells.append(cell)
+        if "install" in cell.metadata.get("tags", []):
+            continue
+        if path.stem in SHORTER and "finetune lora" in cell.source:
+            cell.source = cell.source.replace(*SHORTER[path.stem])
+        cells.append(cell)
     notebook.cells = cells
     resources = {"metadata": {"path": str(tmp_path)}}
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)

@@ -22,7 +22,11 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
         yield from _note("train", train, "warmup_fraction", reason)
     if data.val_path:
         reason = "--data.val_path names the validation examples"
-        yield from _note("data", data, "val_fraction", reason)
+        for name in ("val_fraction", "seed"):
+            yield from _note("data", data, name, reason)
+    elif data.val_fraction == 0:
+        reason = "--data.val_fraction 0 holds nothing out, unless the data has a validation file"
+        yield from _note("data", data, "seed", reason)
     if not data.mask_prompt:
         reason = "--data.mask_prompt false learns every token"
         yield from _note("data", data, "train_on", reason)
@@ -36,6 +40,12 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
             reason = "with --grpo.updates 1, probabilities are compared with themselves"
             for name in ("clip_low", "clip_high"):
                 yield from _note("grpo", args.grpo, name, reason)
+    if args.objective == "distill" and args.distill.on_policy == 0:
+        reason = "--distill.on_policy 0 learns the answers of the data"
+        yield from _note("distill", args.distill, "max_new_tokens", reason)
+    if args.save.interval == 0:
+        reason = "--save.interval 0 saves only at the end"
+        yield from _note("save", args.save, "keep_last", reason)
     if args.eval.max_new_tokens == 0:
         reason = "--eval.max_new_tokens 0 answers no prompts"
         yield from _note("eval", args.eval, "prompts", reason)

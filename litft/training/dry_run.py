@@ -63,7 +63,7 @@ def dry_run(run: PlannedRun) -> None:
     lines += plan_lines(run, peak, chip)
     lines += ["", *advice_lines(setup, run.schedule)]
     lines += warnings_of_settings(setup, run.schedule)
-    lines += _notes_on_flags(setup.args, run.schedule)
+    lines += _notes_on_flags(setup, run.schedule)
     print_hints_last(lines)
 
 
@@ -111,7 +111,7 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
 
     lines += warnings_of_settings(setup, schedule)
-    lines += _notes_on_flags(args, schedule)
+    lines += _notes_on_flags(setup, schedule)
     if setup.quantize != "none" and run.settings.device.type == "cpu" and args.eval.max_new_tokens:
         lines.append(
             "note: on a CPU, quantized weights are dequantized again for each token, so the sample "
@@ -138,10 +138,15 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
     return lines
 
 
-def _notes_on_flags(args: FinetuneArgs, schedule: Schedule) -> Iterator[str]:
-    """Yield notes on flags that have no effect, because of other flags or of the number of
-    steps."""
+def _notes_on_flags(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
+    """Yield notes on flags that have no effect, because of other flags, of the chat template or of
+    the number of steps."""
+    args = setup.args
     yield from ignored_flags(args)
+    # the template of a single file may print the date, too
+    has_templates = any(item.template for item in (*args.data.paths, *args.data.val_paths))
+    if args.data.date and not has_templates and not setup.tokenizer.uses_date:
+        yield f"note: --data.date {args.data.date} has no effect: the chat template prints no date"
     steps = schedule.steps
     warmup_steps = args.train.warmup_steps
     if warmup_steps is not None and warmup_steps > steps:

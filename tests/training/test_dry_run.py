@@ -416,6 +416,8 @@ def test_a_rate_is_advised_only_where_the_default_was_used(tiny, tmp_path, comma
         "0.5",
         "--train.warmup_steps",
         "500",
+        "--data.date",
+        "2026-11-21",
         "--dry_run",
         *flags,
     ]
@@ -423,6 +425,9 @@ def test_a_rate_is_advised_only_where_the_default_was_used(tiny, tmp_path, comma
     assert "warning: --train.warmup_steps 500 is more than the run's 2 steps" in done.stdout
     assert "too few to learn much" in done.stdout
     assert "note: --train.decay_fraction 0.5 has no effect: only --train.lr_schedule wsd" in (
+        done.stdout
+    )
+    assert "note: --data.date 2026-11-21 has no effect: the chat template prints no date" in (
         done.stdout
     )
     assert ("--train.global_batch_size 4 --train.learning_rate 0.001" in done.stdout) == advised
