@@ -82,7 +82,10 @@ def run_eval(args: RunEvalArgs) -> None:
 
     # the model to compare with comes first
     if len(subjects) == 2 and subjects[0].preferences is not None:
-        subjects[1].scores |= subjects[1].preferences.over(subjects[0].preferences)
+        first, second = subjects
+        second.scores |= second.preferences.over(first.preferences)
+        first.parts |= first.preferences.parts_over(first.preferences)
+        second.parts |= second.preferences.parts_over(first.preferences)
     print_results(subjects, dict(islice(examples.items(), args.show)))
     found = compare_models(subjects)
     if found:

@@ -21,7 +21,7 @@ LOSS = "loss"
 # and where a rise is forgetting: see `forgetting`
 OF_FORGETTING = "loss on "
 FORGETTING_WORDS = {"better": "not forgotten", "worse": "forgotten"}
-SHARES = ("exact_match",)
+SHARES = ("exact_match", "accuracy", "accuracy over the base")
 
 # what identifies an example, see `examples.Name`
 Key = tuple[int, ...]

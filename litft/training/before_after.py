@@ -2,6 +2,7 @@
 forgotten."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from litft.evaluation.forgetting import (
     ordinary_questions,
     question_prompts,
 )
+from litft.evaluation.log_probs import document_log_probs
 from litft.evaluation.scoring import MAX_ANSWER_ROWS, greedy_completions
 from litft.evaluation.verdict import (
     Key,
@@ -38,6 +40,7 @@ from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT, eval_mode
 from litft.run_dir import VERDICT
 from litft.training.intervals import DECODED_TOKEN_COST, FORWARD_COST
+from litft.training.objectives import Objective
 from litft.training.schedule import Schedule
 
 # of the training, for what measures what was forgotten
@@ -69,15 +72,20 @@ def measures_forgetting(args: FinetuneArgs, schedule: Schedule) -> bool:
 class ComparedTexts:
     """What is measured before and after a run."""
 
-    # validation examples, and the names of their records, see `Samples.names`; none of preferences
-    examples: Sequence[Sample]
-    names: Sequence[Key]
+    objective: Objective
     forgetting: bool  # whether the neutral text and answers to ordinary questions are, too
     # of the validation questions, whether the answer is the expected one; empty: not measured
     exact: Sequence[bool] = ()
+    # of each validation prompt, the mean reward of its completions; NaN: not rated
+    rewards: Sequence[float] = ()
+    # validation examples, and the names of their records, see `Samples.names`
+    examples: Sequence[Sample] = ()
+    names: Sequence[Key] = ()
+    # validation examples of preferences
+    preferences: Sequence[Sample] = ()
 
     def __bool__(self) -> bool:
-        return self.forgetting or len(self.examples) > 0
+        return self.forgetting or any(map(len, (self.examples, self.preferences, self.rewards)))
 
 
 class BeforeAfter:
@@ -152,6 +160,14 @@ class BeforeAfter:
                 add_part(by_record, name, part)
             measured["loss"] = by_record
             self.mean_losses = [part.value / part.weight for part in losses.values()]
+        if texts.preferences:
+            measured |= self._preference_scores(texts, layout)
+        if texts.rewards:
+            rated: dict[Key, Part] = {}
+            for number, reward in enumerate(texts.rewards):
+                if not math.isnan(reward):
+                    rated[(number,)] = Part(reward)
+            measured["reward"] = rated
         if texts.exact:
             hits: dict[Key, Part] = {}
             for number, is_hit in enumerate(texts.exact):
@@ -163,6 +179,27 @@ class BeforeAfter:
             answers = answer_samples(self.own_answers, limit)
             if answers:
                 measured[OWN_ANSWERS] = self._losses(answers, layout)
+        return measured
+
+    def _preference_scores(
+        self, texts: ComparedTexts, layout: BatchLayout
+    ) -> dict[str, Mapping[Key, Part]]:
+        """Return the objective's scores of each preference."""
+        log_probs, lengths = document_log_probs(
+            self.model,
+            texts.preferences,
+            layout,
+            self.fabric.device,
+            rank=self.fabric.global_rank,
+            before_batch=self.before_batch,
+        )
+        log_probs = sum_over_processes(self.fabric, log_probs)
+        lengths = sum_over_processes(self.fabric, lengths)
+        scores = texts.objective.scores_of_each(texts.preferences, log_probs, lengths)
+        measured: dict[str, Mapping[Key, Part]] = {}
+        for name, values in scores.items():
+            parts = enumerate(values.tolist())
+            measured[name] = {(number,): Part(value) for number, value in parts}
         return measured
 
     def _losses(self, samples: Sequence[Sample], layout: BatchLayout) -> dict[Key, Part]:

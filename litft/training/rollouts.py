@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ EQUAL_REWARDS = 1e-8
 PASSED = 1.0
 
 # P prompts, G completions of each, F reward functions
+
+
+class MeasuredRewards(NamedTuple):
+    """How completions of P prompts were rated."""
+
+    scores: list[float]  # in the order of the objective's, after the loss
+    of_prompts: list[float]  # (P,), the mean of each prompt's completions; NaN: not rated
 
 
 @dataclass(frozen=True)
@@ -182,9 +189,12 @@ class Rollouts:
             return disabled(self.model)
         return self.frozen_copy.in_place()
 
-    def measure(self, prompts: Sequence[Sample]) -> list[float]:
-        """Return minus the mean reward of completions of these prompts, the mean reward, and the
-        shares of completions that pass (pass@1), and of prompts with one that does (pass@G)."""
+    def measure(self, prompts: Sequence[Sample]) -> MeasuredRewards:
+        """Complete these prompts, and rate the completions.
+
+        The scores are minus the mean reward, the mean reward, and the shares of completions that
+        pass (pass@1), and of prompts with one that does (pass@G).
+        """
         repeated = [prompt for prompt in prompts for _ in range(self.args.group_size)]
         rated = self.rate("validation", repeated)
         if rated.rewards.isnan().all():
@@ -197,7 +207,8 @@ class Rollouts:
         passed = rated.values[:, :, 0] >= PASSED
         at_one = passed.double().mean().item()
         at_all = passed.any(1).double().mean().item()
-        return [-reward, reward, at_one, at_all]
+        scores = [-reward, reward, at_one, at_all]
+        return MeasuredRewards(scores, rated.rewards.nanmean(1).tolist())
 
     def rate(
         self, name: str, prompts: Sequence[Sample], places: Sequence[int] | None = None

@@ -4,7 +4,7 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -125,6 +125,7 @@ class Validation:
         self.failures: dict[str, str] = {}  # errors of metrics, by name
         self.num_answers = 0  # examples with an answer to match
         self.exact: list[bool] = []  # of these answers, as last measured
+        self.rewards: list[float] = []  # the mean of each prompt's completions, as last measured
         self.answers: list[SampleAnswer] = []
         self.hardest: list[HardExample] = []  # of the last validation
         if self.args.max_new_tokens:
@@ -277,18 +278,18 @@ class Validation:
         """Return what is measured before and after the run; of the validation examples at most
         SEARCHED."""
         indices: list[int] = []
-        if self.objective.data == "supervised":
-            for of_set in measured_indices(self.data, self.args, batch_size).values():
-                indices.extend(of_set)
+        for of_set in measured_indices(self.data, self.args, batch_size).values():
+            indices.extend(of_set)
         # not all examples: each costs a forward pass
         chosen = evenly_spaced(indices, SEARCHED)
+        texts = ComparedTexts(self.objective, self.forgetting, self.exact, self.rewards)
+        if self.objective.data == "prompts":
+            return texts
+        samples = [self.samples[index] for index in chosen]
+        if self.objective.data != "supervised":
+            return replace(texts, preferences=samples)
         names = self.data.val.names
-        return ComparedTexts(
-            examples=[self.samples[index] for index in chosen],
-            names=[names[index] for index in chosen],
-            forgetting=self.forgetting,
-            exact=self.exact,
-        )
+        return replace(texts, examples=samples, names=[names[index] for index in chosen])
 
     def _measure_sets(
         self, step: int, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]
@@ -297,9 +298,12 @@ class Validation:
         names = ("loss", *self.objective.validation_scores)
         # of each set: the values in the order of `names`
         by_set = []
+        rewards: list[float] = []
         for samples in sets.values():
             if self.rollouts is not None:
-                by_set.append(self.rollouts.measure(samples))
+                measured = self.rollouts.measure(samples)
+                by_set.append(measured.scores)
+                rewards += measured.of_prompts
                 continue
             by_set.append(
                 validation_scores(
@@ -312,6 +316,7 @@ class Validation:
                 )
             )
 
+        self.rewards = rewards
         # of several sets together: means, weighted by what each set counts
         together = by_set[0]
         if len(by_set) > 1:
@@ -326,11 +331,11 @@ class Validation:
         others = together[1:]
         if self.sets:
             others += [scores[0] for scores in by_set]
-        measured = {}
+        columns = {}
         for column, score in zip(self.columns, others, strict=True):
             if not math.isnan(score):
-                measured[column] = score
-        self.scores[step] = measured
+                columns[column] = score
+        self.scores[step] = columns
 
     def _measure_metric(self, name: str, answers: list[ValidationAnswer]) -> float:
         """Return a metric, the same on all processes; NaN if it fails, which must not end a run

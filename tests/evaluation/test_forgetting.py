@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import litft
 from litft import run_dir
-from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
+from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, PreferenceArgs, SaveArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.packing import BatchLayout
 from litft.distributed.process_group import CpuProcessGroup, Processes
@@ -30,6 +30,7 @@ from litft.evaluation.forgetting import (
     question_prompts,
 )
 from litft.training.before_after import BeforeAfter, ComparedTexts, measures_forgetting
+from litft.training.objectives import Supervised
 from litft.training.schedule import Schedule
 
 
@@ -74,7 +75,9 @@ def test_the_mean_losses_are_per_token(tiny, examples, tmp_path):
     samples = list(data.val)
     processes = Processes(Fabric(accelerator="cpu", devices=1), CpuProcessGroup(1, "60s"))
     compared = BeforeAfter(processes, model, tokenizer, data, tmp_path, lambda: None)
-    texts = ComparedTexts(samples, data.val.names, forgetting=False)
+    texts = ComparedTexts(
+        Supervised(PreferenceArgs()), forgetting=False, examples=samples, names=data.val.names
+    )
     compared.measure_before(texts, BatchLayout(rows=2))
     for sample, mean in zip(samples, compared.mean_losses, strict=True):
         loss, count = model(sample.tokens[None], targets=sample.targets[None])

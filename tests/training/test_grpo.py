@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, copy_tokenizer, kill_after, rows_of, script, write_records
 from torch import nn
 
+from litft import run_dir
 from litft.args import (
     DataArgs,
     EvalArgs,
@@ -26,6 +27,7 @@ from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.distributed.devices import make_fabric
 from litft.distributed.process_group import Processes, launch
+from litft.evaluation.verdict import mean_of, parts_in
 from litft.model.loss import IGNORED
 from litft.training.objectives.grpo import GRPO
 from litft.training.trainer import Trainer
@@ -194,6 +196,11 @@ def test_a_run_learns_and_records_it(flags, tmp_path):
     validations = [row for row in rows_of(tmp_path / "run") if "val_reward" in row]
     assert {"val_pass_1", "val_pass_4"} <= validations[0].keys()
     assert validations[-1]["val_loss"] == -validations[-1]["val_reward"]
+    for when, row in (("before", validations[0]), ("after", validations[-1])):
+        parts = parts_in(tmp_path / "run" / run_dir.VERDICT, when)
+        assert mean_of(parts["reward"]) == pytest.approx(row["val_reward"])
+    (text,) = run_dir.verdict_texts(tmp_path / "run")
+    assert "reward +" in text
     assert result is not None and (result.folder / "final" / "adapter_config.json").is_file()
 
 

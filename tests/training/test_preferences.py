@@ -23,6 +23,7 @@ from conftest import (
 from torch import nn
 
 import litft
+from litft import run_dir
 from litft.args import (
     AdapterArgs,
     AdapterFinetuneArgs,
@@ -41,6 +42,7 @@ from litft.commands.finetune import prepare_run, run_finetuning
 from litft.data.packing import collate
 from litft.data.sample import Sample
 from litft.evaluation.log_probs import wins
+from litft.evaluation.verdict import mean_of, parts_in
 from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
 from litft.training.batches import FOLDER, Batches, LogProbFile
@@ -365,6 +367,23 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(tiny, pairs, tmp_path, o
         for run in ("whole", "killed")
     )
     assert whole == killed
+    for name in ("whole", "killed"):
+        check_verdict(tmp_path / name, objective)
+
+
+def check_verdict(run: Path, objective: str) -> None:
+    """Check that the compared scores are those of the last validation, and said in the end."""
+    last = rows_of(run)[-1]
+    after = parts_in(run / run_dir.VERDICT, "after")
+    if objective == "kto":
+        (rewards,) = after.values()
+        # of equally many answers of both kinds
+        assert mean_of(rewards) == pytest.approx(last["val_margin"] / 2, rel=1e-5)
+    else:
+        assert mean_of(after["accuracy"]) == pytest.approx(last["val_accuracy"])
+        assert mean_of(after["margin"]) == pytest.approx(last["val_margin"], rel=1e-5)
+    texts = run_dir.verdict_texts(run)
+    assert len(texts) == len(after) and all("examples, and fewer" in text for text in texts)
 
 
 def test_a_run_killed_within_the_reference_resumes_it(tiny, pairs, tmp_path, monkeypatch):
@@ -600,6 +619,12 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
         last["val_margin"], rel=1e-4
     )
     assert scores["tuned"]["accuracy over the base"] == last["val_accuracy"]
+    found = json.loads((tmp_path / "scores.json").read_text())["verdicts"]
+    by_score = {verdict["score"]: verdict["difference"] for verdict in found}
+    assert by_score["accuracy over the base"] == last["val_accuracy"] - 0.5
+    assert by_score["margin over the base"] == pytest.approx(
+        scores["tuned"]["margin over the base"]
+    )
     data, model = (
         prepare_run(flags(tiny, pairs, tmp_path / "x")).schedule.data,
         litft.load(tiny, precision="fp32")[0],

@@ -13,6 +13,9 @@ from litft.distributed.process_group import sum_over_processes
 from litft.evaluation.log_probs import document_log_probs, sequence_log_probs, wins
 from litft.training.objectives.objective import Objective, Totals
 
+# the reward of a desirable answer, and minus that of an undesirable one
+REWARD_BY_LABEL = "reward with the label's sign"
+
 
 class KTO(Objective):
     """w (1 - sigmoid(beta (r - z))) for desirable answers, and w (1 - sigmoid(beta (z - r))) for
@@ -81,6 +84,16 @@ class KTO(Objective):
         for mismatch in mismatches:
             references.extend(mismatch.reference)
         self.kl = ((total - sum(references)) / len(samples)).clamp(min=0)
+
+    def scores_of_each(
+        self, samples: Sequence[Sample], log_probs: Tensor, lengths: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the reward of each desirable answer, and minus that of each undesirable one:
+        (S,)."""
+        references = log_probs.new_tensor([sample.reference for sample in samples])
+        rewards = self.beta * (log_probs - references)[:, 0]
+        signs = [1.0 if sample.desirable else -1.0 for sample in samples]
+        return {REWARD_BY_LABEL: rewards * rewards.new_tensor(signs)}
 
     def begin_probe(self, device: torch.device) -> None:
         """Prepare for a micro-batch that only measures memory, without `before_step`."""

@@ -165,6 +165,16 @@ class Objective:
         Every process takes part.
         """
 
+    def scores_of_each(
+        self, samples: Sequence[Sample], log_probs: Tensor, lengths: Tensor
+    ) -> dict[str, Tensor]:
+        """Return scores that each preference has by itself, (S,) each: those in which a run is
+        compared with the model before it.
+
+        log_probs, lengths: (S, D) fp64, as from `document_log_probs`.
+        """
+        return {}
+
     def begin_probe(self, device: torch.device) -> None:
         """Prepare for a micro-batch that only measures memory, without `before_step`."""
 

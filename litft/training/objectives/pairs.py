@@ -64,6 +64,16 @@ class PairObjective(Objective):
         """Return the counts of a step's samples; the chosen answer is the first document."""
         return Totals(len(samples), sum(sample.split()[0].supervised for sample in samples))
 
+    def scores_of_each(
+        self, samples: Sequence[Sample], log_probs: Tensor, lengths: Tensor
+    ) -> dict[str, Tensor]:
+        """Return whether each chosen answer has the higher reward, and by how much: (P,) each."""
+        # without a reference, its log-probabilities are not read
+        references = [sample.reference or (0.0, 0.0) for sample in samples]
+        chosen, rejected = _sides(log_probs, lengths, log_probs.new_tensor(references))
+        margin = self.reward(chosen) - self.reward(rejected)
+        return {"accuracy": wins(margin), "margin": margin}
+
     def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
         """Return (7,): this micro-batch's share of the step's loss and of the scores."""
         log_probs, lengths = sequence_log_probs(model, batch)
@@ -73,11 +83,9 @@ class PairObjective(Objective):
             references = batch.sequences.references
 
         # documents 2 n and 2 n + 1 are the chosen and the rejected answer of pair n: (pairs, 2)
-        log_probs = log_probs.view(-1, 2)
-        lengths = lengths.view(-1, 2)
-        references = references.view(-1, 2)
-        chosen = Side(log_probs[:, 0], lengths[:, 0], references[:, 0])
-        rejected = Side(log_probs[:, 1], lengths[:, 1], references[:, 1])
+        chosen, rejected = _sides(
+            log_probs.view(-1, 2), lengths.view(-1, 2), references.view(-1, 2)
+        )
 
         # log-probabilities are negative losses, hence the minus below
         loss = self.losses(chosen, rejected).sum() / totals.samples
@@ -90,3 +98,10 @@ class PairObjective(Objective):
                 [wins(margin), margin, *rewards, chosen.log_probs, rejected.log_probs]
             )
         return torch.cat([loss[None], scores.sum(1) / totals.samples])
+
+
+def _sides(log_probs: Tensor, lengths: Tensor, references: Tensor) -> tuple[Side, Side]:
+    """Return the chosen and the rejected answers of pairs, from (P, 2) each."""
+    chosen = Side(log_probs[:, 0], lengths[:, 0], references[:, 0])
+    rejected = Side(log_probs[:, 1], lengths[:, 1], references[:, 1])
+    return chosen, rejected
