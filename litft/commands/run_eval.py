@@ -14,6 +14,7 @@ from litft.atomic import atomic_write
 from litft.evaluation.comparison import (
     ScoredModel,
     compare_models,
+    compare_preferences,
     print_results,
     results_as_json,
     score_examples,
@@ -81,11 +82,7 @@ def run_eval(args: RunEvalArgs) -> None:
         subjects.append(subject)
 
     # the model to compare with comes first
-    if len(subjects) == 2 and subjects[0].preferences is not None:
-        first, second = subjects
-        second.scores |= second.preferences.over(first.preferences)
-        first.parts |= first.preferences.parts_over(first.preferences)
-        second.parts |= second.preferences.parts_over(first.preferences)
+    compare_preferences(subjects)
     print_results(subjects, dict(islice(examples.items(), args.show)))
     found = compare_models(subjects)
     if found:

@@ -303,6 +303,21 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
         print("", *(f"{name + ':':<{width}}{line}" for name, line in lines.items()), sep="\n")
 
 
+def compare_preferences(subjects: Sequence[ScoredModel]) -> None:
+    """Add the scores of preferences relative to the first model, if there are two."""
+    if len(subjects) != 2:
+        return
+    first, second = subjects
+    # both, or none, have been scored on preferences
+    base = first.preferences
+    tuned = second.preferences
+    if base is None or tuned is None:
+        return
+    second.scores |= tuned.over(base)
+    first.parts |= base.parts_over(base)
+    second.parts |= tuned.parts_over(base)
+
+
 def compare_models(subjects: Sequence[ScoredModel]) -> list[Verdict]:
     """Return how the last model differs from the first, if there are two."""
     if len(subjects) != 2:
