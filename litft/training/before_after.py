@@ -134,8 +134,8 @@ class BeforeAfter:
             return []
 
     def measure_before(self, texts: ComparedTexts, layout: BatchLayout) -> None:
-        """Measure the model before its first step, unless that is done."""
-        if self.before or not texts:
+        """Measure the model before its first step."""
+        if not texts:
             return
         if texts.forgetting:
             self.own_answers = self._answers(layout)

@@ -5,7 +5,6 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from lightning_fabric import Fabric
 
 from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
-from litft.data.chat_template import Message
 from litft.data.dataset import DataSplits
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
@@ -37,14 +35,12 @@ from litft.evaluation.scoring import (
     validation_answers,
 )
 from litft.inference.chat_answers import answer_parser
-from litft.inference.prompt_files import read_prompts, tokenize_prompt
-from litft.inference.streaming import prompt_ids
 from litft.model.transformer import GPT, eval_mode
 from litft.training.before_after import BeforeAfter, ComparedTexts
-from litft.training.intervals import NUM_TRAINED_PROMPTS
 from litft.training.objectives import Objective, Supervised
 from litft.training.output.metrics import Row
 from litft.training.rollouts import Rollouts
+from litft.training.sample_prompts import sample_prompts
 
 # validation examples with the largest losses in the report, and among how many they are searched
 NUM_HARDEST = 5
@@ -56,10 +52,6 @@ SHOWN_SCORES = {
     "margin": "{:.3g}",
     "chosen_logp": "{:.4g}",
 }
-# prompts in records, as `generate --prompts` reads them; other files have one in each line
-RECORD_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
-# first samples, among which default prompts are searched
-PROMPT_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ class Validation:
         self.answers: list[SampleAnswer] = []
         self.hardest: list[HardExample] = []  # of the last validation
         if self.args.max_new_tokens:
-            self.prompts = list(_prompts(self.args, self.tokenizer, self.data))
+            self.prompts = list(sample_prompts(self.args, self.tokenizer, self.data))
         else:
             self.prompts = []
 
@@ -182,8 +174,7 @@ class Validation:
 
     def measure(self, step: int, layout: BatchLayout, batch_size: int) -> Row:
         """Return the scores after `step` steps, and the metrics of the model's answers."""
-        measured = measured_indices(self.data, self.args, batch_size)
-        sets = {name: Selection(self.samples, indices) for name, indices in measured.items()}
+        sets = self._measured_sets(batch_size)
         # a resumed run may have measured this step before it was interrupted
         if step not in self.losses:
             self._measure_sets(step, layout, sets)
@@ -198,6 +189,11 @@ class Validation:
                 if not math.isnan(value):
                     values[name] = value
         return values
+
+    def _measured_sets(self, batch_size: int) -> dict[str, Selection]:
+        """Return the samples that a validation measures, by set; see `measured_indices`."""
+        measured = measured_indices(self.data, self.args, batch_size)
+        return {name: Selection(self.samples, indices) for name, indices in measured.items()}
 
     def _measure_metrics(
         self, layout: BatchLayout, sets: Mapping[str, Selection]
@@ -241,7 +237,10 @@ class Validation:
         )
 
     def measure_before(self, layout: BatchLayout, batch_size: int) -> None:
-        """Measure what the result of the run is compared with."""
+        """Measure what the result of the run is compared with, unless a resumed run has it."""
+        if self.before_after.before:
+            return
+        self._measure_parts(layout, batch_size)
         self.before_after.measure_before(self._compared(batch_size), layout)
 
     def measure_after(self, layout: BatchLayout, batch_size: int) -> None:
@@ -250,6 +249,7 @@ class Validation:
 
         The model's own answers to them have at most --eval.max_new_tokens tokens.
         """
+        self._measure_parts(layout, batch_size)
         texts = self._compared(batch_size)
         self.before_after.measure_after(texts, layout)
         samples = texts.examples
@@ -273,6 +273,18 @@ class Validation:
                 own += " …"
             with_answers.append(example._replace(own=own))
         self.hardest = with_answers
+
+    def _measure_parts(self, layout: BatchLayout, batch_size: int) -> None:
+        """Measure what each example adds to the metrics, in a resumed run that knows the metrics
+        alone."""
+        if not len(self.samples):
+            return
+        sets = self._measured_sets(batch_size)
+        if "exact_match" in self.metrics and not self.exact:
+            self._measure_metrics(layout, sets)
+        if self.rollouts is not None and not self.rewards:
+            for samples in sets.values():
+                self.rewards += self.rollouts.measure(samples).of_prompts
 
     def _compared(self, batch_size: int) -> ComparedTexts:
         """Return what is measured before and after the run; of the validation examples at most
@@ -504,74 +516,6 @@ def _parse_answer(line: str) -> SampleAnswer | None:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _prompts(
-    args: EvalArgs, tokenizer: Tokenizer, data: DataSplits
-) -> Iterator[tuple[str, list[int]]]:
-    """Yield the prompts as text and as token ids.
-
-    Raises ValueError if the model cannot read one.
-    """
-    if not args.prompts:
-        samples, count = (data.val, 1) if len(data.val) else (data.train, NUM_TRAINED_PROMPTS)
-        # several examples may share a question, also after different system prompts
-        questions: dict[str, list[int]] = {}
-        for sample in islice(samples, PROMPT_CANDIDATES):
-            if sample.answer:
-                ids = sample.answer[0].tolist()
-                questions.setdefault(question_text(tokenizer, ids), ids)
-        yield from islice(questions.items(), count)
-    for item in args.prompts:
-        if Path(item).suffix in RECORD_FILES and Path(item).is_file():
-            yield from _prompts_of_records(Path(item), tokenizer, data)
-            continue
-        for text in filter(None, map(str.strip, _texts(item))):
-            yield text, prompt_ids(tokenizer, _conversation(text, data))
-
-
-def _prompts_of_records(
-    path: Path, tokenizer: Tokenizer, data: DataSplits
-) -> Iterator[tuple[str, list[int]]]:
-    """Yield the prompts of a file that `generate --prompts` reads, too: a `prompt`, or `messages`
-    and `tools`, as text and as token ids."""
-    for where, record in read_prompts(path, out=None, key=""):
-        # the system prompt of all examples, unless the record has one
-        if record.get("messages") is None and data.system_prompt and not record.get("system"):
-            record = {**record, "system": data.system_prompt}
-        prompt = tokenize_prompt(tokenizer, where, record, in_template=not data.is_plain_text)
-        yield question_text(tokenizer, prompt.ids), prompt.ids
-
-
-def _conversation(text: str, data: DataSplits) -> str | list[Message]:
-    """Return a prompt as the examples have theirs: a text, or a question after their system
-    prompt."""
-    if data.is_plain_text:
-        return text
-    question = {"role": "user", "content": text}
-    if data.system_prompt:
-        return [{"role": "system", "content": data.system_prompt}, question]
-    return [question]
-
-
-def _texts(item: str) -> list[str]:
-    """Return the prompt itself, or the lines of a file.
-
-    Raises ValueError if the file does not exist or is not text.
-    """
-    try:
-        if Path(item).is_file():
-            return Path(item).read_text("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--eval.prompts {item} is not a UTF-8 text file ({error.reason} at byte {error.start})"
-        ) from None
-    except OSError:
-        # the prompt is too long to be a file name
-        return [item]
-    if item.endswith((".txt", ".json", ".jsonl")) and " " not in item:
-        raise ValueError(f"--eval.prompts {item}: no such file")
-    return [item]
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ from litft.errors import Interrupted
 from litft.signals import Signals
 from litft.training.output.recorder import Recorder
 from litft.training.output.run_checkpoints import Saver, _plain_errors
+from litft.training.validation import Validation
 
 
 def losses(run: Path) -> list[float]:
@@ -567,8 +568,6 @@ def test_a_run_killed_at_any_moment_ends_the_same(method, kills, flags):
 def interrupt_validation(args, monkeypatch, step: int, where: str):
     """Send SIGTERM in the validation after `step` steps, in its method `where`, and return the
     run's message."""
-    from litft.training.validation import Validation
-
     original = getattr(Validation, where)
 
     def signalled(self, current_step, *arguments):
@@ -618,6 +617,27 @@ def test_a_signal_during_validation_saves_at_once(args, tmp_path, monkeypatch, s
     steps = [(row["step"], row["epoch"], row["samples"]) for row in rows_of(run)]
     assert steps == [(row["step"], row["epoch"], row["samples"]) for row in rows_of(uninterrupted)]
     assert (run / "samples.jsonl").read_text() == (uninterrupted / "samples.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_verdict_is_measured_loses_nothing(args, tmp_path, monkeypatch):
+    """The metrics of the interrupted validation are there, what each example adds to them is not."""
+    args.eval.exact_match = True
+    original = Validation.measure_after
+
+    def signalled(self, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "measure_after", signalled)
+        with pytest.raises(Interrupted):
+            litft.finetune(args)
+    litft.finetune(replace(args, resume=True))
+    whole = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
+    found = json.loads((Path(args.out_dir) / "verdict.json").read_text())
+    assert {"loss", "exact_match"} <= found["after"].keys()
+    assert found == json.loads((whole / "verdict.json").read_text())
 
 
 def test_a_signal_before_the_first_step_is_reported(args, monkeypatch):
