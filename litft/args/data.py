@@ -92,6 +92,11 @@ class DataArgs:
         return [DataPath.parse(item) for item in self.val_path]
 
     @property
+    def has_file_templates(self) -> bool:
+        """Whether a file has a chat template of its own."""
+        return any(item.template for item in (*self.paths, *self.val_paths))
+
+    @property
     def path_weights(self) -> list[float]:
         """The weight of each path."""
         # a weight of the path itself has priority

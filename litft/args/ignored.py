@@ -25,7 +25,7 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
         for name in ("val_fraction", "seed"):
             yield from _note("data", data, name, reason)
     elif data.val_fraction == 0:
-        reason = "--data.val_fraction 0 holds nothing out, unless the data has a validation file"
+        reason = "--data.val_fraction 0 chooses no examples"
         yield from _note("data", data, "seed", reason)
     if not data.mask_prompt:
         reason = "--data.mask_prompt false learns every token"
@@ -43,9 +43,6 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
     if args.objective == "distill" and args.distill.on_policy == 0:
         reason = "--distill.on_policy 0 learns the answers of the data"
         yield from _note("distill", args.distill, "max_new_tokens", reason)
-    if args.save.interval == 0:
-        reason = "--save.interval 0 saves only at the end"
-        yield from _note("save", args.save, "keep_last", reason)
     if args.eval.max_new_tokens == 0:
         reason = "--eval.max_new_tokens 0 answers no prompts"
         yield from _note("eval", args.eval, "prompts", reason)

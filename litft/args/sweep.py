@@ -101,9 +101,7 @@ class SweepArgs:
             setting: Setting = {}
             for name, value in zip(axes, values, strict=True):
                 flags = _together(name)
-                # a plus in the value of one flag belongs to it
-                parts = _together(value) if len(flags) > 1 else [value]
-                setting.update(zip(flags, parts, strict=True))
+                setting.update(zip(flags, _divided(value, flags), strict=True))
             settings.append(setting)
         return settings
 
@@ -111,23 +109,32 @@ class SweepArgs:
 def _value_problems(name: str, flags: list[str], values: list[str]) -> list[str]:
     """Return the problems of the values of a flag, or of flags that change together."""
     problems = []
+    divided = []
     for value in values:
-        count = len(_together(value))
-        if len(flags) > 1 and count != len(flags):
+        parts = _divided(value, flags)
+        if len(parts) != len(flags):
             problems.append(
-                f"--grid {name}: {value} has {count} of {len(flags)} values; write one for "
+                f"--grid {name}: {value} has {len(parts)} of {len(flags)} values; write one for "
                 "each flag, with a + between them"
             )
-    if not all(all(_together(value)) for value in values):
-        problems.append(f"--grid {name}=: a value is empty; write FLAG=VALUE,VALUE")
-    elif len(set(values)) < len(values):
-        problems.append(f"--grid {name}: a value is there twice; leave one out")
+        elif not all(parts):
+            problems.append(f"--grid {name}=: a value is empty; write FLAG=VALUE,VALUE")
+        elif parts in divided:
+            problems.append(f"--grid {name}: a value is there twice; leave one out")
+        divided.append(parts)
     return problems
 
 
-def _together(text: str) -> list[str]:
-    """Return the flags that change together, or their values."""
-    return [part.strip() for part in text.split("+")]
+def _together(name: str) -> list[str]:
+    """Return the flags that change together, which have a + between them."""
+    return [flag.strip().removeprefix("--") for flag in name.split("+")]
+
+
+def _divided(value: str, flags: list[str]) -> list[str]:
+    """Return the value of each flag. A + in the value of a single flag belongs to it."""
+    if len(flags) == 1:
+        return [value]
+    return [part.strip() for part in value.split("+")]
 
 
 def setting_name(setting: Setting) -> str:

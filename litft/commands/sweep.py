@@ -194,19 +194,29 @@ def _rows(settings: list[RunsOfSetting]) -> list[list[str]]:
     for setting in settings:
         for run in setting.runs:
             names |= dict.fromkeys(run.scores)
-    order = ranked(settings, LOSS)
+    compared = _compared_score(settings)
+    order = ranked(settings, compared)
     best = order[0]
-    rows = [["setting", *names, f"difference in {LOSS} from the best"]]
+    rows = [["setting", *names, f"difference in {compared} from the best"]]
     for setting in order:
         cells = [setting.name]
         for name in names:
             cells.append(_cell(setting, name))
-        if setting is best or LOSS not in names:
+        if setting is best or compared not in names:
             cells.append("")
         else:
-            cells.append(str(difference(best, setting, LOSS)))
+            cells.append(str(difference(best, setting, compared)))
         rows.append(cells)
     return rows
+
+
+def _compared_score(settings: list[RunsOfSetting]) -> str:
+    """Return the score by which settings are compared: the loss, or of runs on preferences and on
+    rewards, which do not have it by example, what they raise."""
+    for score in (LOSS, "margin", "reward"):
+        if any(score in run.parts for setting in settings for run in setting.runs):
+            return score
+    return LOSS
 
 
 def _cell(setting: RunsOfSetting, score: str) -> str:

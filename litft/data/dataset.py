@@ -283,11 +283,10 @@ def _with_template(tokenizer: Tokenizer, args: DataArgs) -> tuple[Tokenizer, str
     tokenizer = copy.copy(tokenizer)
     template = choose_template(args.template, tokenizer)
     _set_arguments(tokenizer, args.template_args)
-    # templates of single files may print the date, too
-    has_templates = any(item.template for item in (*args.paths, *args.val_paths))
     if args.date:
         tokenizer.day = args.date
-    elif tokenizer.uses_date or has_templates:
+    elif tokenizer.uses_date or args.has_file_templates:
+        # templates of single files may print the date, too
         tokenizer.day = date.today().isoformat()
     else:
         tokenizer.day = None

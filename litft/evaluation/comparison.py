@@ -35,7 +35,7 @@ from litft.evaluation.scoring import (
     is_exact,
     question_text,
 )
-from litft.evaluation.verdict import Key, Part, Verdict, add_part, verdicts
+from litft.evaluation.verdict import Key, Part, Verdict, add_part, parts_of, verdicts
 from litft.inference.generation import Completion
 from litft.inference.session import Session
 from litft.model.loss import IGNORED
@@ -102,6 +102,7 @@ def score_examples(
             session.model, samples, args.batch_size, subject.name
         )
         subject.scores |= subject.preferences.scores()
+        subject.parts |= subject.preferences.parts([name for name, _ in selected])
         # answers are only shown
         selected = selected[: args.show]
         shown_log_probs = subject.preferences.log_probs[: args.show].tolist()
@@ -199,10 +200,8 @@ def _loss_scores(
         log_probs, lengths = sample_log_probs(model, block, layout, model.device)
         losses += (-log_probs).tolist()
         counts += lengths.tolist()
-    parts: dict[Key, Part] = {}
-    for (name, _), loss, count in zip(selected, losses, counts, strict=True):
-        add_part(parts, name, Part(loss, count))
-    subject.parts["loss"] = parts
+    of_samples = map(Part, losses, counts)
+    subject.parts["loss"] = parts_of([name for name, _ in selected], of_samples)
     mean = sum(losses) / sum(counts)
     return {
         "examples": len(selected),
@@ -309,13 +308,8 @@ def compare_preferences(subjects: Sequence[ScoredModel]) -> None:
         return
     first, second = subjects
     # both, or none, have been scored on preferences
-    base = first.preferences
-    tuned = second.preferences
-    if base is None or tuned is None:
-        return
-    second.scores |= tuned.over(base)
-    first.parts |= base.parts_over(base)
-    second.parts |= tuned.parts_over(base)
+    if first.preferences is not None and second.preferences is not None:
+        second.scores |= second.preferences.over(first.preferences)
 
 
 def compare_models(subjects: Sequence[ScoredModel]) -> list[Verdict]:

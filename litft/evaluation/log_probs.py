@@ -109,6 +109,19 @@ def target_log_probs(
     return log_probs
 
 
+def label_margins(rewards: Tensor, desirable: Tensor) -> Tensor:
+    """Return values whose mean is how much higher the mean reward of desirable answers is than that
+    of undesirable ones: (S,), from (S,) each. Of answers of one kind: the rewards with the label's
+    sign."""
+    count = len(rewards)
+    num_desirable = int(desirable.sum())
+    if num_desirable in (0, count):
+        return torch.where(desirable, rewards, -rewards)
+    return torch.where(
+        desirable, rewards * (count / num_desirable), -rewards * (count / (count - num_desirable))
+    )
+
+
 # differences of log-probabilities below it are rounding errors: before the first step, all are 0
 TIE = 1e-5
 

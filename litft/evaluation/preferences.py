@@ -1,6 +1,7 @@
 """Scores on preferences: how probable a model finds the chosen and the rejected, or desirable and
 undesirable, answers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,8 @@ from tqdm import tqdm
 
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
-from litft.evaluation.log_probs import document_log_probs, wins
-from litft.evaluation.verdict import Key, Part
+from litft.evaluation.log_probs import document_log_probs, label_margins, wins
+from litft.evaluation.verdict import Key, Part, parts_of
 from litft.model.transformer import GPT
 
 
@@ -55,21 +56,14 @@ class PreferenceScores:
         relative = self._compare(self.log_probs - base.log_probs)
         return {f"{key} over the base": value for key, value in relative.items()}
 
-    def parts_over(self, base: "PreferenceScores") -> dict[str, dict[Key, Part]]:
-        """Return what each example adds to the scores relative to the base's; of answers with
-        labels, the gain of those that are desirable and the loss of the others."""
-        relative = self.log_probs - base.log_probs
+    def parts(self, names: Sequence[Key]) -> dict[str, dict[Key, Part]]:
+        """Return what each example adds to the scores; names: of the samples."""
         if self.desirable is None:
-            margins = relative[:, 0] - relative[:, 1]
+            margins = self.log_probs[:, 0] - self.log_probs[:, 1]
             scores = {"accuracy": wins(margins), "margin": margins}
         else:
-            signs = torch.where(self.desirable, 1.0, -1.0)
-            scores = {"log-probability with the label's sign": relative[:, 0] * signs}
-        parts = {}
-        for name, values in scores.items():
-            numbered = enumerate(values.tolist())
-            parts[f"{name} over the base"] = {(number,): Part(value) for number, value in numbered}
-        return parts
+            scores = {"margin": label_margins(self.log_probs[:, 0], self.desirable)}
+        return {name: parts_of(names, map(Part, found.tolist())) for name, found in scores.items()}
 
     def _compare(self, values: Tensor) -> dict[str, float]:
         """Return how often, and by how much, chosen answers have higher values than rejected ones,

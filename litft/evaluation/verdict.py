@@ -3,7 +3,7 @@ difference by paired bootstrap (Efron and Tibshirani, 1993; SciPy's `bootstrap`)
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ LOSS = "loss"
 # and where a rise is forgetting: see `forgetting`
 OF_FORGETTING = "loss on "
 FORGETTING_WORDS = {"better": "not forgotten", "worse": "forgotten"}
-SHARES = ("exact_match", "accuracy", "accuracy over the base")
+SHARES = ("exact_match", "accuracy")
 
 # what identifies an example, see `examples.Name`
 Key = tuple[int, ...]
@@ -115,6 +115,15 @@ def add_part(parts: dict[Key, Part], name: Key, part: Part) -> None:
     record = name[:1] if name[0] else name
     old = parts.get(record, Part(0.0, 0.0))
     parts[record] = Part(old.value + part.value, old.weight + part.weight)
+
+
+def parts_of(names: Iterable[Key], parts: Iterable[Part]) -> dict[Key, Part]:
+    """Return what records add to a score, of which each sample adds a part; names: of the
+    samples."""
+    together: dict[Key, Part] = {}
+    for name, part in zip(names, parts, strict=True):
+        add_part(together, name, part)
+    return together
 
 
 def verdicts(first: Parts, second: Parts) -> list[Verdict]:

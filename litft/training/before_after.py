@@ -2,10 +2,11 @@
 forgotten."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
 
 from litft.args import FinetuneArgs
 from litft.atomic import atomic_write
@@ -31,8 +32,8 @@ from litft.evaluation.verdict import (
     Key,
     Part,
     Verdict,
-    add_part,
     parts_in,
+    parts_of,
     stored_parts,
     verdicts,
 )
@@ -70,26 +71,25 @@ def measures_forgetting(args: FinetuneArgs, schedule: Schedule) -> bool:
 
 @dataclass(frozen=True)
 class ComparedTexts:
-    """What is measured before and after a run."""
+    """What is compared before and after a run: samples that are still to be measured, and what the
+    last validation has found of each."""
 
     objective: Objective
     forgetting: bool  # whether the neutral text and answers to ordinary questions are, too
     # of the validation questions, whether the answer is the expected one; empty: not measured
     exact: Sequence[bool] = ()
-    # of each validation prompt, the mean reward of its completions; NaN: not rated
-    rewards: Sequence[float] = ()
-    # validation examples, and the names of their records, see `Samples.names`
-    examples: Sequence[Sample] = ()
+    # the names of the records of one of the following, see `Samples.names`
     names: Sequence[Key] = ()
-    # validation examples of preferences
+    examples: Sequence[Sample] = ()  # with answers to learn
     preferences: Sequence[Sample] = ()
+    rewards: Sequence[Part] = ()  # of the completions of prompts
 
     def __bool__(self) -> bool:
         return self.forgetting or any(map(len, (self.examples, self.preferences, self.rewards)))
 
 
 class BeforeAfter:
-    """Measures the losses of the same texts before the first step and after the last one. Every
+    """Measures the scores of the same texts before the first step and after the last one. Every
     process takes part; the first one writes verdict.json."""
 
     def __init__(
@@ -139,35 +139,31 @@ class BeforeAfter:
             return
         if texts.forgetting:
             self.own_answers = self._answers(layout)
-        self.before = self._measure(texts, layout)
+        self.before = self._measure(texts, layout, is_before=True)
         self._write()
 
     def measure_after(self, texts: ComparedTexts, layout: BatchLayout) -> None:
         """Measure the trained model, and compare it with the model before its first step."""
         if not texts:
             return
-        self.after = self._measure(texts, layout)
+        self.after = self._measure(texts, layout, is_before=False)
         self.verdicts = verdicts(self.before, self.after)
         self._write()
 
-    def _measure(self, texts: ComparedTexts, layout: BatchLayout) -> dict[str, Mapping[Key, Part]]:
-        """Return what each text adds to its score."""
+    def _measure(
+        self, texts: ComparedTexts, layout: BatchLayout, is_before: bool
+    ) -> dict[str, Mapping[Key, Part]]:
+        """Return what each text adds to its score; is_before: before the first step."""
         measured: dict[str, Mapping[Key, Part]] = {}
         if len(texts.examples):
-            by_record: dict[Key, Part] = {}
             losses = self._losses(texts.examples, layout)
-            for name, part in zip(texts.names, losses.values(), strict=True):
-                add_part(by_record, name, part)
-            measured["loss"] = by_record
+            measured["loss"] = parts_of(texts.names, losses.values())
             self.mean_losses = [part.value / part.weight for part in losses.values()]
         if texts.preferences:
-            measured |= self._preference_scores(texts, layout)
+            measured |= self._preference_scores(texts, layout, is_before)
         if texts.rewards:
-            rated: dict[Key, Part] = {}
-            for number, reward in enumerate(texts.rewards):
-                if not math.isnan(reward):
-                    rated[(number,)] = Part(reward)
-            measured["reward"] = rated
+            rated = parts_of(texts.names, texts.rewards)
+            measured["reward"] = {name: part for name, part in rated.items() if part.weight}
         if texts.exact:
             hits: dict[Key, Part] = {}
             for number, is_hit in enumerate(texts.exact):
@@ -182,24 +178,32 @@ class BeforeAfter:
         return measured
 
     def _preference_scores(
-        self, texts: ComparedTexts, layout: BatchLayout
+        self, texts: ComparedTexts, layout: BatchLayout, is_before: bool
     ) -> dict[str, Mapping[Key, Part]]:
         """Return the objective's scores of each preference."""
-        log_probs, lengths = document_log_probs(
-            self.model,
-            texts.preferences,
-            layout,
-            self.fabric.device,
-            rank=self.fabric.global_rank,
-            before_batch=self.before_batch,
-        )
-        log_probs = sum_over_processes(self.fabric, log_probs)
-        lengths = sum_over_processes(self.fabric, lengths)
-        scores = texts.objective.scores_of_each(texts.preferences, log_probs, lengths)
+        samples = texts.preferences
+        if is_before and texts.objective.needs_reference:
+            # the reference is the model before its first step: measured again, in batches of other
+            # shapes, it would differ by rounding errors
+            references = [sample.reference for sample in samples]
+            log_probs = torch.tensor(references, dtype=torch.float64)
+        else:
+            own, _ = document_log_probs(
+                self.model,
+                samples,
+                layout,
+                self.fabric.device,
+                rank=self.fabric.global_rank,
+                before_batch=self.before_batch,
+            )
+            log_probs = sum_over_processes(self.fabric, own).cpu()
+        counts = []
+        for sample in samples:
+            counts.append([document.supervised for document in sample.split()])
+        lengths = torch.tensor(counts, dtype=torch.float64)
         measured: dict[str, Mapping[Key, Part]] = {}
-        for name, values in scores.items():
-            parts = enumerate(values.tolist())
-            measured[name] = {(number,): Part(value) for number, value in parts}
+        for name, values in texts.objective.scores_of_each(samples, log_probs, lengths).items():
+            measured[name] = parts_of(texts.names, map(Part, values.tolist()))
         return measured
 
     def _losses(self, samples: Sequence[Sample], layout: BatchLayout) -> dict[Key, Part]:
@@ -225,7 +229,7 @@ class BeforeAfter:
                 self.model,
                 self.tokenizer,
                 prompts=[(prompt, ANSWER_TOKENS) for prompt in prompts],
-                rows=_answers_at_once(self.model, layout),
+                rows=_answers_at_once(self.model, layout, max(map(len, prompts))),
                 before_batch=self.before_batch,
             )
         return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -249,10 +253,11 @@ class BeforeAfter:
         atomic_write(self.path, json.dumps(content) + "\n")
 
 
-def _answers_at_once(model: GPT, layout: BatchLayout) -> int:
-    """Return how many answers to generate at once. Their KV cache has at most about as many
-    positions as a micro-batch of training has tokens, or is small beside the weights."""
-    answered = QUESTION_TOKENS + ANSWER_TOKENS
+def _answers_at_once(model: GPT, layout: BatchLayout, longest: int) -> int:
+    """Return how many answers to generate at once to prompts of at most `longest` tokens. Their KV
+    cache has at most about as many positions as a micro-batch of training has tokens, or is small
+    beside the weights."""
+    answered = longest + ANSWER_TOKENS
     if layout.row_tokens is None:
         rows = layout.rows
     else:

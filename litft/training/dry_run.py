@@ -144,8 +144,8 @@ def _notes_on_flags(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     args = setup.args
     yield from ignored_flags(args)
     # the template of a single file may print the date, too
-    has_templates = any(item.template for item in (*args.data.paths, *args.data.val_paths))
-    if args.data.date and not has_templates and not setup.tokenizer.uses_date:
+    prints_date = setup.tokenizer.uses_date or args.data.has_file_templates
+    if args.data.date and (schedule.data.is_plain_text or not prints_date):
         yield f"note: --data.date {args.data.date} has no effect: the chat template prints no date"
     steps = schedule.steps
     warmup_steps = args.train.warmup_steps

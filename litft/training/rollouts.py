@@ -22,6 +22,7 @@ from litft.distributed.process_group import Processes
 from litft.evaluation.log_probs import target_log_probs
 from litft.evaluation.rated import completed
 from litft.evaluation.rewards.scorer import RewardError, RewardScorer
+from litft.evaluation.verdict import Part
 from litft.inference.generation import Completion
 from litft.methods.mixins import disabled
 from litft.model.loss import IGNORED
@@ -44,7 +45,8 @@ class MeasuredRewards(NamedTuple):
     """How completions of P prompts were rated."""
 
     scores: list[float]  # in the order of the objective's, after the loss
-    of_prompts: list[float]  # (P,), the mean of each prompt's completions; NaN: not rated
+    # (P,): of each prompt, the sum over its completions that are rated, and their number
+    of_prompts: list[Part]
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,9 @@ class Rollouts:
         at_one = passed.double().mean().item()
         at_all = passed.any(1).double().mean().item()
         scores = [-reward, reward, at_one, at_all]
-        return MeasuredRewards(scores, rated.rewards.nanmean(1).tolist())
+        sums = rated.rewards.nansum(1).tolist()
+        counts = (~rated.rewards.isnan()).sum(1).tolist()
+        return MeasuredRewards(scores, list(map(Part, sums, counts)))
 
     def rate(
         self, name: str, prompts: Sequence[Sample], places: Sequence[int] | None = None

@@ -34,6 +34,7 @@ from litft.evaluation.scoring import (
     question_text,
     validation_answers,
 )
+from litft.evaluation.verdict import Part
 from litft.inference.chat_answers import answer_parser
 from litft.model.transformer import GPT, eval_mode
 from litft.training.before_after import BeforeAfter, ComparedTexts
@@ -117,7 +118,7 @@ class Validation:
         self.failures: dict[str, str] = {}  # errors of metrics, by name
         self.num_answers = 0  # examples with an answer to match
         self.exact: list[bool] = []  # of these answers, as last measured
-        self.rewards: list[float] = []  # the mean of each prompt's completions, as last measured
+        self.rewards: list[Part] = []  # of each prompt's completions, as last measured
         self.answers: list[SampleAnswer] = []
         self.hardest: list[HardExample] = []  # of the last validation
         if self.args.max_new_tokens:
@@ -293,15 +294,18 @@ class Validation:
         for of_set in measured_indices(self.data, self.args, batch_size).values():
             indices.extend(of_set)
         # not all examples: each costs a forward pass
-        chosen = evenly_spaced(indices, SEARCHED)
-        texts = ComparedTexts(self.objective, self.forgetting, self.exact, self.rewards)
-        if self.objective.data == "prompts":
-            return texts
-        samples = [self.samples[index] for index in chosen]
-        if self.objective.data != "supervised":
-            return replace(texts, preferences=samples)
+        if self.objective.data != "prompts":
+            indices = list(evenly_spaced(indices, SEARCHED))
         names = self.data.val.names
-        return replace(texts, examples=samples, names=[names[index] for index in chosen])
+        texts = ComparedTexts(
+            self.objective, self.forgetting, self.exact, names=[names[index] for index in indices]
+        )
+        if self.objective.data == "prompts":
+            return replace(texts, rewards=self.rewards)
+        samples = [self.samples[index] for index in indices]
+        if self.objective.data == "supervised":
+            return replace(texts, examples=samples)
+        return replace(texts, preferences=samples)
 
     def _measure_sets(
         self, step: int, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]
@@ -310,7 +314,7 @@ class Validation:
         names = ("loss", *self.objective.validation_scores)
         # of each set: the values in the order of `names`
         by_set = []
-        rewards: list[float] = []
+        rewards: list[Part] = []
         for samples in sets.values():
             if self.rollouts is not None:
                 measured = self.rollouts.measure(samples)

@@ -241,12 +241,11 @@ def test_without_a_model_the_demo_recipe_is_used():
         ("--train.warmup_steps 3 --train.warmup_fraction 0.2", "--train.warmup_steps 3 counts"),
         ("--data.val_path b --data.val_fraction 0.2", "--data.val_path names the validation"),
         ("--data.val_path b --data.seed 3", "--data.seed 3 has no effect: --data.val_path names"),
-        ("--data.val_fraction 0 --data.seed 3", "--data.val_fraction 0 holds nothing out"),
+        ("--data.val_fraction 0 --data.seed 3", "--data.val_fraction 0 chooses no examples"),
         (
             "--objective distill --teacher t --distill.max_new_tokens 9",
             "--distill.max_new_tokens 9 has no effect: --distill.on_policy 0 learns the answers",
         ),
-        ("--save.interval 0 --save.keep_last 5", "--save.keep_last 5 has no effect"),
         ("--data.mask_prompt false --data.train_on last", "train_on last has no effect"),
         ("--eval.interval 0 --eval.patience 3", "--eval.patience 3 has no effect"),
         ("--data.mask_prompt false --data.reasoning mask", "reasoning mask has no effect"),

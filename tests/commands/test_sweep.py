@@ -95,6 +95,7 @@ def test_a_run_that_fails_does_not_end_the_others(base, capsys):
         (["--grid", "lora.r=2,2"], "a value is there twice"),
         (["--grid", "lora.r="], "a value is empty"),
         (["--grid", "lora.r+lora.alpha=2+"], "a value is empty"),
+        (["--grid", "lora.r+lora.alpha=2+4,2 + 4"], "a value is there twice"),
         (["--grid", "lora.r+lora.alpha=2+4,8"], "8 has 1 of 2 values; write one for"),
         (["--grid", "lora.r=2", "lora.r+lora.alpha=2+4"], "--grid lora.r: the flag is there twice"),
         (["--grid", "lora.r=two"], "--lora.r two: expected a whole number"),
@@ -117,10 +118,10 @@ def test_values_with_commas_are_divided_by_bars():
 
 
 def test_flags_may_change_together():
-    args = SweepArgs(grid=["lora.r+lora.alpha=8+16", "16+32", "data.path=a+b.json"])
+    args = SweepArgs(grid=["lora.r+lora.alpha=8+16", "16+32", "data.path=c++.json"])
     assert args.settings() == [
-        {"lora.r": "8", "lora.alpha": "16", "data.path": "a+b.json"},
-        {"lora.r": "16", "lora.alpha": "32", "data.path": "a+b.json"},
+        {"lora.r": "8", "lora.alpha": "16", "data.path": "c++.json"},
+        {"lora.r": "16", "lora.alpha": "32", "data.path": "c++.json"},
     ]
 
 

@@ -41,7 +41,7 @@ from litft.args import (
 from litft.commands.finetune import prepare_run, run_finetuning
 from litft.data.packing import collate
 from litft.data.sample import Sample
-from litft.evaluation.log_probs import wins
+from litft.evaluation.log_probs import label_margins, wins
 from litft.evaluation.verdict import mean_of, parts_in
 from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
@@ -376,12 +376,13 @@ def check_verdict(run: Path, objective: str) -> None:
     last = rows_of(run)[-1]
     after = parts_in(run / run_dir.VERDICT, "after")
     if objective == "kto":
-        (rewards,) = after.values()
-        # of equally many answers of both kinds
-        assert mean_of(rewards) == pytest.approx(last["val_margin"] / 2, rel=1e-5)
+        assert after.keys() == {"margin"}
     else:
         assert mean_of(after["accuracy"]) == pytest.approx(last["val_accuracy"])
-        assert mean_of(after["margin"]) == pytest.approx(last["val_margin"], rel=1e-5)
+    assert mean_of(after["margin"]) == pytest.approx(last["val_margin"], rel=1e-5)
+    if objective != "orpo":
+        before = parts_in(run / run_dir.VERDICT, "before")
+        assert all(part.value == 0 for part in before["margin"].values())
     texts = run_dir.verdict_texts(run)
     assert len(texts) == len(after) and all("examples, and fewer" in text for text in texts)
 
@@ -599,6 +600,16 @@ def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_
     assert prepare_run(supervised).setup.args.train.learning_rate == 2e-4
 
 
+def test_margins_do_not_depend_on_the_number_of_each_label():
+    desirable = torch.tensor([True, False, False, False])
+    rewards = torch.tensor([0.5, -1.0, -2.0, -1.5])
+    # the mean of one answer, and of three
+    assert float(label_margins(rewards, desirable).mean()) == 0.5 + 1.5
+    # all rewards fall alike
+    assert float(label_margins(torch.full((4,), -1.0), desirable).mean()) == pytest.approx(0, abs=1e-6)
+    assert float(label_margins(rewards, torch.zeros(4, dtype=torch.bool)).mean()) == 1.0
+
+
 def test_rounding_errors_are_ties():
     """Before the first step, all margins are 0 but for rounding."""
     assert wins(torch.tensor([1e-7, -1e-7, 0.0, 1e-3, -1e-3])).tolist() == [0.5, 0.5, 0.5, 1.0, 0.0]
@@ -621,9 +632,13 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
     assert scores["tuned"]["accuracy over the base"] == last["val_accuracy"]
     found = json.loads((tmp_path / "scores.json").read_text())["verdicts"]
     by_score = {verdict["score"]: verdict["difference"] for verdict in found}
-    assert by_score["accuracy over the base"] == last["val_accuracy"] - 0.5
-    assert by_score["margin over the base"] == pytest.approx(
-        scores["tuned"]["margin over the base"]
+    # examples are prompts, as when they are divided into training and validation
+    names = prepare_run(flags(tiny, pairs, tmp_path / "x")).schedule.data.val.names
+    compared = parts_in(tmp_path / "run" / run_dir.VERDICT, "after")["margin"]
+    assert compared.keys() == {tuple(name[:1]) for name in names}
+    assert by_score["margin"] == pytest.approx(scores["tuned"]["margin over the base"])
+    assert by_score["accuracy"] == pytest.approx(
+        scores["tuned"]["accuracy"] - scores["base"]["accuracy"]
     )
     data, model = (
         prepare_run(flags(tiny, pairs, tmp_path / "x")).schedule.data,

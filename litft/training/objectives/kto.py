@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from litft.data.packing import BatchLayout, MicroBatch
 from litft.data.sample import Sample
 from litft.distributed.process_group import sum_over_processes
-from litft.evaluation.log_probs import document_log_probs, sequence_log_probs, wins
+from litft.evaluation.log_probs import (
+    document_log_probs,
+    label_margins,
+    sequence_log_probs,
+    wins,
+)
 from litft.training.objectives.objective import Objective, Totals
-
-# the reward of a desirable answer, and minus that of an undesirable one
-REWARD_BY_LABEL = "reward with the label's sign"
 
 
 class KTO(Objective):
@@ -88,12 +90,13 @@ class KTO(Objective):
     def scores_of_each(
         self, samples: Sequence[Sample], log_probs: Tensor, lengths: Tensor
     ) -> dict[str, Tensor]:
-        """Return the reward of each desirable answer, and minus that of each undesirable one:
+        """Return what each answer adds to the margin between desirable and undesirable ones:
         (S,)."""
         references = log_probs.new_tensor([sample.reference for sample in samples])
         rewards = self.beta * (log_probs - references)[:, 0]
-        signs = [1.0 if sample.desirable else -1.0 for sample in samples]
-        return {REWARD_BY_LABEL: rewards * rewards.new_tensor(signs)}
+        desirable = [bool(sample.desirable) for sample in samples]
+        labels = torch.tensor(desirable, device=rewards.device)
+        return {"margin": label_margins(rewards, labels)}
 
     def begin_probe(self, device: torch.device) -> None:
         """Prepare for a micro-batch that only measures memory, without `before_step`."""
