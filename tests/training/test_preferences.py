@@ -606,7 +606,9 @@ def test_margins_do_not_depend_on_the_number_of_each_label():
     # the mean of one answer, and of three
     assert float(label_margins(rewards, desirable).mean()) == 0.5 + 1.5
     # all rewards fall alike
-    assert float(label_margins(torch.full((4,), -1.0), desirable).mean()) == pytest.approx(0, abs=1e-6)
+    assert float(label_margins(torch.full((4,), -1.0), desirable).mean()) == pytest.approx(
+        0, abs=1e-6
+    )
     assert float(label_margins(rewards, torch.zeros(4, dtype=torch.bool)).mean()) == 1.0
 
 
