@@ -173,15 +173,13 @@ def _exact_match(
     subject: ScoredModel, examples: Sequence[EvalExample], answers: Mapping[Name, Completion]
 ) -> dict[str, float]:
     """Return the number of answers, and the share of them that are the expected ones."""
-    num_exact = 0
-    parts: dict[Key, Part] = {}
+    hits = []
     for example in examples:
         answer = answers[example.name]
-        exact = is_exact(answer.text, answer.ended, example.expected)
-        num_exact += exact
-        add_part(parts, example.name, Part(float(exact)))
-    subject.parts["exact_match"] = parts
-    return {"answers": len(examples), "exact_match": num_exact / len(examples)}
+        hits.append(float(is_exact(answer.text, answer.ended, example.expected)))
+    names = [example.name for example in examples]
+    subject.parts["exact_match"] = parts_of(names, map(Part, hits))
+    return {"answers": len(examples), "exact_match": sum(hits) / len(examples)}
 
 
 def _loss_scores(

@@ -118,8 +118,10 @@ def add_part(parts: dict[Key, Part], name: Key, part: Part) -> None:
 
 
 def parts_of(names: Iterable[Key], parts: Iterable[Part]) -> dict[Key, Part]:
-    """Return what records add to a score, of which each sample adds a part; names: of the
-    samples."""
+    """Return the parts of a score by record: the sum over all samples of a record.
+
+    names: of the samples, see `add_part`.
+    """
     together: dict[Key, Part] = {}
     for name, part in zip(names, parts, strict=True):
         add_part(together, name, part)

@@ -254,9 +254,11 @@ class BeforeAfter:
 
 
 def _answers_at_once(model: GPT, layout: BatchLayout, longest: int) -> int:
-    """Return how many answers to generate at once to prompts of at most `longest` tokens. Their KV
-    cache has at most about as many positions as a micro-batch of training has tokens, or is small
-    beside the weights."""
+    """Return how many answers to generate at once to prompts of at most `longest` tokens.
+
+    As many as a micro-batch of training has room for, by its number of tokens, or as many as have a
+    KV cache that is small compared with the weights, whichever is more; at most MAX_ANSWER_ROWS.
+    """
     answered = longest + ANSWER_TOKENS
     if layout.row_tokens is None:
         rows = layout.rows

@@ -58,8 +58,8 @@ def _prompts_of_records(
 
 
 def _conversation(text: str, data: DataSplits) -> str | list[Message]:
-    """Return a prompt as the examples have theirs: a text, or a question after their system
-    prompt."""
+    """Return a prompt in the form of the training examples: a plain text, or a user message, with
+    their system prompt before it if they share one."""
     if data.is_plain_text:
         return text
     question = {"role": "user", "content": text}

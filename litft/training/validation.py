@@ -238,7 +238,8 @@ class Validation:
         )
 
     def measure_before(self, layout: BatchLayout, batch_size: int) -> None:
-        """Measure what the result of the run is compared with, unless a resumed run has it."""
+        """Measure the model before its first step, unless that was done before the run was
+        interrupted."""
         if self.before_after.before:
             return
         self._measure_parts(layout, batch_size)
@@ -276,8 +277,8 @@ class Validation:
         self.hardest = with_answers
 
     def _measure_parts(self, layout: BatchLayout, batch_size: int) -> None:
-        """Measure what each example adds to the metrics, in a resumed run that knows the metrics
-        alone."""
+        """Measure what each example adds to the metrics. A resumed run may know only their values:
+        metrics.csv has no values of single examples."""
         if not len(self.samples):
             return
         sets = self._measured_sets(batch_size)
@@ -293,16 +294,15 @@ class Validation:
         indices: list[int] = []
         for of_set in measured_indices(self.data, self.args, batch_size).values():
             indices.extend(of_set)
-        # not all examples: each costs a forward pass
-        if self.objective.data != "prompts":
-            indices = list(evenly_spaced(indices, SEARCHED))
+        texts = ComparedTexts(self.objective, self.forgetting, self.exact)
         names = self.data.val.names
-        texts = ComparedTexts(
-            self.objective, self.forgetting, self.exact, names=[names[index] for index in indices]
-        )
         if self.objective.data == "prompts":
-            return replace(texts, rewards=self.rewards)
-        samples = [self.samples[index] for index in indices]
+            of_prompts = [names[index] for index in indices]
+            return replace(texts, names=of_prompts, rewards=self.rewards)
+        # not all examples: each costs a forward pass
+        chosen = evenly_spaced(indices, SEARCHED)
+        texts = replace(texts, names=[names[index] for index in chosen])
+        samples = [self.samples[index] for index in chosen]
         if self.objective.data == "supervised":
             return replace(texts, examples=samples)
         return replace(texts, preferences=samples)

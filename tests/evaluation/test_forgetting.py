@@ -29,7 +29,15 @@ from litft.evaluation.forgetting import (
     ordinary_questions,
     question_prompts,
 )
-from litft.training.before_after import BeforeAfter, ComparedTexts, measures_forgetting
+from litft.evaluation.scoring import MAX_ANSWER_ROWS
+from litft.model.kv_cache import KVCache
+from litft.training.before_after import (
+    CACHE_BYTES,
+    BeforeAfter,
+    ComparedTexts,
+    _answers_at_once,
+    measures_forgetting,
+)
 from litft.training.objectives import Supervised
 from litft.training.schedule import Schedule
 
@@ -82,6 +90,17 @@ def test_the_mean_losses_are_per_token(tiny, examples, tmp_path):
     for sample, mean in zip(samples, compared.mean_losses, strict=True):
         loss, count = model(sample.tokens[None], targets=sample.targets[None])
         assert mean == pytest.approx(float(loss / count), rel=1e-5)
+
+
+def test_the_cache_of_answers_at_once_is_bounded(tiny):
+    """Also with a long system prompt, which is in every prompt."""
+    model, _ = litft.load(tiny, precision="fp32")
+    layout = BatchLayout(rows=1)
+    assert _answers_at_once(model, layout, longest=40) == MAX_ANSWER_ROWS
+    token_bytes = KVCache.token_bytes(model.config, torch.float32)
+    longest = CACHE_BYTES // (3 * token_bytes)
+    assert _answers_at_once(model, layout, longest) == 2
+    assert _answers_at_once(model, layout, longest=100 * longest) == 1
 
 
 def test_losses_equal_those_of_transformers(tiny):

@@ -605,7 +605,7 @@ def test_margins_do_not_depend_on_the_number_of_each_label():
     rewards = torch.tensor([0.5, -1.0, -2.0, -1.5])
     # the mean of one answer, and of three
     assert float(label_margins(rewards, desirable).mean()) == 0.5 + 1.5
-    # all rewards fall alike
+    # the rewards of all answers fall by the same amount
     assert float(label_margins(torch.full((4,), -1.0), desirable).mean()) == pytest.approx(
         0, abs=1e-6
     )

@@ -565,15 +565,15 @@ def test_a_run_killed_at_any_moment_ends_the_same(method, kills, flags):
 # signals during validation, crashes, damaged files
 
 
-def interrupt_validation(args, monkeypatch, step: int, where: str):
+def interrupt_validation(args, monkeypatch, step: int | None, where: str):
     """Send SIGTERM in the validation after `step` steps, in its method `where`, and return the
-    run's message."""
+    run's message. step: None for methods that are called once and have no such argument."""
     original = getattr(Validation, where)
 
-    def signalled(self, current_step, *arguments):
-        if current_step == step:
+    def signalled(self, first, *arguments):
+        if step is None or first == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, current_step, *arguments)
+        return original(self, first, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Validation, where, signalled)
@@ -621,18 +621,10 @@ def test_a_signal_during_validation_saves_at_once(args, tmp_path, monkeypatch, s
 
 @pytest.mark.slow
 def test_a_signal_while_the_verdict_is_measured_loses_nothing(args, tmp_path, monkeypatch):
-    """The metrics of the interrupted validation are there, what each example adds to them is not."""
+    """metrics.csv has the metrics of the last validation, but not what each example adds to
+    them."""
     args.eval.exact_match = True
-    original = Validation.measure_after
-
-    def signalled(self, *arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Validation, "measure_after", signalled)
-        with pytest.raises(Interrupted):
-            litft.finetune(args)
+    interrupt_validation(args, monkeypatch, None, "measure_after")
     litft.finetune(replace(args, resume=True))
     whole = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
     found = json.loads((Path(args.out_dir) / "verdict.json").read_text())
