@@ -13,6 +13,7 @@ from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
+from litft.export.merge_distance import merge_distance_line
 from litft.export.model_folder import write_folder, written_dtype
 from litft.methods import AdapterTensors, Method
 from litft.model.quantization import KINDS
@@ -96,7 +97,7 @@ def merge_result(
             f"the base is quantized as {kind}; the updates are added to the dequantized weights",
             file=sys.stderr,
         )
-        return Result(*update)
+        return Result(*update, trained_with=kind)
     # trained on unquantized weights
     if kind not in KINDS:
         if dequantized:
@@ -112,7 +113,7 @@ def merge_result(
             f"the base was quantized as {kind} in training; the updates are added to {target}",
             file=sys.stderr,
         )
-        return Result(*update)
+        return Result(*update, trained_with=kind)
     precision = settings.get("precision", "fp32")
     if not isinstance(precision, str) or precision not in DTYPES:
         raise ValueError(
@@ -123,7 +124,7 @@ def merge_result(
         f"the updates are added to the dequantized weights of the base, quantized as {kind}",
         file=sys.stderr,
     )
-    return Result(*update, kind, DTYPES[precision])
+    return Result(*update, quantize=kind, dtype=DTYPES[precision], trained_with=kind)
 
 
 def write_merged(
@@ -160,6 +161,11 @@ def write_merged(
         f"exported {path} to {out} ({'merged with' if result else 'as'} {source.base}, in {name})",
         file=sys.stderr,
     )
+    if isinstance(result, Result) and result.trained_with:
+        precision = None if args.precision == "auto" else args.precision
+        line = merge_distance_line(source, result, out, precision)
+        if line:
+            print(line, file=sys.stderr)
     return out
 
 

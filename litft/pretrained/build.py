@@ -49,6 +49,17 @@ def unfilled_model(
     return model
 
 
+def weight_bytes(
+    source: PretrainedFolder, precision: str | None = None, quantize: str | None = None
+) -> int:
+    """Return the bytes of a network's weights and buffers once it is loaded."""
+    model = unfilled_model(source, precision, quantize)
+    size = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        size += tensor.nbytes
+    return size
+
+
 def fill_model(
     source: PretrainedFolder,
     model: GPT,

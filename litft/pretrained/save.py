@@ -65,6 +65,8 @@ class Result:
     quantize: str | None = None
     # of the weights before quantization; without `quantize` it is not read
     dtype: torch.dtype = torch.float32
+    # how the base was quantized in training, for comparison only; None: it was not
+    trained_with: str | None = None
 
     def config(self, config: Config) -> Config:
         """Return the base's config with the new vocabulary size, untied if the method changes only

@@ -213,7 +213,14 @@ def test_training_on_a_quantized_base(tiny, examples, tmp_path):
         "--out_dir",
         "rounded",
     )
-    assert "added to the dequantized weights of the base" in script(*merge, cwd=tmp_path).stderr
+    rounded = script(*merge, cwd=tmp_path).stderr
+    assert "added to the dequantized weights of the base" in rounded
+    # the merged models say how far they are from the adapter on the quantized base
+    compared = r"a KL divergence of (\S+) nats per token.* after (\S+)% of 256 tokens"
+    to_original = re.search(compared, merged.stderr)
+    to_rounded = re.search(compared, rounded)
+    assert float(to_original[1]) > 1e-6 > float(to_rounded[1])
+    assert to_rounded[2] == "100.0"
     with torch.no_grad():
         expected = litft.load(tmp_path / "one", quantize="nf4")[0](TOKENS)
         assert relative(litft.load(tmp_path / "rounded")[0](TOKENS), expected) <= 1e-5

@@ -10,8 +10,8 @@ import torch
 from litft.args import FinetuneArgs
 from litft.distributed.devices import DTYPES, device_memory, num_shards
 from litft.model.kv_cache import KVCache
+from litft.pretrained.build import weight_bytes
 from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
-from litft.training.memory.teacher import teacher_weight_bytes
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
 from litft.training.objectives import GRPO, Distill
@@ -141,7 +141,7 @@ def resident_teacher_bytes(setup: RunSetup, precision: str) -> int:
     it reads the examples before."""
     if setup.teacher is None or not setup.args.distill.on_policy:
         return 0
-    return teacher_weight_bytes(setup.teacher, precision, setup.args.distill.quantize)
+    return weight_bytes(setup.teacher, precision, setup.args.distill.quantize)
 
 
 def _beside_the_step(
