@@ -222,8 +222,10 @@ def test_the_guide_to_data(clone):
         and "stories.jsonl (with other settings): 1 record" in printed[3]
     )
     assert printed[4].count("⟦") == 1 and "Good morning!" in printed[4].partition("⟦")[2]
-    assert "60 records (alpaca)" in printed[5] and "⟦" not in printed[5]  # without copies
-    assert "full trains" in printed[6] and "1 x A100" in printed[6]
+    assert "2 records (prompt)" in printed[5] and "⟦" not in printed[5]
+    assert (clone[0] / "clean.jsonl").read_text() == (clone[0] / "stories.jsonl").read_text()
+    assert "60 records (alpaca)" in printed[7] and "⟦" not in printed[7]  # without copies
+    assert "full trains" in printed[8] and "1 x A100" in printed[8]
 
 
 @pytest.mark.slow

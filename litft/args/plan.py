@@ -1,6 +1,7 @@
 """The flags of `plan` and `prepare_data`, which predict what a run would do."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from litft.args.checks import (
@@ -15,6 +16,9 @@ from litft.args.finetune import Optimizers
 from litft.args.grpo import GrpoArgs
 from litft.args.methods import AdapterV2Args, LoRAArgs, Quantization
 from litft.args.preference import Objectives
+
+# of a file of findings
+FINDINGS_BEGINNING = '{"file": '
 
 
 @dataclass
@@ -31,6 +35,9 @@ class PrepareArgs:
     """Examples per optimizer step, which are packed together."""
     show: int = 3
     """Number of examples to print as the model sees them."""
+    findings: str | None = None
+    """A file to write, with every finding on every record: JSON objects with file, record, its
+    number, what was found, and the earlier record that it repeats."""
     objective: Objectives = "sft"
     """What the examples are for: sft, an objective that learns from preferences, or grpo."""
     max_new_tokens: int = GrpoArgs.max_new_tokens
@@ -51,9 +58,26 @@ class PrepareArgs:
                 problems.append(f"--{name} is missing")
         return (
             problems
+            + self._problems_of_findings()
             + below_minimum(self, "", 1, "global_batch_size", "max_new_tokens")
             + below_minimum(self, "", 0, "show")
         )
+
+    def _problems_of_findings(self) -> list[str]:
+        """Return the problems of the file to write: any other file is not replaced."""
+        if self.findings is None:
+            return []
+        path = Path(self.findings)
+        if not path.parent.is_dir():
+            return [f"--findings {path}: the folder {path.parent} does not exist; create it"]
+        if path.is_dir():
+            return [f"--findings {path}: this is a folder; name a file"]
+        if path.is_file():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                beginning = file.read(len(FINDINGS_BEGINNING))
+            if beginning not in ("", FINDINGS_BEGINNING):
+                return [f"--findings {path}: the file exists and has other content; name another"]
+        return []
 
 
 @dataclass

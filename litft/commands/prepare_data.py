@@ -1,7 +1,13 @@
 """The command `prepare_data`: tokenize the data into the cache, and print counts and problems."""
 
+import json
+import re
+import sys
+from pathlib import Path
+
 from litft.args import LoRAFinetuneArgs, PrepareArgs
-from litft.data.dataset import load_data
+from litft.atomic import atomic_write
+from litft.data.dataset import DataSplits, load_data
 from litft.pretrained.folder import resolve
 from litft.training.data_report import data_report
 from litft.training.dry_run import print_hints_last
@@ -33,3 +39,26 @@ def prepare_data(args: PrepareArgs) -> None:
     )
     schedule = Schedule(finetuning, data, ranks=1, group_size=objective.group_size)
     print_hints_last(data_report(schedule, data.tokenizer, args.show))
+    if args.findings:
+        count = _write_findings(data, Path(args.findings))
+        print(f"{count:,} findings are in {args.findings}", file=sys.stderr)
+
+
+def _write_findings(data: DataSplits, path: Path) -> int:
+    """Write all findings on all records, a JSON object a line; return their number."""
+    lines = []
+    for label, store in data.stores.items():
+        for found in store.findings():
+            record = found["record"].removeprefix(f"{label}, ")
+            digits = re.findall(r"\d+", record)
+            line = {
+                "file": label,
+                "record": record,
+                "number": int(digits[-1]) if digits else None,
+                "finding": found["finding"],
+            }
+            if found["earlier"]:
+                line["earlier"] = found["earlier"].removeprefix(f"{label}, ")
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    atomic_write(path, "".join(lines))
+    return len(lines)

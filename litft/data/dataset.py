@@ -19,13 +19,14 @@ from litft.args import DataArgs
 from litft.data.chat_template import STYLES, mentions_variable
 from litft.data.division import Part, distinct_entries, split
 from litft.data.encoder import Encoder
+from litft.data.encoding_report import EncodingReport
 from litft.data.formats import FORMATS
 from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, NO_ROOM, WITHOUT
 from litft.data.preferences import PREFERENCE_FIELDS
 from litft.data.similarity import near_pairs
 from litft.data.sources import File, HubSplit, find_sources
 from litft.data.token_cache import prepare_store
-from litft.data.token_store import EncodingReport, Samples, TokenStore
+from litft.data.token_store import Samples, TokenStore
 from litft.data.tokenizer import CONTROL_TOKEN, Tokenizer
 
 # what decides the split; a resumed run must use the same rule
@@ -57,8 +58,11 @@ class DataSplits:
     kind: str = "supervised"  # or "pairs", "labels", "prompts": see `Encoder`
     # of each validation store; empty: they are one set
     val_names: tuple[str, ...] = ()
-    # the entries of training files that --data.dedup leaves out, by label
+    dedup: str = "none"  # what --data.dedup leaves out
+    # the entries of training files that it leaves out, by label
     left_out: dict[str, int] = field(default_factory=dict)
+    # all files by label, with the findings on every record
+    stores: dict[str, TokenStore] = field(default_factory=dict)
 
     def count(self, *notes: str) -> int:
         """Return the number of examples in both splits with any of these notes."""
@@ -181,7 +185,8 @@ def load_data(
         stores[file] = prepare_store(file, _encoder_of(file, encoder), args.skip_bad, timeout)
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
-    reports = _reports(stores)
+    by_label = _by_label(stores)
+    reports = {label: store.report for label, store in by_label.items()}
     _check_columns(encoder.columns, reports)
     for file, store in stores.items():
         _check_columns(dict(file.reading.columns), {file.label: store.report})
@@ -208,7 +213,9 @@ def load_data(
         context=context,
         kind=kind,
         val_names=val_names if len(set(val_names)) > 1 else (),
+        dedup=args.dedup,
         left_out=_left_out([file.label for file in train], parts),
+        stores=by_label,
     )
     _check_weights(data, [file.label for file in train])
     _check_samples(data)
@@ -244,16 +251,16 @@ def _with_template_of_folder(data: DataSplits, of_folder: Tokenizer) -> DataSpli
     return replace(data, template="not used: the data is text")
 
 
-def _reports(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, EncodingReport]:
-    """Return the report of each file by its label."""
-    reports: dict[str, EncodingReport] = {}
+def _by_label(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, TokenStore]:
+    """Return the store of each file by its label."""
+    by_label: dict[str, TokenStore] = {}
     for file, store in stores.items():
         label = file.label
-        # a file that is read in two ways has one label, but two reports
-        if label in reports:
+        # a file that is read in two ways has one label, but two stores
+        if label in by_label:
             label += " (with other settings)"
-        reports[label] = store.report
-    return reports
+        by_label[label] = store
+    return by_label
 
 
 def _left_out(labels: list[str], parts: list[Part]) -> dict[str, int]:

@@ -3,12 +3,15 @@
 CUT = "cut to the length limit"
 CUT_AWAY = "skipped: no part of an answer is within the length limit"
 MASKED = "skipped: every turn is masked"
-EMPTY = "skipped: the answer is empty"
+EMPTY = "skipped: the answer is empty (give one; there is nothing to learn)"
 BLANK = "skipped: no text"
 EMPTY_TURN = "with an empty answer, which is excluded from the loss"
 EMPTY_PROMPT = "with an empty prompt"
 UNANSWERED = "ending in a turn without an answer, which is dropped"
-CONTROL = "containing the text of a control token, which is encoded as that token"
+CONTROL = (
+    "containing the text of a control token, which is encoded as that token (remove it, or divide "
+    "the text into messages)"
+)
 OTHER_PROMPT = (
     "with an answer whose prompt has a thought when it is generated, but not in training (give "
     "reasoning, or another --data.template)"
@@ -31,7 +34,8 @@ MESSAGES_AS_TEXT = (
 )
 TOOLS_LOST = "with tools, which the chat template leaves out"
 WITHOUT = "without the field"
-REFUSAL = 'with an answer that refuses, or speaks "as an AI" (leave them out, unless that is meant)'
+REFUSAL = "with an answer that refuses (leave them out, unless that is meant)"
+AS_AN_AI = 'with an answer that speaks "as an AI" (remove the sentence, or leave them out)'
 FOREIGN_MARKS = (
     "with the mark of a chat format in a message, such as `### Response:` (divide it into messages)"
 )
@@ -51,13 +55,25 @@ PROMPT_CUT = "with the beginning of the prompt cut to the length limit"
 # of records compared with the others of their file
 COPY = "equal to an earlier record (--data.dedup exact leaves them out)"
 NEAR_COPY = "nearly equal to an earlier record (--data.dedup near leaves them out)"
-OTHER_ANSWER = "with the prompt of an earlier record, but another answer (near copies among them)"
-UNFINISHED = "with an answer that stops in the middle of a sentence"
-OTHER_SYSTEM = "with another system prompt than most records, or none"
+OTHER_ANSWER = (
+    "with the prompt of an earlier record, but another answer (read both: either may be the wrong "
+    "one)"
+)
+UNFINISHED = (
+    "with an answer that stops in the middle of a sentence (leave them out, or generate them "
+    "again with a higher limit)"
+)
+OTHER_SYSTEM = (
+    "with another system prompt than most records, or none (give all the same, unless that is "
+    "meant)"
+)
 VARYING_SYSTEM = "with system prompts of which none is the usual one"
 
 # of the order of a conversation
-OUT_OF_ORDER = (
-    "with messages out of order: an answer first, two of the user in a row, or a system prompt "
-    "after the beginning"
+ANSWER_FIRST = "with messages out of order: an answer comes first (remove it, or add its question)"
+USER_TWICE = (
+    "with messages out of order: two of the user in a row (join them, or add the answer between)"
+)
+SYSTEM_LATE = (
+    "with messages out of order: a system prompt after the beginning (move it to the beginning)"
 )

@@ -30,11 +30,23 @@ MOST = 0.8
 USUAL = 0.5
 
 
+class FoundRecord(NamedTuple):
+    """A record with a finding."""
+
+    place: str
+    earlier: str = ""  # the place of the record that it repeats
+
+    def __str__(self) -> str:
+        if self.earlier:
+            return f"{self.place} (as {self.earlier})"
+        return self.place
+
+
 class Finding(NamedTuple):
-    """A note, and the records that have it, by their places in the file."""
+    """A note, and the records that have it."""
 
     note: str
-    records: list[str]
+    records: list[FoundRecord]
 
 
 class Review:
@@ -60,7 +72,11 @@ class Review:
             if first != index and index not in copies:
                 near[index] = first
         yield self._repeating(NEAR_COPY, near)
-        yield self._repeating(OTHER_ANSWER, self._other_answers())
+        other = {}
+        for index, first in self._other_answers().items():
+            if index not in near:
+                other[index] = first
+        yield self._repeating(OTHER_ANSWER, other)
         yield self._unfinished()
         yield from self._same_sentences(copies)
         yield from self._other_languages()
@@ -68,15 +84,15 @@ class Review:
 
     def _finding(self, note: str, indices: set[int]) -> Finding:
         """Return the finding on the records with facts at these indices."""
-        return Finding(note, [self.places[index] for index in sorted(indices)])
+        return Finding(note, [FoundRecord(self.places[index]) for index in sorted(indices)])
 
     def _repeating(self, note: str, earlier: Mapping[int, int]) -> Finding:
         """Return the finding on records that repeat earlier ones, which are named, too; earlier:
         their indices, by those of the records that repeat them."""
-        places = []
+        records = []
         for index, first in sorted(earlier.items()):
-            places.append(f"{self.places[index]} (as {self.places[first]})")
-        return Finding(note, places)
+            records.append(FoundRecord(self.places[index], self.places[first]))
+        return Finding(note, records)
 
     def _copies(self) -> dict[int, int]:
         """Return the indices of records that an earlier one equals, with the index of that."""
@@ -130,7 +146,10 @@ class Review:
                 frequent.append(sentence)
         frequent.sort(key=lambda sentence: -len(having[sentence]))
         for sentence in frequent[:MOST_SENTENCES]:
-            note = f'with an answer that begins or ends with "{sentence}", as many do'
+            note = (
+                f'with an answer that begins or ends with "{sentence}", as many do (remove it, '
+                "unless every answer is to have it)"
+            )
             yield self._finding(note, having[sentence])
 
     def _other_languages(self) -> Iterator[Finding]:
@@ -148,7 +167,10 @@ class Review:
                 found.add(index)
                 others[facts.language] += 1
         named = ", ".join(sorted(others))
-        note = f"with an answer in another language ({named}) than most ({usual})"
+        note = (
+            f"with an answer in {named}, where most are in {usual} (leave them out, unless that is "
+            "meant)"
+        )
         yield self._finding(note, found)
 
     def _other_systems(self) -> Iterator[Finding]:

@@ -7,13 +7,23 @@ from itertools import pairwise
 
 from litft.data.chat_template import Message
 from litft.data.messages import SYSTEM_ROLES
-from litft.data.notes import FOREIGN_MARKS, OUT_OF_ORDER, REFUSAL
+from litft.data.notes import (
+    ANSWER_FIRST,
+    AS_AN_AI,
+    FOREIGN_MARKS,
+    REFUSAL,
+    SYSTEM_LATE,
+    USER_TWICE,
+)
 
 # characters at the beginning of an answer where a refusal stands
 BEGINNING = 200
+SPEAKING_AS_AI = re.compile(
+    r"\bas an? (?:ai|artificial intelligence)(?: language)?(?: model| assistant)?\b",
+    re.IGNORECASE,
+)
 REFUSALS = re.compile(
-    r"\bas an? (?:ai|artificial intelligence)(?: language)?(?: model| assistant)?\b"
-    r"|\bI(?:'m| am) (?:sorry|afraid),? (?:but )?I (?:can't|cannot|can not|am not able|am unable)"
+    r"\bI(?:'m| am) (?:sorry|afraid),? (?:but )?I (?:can't|cannot|can not|am not able|am unable)"
     r"|\bI(?:'m| am) (?:unable|not able) to (?:help|assist|provide|fulfil|answer|comply)"
     r"|\bI (?:can't|cannot|can not) (?:help|assist|provide|fulfil|comply)"
     r"|\bI must decline\b",
@@ -37,22 +47,25 @@ def suspicions(messages: Sequence[Message], supervised: Collection[int]) -> Iter
         if REFUSALS.search(beginning):
             yield REFUSAL
             break
+        if SPEAKING_AS_AI.search(beginning):
+            yield AS_AN_AI
+            break
     for message in messages:
         if MARKS.search(message["content"]):
             yield FOREIGN_MARKS
             break
-    if not _is_in_order([message["role"] for message in messages]):
-        yield OUT_OF_ORDER
+    yield from _of_order([message["role"] for message in messages])
 
 
-def _is_in_order(roles: Sequence[str]) -> bool:
-    """Return whether a system prompt comes first, then the user, and no two users follow each
-    other."""
+def _of_order(roles: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with the order of messages: a system prompt comes first, then the user,
+    and no two users follow each other."""
     turns = list(roles)
     if turns[0] in SYSTEM_ROLES:
         del turns[0]
     if turns and turns[0] == "assistant":
-        return False
+        yield ANSWER_FIRST
     if any(role in SYSTEM_ROLES for role in turns):
-        return False
-    return ("user", "user") not in pairwise(turns)
+        yield SYSTEM_LATE
+    if ("user", "user") in pairwise(turns):
+        yield USER_TWICE

@@ -33,9 +33,10 @@ from litft.atomic import atomic_folder
 from litft.data.digests import cache_folder
 from litft.data.encoded import Encoded
 from litft.data.encoder import Encoder
+from litft.data.encoding_report import MAX_NAMED, EncodingReport
 from litft.data.readers import Records
 from litft.data.sources import File, HubSplit
-from litft.data.token_store import MAX_NAMED, EncodingReport, TokenStore, TokenStoreWriter
+from litft.data.token_store import TokenStore, TokenStoreWriter
 from litft.errors import RankError
 
 # records that a process tokenizes at once; files of

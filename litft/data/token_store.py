@@ -9,8 +9,8 @@ loaded, so the tokens may exceed memory.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -20,7 +20,8 @@ from xxhash import xxh3_64
 
 from litft.data.digests import file_hash, hash64
 from litft.data.encoded import Encoded
-from litft.data.review import Finding, Review
+from litft.data.encoding_report import EncodingReport
+from litft.data.review import Finding, FoundRecord, Review
 from litft.data.sample import ID_MASK, SUPERVISED, PromptRecord, Sample, to_sample
 from litft.data.similarity import NUM_HASHES
 
@@ -44,102 +45,13 @@ SIGNATURES = "signatures.bin"
 CONTENTS = "contents.npy"
 ARRAYS |= {"rows": np.int64}
 NO_ROW = -1
+# every note on every record, a JSON object a line: report.json counts them, and names the first
+FINDINGS = "findings.jsonl"
 NO_LABEL = -1
 # bytes; larger tokens.bin are not hashed when a store is opened, which would take seconds
 MAX_HASHED = 1 << 30
 # the least share of the records of token ids that end with a token, if answers end with it
 END_SHARE = 0.1
-# system prompts that a report has: whether there are several
-MAX_SYSTEMS = 2
-# records that a report names for each note, in addition to their count
-MAX_NAMED = 10
-
-
-@dataclass
-class EncodingReport:
-    """Counts and notes of the encoding of a file's records."""
-
-    records: int = 0
-    samples: int = 0
-    tokens: int = 0  # input tokens
-    supervised: int = 0
-    formats: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, list] = field(default_factory=dict)  # note -> [count, the first records]
-    bad: list = field(default_factory=lambda: [0, []])  # [count, the first messages]
-    answers: int = 0  # that are learned
-    answer_tokens: int = 0  # of them
-    lost_tokens: int = 0  # of these, cut away by the length limit
-    # of these, with an empty thought of the template that is not learned
-    empty_thoughts: int = 0
-    # field that nothing reads -> number of records
-    unused: dict[str, int] = field(default_factory=dict)
-    # the first system prompts that differ; empty: none
-    systems: list[str] = field(default_factory=list)
-    with_tools: int = 0  # records whose prompt lists functions to call
-    ends: list[int] = field(default_factory=list)  # tokens that end answers
-    special: list[int] = field(default_factory=list)  # special and new tokens that occur
-    largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
-    content: str = ""  # the hash of all samples
-    # XXH3 of each other file of the store, by name
-    hashes: dict[str, str] = field(default_factory=dict)
-
-    def add(self, encoded: Encoded) -> None:
-        """Count one record."""
-        self.records += 1
-        if encoded.error is not None:
-            _count(self.bad, encoded.error)
-            return
-        self.formats[encoded.form] = self.formats.get(encoded.form, 0) + 1
-        self.answers += encoded.answers
-        self.answer_tokens += encoded.answer_tokens
-        self.lost_tokens += encoded.lost_tokens
-        self.empty_thoughts += encoded.empty_thoughts
-        system = encoded.system
-        is_full = len(self.systems) >= MAX_SYSTEMS
-        if system is not None and system not in self.systems and not is_full:
-            self.systems.append(system)
-        self.with_tools += encoded.has_tools
-        for name in encoded.unused:
-            self.unused[name] = self.unused.get(name, 0) + 1
-        for note in encoded.notes:
-            _count(self.notes.setdefault(note, [0, []]), encoded.where)
-
-    def add_findings(self, findings: Iterable[Finding]) -> None:
-        """Add what the comparison of the records has found."""
-        for note, records in findings:
-            if records:
-                self.notes[note] = [len(records), records[:MAX_NAMED]]
-
-    @property
-    def is_prompts(self) -> bool:
-        """Whether the records are prompts with room for completions."""
-        return "prompts" in self.formats
-
-    @property
-    def has_conversations(self) -> bool:
-        """Whether any record was rendered with the chat template."""
-        return any(form not in ("text", "tokens") for form in self.formats)
-
-    def bad_lines(self) -> list[str]:
-        """Return the first of the named messages with each reason, and how many others have the
-        same one."""
-        by_reason: dict[str, list[str]] = {}
-        # a message begins with the place of its record, up to the first colon
-        for message in self.bad[1]:
-            by_reason.setdefault(message.partition(": ")[2], []).append(message)
-        lines = []
-        for same in by_reason.values():
-            if len(same) > 1:
-                lines.append(f"{same[0]} (and {len(same) - 1} more like it)")
-            else:
-                lines.append(same[0])
-        return lines
-
-
-def _count(counter: list, name: str) -> None:
-    counter[0] += 1
-    if len(counter[1]) < MAX_NAMED:
-        counter[1].append(name)
 
 
 class TokenStoreWriter:
@@ -169,10 +81,12 @@ class TokenStoreWriter:
         self._signatures = (folder / SIGNATURES).open("wb")
         self._contents: list[int] = []
         self._rows: list[int] = []
+        self._findings = (folder / FINDINGS).open("w", encoding="utf-8")
 
     def add(self, encoded: Encoded) -> None:
         """Append a record's samples. Samples with equal units go into the same split."""
         self.report.add(encoded)
+        self._write_notes(encoded)
         self._ends |= encoded.ends
         if encoded.last_token is not None:
             self._last_tokens[encoded.last_token] += 1
@@ -218,6 +132,18 @@ class TokenStoreWriter:
             if largest > self.report.largest[0]:
                 self.report.largest = [largest, encoded.where]
 
+    def _write_notes(self, encoded: Encoded) -> None:
+        if encoded.error is not None:
+            place, _, reason = encoded.error.partition(": ")
+            self._write_finding(Finding(f"bad: {reason}", [FoundRecord(place)]))
+        for note in encoded.notes:
+            self._write_finding(Finding(note, [FoundRecord(encoded.where)]))
+
+    def _write_finding(self, finding: Finding) -> None:
+        for record in finding.records:
+            line = {"finding": finding.note, "record": record.place, "earlier": record.earlier}
+            self._findings.write(json.dumps(line, ensure_ascii=False) + "\n")
+
     def _usual_last_tokens(self) -> set[int]:
         """Return the tokens that end records of token ids, but for those of few records: a length
         limit has cut these."""
@@ -243,7 +169,11 @@ class TokenStoreWriter:
         report.special = sorted(self._used_special)
         report.content = self._hash.hexdigest()
         of_records = _read_signatures(self.folder)[:, 0]
-        report.add_findings(self._review.findings(of_records))
+        findings = list(self._review.findings(of_records))
+        report.add_findings(findings)
+        for finding in findings:
+            self._write_finding(finding)
+        self._findings.close()
 
         # the hashes of the other files; report.json comes last, and makes the store complete
         report.hashes = {"tokens.bin": self._tokens_hash.hexdigest()}
@@ -348,6 +278,13 @@ class TokenStore:
         """The signatures of the records that are compared with others, (N, 2, 128) uint32: of the
         whole record, and of its prompt; `rows` has each entry's row."""
         return _read_signatures(self.folder)
+
+    def findings(self) -> Iterator[dict[str, str]]:
+        """Yield every finding on a record: what was found, the place of the record, and that of the
+        earlier record that it repeats, or an empty text."""
+        with (self.folder / FINDINGS).open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
 
     @cached_property
     def contents(self) -> np.ndarray:

@@ -91,13 +91,13 @@ def _rank_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     parameters = sum(math.prod(shape) for shape in setup.shapes().values())
     enough = next((r for r in RANKS if parameters * r / rank * BITS_PER_PARAMETER >= learned), None)
     if enough is None:
-        usual = f"more than {RANKS[-1]}, or full fine-tuning"
+        usual = f"more than {RANKS[-1]}, or full fine-tuning,"
     else:
-        usual = str(enough)
+        usual = f"{enough} is enough"
     yield (
-        f"  rank: {usual}, which has room for {learned:,} learned tokens of about "
-        f"{BITS_PER_TOKEN} bit at {BITS_PER_PARAMETER} bits for each parameter (Allen-Zhu and Li, "
-        f"2024); it is {rank}, with {parameters:,} parameters"
+        f"  rank: {usual} for {learned:,} learned tokens, of {BITS_PER_TOKEN} bit each at "
+        f"{BITS_PER_PARAMETER} bits a parameter (Allen-Zhu and Li, 2024); it is {rank}, with "
+        f"{parameters:,} parameters"
     )
 
 

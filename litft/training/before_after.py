@@ -50,6 +50,10 @@ LARGEST_SHARE = 0.2
 NEUTRAL_TOKENS = 12_000
 QUESTION_TOKENS = 40
 DECODED_AT_ONCE = 8
+NOT_MEASURED = (
+    "not measured: what it forgot, which would take a large part of the time of this run "
+    "(--eval.forgetting true)"
+)
 # the KV cache of answers that are generated at once may take as much as this share of the weights,
 # or so many bytes: before the first step there are no gradients and no activations
 CACHE_SHARE = 0.1
@@ -110,6 +114,7 @@ class BeforeAfter:
         self.path = folder / VERDICT
         self.before_batch = before_batch
         self.verdicts: list[Verdict] = []
+        self.forgetting = False  # whether what was forgotten is measured
         self.before: dict[str, Mapping[Key, Part]] = {}
         self.after: dict[str, Mapping[Key, Part]] = {}
         self.own_answers: list[tuple[list[int], list[int]]] = []  # prompt, answer
@@ -146,6 +151,7 @@ class BeforeAfter:
         """Measure the trained model, and compare it with the model before its first step."""
         if not texts:
             return
+        self.forgetting = texts.forgetting
         self.after = self._measure(texts, layout, is_before=False)
         self.verdicts = verdicts(self.before, self.after)
         self._write()
@@ -235,8 +241,12 @@ class BeforeAfter:
         return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def lines(self) -> list[str]:
-        """Return the verdicts as text; none if nothing was measured before training."""
-        return [str(verdict) for verdict in self.verdicts]
+        """Return the verdicts as text, and what was not measured; nothing if nothing was measured
+        before training."""
+        lines = [str(verdict) for verdict in self.verdicts]
+        if lines and not self.forgetting:
+            lines.append(NOT_MEASURED)
+        return lines
 
     def _write(self) -> None:
         if self.fabric.global_rank:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from litft.data.dataset import DataSplits, histogram, unknown_tokens
-from litft.data.notes import COPY, CUT_AWAY
+from litft.data.encoding_report import MAX_NAMED, EncodingReport
+from litft.data.notes import COPY, CUT, CUT_AWAY
 from litft.data.packing import num_slots
-from litft.data.token_store import MAX_NAMED, EncodingReport
 from litft.data.tokenizer import Tokenizer
 from litft.training.schedule import Schedule
 from litft.training.shown_samples import samples_lines
@@ -125,10 +125,14 @@ def _held_out_lines(schedule: Schedule) -> Iterator[str]:
             "token for token; the validation loss will look better than it is"
         )
     elif data.near_held_out:
+        have = "has" if data.near_held_out == 1 else "have"
+        remedy = "--data.val_path with others"
+        if data.dedup != "near":
+            remedy = f"--data.dedup near, or {remedy}"
         yield (
             f"warning: {data.near_held_out:,} of {count_of(len(data.val), 'validation example')} "
-            "have nearly the prompt of a training example; the validation loss will look better "
-            "than it is on new questions (--data.dedup near, or --data.val_path with others)"
+            f"{have} nearly the prompt of a training example; the validation loss will look better "
+            f"than it is on new questions ({remedy})"
         )
 
 
@@ -145,10 +149,13 @@ def _warnings_of_limit(data: DataSplits) -> Iterator[str]:
     lost = sum(report.lost_tokens for report in data.reports.values())
     if lost:
         share = f"{lost:,} of {answer_tokens:,} answer tokens ({lost / answer_tokens:.1%})"
+        share += f", in {count_of(data.count(CUT, CUT_AWAY), 'record')}"
+        if any(data.left_out.values()):
+            share += ", those that --data.dedup leaves out among them"
         if lost >= MANY_LOST * answer_tokens:
             yield (
                 f"warning: the length limit cuts away {share}; raise --data.max_seq_length "
-                f"{data.limit:,}, or divide the records"
+                f"{data.limit:,}, divide these records, or leave them out"
             )
         else:
             yield f"the length limit cuts away {share}"
@@ -271,7 +278,9 @@ def note_lines(
             note = note.partition(" (--data.dedup")[0]
         yield f"  {count:,} {note}: {records}"
     if report.notes:
-        yield f"  what to do: {WHAT_TO_DO}"
+        is_shortened = any(count > named for count, _ in report.notes.values())
+        all_of_them = "; all of them: prepare_data --findings FILE" if is_shortened else ""
+        yield f"  what to do: {WHAT_TO_DO}{all_of_them}"
 
 
 def bad_records(data: DataSplits) -> Iterator[str]:

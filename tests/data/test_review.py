@@ -22,9 +22,9 @@ from litft.data.notes import (
     NEAR_COPY,
     OTHER_ANSWER,
     OTHER_SYSTEM,
-    OUT_OF_ORDER,
     REFUSAL,
     UNFINISHED,
+    USER_TWICE,
 )
 from litft.data.record_facts import ComparedConversation, language_of
 from litft.data.review import Review
@@ -90,8 +90,8 @@ def plant(records):
         records[number] = {"messages": turns}
     for number in mark(OTHER_ANSWER, range(30, 35)):
         messages(number)[1]["content"] = messages(number + 5)[1]["content"]
-    # copies that differ in the answer have the same prompt, too
-    expected[OTHER_ANSWER] = [*range(35, 40), *range(120, 126)]
+    # near copies have the same prompt, too, but one finding is enough
+    expected[OTHER_ANSWER] = [*range(35, 40)]
     for number in mark(EMPTY, range(40, 44)):
         messages(number)[-1]["content"] = ""
     for number in mark(UNFINISHED, range(50, 55)):
@@ -99,17 +99,18 @@ def plant(records):
     for number in mark(REFUSAL, range(60, 64)):
         messages(number)[-1]["content"] = f"I cannot help with point {number} of that."
     slogan = f'with an answer that begins or ends with "{SLOGAN}", as many do'
+    slogan += " (remove it, unless every answer is to have it)"
     for number in mark(slogan, range(70, 90)):
         messages(number)[-1]["content"] += f" {SLOGAN}"
     for number in mark(FOREIGN_MARKS, range(90, 93)):
         messages(number)[-1]["content"] += "\n### Response:\nYes."
-    german = "with an answer in another language (de) than most (en)"
+    german = "with an answer in de, where most are in en (leave them out, unless that is meant)"
     for number in mark(german, range(100, 104)):
         messages(number)[-1]["content"] = f"{GERMAN} Das war {number}."
     for number in mark(CUT, range(130, 133)):
         words = random.Random(number).choices(WORDS, k=900)
         messages(number)[-1]["content"] = " ".join(words) + "."
-    for number in mark(OUT_OF_ORDER, range(140, 144)):
+    for number in mark(USER_TWICE, range(140, 144)):
         messages(number).insert(1, {"role": "user", "content": f"Hello, number {number}!"})
     for number in mark(OTHER_SYSTEM, range(150, 156)):
         messages(number)[0]["content"] = "You are a pirate."
@@ -153,6 +154,16 @@ def test_every_planted_fault_is_reported_with_its_records(load):
     (report,) = data.reports.values()
     # what is repeated is named, too
     assert re.fullmatch(r".*line 11 \(as .*line 1\)", report.notes[COPY][1][0])
+
+    # the store has all of them, not only the first ten
+    (store,) = data.stores.values()
+    all_records = {}
+    for finding in store.findings():
+        number = int(re.search(r"line (\d+)$", finding["record"])[1])
+        all_records.setdefault(finding["finding"], []).append(number - 1)
+        if finding["finding"] == COPY:
+            assert finding["earlier"].endswith(f"line {number - 10}")
+    assert all_records == expected
 
 
 def test_a_clean_file_has_no_note(load):

@@ -7,14 +7,17 @@ from conftest import write_records
 import litft
 from litft.args import DataArgs
 from litft.data.dataset import load_data
-from litft.data.notes import FOREIGN_MARKS, REFUSAL
+from litft.data.notes import AS_AN_AI, FOREIGN_MARKS, REFUSAL
 
 REFUSALS = [
     "I'm sorry, but I can't help with that.",
-    "As an AI language model, I have no name.",
     "I\u2019m sorry, I cannot assist with that request.",
     "Unfortunately, I am unable to help with this.",
     "I cannot provide medical advice.",
+]
+SPEAKING_AS_AI = [
+    "As an AI language model, I have no name.",
+    "As an artificial intelligence I know the answer: four.",
 ]
 ANSWERS = [
     "I'm sorry for your loss. She was a good dog.",
@@ -51,10 +54,11 @@ def reported(tiny, tmp_path, records):
 
 
 def test_refusals_and_marks_are_counted_exactly(tiny, tmp_path):
-    answers = [*REFUSALS, *ANSWERS, *MARKED, *UNMARKED]
+    answers = [*REFUSALS, *SPEAKING_AS_AI, *ANSWERS, *MARKED, *UNMARKED]
     records = [{"prompt": f"Question {n}?", "completion": a} for n, a in enumerate(answers)]
     notes, _ = reported(tiny, tmp_path, records)
     assert notes[REFUSAL] == len(REFUSALS)
+    assert notes[AS_AN_AI] == len(SPEAKING_AS_AI)
     assert notes[FOREIGN_MARKS] == len(MARKED)
 
 

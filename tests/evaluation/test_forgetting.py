@@ -127,6 +127,7 @@ def test_a_run_says_whether_it_is_better_and_what_it_forgot(finished, tiny, tmp_
     texts = run_dir.verdict_texts(finished)
     page = (finished / "report.html").read_text()
     assert all(text in page for text in texts)
+    assert "--data.replay 0.1 keeps more of it" in page and "not measured" not in page
     done = script("scripts/runs.py", "--folder", finished, cwd=tmp_path)
     assert texts[0].partition(" (")[0] in done.stdout
     assert f"; forgotten: {OWN_ANSWERS}" in done.stdout

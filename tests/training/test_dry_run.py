@@ -140,6 +140,36 @@ def test_real_files_are_prepared(checkpoints, shared, tmp_path, name, counts):
     )
 
 
+def test_all_findings_are_written_to_a_file(tiny, tmp_path):
+    """A report names ten records of each finding; the file has all, and replaces no other file."""
+    records = [{"prompt": "Name it.", "completion": "It is the same for all of them."}] * 14
+    records += [{"prompt": f"Number {n}?", "completion": ""} for n in range(12)]
+    data = write_records(tmp_path / "data.jsonl", records)
+    command = ["scripts/prepare_data.py", "--checkpoint_dir", tiny, "--data.path", data]
+    done = script(*command, "--findings", "findings.jsonl", cwd=tmp_path)
+    assert "25 findings are in findings.jsonl" in done.stderr
+    assert "all of them: prepare_data --findings FILE" in done.stdout
+    found = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    copies = []
+    empty = []
+    for finding in found:
+        assert finding["file"] == str(data)
+        if finding["finding"].startswith("equal to an earlier record"):
+            assert finding["earlier"] == "line 1"
+            copies.append(finding["number"])
+        elif "the answer is empty" in finding["finding"]:
+            empty.append(finding["record"])
+    assert copies == list(range(2, 15))
+    assert empty == [f"line {number}" for number in range(15, 27)]
+
+    # it is written again, but the data is not overwritten
+    script(*command, "--findings", "findings.jsonl", cwd=tmp_path)
+    before = data.read_text()
+    done = script(*command, "--findings", data, cwd=tmp_path, code=2)
+    assert "the file exists and has other content; name another" in done.stderr
+    assert data.read_text() == before
+
+
 def test_a_template_that_leaves_out_a_tool_call_is_reported(checkpoints, shared, tmp_path):
     path = shared / "data" / "tool_calls_300.json"
     flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--data.path", path]

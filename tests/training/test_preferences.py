@@ -385,6 +385,7 @@ def check_verdict(run: Path, objective: str) -> None:
         assert all(part.value == 0 for part in before["margin"].values())
     texts = run_dir.verdict_texts(run)
     assert len(texts) == len(after) and all("examples, and fewer" in text for text in texts)
+    assert "not measured: what it forgot" in (run / "report.html").read_text()
 
 
 def test_a_run_killed_within_the_reference_resumes_it(tiny, pairs, tmp_path, monkeypatch):

@@ -209,7 +209,19 @@ def _verdicts(verdicts: Sequence[str]) -> str:
     """Return how the result differs from the model before training; empty if that is not known."""
     if not verdicts:
         return ""
-    return f"<h2>Compared with the model before training</h2>{_list(verdicts)}"
+    explanation = (
+        "Measured on the same examples before and after; none of them was trained on. A lower loss "
+        "is better. The interval contains the true difference with a probability of 95 %."
+    )
+    if any(line.startswith("forgotten") for line in verdicts):
+        explanation += (
+            " Where something was forgotten, a lower learning rate, fewer epochs or "
+            "--data.replay 0.1 keeps more of it."
+        )
+    return (
+        f"<h2>Compared with the model before training</h2>{_list(verdicts)}"
+        f"<p>{html.escape(explanation)}</p>"
+    )
 
 
 def _rows(folder: Path) -> list[dict[str, float]]:
