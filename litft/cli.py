@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn, get_args
 
@@ -90,15 +91,29 @@ def run(command: str, argv: list[str] | None = None) -> Any:
     set_defaults(entry.spin_count)
     argv_flags, prog = (sys.argv[1:], None) if argv is None else (argv, f"litft {command}")
     module, _, name = entry.function.partition(":")
-    with user_errors():
+    with user_errors(_memory_remedy(command)):
         args = parse(entry.args, argv_flags, prog)
         return getattr(import_module(module), name)(args)
 
 
+def _memory_remedy(command: str) -> str:
+    """Return what a command offers to need less memory."""
+    if command == "finetune full":
+        return "choose a smaller model or LoRA (litft finetune lora)"
+    names = {item.name for item in fields(COMMANDS[command].args)}
+    if "shard_gb" in names:
+        return "choose a smaller --shard_gb, such as 1"
+    if "quantize" in names:
+        return "choose a smaller model or --quantize nf4"
+    return "choose a smaller model"
+
+
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Within the context, user errors, file errors and Ctrl-C end the process without a
-    traceback."""
+def user_errors(memory_remedy: str = "choose a smaller model") -> Iterator[None]:
+    """Within the context, user errors, file errors and Ctrl-C end the process without a traceback.
+
+    memory_remedy: what to do if the memory is too small.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -114,7 +129,7 @@ def user_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_host_memory_error(error):
             raise
-        fail(memory_message(error), any_rank=True)
+        fail(memory_message(error, memory_remedy), any_rank=True)
     except Interrupted as interrupted:
         # only the first process prints, and only its exit code reports the signal
         is_first = is_first_on_node()

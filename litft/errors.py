@@ -55,12 +55,13 @@ def is_host_memory_error(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "allocate memory" in text or "unable to mmap" in text
 
 
-def memory_message(error: BaseException) -> str:
-    """Return what to tell a user whose process got no more memory."""
+def memory_message(error: BaseException, remedy: str) -> str:
+    """Return what to tell a user whose process got no more memory. remedy: what the command offers
+    to need less."""
     import resource  # not on Windows
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    remedy = "close other programs, or choose a smaller model or --quantize nf4"
+    remedy = f"close other programs, or {remedy}"
     if limit != resource.RLIM_INFINITY:
         remedy = (
             f"raise the limit of the address space, which is {limit / 2**30:.1f} GiB (ulimit -v); "

@@ -104,6 +104,30 @@ def _try_lock(path: Path) -> TextIO | None:
         file.close()
 
 
+def owner_text(folder: Path) -> str:
+    """Return who is writing into a folder, for a message; empty if nobody is. Takes no lock, since
+    that would refuse a process that starts now."""
+    path = folder / LOCK
+    if not path.is_file():
+        return ""
+    owner = _owner(path)
+    # what a killed process has left; that of another host cannot be asked
+    if owner.host == socket.gethostname() and not _is_alive(owner.process):
+        return ""
+    return str(owner)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        # it belongs to another user
+        return True
+    return True
+
+
 def is_at(file: TextIO, path: Path) -> bool:
     """Return whether the open file is the one that has this path now."""
     try:

@@ -12,6 +12,8 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
     beside other flags."""
     train = args.train
     data = args.data
+    if args.chip and not args.dry_run:
+        yield f"note: --chip {args.chip} has no effect: only --dry_run estimates the time of a GPU"
     if train.lr_schedule != "wsd":
         reason = f"only --train.lr_schedule wsd has it, not {train.lr_schedule}"
         yield from _note("train", train, "decay_fraction", reason)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from litft import run_dir
 from litft.checkpoints.adapter_reader import read_adapter_config
 from litft.checkpoints.hub import fetch, hub_id
 from litft.errors import missing_path
@@ -58,9 +59,25 @@ def read_config_json(folder: Path) -> dict[str, Any]:
             gguf_remedy(folder.iterdir())
             or "name the folder of a Hugging Face model, with its config.json and weights"
         )
-        remedy = f"did you mean {' or '.join(inside)}?" if inside else remedy
-        raise ValueError(f"{folder} has no config.json; {remedy}")
+        if inside:
+            remedy = f"did you mean {' or '.join(inside)}?"
+        raise ValueError(f"{folder} has no config.json; {_run_remedy(folder) or remedy}")
     return read_object(path)
+
+
+def _run_remedy(folder: Path) -> str | None:
+    """Return what to name instead of a checkpoint of a run, or of a folder of runs; None if it is
+    neither."""
+    if run_dir.is_run(folder.resolve().parent.parent) and folder.name.startswith("step-"):
+        command = f"{run_dir.command('scripts/convert_to_hf.py')} --checkpoint_dir {folder}"
+        return f"it is a checkpoint of a run; make a model of it first: {command} --out_dir NEW"
+    finished = []
+    for config in sorted(folder.glob(f"*/{run_dir.CONFIG}")):
+        if run_dir.is_run(config.parent) and run_dir.finished(config.parent):
+            finished.append(str(config.parent))
+    if finished:
+        return f"did you mean a run in it: {' or '.join(finished[:3])}?"
+    return None
 
 
 def gguf_remedy(files: Iterable[Path]) -> str | None:

@@ -107,6 +107,10 @@ class Forgetting:
         """Measure one of the models; the base comes first."""
         if not self.is_asked_for:
             return
+        print(
+            f"{subject.name}: measuring what was forgotten, which --forgetting false leaves out",
+            file=sys.stderr,
+        )
         if self.remembered is None:
             self.remembered = Remembered.of(session, self.rows)
         if not self.remembered.fits(session.tokenizer):

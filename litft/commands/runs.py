@@ -10,6 +10,7 @@ from rich.table import Table
 
 from litft import run_dir
 from litft.args import RunsArgs
+from litft.folder_lock import owner_text
 
 # of folders; they do not tell which model it is
 COMMON_NAMES = ("final", "best", "base", "merged", "model")
@@ -120,7 +121,10 @@ def _model_name(path: Path) -> str:
 
 
 def _state(folder: Path) -> str:
-    """Return whether a run has finished, and where it would go on."""
+    """Return whether a run has finished, or is running, and where it would go on."""
+    owner = owner_text(folder)
+    if owner:
+        return f"running: {owner}"
     if run_dir.finished(folder):
         return "finished"
     steps = [run_dir.checkpoint_step(checkpoint) for checkpoint in run_dir.checkpoints(folder)]

@@ -45,6 +45,7 @@ def sweep(args: SweepArgs) -> None:
     failed = []
     settings = []
     runs = [(setting, seed) for setting in args.settings() for seed in range(1, args.seeds + 1)]
+    print(f"{len(runs)} runs in {folder}, where each has a log", flush=True)
     for number, (setting, seed) in enumerate(runs, 1):
         line = _run(args, setting, seed)
         print(f"{number}/{len(runs)} {setting_name(setting)}, seed {seed}: {line}", flush=True)

@@ -84,11 +84,7 @@ class Difference:
             return "not compared: other validation examples"
         parts = []
         if self.over_examples is not None:
-            verdict = self.over_examples
-            parts.append(
-                f"{verdict.difference:+.3g} ({verdict.low:+.3g} to {verdict.high:+.3g} over "
-                f"{verdict.examples:,} examples)"
-            )
+            parts.append(self.over_examples.interval_text())
         if self.over_seeds is not None:
             low, high = self.over_seeds
             parts.append(f"{low:+.3g} to {high:+.3g} over seeds")

@@ -88,6 +88,15 @@ class Verdict:
             text += f"; about {_rounded(needed):,} examples would show a difference of this size"
         return text
 
+    def interval_text(self) -> str:
+        """Return the difference with its interval, or why there is none, in a few words."""
+        if self.examples < FEWEST:
+            return f"{self.difference:+.3g} over {self.examples} examples, too few to tell"
+        return (
+            f"{self.difference:+.3g} ({self.low:+.3g} to {self.high:+.3g} over "
+            f"{self.examples:,} examples)"
+        )
+
     def _text(self, value: float) -> str:
         """Return a difference with its unit."""
         unit = " points" if self.score in SHARES else ""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,14 @@ def _check_settings(args: GenerateArgs, out: Path) -> None:
     try:
         saved = json.loads(settings_path(out).read_text("utf-8"))
     except (OSError, ValueError):
-        # a file of an earlier version, or of an interrupted start
+        # a file that was complete, was copied, or is of an earlier version
+        if out.stat().st_size:
+            print(
+                f"warning: {settings_path(out).name} is missing, so it is not known with which "
+                f"model and settings the answers in {out} were made; the new ones have those of "
+                "this command",
+                file=sys.stderr,
+            )
         return
     changes = []
     for name, now in _settings(args).items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from litft.args import LoRAFinetuneArgs
 from litft.args.preference import DATA_KINDS
+from litft.training.data_report import FEW_STEPS as WARNED_STEPS
 from litft.training.data_report import count_of
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
@@ -73,6 +74,10 @@ def _epochs_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
         f"  epochs: up to {MOST_EPOCHS}, after which repeated data teaches little (Muennighoff et "
         f"al., 2023); it is {epochs:.3g}, with {steps}"
     )
+    # for very few steps, a warning has the flags
+    if schedule.steps < WARNED_STEPS and schedule.is_by_epochs:
+        yield f"{text}, which is few: see the warning below"
+        return
     batch = MOST_EPOCHS * schedule.order.epoch_size // FEW_STEPS
     if schedule.steps < FEW_STEPS and batch < setup.args.train.global_batch_size:
         text += (
@@ -108,7 +113,13 @@ def warnings_of_settings(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     # the defaults are measured
     is_default = rate == setup.args.default_learning_rate
     if usual is not None and rate is not None and not is_default:
-        if rate > FAR * usual and setup.method.name == "full":
+        largest = FAR * (usual if setup.method.name == "lora" else LORA_FACTOR * usual)
+        if rate > largest:
+            yield (
+                f"warning: --train.learning_rate {rate:g} is far too high: {setup.method.title} "
+                f"usually takes about {usual:.1g} here ({RATE_SOURCE})"
+            )
+        elif rate > FAR * usual:
             yield (
                 f"warning: --train.learning_rate {rate:g} is a rate for LoRA; full fine-tuning "
                 f"usually takes about {usual:.1g} here ({RATE_SOURCE})"
