@@ -35,6 +35,7 @@ from typing import Any, Literal
 from litft.args import AdapterV2Args, DataArgs, LoRAArgs, TrainArgs, impossible_numbers
 from litft.args.parser import parse
 from litft.cli import fail, user_errors
+from litft.methods.lora import DEFAULT_SCALE
 from litft.pretrained.build import base_model
 
 ROOT = Path(__file__).parent.parent
@@ -176,6 +177,10 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
     if shares_adapter:
         write_adapter(args, folder / "adapter")
     packs = args.data.packing
+    lora = asdict(args.lora)
+    # the other programs have other defaults
+    if lora["alpha"] is None:
+        lora["alpha"] = DEFAULT_SCALE * lora["r"]
     return {
         "checkpoint_dir": args.checkpoint_dir,
         "random": not has_weights,
@@ -191,7 +196,7 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
         "optimizer": args.train.optimizer,
         "device": device,
         **{name: getattr(args, name) for name in ("method", "precision", "quantize", "threads")},
-        "lora": asdict(args.lora),
+        "lora": lora,
         "adapter_flags": asdict(args.adapter),
     }
 

@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from litft.args import PlanArgs
+from litft.args import LoRAArgs, PlanArgs
 from litft.args.parser import parse
 from litft.atomic import atomic_write
 from litft.cli import fail, user_errors
 
 SCRIPTS = Path(__file__).parent
+# of LoRA: the figures of earlier days stay comparable
+RANK = 8
 Cells = dict[str, dict[str, Any]]
 
 
@@ -154,7 +156,11 @@ def chosen_by_budget(line: str) -> Cell:
 
     model, method, tokens, budget = line.split()
     args = PlanArgs(
-        str(SCRIPTS / "configs" / model), method=method, max_seq_length=int(tokens), budget=budget
+        str(SCRIPTS / "configs" / model),
+        method=method,
+        max_seq_length=int(tokens),
+        budget=budget,
+        lora=LoRAArgs(r=RANK),
     )
     fit = plan_on_paper(args).fit
     return Cell(
@@ -171,7 +177,8 @@ def planned_peak(cell: Cell, device: str) -> float:
     from litft.training.memory.trace import Shape
 
     source = resolve(cell.folder)
-    method = method_of(FullFinetuneArgs() if cell.method == "full" else LoRAFinetuneArgs())
+    lora = LoRAFinetuneArgs(lora=LoRAArgs(r=RANK))
+    method = method_of(FullFinetuneArgs() if cell.method == "full" else lora)
     method.select_targets(source.meta_model(), source.adapter_rules)
     shape = Shape(cell.rows, cell.tokens, accumulated=cell.micro_batches > 1)
     settings = {"recomputed": cell.recomputed, "device": device, "compiled": cell.compiled}
@@ -191,6 +198,8 @@ def measured_peak(cell: Cell, device: str) -> float | None:
             cell.folder,
             "--method",
             cell.method,
+            "--lora.r",
+            str(RANK),
         ]
         command += [
             "--quantize",

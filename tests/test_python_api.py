@@ -108,7 +108,7 @@ def test_bad_examples_are_reported(settings, data, message):
 
 def test_every_flag_is_a_keyword():
     parameters = inspect.signature(litft.finetune).parameters
-    assert parameters["max_steps"].default is None and parameters["lora_r"].default == 8
+    assert parameters["max_steps"].default is None and parameters["lora_r"].default == 32
     assert parameters["eval_interval"].default is None and "interval" not in parameters
     for cls in FINETUNE.values():
         names = keyword_names(cls)

@@ -80,9 +80,10 @@ class TrainArgs:
     the memory of all gradients in full fine-tuning. Requires one micro-batch per step and
     max_grad_norm 0."""
     learning_rate: float | None = None
-    """The peak learning rate, reached after the warmup. Default, with --objective sft: lora 2e-4,
-    adapter 2e-2, adapter_v2 1e-3, full 5e-5. Preferences need less: with dpo, lora 5e-5 and full
-    5e-6 (tutorials/finetune_preferences.md)."""
+    """The peak learning rate, reached after the warmup. Default, with --objective sft: lora
+    by the width of the model, at most 1e-3 and 2.9e-4 for Llama 3.1 8B; adapter 2e-2, adapter_v2
+    1e-3, full 5e-5. Preferences need less: with dpo, lora 5e-5 and full 5e-6
+    (tutorials/finetune_preferences.md)."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate decays after the warmup. wsd (warmup, stable, decay): constant until
     the last decay_fraction of the run."""

@@ -14,10 +14,11 @@ Quantization = Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"]
 class LoRAArgs:
     """LoRA, low-rank adaptation (arXiv 2106.09685)."""
 
-    r: int = 8
+    r: int = 32
     """The rank of the low-rank update of each adapted weight."""
-    alpha: float = 16
-    """Scaling numerator: the update is multiplied by alpha / r."""
+    alpha: float | None = None
+    """Scaling numerator: the update is multiplied by alpha / r. Default: a multiple of the rank, so
+    that the update is multiplied by 2."""
     dropout: float = 0.0
     """Dropout probability on the input of the update, during training only."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
@@ -49,7 +50,7 @@ class LoRAArgs:
         problems = []
         if not 1 <= self.r <= LARGEST_SIZE:
             problems.append(f"--lora.r {self.r}: must be at least 1 and at most {LARGEST_SIZE:,}")
-        if self.alpha <= 0:
+        if self.alpha is not None and self.alpha <= 0:
             problems.append(f"--lora.alpha {self.alpha}: must be above 0")
         if not 0 <= self.dropout < 1:
             problems.append(f"--lora.dropout {self.dropout}: must lie in [0, 1)")

@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from litft import run_dir
-from litft.args import FINETUNE, Setting, SweepArgs, setting_name
+from litft.args import FINETUNE, LoRAFinetuneArgs, Setting, SweepArgs, setting_name
 from litft.args.parser import parse
 from litft.atomic import atomic_write
 from litft.data.digests import hash64
@@ -251,9 +251,12 @@ def _explain(args: SweepArgs, rows: list[list[str]]) -> None:
             "not shown: with other examples or seeds, the best setting may be another; more "
             "--seeds, and more validation examples, narrow the intervals"
         )
-    flags = args.settings()[0]
-    if "lora.r" in flags and not flags.keys() & {"lora.alpha", "lora.rslora"}:
-        print("the scale of an update is lora.alpha / lora.r, so the ranks differ in it, too")
+    setting = args.settings()[0]
+    if "lora.r" in setting and "lora.alpha" not in setting:
+        # one alpha for all ranks, where the base names one
+        given = parse(FINETUNE[args.method], _flags(args, setting, seed=1))
+        if isinstance(given, LoRAFinetuneArgs) and given.lora.alpha is not None:
+            print("the scale of an update is lora.alpha / lora.r, so the ranks differ in it, too")
 
 
 def _write(args: SweepArgs, settings: list[RunsOfSetting], rows: list[list[str]]) -> None:

@@ -39,6 +39,8 @@ from litft.model.transformer import GPT
 
 # C channels, V vocabulary, E experts, N rows of expert inputs, R rank
 
+# of an update, without --lora.alpha
+DEFAULT_SCALE = 2
 TrainedBiases = Literal["none", "lora", "all"]  # the values of --lora.bias
 
 
@@ -166,7 +168,11 @@ class LoRA(Method):
         """Return rank and scale of one module: from the first pattern that matches it, otherwise
         from --lora.r and alpha."""
         r = int(_by_pattern(self.args.rank_pattern, name, hf_name, self.args.r))
-        alpha = _by_pattern(self.args.alpha_pattern, name, hf_name, self.args.alpha)
+        divisor = math.sqrt(r) if self.args.rslora else r
+        alpha = self.args.alpha
+        if alpha is None:
+            alpha = DEFAULT_SCALE * divisor
+        alpha = _by_pattern(self.args.alpha_pattern, name, hf_name, alpha)
         module = model.get_submodule(name)
         # PiSSA and OLoRA factor the weight, whose rank is at most its shorter side
         if self.args.init != "default" and not isinstance(module, nn.Embedding):
@@ -176,9 +182,7 @@ class LoRA(Method):
                     f"--lora.r {r}: --lora.init {self.args.init} allows at most rank {max_rank} "
                     f"for {name}"
                 )
-        if self.args.rslora:
-            return LoraSpec(r, alpha / math.sqrt(r))
-        return LoraSpec(r, alpha / r)
+        return LoraSpec(r, alpha / divisor)
 
     def unquantized_modules(self) -> set[str]:
         """Return the modules whose weight is trained in full."""

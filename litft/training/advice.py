@@ -8,17 +8,10 @@ from litft.args import LoRAFinetuneArgs
 from litft.args.preference import DATA_KINDS
 from litft.training.data_report import FEW_STEPS as WARNED_STEPS
 from litft.training.data_report import count_of
-from litft.training.run_setup import RunSetup
+from litft.training.run_setup import RunSetup, default_rate
 from litft.training.schedule import Schedule
+from litft.training.usual_rates import LORA_FACTOR, RATE_SOURCE, usual_rate
 
-# Schulman and Thinking Machines, "LoRA Without Regret", 2025 (thinkingmachines.ai/blog/lora), and
-# `get_lr` of its cookbook: the rate of a model 2,000 wide, and the power of 2,000 / width
-FULL_RATE = 5e-5
-LORA_FACTOR = 10
-REFERENCE_WIDTH = 2000
-POWER = 0.781  # of Llama
-POWER_OF_QWEN = 0.0775
-RATE_SOURCE = "LoRA Without Regret, 2025"
 # so many times more or less than the rule is far outside of what was ever found best
 FAR = 8
 # Allen-Zhu and Li, 2024 (arXiv 2404.05405): bits that a parameter holds
@@ -32,24 +25,12 @@ MANY_EXAMPLES = 1000  # fewer need more epochs for enough steps
 FEW_STEPS = 100
 
 
-def usual_rate(setup: RunSetup) -> float | None:
-    """Return about the best learning rate for the method and the width of the model; None where no
-    rule is known."""
-    method = setup.method.name
-    if method not in ("lora", "full") or DATA_KINDS[setup.args.objective] != "supervised":
-        return None
-    config = setup.source.config
-    power = POWER_OF_QWEN if config.model_type.startswith("qwen") else POWER
-    rate = FULL_RATE * (REFERENCE_WIDTH / config.dim) ** power
-    return rate * LORA_FACTOR if method == "lora" else rate
-
-
 def advice_lines(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     """Yield what is usual, with the reason, beside what is set; of examples with answers only."""
     if DATA_KINDS[setup.args.objective] != "supervised":
         return
     yield "what is usual for this model and this data:"
-    rate = usual_rate(setup)
+    rate = usual_rate(setup.method.name, setup.args, setup.source.config)
     if rate is not None:
         yield (
             f"  learning rate: about {rate:.1g} for {setup.method.title} on a model "
@@ -109,14 +90,19 @@ def _rank_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
 def warnings_of_settings(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     """Yield warnings of settings that are known to fail."""
     rate = setup.args.train.learning_rate
-    usual = usual_rate(setup)
+    usual = usual_rate(setup.method.name, setup.args, setup.source.config)
     # the defaults are measured
-    is_default = rate == setup.args.default_learning_rate
+    is_default = rate == default_rate(setup.args, setup.objective, setup.source)
     if usual is not None and rate is not None and not is_default:
-        largest = FAR * (usual if setup.method.name == "lora" else LORA_FACTOR * usual)
+        if setup.method.name == "lora":
+            method = "LoRA"
+            largest = FAR * usual
+        else:
+            method = "full fine-tuning"
+            largest = FAR * LORA_FACTOR * usual
         if rate > largest:
             yield (
-                f"warning: --train.learning_rate {rate:g} is far too high: {setup.method.title} "
+                f"warning: --train.learning_rate {rate:g} is far too high: {method} "
                 f"usually takes about {usual:.1g} here ({RATE_SOURCE})"
             )
         elif rate > FAR * usual:

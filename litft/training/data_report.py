@@ -24,7 +24,6 @@ WHAT_TO_DO = "tutorials/prepare_data.md#what-is-probably-not-meant"
 MANY_LOST = 0.1  # of the answers' tokens
 FEW_EXAMPLES_EPOCHS = 20
 FEW_EXAMPLES_BATCH = 4
-FEW_EXAMPLES_RATE = 1e-3  # of LoRA, for a small set of examples
 
 
 def data_report(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
@@ -171,8 +170,6 @@ def _flags_for_few_examples(schedule: Schedule) -> str:
     flags.append(f"--train.epochs {epochs}")
     if schedule.size > FEW_EXAMPLES_BATCH:
         flags.append(f"--train.global_batch_size {FEW_EXAMPLES_BATCH}")
-    if schedule.has_usual_rate:
-        flags.append(f"--train.learning_rate {FEW_EXAMPLES_RATE:g}")
     return " ".join(flags)
 
 

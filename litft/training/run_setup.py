@@ -22,6 +22,7 @@ from litft.methods.new_tokens import untrained_ids
 from litft.model.mlp import CONSTANTS
 from litft.pretrained.folder import PretrainedFolder, fingerprint, resolve
 from litft.training.objectives import Objective, objective_of
+from litft.training.usual_rates import default_lora_rate
 
 # flags that a resumed run must share with its beginning, or it would silently become another run
 FLAGS_FIXED_ON_RESUME = (
@@ -166,7 +167,7 @@ def resolve_setup(
     if teacher is not None:
         args = _with_top_k(args, method.vocab_size(source.config), teacher.config.vocab_size)
     objective = objective_of(args, rewards)
-    args = _with_defaults(args, objective)
+    args = _with_defaults(args, objective, source)
     if method.saves_full_model and quantize != "none":
         raise ValueError(
             f"{source.base} is quantized, and full fine-tuning changes every weight; use "
@@ -218,10 +219,22 @@ def _teacher(args: FinetuneArgs, tokenizer: Tokenizer) -> PretrainedFolder | Non
     return teacher
 
 
-def _with_defaults(args: FinetuneArgs, objective: Objective) -> FinetuneArgs:
-    """Return the flags with the defaults that depend on the objective and the method."""
+def default_rate(args: FinetuneArgs, objective: Objective, source: PretrainedFolder) -> float:
+    """Return the learning rate of a run without --train.learning_rate."""
+    method = method_of(args).name
+    if method == "lora":
+        by_width = default_lora_rate(args, source.config)
+        if by_width is not None:
+            return by_width
+    return objective.learning_rate(method, args.default_learning_rate)
+
+
+def _with_defaults(
+    args: FinetuneArgs, objective: Objective, source: PretrainedFolder
+) -> FinetuneArgs:
+    """Return the flags with the defaults that depend on objective, method and model."""
     if args.train.learning_rate is None:
-        rate = objective.learning_rate(method_of(args).name, args.default_learning_rate)
+        rate = default_rate(args, objective, source)
         args = dataclasses.replace(args, train=dataclasses.replace(args.train, learning_rate=rate))
     return dataclasses.replace(
         args, preference=dataclasses.replace(args.preference, beta=objective.beta_or_none)

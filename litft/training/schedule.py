@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 
-from litft.args import FinetuneArgs, LoRAFinetuneArgs, TrainArgs
+from litft.args import FinetuneArgs, TrainArgs
 from litft.data.dataset import DataSplits
 from litft.data.packing import BatchLayout, num_slots
 from litft.data.sampler import SampleOrder, largest_micro_batch
@@ -32,12 +32,6 @@ class Schedule:
         self.own_tokens = args.distill.max_new_tokens if args.distill.on_policy else 0
         self.group_size = group_size
         self.size = args.train.global_batch_size * group_size
-        # only this rate is known to be right for few examples, too
-        self.has_usual_rate = (
-            isinstance(args, LoRAFinetuneArgs)
-            and args.objective == "sft"
-            and args.train.learning_rate in (None, args.default_learning_rate)
-        )
         self.val_fraction = args.data.val_fraction
         self.answers_prompts = args.eval.max_new_tokens > 0
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None

@@ -15,11 +15,11 @@ import torch._dynamo.utils
 from benchmark import BenchmarkArgs, write_setup
 from decode_speed import copy_speed, timed
 from figures import Figures, Values
-from plan_accuracy import Cell, planned_peak
+from plan_accuracy import RANK, Cell, planned_peak
 from profile_step import PRETENDED, kernels_of, profiled
 from run_litft import Litft, batch_layout
 
-from litft.args import DataArgs, TrainArgs
+from litft.args import DataArgs, LoRAArgs, TrainArgs
 from litft.training.memory.flops import peak_flops
 from litft.training.memory_saving.compile import run_uncompiled
 
@@ -73,6 +73,7 @@ def prepare(model: str, quantize: str, device: torch.device, recomputed: str = "
         precision=precision,
         quantize=quantize,
         train=train,
+        lora=LoRAArgs(r=RANK),
         data=DataArgs(max_seq_length=64),  # the samples are made here
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,8 @@ from conftest import write_records
 
 from litft.args import DataArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, TrainArgs
 from litft.commands.finetune import prepare_run
-from litft.training.advice import FAR, advice_lines, usual_rate, warnings_of_settings
+from litft.training.advice import FAR, advice_lines, warnings_of_settings
+from litft.training.usual_rates import default_lora_rate, usual_rate
 
 
 @pytest.fixture
@@ -40,8 +41,20 @@ def test_the_usual_rate_is_that_of_the_source(
     """As `get_lr` of Thinking Machines' cookbook gives it."""
     setup = prepared(FullFinetuneArgs if method == "full" else LoRAFinetuneArgs).setup
     config = replace(setup.source.config, model_type=model_type, dim=width)
-    setup = replace(setup, source=replace(setup.source, config=config))
-    assert usual_rate(setup) == pytest.approx(expected, rel=0.01)
+    assert usual_rate(method, setup.args, config) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_default_rate_of_lora_is_by_width(prepared):
+    """At most the rate that was best for small models; other objectives have their own."""
+    setup = prepared().setup
+    rates = {}
+    for width in (288, 576, 2048, 4096, 8192):
+        config = replace(setup.source.config, dim=width)
+        rates[width] = default_lora_rate(setup.args, config)
+    assert rates == {288: 1e-3, 576: 1e-3, 2048: 4.9e-4, 4096: 2.9e-4, 8192: 1.7e-4}
+    assert setup.args.train.learning_rate == 1e-3
+    pairs = replace(setup.args, objective="dpo")
+    assert default_lora_rate(pairs, setup.source.config) is None
 
 
 def test_the_rank_has_room_for_what_is_learned(prepared):
@@ -54,7 +67,7 @@ def test_the_rank_has_room_for_what_is_learned(prepared):
 
 def test_rates_of_the_other_method_are_warned_about(prepared):
     full = prepared(FullFinetuneArgs)
-    usual = usual_rate(full.setup)
+    usual = usual_rate("full", full.setup.args, full.setup.source.config)
 
     def warned(cls, rate):
         run = prepared(cls, train=TrainArgs(learning_rate=rate))
@@ -66,6 +79,11 @@ def test_rates_of_the_other_method_are_warned_about(prepared):
     (line,) = warned(LoRAFinetuneArgs, usual * 10 / FAR * 0.9)
     assert "is a rate for full fine-tuning" in line
     assert warned(LoRAFinetuneArgs, usual * 10 / FAR * 1.1) == []
+    # a rate for nothing
+    (line,) = warned(FullFinetuneArgs, 50)
+    assert "50 is far too high: full fine-tuning usually takes" in line
+    (line,) = warned(LoRAFinetuneArgs, 50)
+    assert "50 is far too high" in line
     # defaults are measured
     assert warned(LoRAFinetuneArgs, None) == []
 

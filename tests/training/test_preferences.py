@@ -598,7 +598,7 @@ def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_
     supervised = LoRAFinetuneArgs(
         checkpoint_dir=str(tiny), data=DataArgs(path=[str(ROOT / "litft" / "demo")])
     )
-    assert prepare_run(supervised).setup.args.train.learning_rate == 2e-4
+    assert prepare_run(supervised).setup.args.train.learning_rate == 1e-3
 
 
 def test_margins_do_not_depend_on_the_number_of_each_label():

@@ -199,9 +199,9 @@ def test_resume_writes_only_into_a_run_folder(folder, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--train.learning_rate 0.1", "train.learning_rate 0.0002, now 0.1"),
+        ("--train.learning_rate 0.1", "train.learning_rate 0.001, now 0.1"),
         ("--seed 7", "seed 42, now 7"),
-        ("--lora.alpha 3", "lora.alpha 16, now 3.0"),
+        ("--lora.alpha 3", "lora.alpha None, now 3.0"),
         ("--train.global_batch_size 4", "train.global_batch_size 8, now 4"),
         ("--data.mask_prompt false", "training data"),
         ("--train.max_steps 3", "is beyond the run's 3 steps"),

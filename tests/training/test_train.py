@@ -504,8 +504,8 @@ def test_resume_with_another_lora_rank_is_refused(uninterrupted, tmp_path):
     done = script(
         "finetune/lora.py", "--out_dir", run, "--resume", "--lora.r", "5", cwd=tmp_path, code=2
     )
-    assert "was saved with lora.r 8, now 5; resume with the original settings" in done.stderr
-    assert not (tmp_path / "out").exists() and "r: 8" in (run / "config.yaml").read_text()
+    assert "was saved with lora.r 32, now 5; resume with the original settings" in done.stderr
+    assert not (tmp_path / "out").exists() and "r: 32" in (run / "config.yaml").read_text()
 
 
 def test_two_processes_train_as_one(tiny, tmp_path):
