@@ -19,7 +19,7 @@ from forkserver import Process
 from litft import folder_lock
 from litft.atomic import atomic_folder, atomic_write
 from litft.export.model_folder import write_folder
-from litft.folder_lock import LOCK, locked_folder
+from litft.folder_lock import LOCK, locked_folder, owner_text
 
 HOLD = """
 import sys, time
@@ -72,7 +72,10 @@ def test_a_living_owner_is_named_and_a_dead_one_is_replaced(begin, tmp_path):
         locked_folder(folder),
     ):
         pass
+    # the table of runs asks without taking the lock
+    assert owner_text(folder).startswith(f"process {process.pid} on ")
     assert end(process, signal.SIGKILL) == -9 and (folder / LOCK).is_file()
+    assert owner_text(folder) == ""
     with locked_folder(folder):
         assert str(os.getpid()) in (folder / LOCK).read_text()
     assert not folder.exists()  # it is empty

@@ -63,10 +63,13 @@ class TrainArgs:
     compile: bool | None = None
     """Compile the transformer blocks with torch.compile. The first step starts up to a minute
     later, and all steps are faster. Default: true on a GPU, false on a CPU."""
-    activation_checkpointing: Literal["auto", "none", "elementwise", "selective", "full"] = "auto"
+    activation_checkpointing: Literal[
+        "auto", "none", "elementwise", "selective", "full", "tiled"
+    ] = "auto"
     """Save memory by recomputing activations in the backward pass: none, those of norms and gates
-    (elementwise), those of the MLPs (selective), or those of whole blocks (full). auto: the least
-    recomputation that fits into memory."""
+    (elementwise), those of the MLPs (selective), those of whole blocks (full), or the same with
+    MLPs in pieces of the row, for long rows (tiled; uncompiled). auto: the least recomputation that
+    fits into memory."""
     cpu_offload: Literal["none", "activations", "parameters"] = "none"
     """What to keep in host memory instead of GPU memory: saved activations, or the blocks' frozen
     weights (parameters). Each block's weights are fetched while the previous block runs; blocks are
@@ -172,6 +175,11 @@ class TrainArgs:
             problems.append(
                 "--train.activation_checkpointing elementwise: --train.cpu_offload activations "
                 "saves everything on the host; choose one of them"
+            )
+        if self.compile and self.activation_checkpointing == "tiled":
+            problems.append(
+                "--train.compile true: blocks whose MLPs run in pieces are not compiled; leave it "
+                "out, or use --train.activation_checkpointing full"
             )
         # auto and full agree with what offloading does anyway: it recomputes whole blocks
         if self.cpu_offload == "parameters":

@@ -96,9 +96,12 @@ class PlanArgs:
     quantization)."""
     optimizer: Optimizers = "adamw"
     """The optimizer, whose state takes memory."""
-    activation_checkpointing: Literal["none", "elementwise", "selective", "full"] | None = None
+    activation_checkpointing: (
+        Literal["none", "elementwise", "selective", "full", "tiled"] | None
+    ) = None
     """Activations to recompute in the backward pass: none, those of norms and gates (elementwise),
-    of the MLPs (selective), or of whole blocks (full).
+    of the MLPs (selective), of whole blocks (full), or of whole blocks with MLPs in pieces of the
+    row (tiled).
     Default: the fastest with --budget, full with --cpu_offload, otherwise none."""
     cpu_offload: Literal["none", "activations", "parameters"] = "none"
     """What to keep in host memory: saved activations, or the frozen weights of the blocks."""

@@ -22,7 +22,7 @@ from litft.training.memory.communication import Cluster, CommunicationVolume, co
 from litft.training.memory.flops import check_chip, chip_peak_flops
 from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
 from litft.training.memory.trace import Shape
-from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
+from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS, RECOMPUTED
 
 DEFAULT_CHIP = "H100"
 # --longest is exact to so many tokens
@@ -165,6 +165,18 @@ def print_longest(args: PlanArgs) -> None:
     print(f"memory: {fit.plan.memory.line()}")
 
 
+def _smallest(
+    make_plan: Callable[[int, str, str, str], Plan], quantize: Quantization, offload: str
+) -> Fit:
+    """Return the way of recomputing blocks that needs the least memory for one row."""
+    # offloaded weights are fetched for whole blocks
+    kinds = ("full",) if offload == "parameters" else OF_BLOCKS
+    fits = []
+    for kind in kinds:
+        fits.append(Fit(1, kind, quantize, offload, make_plan(1, kind, quantize, offload)))
+    return min(fits, key=lambda fit: fit.plan.memory.peak)
+
+
 def longest_row(args: PlanArgs) -> LongestRow:
     """Return the longest row that fits into --budget, to a multiple of `STEP` tokens.
 
@@ -176,8 +188,7 @@ def longest_row(args: PlanArgs) -> LongestRow:
 
     @cache
     def fit_of(tokens: int, quantize: Quantization) -> Fit:
-        made = planner(args, source, method, tokens)(1, "full", quantize, offload)
-        return Fit(1, "full", quantize, offload, made)
+        return _smallest(planner(args, source, method, tokens), quantize, offload)
 
     longest = STEP
     quantizations = open_quantizations(args)
@@ -277,7 +288,7 @@ def within_budget(
     # the last resort: only the inputs of blocks are saved, and they wait in host memory
     if fit is None and args.cpu_offload == "none" and "full" in kinds:
         options = [(quantize, "activations") for quantize, offload in weight_options]
-        last = fastest(make_plan, rows[:1], ("full",), list(dict.fromkeys(options)), budget)
+        last = fastest(make_plan, rows[:1], OF_BLOCKS, list(dict.fromkeys(options)), budget)
         fit = last[0]
         smallest = min(smallest, last[1], key=lambda fit: fit.plan.memory.peak)
     if fit is None:

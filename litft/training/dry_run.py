@@ -231,6 +231,7 @@ def plan_lines(run: PlannedRun, peak: float | None, chip: str | None = None) -> 
         "elementwise": "; norms and gates are recomputed",
         "selective": "; MLPs are recomputed",
         "full": "; blocks are recomputed",
+        "tiled": "; blocks are recomputed, with MLPs in pieces",
     }[settings.recomputed]
     if settings.strategy == "single":
         what = "memory"

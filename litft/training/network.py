@@ -101,7 +101,7 @@ def prepare_blocks(
     if on_host:
         offload_parameters(model, device)
     recompute(model, recomputed)
-    if compiles(train.compile, device.type, on_host):
+    if compiles(train.compile, device.type, on_host, recomputed):
         compile_blocks(model)
     if train.cpu_offload == "activations":
         offload_activations(model, device)

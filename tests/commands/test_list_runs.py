@@ -1,5 +1,6 @@
 """`litft runs`, `litft --version` and `python -m litft`."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
 from litft.commands.runs import find_runs, read_run
+from litft.folder_lock import locked_folder
 
 
 def command(*words: str, cwd: Path, code: int = 0) -> str:
@@ -57,6 +59,8 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
         and runs["stopped"].steps == 2
     )
     assert runs["begun"].state == "not finished; no checkpoint yet" and not runs["begun"].losses
+    with locked_folder(begun):
+        assert read_run(begun).state.startswith(f"running: process {os.getpid()} on ")
     expected = {"loss": outcome.metrics["loss"], "validation loss": outcome.metrics["val_loss"]}
     for name, value in expected.items():
         assert abs(runs["stopped"].losses[name] - value) < 1e-6

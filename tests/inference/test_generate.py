@@ -275,9 +275,14 @@ def test_answers_of_other_settings_are_not_continued(folder, tmp_path, monkeypat
     other = [*flags, "--temperature", "0.5", "--resume"]
     failed = generate(folder, tmp_path, *other, greedy=False, code=2)
     assert "--temperature was 1.0, and is 0.5; repeat them" in failed.stderr
-    generate(folder, tmp_path, *flags, "--resume", "--batch_size", "1", greedy=False)
+    done = generate(folder, tmp_path, *flags, "--resume", "--batch_size", "1", greedy=False)
     assert out.read_text() == expected
-    assert not settings.exists()
+    assert not settings.exists() and "is missing" not in done.stderr
+
+    # a copy has no record
+    out.write_text(expected[: expected.index("\n") + 1])
+    done = generate(folder, tmp_path, *other, greedy=False)
+    assert "warning: out.jsonl.settings.json is missing, so it is not known with" in done.stderr
 
 
 def test_a_file_cut_inside_a_character_is_resumed(folder, tmp_path):

@@ -315,6 +315,22 @@ def test_merged_equals_unmerged(folders, tmp_path, name, family, kind):
     )
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_without_alpha_the_update_is_doubled_at_every_rank(tiny, rslora):
+    """A given alpha is divided by the rank, or its root."""
+    source = resolve(tiny)
+    scales = set()
+    for rank in (1, 8, 32):
+        method = LoRA(LoRAArgs(r=rank, rslora=rslora, alpha_pattern=["down_proj=6"]))
+        method.select_targets(source.meta_model(), source.adapter_rules)
+        for name, spec in method.specs.items():
+            if name.endswith("down_proj"):
+                assert spec.scale == pytest.approx(6 / (rank**0.5 if rslora else rank))
+            else:
+                scales.add(round(spec.scale, 6))
+    assert scales == {2.0}
+
+
 def merged_folder(model, method, source, folder):
     """Merge a method with random values into its base and return the folder."""
     perturb(method.parameters(model).values())

@@ -5,6 +5,7 @@ import torch
 import torch._dynamo.utils
 from conftest import script
 from graphs import counted_graphs
+from parity import ROWS, relative
 from torch import nn
 
 from litft.args import LoRAArgs, LoRAFinetuneArgs, TrainArgs
@@ -18,7 +19,7 @@ from litft.model.rope import rotate
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
 from litft.training.memory.allocations import AllocationTracker
-from litft.training.memory_saving import cpu_offload
+from litft.training.memory_saving import activation_checkpointing, cpu_offload
 from litft.training.memory_saving.activation_checkpointing import recompute
 from litft.training.memory_saving.compile import (
     compile_blocks,
@@ -93,6 +94,57 @@ def test_recomputing_saves_memory(tiny):
         and nbytes["full"] < nbytes["selective"] < 0.8 * nbytes["none"]
         and nbytes["elementwise"] < 0.8 * nbytes["none"]
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_mlps_in_pieces_compute_the_same(tiny, make_model, monkeypatch, family):
+    """Pieces that end within documents, and a last one that is shorter."""
+    folder = tiny
+    if family == "qwen3_moe":
+        config_class, values = ROWS[family][0], next(iter(ROWS[family][1].values()))
+        _, folder = make_model(config_class, **values | {"vocab_size": 512})
+    monkeypatch.setattr(activation_checkpointing, "PIECE_TOKENS", 23)
+    model, parameters = learner(folder, targets=["all-linear"])
+    loss, expected = gradients(model, parameters, batches())
+    recompute(model, "tiled")
+    tiled_loss, grads = gradients(model, parameters, batches())
+    assert tiled_loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in expected.items():
+        assert relative(grads[name], gradient) <= 1e-5, name
+
+
+def test_dropout_of_a_piece_draws_the_same_numbers_again(tiny, monkeypatch):
+    """The gradients are those of pieces that save everything."""
+    monkeypatch.setattr(activation_checkpointing, "PIECE_TOKENS", 23)
+    model, parameters = learner(tiny, targets=["all-linear"], dropout=0.3)
+    recompute(model, "tiled")
+    loss, grads = gradients(model, parameters, batches())
+
+    def saving(run, *inputs, **settings):
+        return run(*inputs)
+
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", saving)
+    expected_loss, expected = gradients(model, parameters, batches())
+    assert loss == expected_loss
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+def test_mlps_in_pieces_halve_the_peak_of_the_backward_pass(tiny, monkeypatch):
+    """Of a row that is long beside a piece, whose MLP has wide hidden values."""
+    monkeypatch.setattr(activation_checkpointing, "PIECE_TOKENS", 16)
+    peaks = {}
+    (batch,) = batches(row_tokens=512)
+    for kind in ("full", "tiled"):
+        model, _ = learner(tiny, targets=["gate_proj", "up_proj", "down_proj"])
+        recompute(model, kind)
+        with AllocationTracker() as tracker:
+            loss, _ = model(batch.tokens, **batch.inputs())
+            saved = tracker.current
+            tracker.reset_peak()
+            loss.backward()
+            peaks[kind] = tracker.peak - saved
+        del loss
+    assert peaks["tiled"] < 0.7 * peaks["full"], peaks
 
 
 def saved_bytes(loss):

@@ -8,6 +8,7 @@ from litft.args import LoRAFinetuneArgs
 from litft.methods import Method, method_of
 from litft.training.memory.choose import PlannedRun, planned_shape
 from litft.training.memory.plan import format_bytes, predict
+from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS
 from litft.training.run_setup import RunSetup
 from litft.training.teacher_report import pass_bytes
 
@@ -113,8 +114,9 @@ def _options(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
             f"--data.max_seq_length {shape.tokens // 2}",
             {"shape": shape._replace(tokens=shape.tokens // 2)},
         )
-    if settings.recomputed != "full":
-        yield "--train.activation_checkpointing full", {"recomputed": "full"}
+    for kind in OF_BLOCKS:
+        if settings.recomputed not in (kind, "tiled"):
+            yield f"--train.activation_checkpointing {kind}", {"recomputed": kind}
     # a resumed run must keep the settings below
     if args.resume:
         return

@@ -230,6 +230,9 @@ def _fastest(
         # both replace what autograd saves
         if train.cpu_offload == "activations":
             kinds.remove("elementwise")
+        # blocks with MLPs in pieces are not compiled
+        if train.compile:
+            kinds.remove("tiled")
 
     # the same for all settings
     beside = _beside_the_step(setup, schedule, precision, shard_count)

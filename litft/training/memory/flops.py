@@ -159,6 +159,7 @@ class Flops:
             "elementwise": ELEMENTWISE_COST * self.per_token,
             "selective": sum(forward_of_mlps),
             "full": sum(forward) + mixers,
+            "tiled": sum(forward) + mixers + sum(forward_of_mlps),
         }
         head = model.lm_head.weight
         self.forward_per_target = 2 * head.numel()

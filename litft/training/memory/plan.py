@@ -205,9 +205,8 @@ def predict(
     device). shards: the number of shards of weights, gradients and optimizer state under FSDP2.
     compiled: whether the blocks are compiled; default: as --train.compile decides.
     """
-    compiled = compiles(
-        compiled, device, offloads_blocks=cpu_offload == "parameters" and shards == 1
-    )
+    on_host = cpu_offload == "parameters" and shards == 1
+    compiled = compiles(compiled, device, offloads_blocks=on_host, recomputed=recomputed)
     num_row_values = _num_row_values(method, source.config)
     method = _without_new_tokens(method)
     compute = DTYPES[precision.removesuffix("-true")]

@@ -85,9 +85,13 @@ def compile_blocks(model: GPT) -> None:
         compile_block(block)
 
 
-def compiles(requested: bool | None, device: str, offloads_blocks: bool) -> bool:
+def compiles(
+    requested: bool | None, device: str, offloads_blocks: bool, recomputed: str = "none"
+) -> bool:
     """Return whether blocks are compiled: as requested, or on a GPU whose blocks' weights stay
-    there."""
+    there. Blocks with MLPs in pieces are not: each number of pieces would be another graph."""
+    if recomputed == "tiled":
+        return False
     if requested is not None:
         return requested
     return device == "cuda" and not offloads_blocks
