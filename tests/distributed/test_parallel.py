@@ -61,7 +61,7 @@ OTHERS = [  # other options of a sharded run
     "full none --data.new_tokens <x>,<y>",
     "lora none --train.compile",
     "lora none --data.packing true --lora.modules_to_save embed,lm_head",
-    "lora nf4-dq --lora.dora --lora.init pissa",
+    "lora nf4-dq --lora.r 8 --lora.dora --lora.init pissa",
     "lora int8",
     "adapter_v2 none --data.new_tokens <x>,<y>",
 ]

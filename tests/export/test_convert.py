@@ -444,7 +444,7 @@ def test_a_run_checkpoint_converts_to_a_loadable_folder(tiny, examples, tmp_path
     config = (tmp_path / "run" / "config.yaml").read_text()
     early = "run/checkpoints/step-000002"
     for before, after, message in (
-        ("  r: 8", "  r: 4", "was saved with lora.r 8, now 4"),
+        ("  r: 32", "  r: 4", "was saved with lora.r 32, now 4"),
         (
             str(tiny),
             "moved",

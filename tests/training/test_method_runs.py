@@ -29,7 +29,7 @@ FLAGS = (
 ).split()
 METHODS = {
     "full, rounded by chance": "full --precision bf16-true --train.freeze embed,blocks.0.*",
-    "pissa, dora, dropout": "lora --lora.init pissa --lora.dora "
+    "pissa, dora, dropout": "lora --lora.r 8 --lora.init pissa --lora.dora "
     "--lora.dropout 0.2 --lora.lr_ratio 4",
     "lora, all it has, int8": "lora --quantize int8 --lora.targets q_proj,embed --lora.modules_to_save norm --lora.bias "
     "all",

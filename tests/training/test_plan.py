@@ -621,7 +621,7 @@ def test_the_plan_of_a_gpu_traces_its_kernels():
 
     7.20 GiB were measured with torch's CUDA allocator (torch 2.15, scripts/plan_accuracy.py).
     """
-    source, method = resolve(config_folder("gemma-2-2b")), LoRA(LoRAArgs())
+    source, method = resolve(config_folder("gemma-2-2b")), LoRA(LoRAArgs(r=8))
     method.select_targets(source.meta_model(), source.adapter_rules)
     on_gpu, on_cpu = (
         predict(
