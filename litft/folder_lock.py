@@ -120,11 +120,12 @@ def owner_text(folder: Path) -> str:
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
     except PermissionError:
         # it belongs to another user
         return True
+    except (ProcessLookupError, TypeError, OverflowError):
+        # it has ended, or the lock file is damaged
+        return False
     return True
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -76,6 +77,12 @@ def test_a_living_owner_is_named_and_a_dead_one_is_replaced(begin, tmp_path):
     assert owner_text(folder).startswith(f"process {process.pid} on ")
     assert end(process, signal.SIGKILL) == -9 and (folder / LOCK).is_file()
     assert owner_text(folder) == ""
+    # nor does a damaged lock count as a process
+    killed = (folder / LOCK).read_text()
+    owner = {"host": socket.gethostname(), "process": "x", "since": ""}
+    (folder / LOCK).write_text(json.dumps(owner))
+    assert owner_text(folder) == ""
+    (folder / LOCK).write_text(killed)
     with locked_folder(folder):
         assert str(os.getpid()) in (folder / LOCK).read_text()
     assert not folder.exists()  # it is empty

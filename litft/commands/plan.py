@@ -288,7 +288,8 @@ def within_budget(
     # the last resort: only the inputs of blocks are saved, and they wait in host memory
     if fit is None and args.cpu_offload == "none" and "full" in kinds:
         options = [(quantize, "activations") for quantize, offload in weight_options]
-        last = fastest(make_plan, rows[:1], OF_BLOCKS, list(dict.fromkeys(options)), budget)
+        of_blocks = [kind for kind in OF_BLOCKS if kind in kinds]
+        last = fastest(make_plan, rows[:1], of_blocks, list(dict.fromkeys(options)), budget)
         fit = last[0]
         smallest = min(smallest, last[1], key=lambda fit: fit.plan.memory.peak)
     if fit is None:

@@ -432,6 +432,13 @@ def test_a_budget_offloads_activations_where_nothing_else_fits(tiny):
     size = f"{between / USABLE_FRACTION / 2**20:.2f}MiB"
     args = replace(args, budget=size, quantize="nf4")
     assert within_budget(args, 16384, make_plan).cpu_offload == "activations"
+    # another kind of recomputation than the one that was asked for is not tried
+    full = make_plan(1, "full", "nf4", "activations").memory.peak
+    size = f"{full / USABLE_FRACTION / 2**20 - 0.1:.2f}MiB"
+    too_small = replace(args, budget=size)
+    assert within_budget(too_small, 16384, make_plan).recomputed == "tiled"
+    with pytest.raises(ValueError, match="this needs at least"):
+        within_budget(replace(too_small, activation_checkpointing="full"), 16384, make_plan)
     # CUDA needs some of the memory, too
     tight = replace(args, budget=f"{with_offload / 2**20 + 0.1:.2f}MiB")
     with pytest.raises(ValueError, match="this needs at least"):

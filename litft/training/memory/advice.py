@@ -114,7 +114,11 @@ def _options(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
             f"--data.max_seq_length {shape.tokens // 2}",
             {"shape": shape._replace(tokens=shape.tokens // 2)},
         )
-    for kind in OF_BLOCKS:
+    kinds = list(OF_BLOCKS)
+    # MLPs in pieces are refused beside these flags
+    if args.train.compile or args.train.cpu_offload == "parameters":
+        kinds.remove("tiled")
+    for kind in kinds:
         if settings.recomputed not in (kind, "tiled"):
             yield f"--train.activation_checkpointing {kind}", {"recomputed": kind}
     # a resumed run must keep the settings below
