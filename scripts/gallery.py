@@ -84,14 +84,13 @@ def planned(model: str, memory: str, chip: str) -> Cell | None:
     args.quantize = fit.quantize
     if fit.cpu_offload == "parameters":
         args.cpu_offload = fit.cpu_offload
-    longest = longest_row(args)
-    # a longer one is possible, but the model was not made for it
-    tokens = min(longest.tokens, longest.source.config.max_positions)
+    # a longer one may be possible, but the model was not made for it
+    longest = longest_row(args, at_most=plan.source.config.max_positions)
     return Cell(
         recipe=setting_flags(fit),
         peak=format_bytes(fit.plan.memory.peak),
         time=format_duration(seconds),
-        longest=f"{tokens:,}",
+        longest=f"{longest.tokens:,}",
     )
 
 

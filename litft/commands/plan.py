@@ -177,8 +177,10 @@ def _smallest(
     return min(fits, key=lambda fit: fit.plan.memory.peak)
 
 
-def longest_row(args: PlanArgs) -> LongestRow:
+def longest_row(args: PlanArgs, at_most: int | None = None) -> LongestRow:
     """Return the longest row that fits into --budget, to a multiple of `STEP` tokens.
+
+    No row of more than `at_most` tokens is tried.
 
     Raises ValueError if not even a short one fits.
     """
@@ -207,9 +209,14 @@ def longest_row(args: PlanArgs) -> LongestRow:
             f"--budget {args.budget}: a row of {longest} tokens needs {needed}; choose another "
             "--quantize or --method"
         )
-    too_long = 2 * longest
-    while peak(too_long) <= budget:
-        longest, too_long = too_long, 2 * too_long
+    if at_most is None:
+        too_long = 2 * longest
+        while peak(too_long) <= budget:
+            longest, too_long = too_long, 2 * too_long
+    elif peak(at_most) <= budget:
+        return LongestRow(source, method, at_most, fit_of(at_most, quantize))
+    else:
+        too_long = at_most
     # the peak grows nearly by the same bytes with each token, so that few rows are tried; every
     # second one is in the middle, in case it does not
     in_the_middle = False
