@@ -1,8 +1,8 @@
 """Compare the peak memory that the plan predicts with measured steps, on a GPU.
 
-    python scripts/plan_accuracy.py --out accuracy.json                    # 30 cells: models,
-    methods, lengths, settings python scripts/plan_accuracy.py --only llama-3.2-1b,512 --out
-    accuracy.json
+    # all cells: models, methods, lengths, settings
+    python scripts/plan_accuracy.py --out accuracy.json
+    python scripts/plan_accuracy.py --only llama-3.2-1b,512 --out accuracy.json
 
 Each cell runs two steps on random weights in its own process, by scripts/benchmark.py; no file is
 needed besides this repository. Cells that are already in the file are not measured again, so an
@@ -42,6 +42,7 @@ class Cell(NamedTuple):
     recomputed: str
     compiled: bool
     micro_batches: int
+    offload: str = "none"  # what --train.cpu_offload moves to the host
 
     def __str__(self) -> str:
         batches = f"{self.micro_batches} x {self.rows} x {self.tokens:,} tokens"
@@ -49,10 +50,11 @@ class Cell(NamedTuple):
             weights = self.precision
         else:
             weights = f"{self.precision} on {self.quantize}"
-        return (
-            f"{self.model}, {self.method}, {weights}, {batches}, {self.recomputed}, "
-            f"{'compiled' * self.compiled or 'eager'}"
-        )
+        text = f"{self.model}, {self.method}, {weights}, {batches}, {self.recomputed}"
+        if self.offload != "none":
+            text += f", offloaded {self.offload}"
+        mode = "compiled" if self.compiled else "eager"
+        return f"{text}, {mode}"
 
     @property
     def folder(self) -> str:
@@ -63,7 +65,7 @@ class Cell(NamedTuple):
         return self.model
 
 
-# model, method, precision, quantize, rows, tokens, recomputed, compiled, micro-batches
+# model, method, precision, quantize, rows, tokens, recomputed, compiled, micro-batches, offload
 GRID = """
 llama-3.2-1b lora bf16 none 1 512 none eager 1
 llama-3.2-1b lora bf16 none 1 512 full eager 2
@@ -100,6 +102,12 @@ llama-3.1-8b lora bf16 nf4 1 2048 full eager 1
 qwen3-30b-a3b lora bf16 none 1 512 none eager 1
 qwen3-30b-a3b lora bf16 none 1 2048 full eager 2
 qwen3-30b-a3b lora bf16 none 1 2048 elementwise eager 1
+llama-3.1-8b lora bf16 nf4 1 33920 tiled eager 1 activations
+llama-3.1-8b lora bf16 nf4 1 66304 tiled eager 1 activations
+llama-3.1-8b lora bf16 nf4 1 131072 tiled eager 1 activations
+llama-3.1-8b lora bf16 nf4 1 16384 full compiled 1 activations
+llama-3.1-8b lora bf16 none 1 8192 none compiled 1 activations
+llama-3.1-8b lora bf16 none 1 8192 none eager 1 activations
 """
 # what scripts/plan.py --budget chooses: model, method, tokens, budget
 BUDGETS = """
@@ -116,8 +124,8 @@ class AccuracyArgs:
     """Measure only the cells whose description contains all of these texts."""
     cells: list[str] = field(default_factory=list)
     """Cells to measure instead: 'model method precision quantize rows tokens recomputed
-    eager|compiled micro_batches', where the model is a name in scripts/configs or a folder with a
-    config.json."""
+    eager|compiled micro_batches [activations]', where the model is a name in scripts/configs or a
+    folder with a config.json, and the last word offloads activations."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """The device type to run on. auto: cuda if available."""
     minutes: float | None = None
@@ -128,25 +136,27 @@ class AccuracyArgs:
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
         return [
-            f"--cells {line!r}: expected nine values; see --help"
+            f"--cells {line!r}: expected nine or ten values; see --help"
             for line in self.cells
-            if len(line.split()) != 9
+            if len(line.split()) not in (9, 10)
         ]
 
 
 def parse_cell(line: str) -> Cell:
     """Return the cell that a line describes."""
-    model, method, precision, quantize, rows, tokens, recomputed, mode, micro_batches = line.split()
+    words = line.split()
+    model, method, precision, quantize, rows, tokens, recomputed, mode, micro_batches = words[:9]
     return Cell(
-        model,
-        method,
-        precision,
-        quantize,
-        int(rows),
-        int(tokens),
-        recomputed,
-        mode == "compiled",
-        int(micro_batches),
+        model=model,
+        method=method,
+        precision=precision,
+        quantize=quantize,
+        rows=int(rows),
+        tokens=int(tokens),
+        recomputed=recomputed,
+        compiled=mode == "compiled",
+        micro_batches=int(micro_batches),
+        offload=words[9] if len(words) == 10 else "none",
     )
 
 
@@ -181,8 +191,17 @@ def planned_peak(cell: Cell, device: str) -> float:
     method = method_of(FullFinetuneArgs() if cell.method == "full" else lora)
     method.select_targets(source.meta_model(), source.adapter_rules)
     shape = Shape(cell.rows, cell.tokens, accumulated=cell.micro_batches > 1)
-    settings = {"recomputed": cell.recomputed, "device": device, "compiled": cell.compiled}
-    plan = predict(source, method, cell.precision, cell.quantize, shape, **settings)
+    plan = predict(
+        source,
+        method,
+        cell.precision,
+        cell.quantize,
+        shape,
+        recomputed=cell.recomputed,
+        device=device,
+        compiled=cell.compiled,
+        cpu_offload=cell.offload,
+    )
     return plan.memory.peak / 2**30
 
 
@@ -221,6 +240,8 @@ def measured_peak(cell: Cell, device: str) -> float | None:
             str(cell.compiled).lower(),
             "--train.activation_checkpointing",
             cell.recomputed,
+            "--train.cpu_offload",
+            cell.offload,
         ]
         process = subprocess.run(
             [*command, "--steps", "1", "--warmup", "1", "--out", str(out)],

@@ -208,6 +208,66 @@ def test_offloading_activations_is_bit_identical(tiny, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_offloaded_activations_of_two_blocks_are_on_the_device(tiny, monkeypatch, kind):
+    """Each tensor leaves the device once and returns once, while the neighbouring block runs."""
+    monkeypatch.setattr(cpu_offload, "MIN_OFFLOAD_BYTES", 1)
+    model, parameters = learner(tiny)
+    recompute(model, kind)
+    offload_activations(model, torch.device("cpu"))
+    copies = model.copies
+    begin_forward = copies.begin_block
+    begin_backward = cpu_offload.SavedTensorOffload._begin_block
+    to_device = copies.to_device
+    saved_before = []  # of each block: whether all that is held is of the block before
+    fetched_for = []  # (block, those whose tensors are on the device) in the backward pass
+    returned = []
+    hooks = []
+
+    def record_forward():
+        leaving = list(copies.leaving)
+        begin_forward()
+        saved_before.append(copies.left_before == leaving and not copies.leaving)
+
+    def record_backward(self, block):
+        begin_backward(self, block)
+        hooks.append(self)
+        blocks = {self.saved[index].block for index in self.fetched}
+        fetched_for.append((block, blocks))
+
+    def record_copy(host):
+        returned.append(host)
+        return to_device(host)
+
+    monkeypatch.setattr(copies, "begin_block", record_forward)
+    monkeypatch.setattr(copies, "to_device", record_copy)
+    monkeypatch.setattr(cpu_offload.SavedTensorOffload, "_begin_block", record_backward)
+    (batch,) = batches(row_tokens=512)
+    gradients(model, parameters, [batch])
+    assert saved_before == [True] * len(model.blocks)
+    assert [block for block, _ in fetched_for] == list(range(len(model.blocks), 0, -1))
+    for block, blocks in fetched_for:
+        # the block after has tensors that this one uses too: cosines and sines
+        assert {block} <= blocks <= {block - 1, block, block + 1}
+        assert block - 1 in blocks or block == 1
+    assert len(returned) == len(set(map(id, returned))) == len(hooks[0].saved)
+    assert not hooks[0].fetched
+
+
+@pytest.mark.slow
+def test_compiled_blocks_offload_their_activations(tiny, monkeypatch):
+    """They expect tensors with the strides that they have saved."""
+    monkeypatch.setattr(cpu_offload, "MIN_OFFLOAD_BYTES", 1)
+    model, parameters = learner(tiny)
+    loss, expected = gradients(model, parameters, batches())
+    compile_blocks(model)
+    offload_activations(model, torch.device("cpu"))
+    offloaded_loss, grads = gradients(model, parameters, batches())
+    assert offloaded_loss == pytest.approx(loss, rel=1e-5)
+    for name, gradient in expected.items():
+        assert relative(grads[name], gradient) <= 1e-4, name
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_offloading_parameters_is_bit_identical(tiny, monkeypatch, dora):
     """Only the weights of the running block and of the next are on the device, forward, recomputed

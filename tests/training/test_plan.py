@@ -28,6 +28,7 @@ from litft.args import (
 )
 from litft.commands.plan import (
     STEP,
+    longest_row,
     model_and_method,
     planner,
     print_longest,
@@ -402,14 +403,14 @@ def plan_script(cwd, *flags, code=0):
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not(tiny, capsys):
-    args = PlanArgs(checkpoint_dir=str(tiny), budget="160MiB", longest=True, quantize="nf4")
+    args = PlanArgs(checkpoint_dir=str(tiny), budget="96MiB", longest=True, quantize="nf4")
     print_longest(args)
     printed = capsys.readouterr().out
-    longest = int(re.search(r"fits into 160MiB: ([\d,]+) tokens", printed)[1].replace(",", ""))
+    longest = int(re.search(r"fits into 96MiB: ([\d,]+) tokens", printed)[1].replace(",", ""))
     assert "--quantize nf4 --train.cpu_offload activations" in printed
     assert "(the model reads at most 256)" in printed
     source, method = model_and_method(args)
-    limit = USABLE_FRACTION * 160 * 2**20
+    limit = USABLE_FRACTION * 96 * 2**20
     assert "--train.activation_checkpointing tiled" in printed
     peaks = []
     for tokens in (longest, longest + STEP):
@@ -418,6 +419,13 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(tiny, capsys):
     assert peaks[0] <= limit < peaks[1]
     with pytest.raises(ValueError, match="a row of 64 tokens needs"):
         print_longest(replace(args, budget="1MiB"))
+
+
+def test_no_longer_row_is_tried_than_asked_for(tiny):
+    args = PlanArgs(checkpoint_dir=str(tiny), budget="78MiB", quantize="nf4")
+    longest = longest_row(args).tokens
+    assert longest_row(args, at_most=longest - 1).tokens == longest - 1
+    assert longest_row(args, at_most=longest + 200).tokens == longest
 
 
 def test_a_budget_offloads_activations_where_nothing_else_fits(tiny):

@@ -6,6 +6,7 @@ Results and parameter names do not change.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +18,30 @@ from litft.methods.mixins import subclass_with
 from litft.model.transformer import GPT
 
 MIN_OFFLOAD_BYTES = 2**20  # smaller tensors stay on the device
-# tensors that stay fetched after their first use: several operations may have saved the same one
-FETCHED_TO_KEEP = 4
 
 
 class HostCopies:
     """Copies to host memory and back on a separate CUDA stream, while the GPU continues to
-    compute."""
+    compute.
+
+    All memory of the device belongs to the compute stream, and a tensor is held here until that
+    stream waits for its copy. So the allocator can use the memory again at once. With
+    `Tensor.record_stream` it would have to see first that the copy has ended, and the host, which
+    is far ahead of the GPU, would allocate more in the meantime.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_gpu = device.type == "cuda"
+        self.block = 0  # of the forward pass; counts up from one pass to the next
         # None: there is no GPU
         self.stream = torch.cuda.Stream(device) if self.on_gpu else None
+        # what is being copied to the host in this block and in the one before
+        self.leaving: list[Tensor] = []
+        self.left_before: list[Tensor] = []
+        # after the copies of `left_before`
+        self.end_of_block: torch.cuda.Event | None = None
+        self.arriving: list[Tensor] = []  # what is being copied to the device
 
     def copy_context(self) -> AbstractContextManager:
         """Return the context for copies: the copy stream, after everything queued so far."""
@@ -40,33 +52,53 @@ class HostCopies:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy to pinned host memory; complete after `wait`."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu)
         with self.copy_context():
-            host = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu).copy_(
-                tensor, non_blocking=True
-            )
-        if self.stream is not None:
-            # its memory is not reused before the copy is complete
-            tensor.record_stream(self.stream)
+            host.copy_(tensor, non_blocking=True)
+        self.leaving.append(tensor)
         return host
 
     def to_device(self, host: Tensor) -> Tensor:
         """Copy to the device; complete after `wait`."""
+        # the copy stream waits for what the compute stream did with this memory before
+        tensor = torch.empty_like(host, device=self.device)
         with self.copy_context():
-            return host.to(self.device, non_blocking=True, copy=True)
+            tensor.copy_(host, non_blocking=True)
+        self.arriving.append(tensor)
+        return tensor
 
-    def wait(self, *tensors: Tensor) -> None:
-        """Make the compute stream wait for the copies; `tensors` are the copies that it will
-        use."""
+    def begin_block(self) -> None:
+        """Make the compute stream wait for the copies to the host that began before the last block,
+        so that at most two blocks' tensors are on the device."""
+        self.block += 1
+        if self.stream is not None:
+            if self.end_of_block is not None:
+                torch.cuda.current_stream(self.device).wait_event(self.end_of_block)
+            self.end_of_block = self.stream.record_event()
+        self.left_before = self.leaving
+        self.leaving = []
+
+    def wait(self) -> None:
+        """Make the compute stream wait for all copies."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
-            # allocated on the copy stream: the allocator must know that this stream uses them too
-            for tensor in tensors:
-                tensor.record_stream(torch.cuda.current_stream(self.device))
+        self.leaving = []
+        self.left_before = []
+        self.arriving = []
+
+
+@dataclass
+class HostTensor:
+    """A saved tensor in host memory."""
+
+    host: Tensor
+    block: int  # the last block that has saved it, or that has used it in the backward pass
+    uses: int = 0  # how often the backward pass still needs it
 
 
 class SavedTensorOffload(saved_tensors_hooks):
-    """Offloads the tensors that autograd saves in this context; the next one is prefetched while
-    one is used.
+    """Offloads the tensors that autograd saves in this context; the backward pass of a block
+    prefetches those of the block before.
 
     Weights, whose storages are in `weight_storages`, and small tensors stay on the device. A tensor
     that several operations save is copied once.
@@ -75,10 +107,12 @@ class SavedTensorOffload(saved_tensors_hooks):
     def __init__(self, copies: HostCopies, weight_storages: set[int]) -> None:
         self.copies = copies
         self.weight_storages = weight_storages
-        self.host_tensors: list[Tensor] = []
-        # storage -> view of it -> index in host_tensors
+        self.saved: list[HostTensor] = []
+        # storage -> view of it -> index in `saved`
         self.indices = WeakIdKeyDictionary()
         self.fetched: dict[int, Tensor] = {}
+        # the block that the backward pass has reached; None: it has not begun
+        self.block: int | None = None
         super().__init__(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | int:
@@ -86,10 +120,14 @@ class SavedTensorOffload(saved_tensors_hooks):
         the device."""
         storage = tensor.untyped_storage()
         is_elsewhere = tensor.device.type != self.copies.device.type
+        # a copy has no gaps, but compiled code expects them where the tensor had some: a slice,
+        # such as the cosines of rotary embeddings, which all blocks share
+        has_gaps = torch.empty_like(tensor, device="meta").stride() != tensor.stride()
         if (
             storage.data_ptr() in self.weight_storages
             or tensor.nbytes < MIN_OFFLOAD_BYTES
             or is_elsewhere
+            or has_gaps
         ):
             return tensor
 
@@ -99,26 +137,50 @@ class SavedTensorOffload(saved_tensors_hooks):
         indices = self.indices[storage]
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if view not in indices:
-            self.host_tensors.append(self.copies.to_host(tensor))
-            indices[view] = len(self.host_tensors) - 1
-        return indices[view]
+            self.saved.append(HostTensor(self.copies.to_host(tensor), self.copies.block))
+            indices[view] = len(self.saved) - 1
+        index = indices[view]
+        self.saved[index].block = self.copies.block
+        self.saved[index].uses += 1
+        return index
 
     def unpack(self, packed: Tensor | int) -> Tensor:
-        """Return the tensor, and prefetch the one saved before it, which the backward pass needs
-        next."""
+        """Return the tensor. The first one of a block begins the copies of the block before, which
+        the backward pass needs next."""
         if isinstance(packed, Tensor):
             return packed
-        # waits before the prefetch is queued, so that the compute stream does not wait for that too
-        for index in (packed, packed - 1):
-            if index >= 0 and index not in self.fetched:
-                self.fetched[index] = self.copies.to_device(self.host_tensors[index])
-            if index == packed:
-                self.copies.wait(self.fetched[packed])
-        # the backward pass goes down: what was saved much later is not needed again
+        saved = self.saved[packed]
+        if self.block is None or saved.block < self.block:
+            self._begin_block(saved.block)
+        assert self.block is not None  # it has begun
+        if packed not in self.fetched:
+            # used more often than it was saved
+            self.fetched[packed] = self.copies.to_device(saved.host)
+            self.copies.wait()
+        tensor = self.fetched[packed]
+        saved.block = self.block
+        saved.uses -= 1
+        if saved.uses <= 0:
+            del self.fetched[packed]
+        return tensor
+
+    def _begin_block(self, block: int) -> None:
+        """Wait for the tensors of a block, and begin the copies of the block before."""
+        self.block = block
+        self._fetch(block)
+        # before the next copies are queued, so that the compute stream does not wait for those too
+        self.copies.wait()
+        # what neither this block nor the one after it has used is not needed again
         for index in list(self.fetched):
-            if index > packed + FETCHED_TO_KEEP:
+            if self.saved[index].block > block + 1:
                 del self.fetched[index]
-        return self.fetched[packed]
+        self._fetch(block - 1)
+
+    def _fetch(self, block: int) -> None:
+        """Begin the copies of a block's tensors to the device."""
+        for index, saved in enumerate(self.saved):
+            if saved.block == block and index not in self.fetched:
+                self.fetched[index] = self.copies.to_device(saved.host)
 
 
 class ActivationOffload(nn.Module):
@@ -137,11 +199,27 @@ class ActivationOffload(nn.Module):
             return super().forward(*inputs, **kwargs)
 
 
+class OffloadedBlock(nn.Module):
+    """A block that begins when at most the activations of the block before are on the device."""
+
+    copies: HostCopies
+
+    # not in `forward`, which may be compiled, and runs again in the backward pass
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.copies.begin_block()
+        return super().__call__(*inputs)
+
+
 def offload_activations(model: GPT, device: torch.device) -> None:
     """Make `model` keep its activations in host memory between forward and backward."""
     model.__class__ = subclass_with(ActivationOffload, type(model))
     assert isinstance(model, ActivationOffload)
     model.copies = HostCopies(device)
+    for block in model.blocks:
+        block.__class__ = subclass_with(OffloadedBlock, type(block))
+        assert isinstance(block, OffloadedBlock)
+        block.copies = model.copies
 
 
 # ---- frozen weights
@@ -194,7 +272,7 @@ class BlockWeights:
             next_number = number + 1
         self.last = number
         self._fetch(number)
-        self.copies.wait(*self.fetched[number])
+        self.copies.wait()
 
         # other blocks' weights are freed before the next block's are allocated
         for index in list(self.fetched):
