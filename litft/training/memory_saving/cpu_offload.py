@@ -40,7 +40,7 @@ class HostCopies:
         self.leaving: list[Tensor] = []
         self.left_before: list[Tensor] = []
         # after the copies of `left_before`
-        self.end_of_block: torch.cuda.Event | None = None
+        self.end_of_block: torch.Event | None = None
         self.arriving: list[Tensor] = []  # what is being copied to the device
 
     def copy_context(self) -> AbstractContextManager:
