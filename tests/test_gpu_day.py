@@ -73,6 +73,7 @@ def test_the_guide_has_what_the_report_writes(tmp_path):
     assert expected in (ROOT / "tutorials" / "performance.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_every_subject_runs_on_a_cpu(tmp_path):
     """The one that needs no compiler; the others run on the pretended GPU."""
     words = ["--subject", "decoding", "--model", "tiny", "--accelerator", "cpu"]

@@ -13,7 +13,10 @@ from litft.inference.decoder import PREFILL_CHUNK, Decoder
 from litft.model.transformer import GPT
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+FAMILIES = ["llama", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen3_moe"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
     """A tiny bf16 network with grouped heads; with windows and softcaps, sinks, or experts."""
     config_class, variations = ROWS[request.param]

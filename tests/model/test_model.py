@@ -68,7 +68,10 @@ def test_a_tied_weight_is_allocated_once(make_model):
     assert tracker.peak == sum(tensor.nbytes for tensor in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["stories", "stories15M", "SmolLM2-135M-Instruct"])
+@pytest.mark.parametrize(
+    "name",
+    ["stories", "stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)],
+)
 @torch.no_grad()
 def test_logits_of_real_checkpoints_equal_transformers(checkpoints, shared, name):
     from transformers import AutoModelForCausalLM

@@ -164,6 +164,7 @@ def saved_bytes(loss):
     return sum(storages.values())
 
 
+@pytest.mark.slow
 def test_compiled_blocks_do_not_save_what_they_recompute(tiny, monkeypatch):
     """The same part as without a compiler: the outputs of norms and gates."""
     compile_with = torch.compile

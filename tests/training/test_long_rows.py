@@ -28,7 +28,11 @@ NETWORKS = {
 
 @pytest.mark.parametrize(
     "network, recomputed",
-    [("gated delta net", "full"), ("mamba-2", "none"), ("short convolution", "full")],
+    [
+        pytest.param("gated delta net", "full", marks=pytest.mark.slow),
+        ("mamba-2", "none"),
+        ("short convolution", "full"),
+    ],
 )
 def test_a_long_row_is_on_the_line_of_shorter_ones(network, recomputed, tmp_path, monkeypatch):
     name, special = NETWORKS[network]

@@ -84,6 +84,7 @@ def projections(changes, expected):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.halved
 def test_bf16_weights_lose_no_updates(folder):
     """Stochastic rounding and fp32 master weights lose no update; rounding to nearest loses most
