@@ -12,7 +12,6 @@ from litft.inference.compiled_forward import with_compiled_blocks
 from litft.inference.decoder import PREFILL_CHUNK, Decoder
 from litft.model.transformer import GPT
 
-
 FAMILIES = ["llama", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen3_moe"]
 
 
