@@ -68,6 +68,11 @@ LINEAR_ATTENTION = dict(
 MAMBA = dict(mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2)
 DEEPSEEK = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 
+# transformers opens it only as a part of Mistral 3's multimodal class
+transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)
+
 # family: (transformers' config class, {variation: values})
 ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     "llama": (
@@ -961,6 +966,35 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 q_lora_rank=None,
                 n_routed_experts=6,
                 first_k_dense_replace=1,
+                **DEEPSEEK,
+            ),
+        },
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {
+            "scaled queries": dict(
+                MLA,
+                n_routed_experts=6,
+                rope_parameters=dict(
+                    rope_type="yarn",
+                    rope_theta=1e4,
+                    factor=4.0,
+                    original_max_position_embeddings=16,
+                    mscale=1.0,
+                    mscale_all_dim=1.0,
+                    llama_4_scaling_beta=0.3,
+                ),
+                **DEEPSEEK,
+            ),
+            "groups": dict(
+                MLA,
+                n_routed_experts=8,
+                n_group=4,
+                topk_group=2,
+                first_k_dense_replace=1,
+                norm_topk_prob=False,
+                routed_scaling_factor=1.5,
                 **DEEPSEEK,
             ),
         },

@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437), Moonlight, GLM-4.7-Flash, MiniCPM3, Youtu:
-latent attention.
+"""DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437), Moonlight, GLM-4.7-Flash, MiniCPM3, Youtu,
+Mistral 4: latent attention.
 
 Their mixtures select experts by sigmoid scores within groups, with a correction bias; other
 families use `routed_experts`.
@@ -51,6 +51,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-5,
         max_position_embeddings=202752,
     ),
+    "mistral4": dict(
+        first_k_dense_replace=0,
+        n_routed_experts=128,
+        num_experts_per_tok=4,
+        moe_intermediate_size=2048,
+        kv_lora_rank=256,
+        q_lora_rank=1024,
+        qk_nope_head_dim=64,
+        max_position_embeddings=1048576,
+    ),
     "minicpm3": dict(
         kv_lora_rank=256,
         q_lora_rank=768,
@@ -64,12 +74,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "youtu": dict(tie_word_embeddings=True, max_position_embeddings=131072),
 }
 
+# Mistral 4's RoPE if the file does not specify it
+MISTRAL4_YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=128.0,
+    original_max_position_embeddings=8192,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+)
+
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' classes for these model
     types."""
     model_type = hf["model_type"]
     hf = {"kv_lora_rank": 512, "q_lora_rank": 1536, **DEFAULTS[model_type], **hf}
+    if model_type == "mistral4":
+        hf = _with_rope_of_mistral4(hf)
     latent = latent_config(hf)
     # latent attention computes keys and values for every head; RoPE rotates a part of a head
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
@@ -94,6 +117,9 @@ def config(hf: dict[str, Any]) -> Config:
         }
     else:
         default = {"group_score": "top2"}
+    # Mistral 4: by softmax, without a correction, otherwise as V3
+    if model_type == "mistral4":
+        default |= {"scoring": "softmax", "correction_bias": False}
     # greedy: the best experts of all, although the file may name groups
     if model_type == "deepseek_v2" and hf.get("topk_method", "greedy") == "greedy":
         hf["n_group"] = None
@@ -101,6 +127,20 @@ def config(hf: dict[str, Any]) -> Config:
     return replace(
         base, mlp_bias=False, layers=sparse_layers(hf, [layer] * len(base.layers), experts)
     )
+
+
+def _with_rope_of_mistral4(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with Mistral 4's default RoPE, and without the share of a whole head that
+    is rotated: the rotated part of latent attention is rotated whole."""
+    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+        hf = {**hf, "rope_parameters": MISTRAL4_YARN}
+    kept = {}
+    for name, value in hf.items():
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            value = {key: part for key, part in value.items() if key != "partial_rotary_factor"}
+        if name != "partial_rotary_factor":
+            kept[name] = value
+    return kept
 
 
 def latent_config(hf: dict[str, Any]) -> LatentConfig:
@@ -215,7 +255,13 @@ def rules(config: Config) -> list[Rule]:
 
 def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = BIAS) -> list[Rule]:
     """Return the rules of a mixture; shared: the names of the shared expert."""
-    stacks = mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", llama.PROJECTIONS)
+    stored = "model.layers.{}.mlp.experts."
+    experts = mixtral.experts_of(config)
+    # Mistral 4's are stored in stacks; no other family scores groups of experts like this
+    if experts is not None and (experts.scoring, experts.group_score) == ("softmax", "top2"):
+        stacks = mixtral.fused_experts(config, stored)
+    else:
+        stacks = mixtral.stacked_experts(config, f"{stored}{{}}.", llama.PROJECTIONS)
     return [*llama.rename_modules({"mlp.router": "mlp.gate"} | shared), bias, *stacks]
 
 
@@ -227,7 +273,7 @@ def peft_rules(config: Config) -> list[Rule]:
 FAMILY = Family(
     model_types=(
         *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-        *("minicpm3", "sarvam_mla", "youtu"),
+        *("minicpm3", "mistral4", "sarvam_mla", "youtu"),
     ),
     config=config,
     rules=rules,

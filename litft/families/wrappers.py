@@ -32,6 +32,7 @@ TEXT_CLASSES = {
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

@@ -72,6 +72,9 @@ class LatentAttention(nn.Module):
         k_rope = k_rope[:, None]  # (B, 1, T, R), (B, 1, T, D)
         if cos_sin is not None:
             q_rope, k_rope = (self.rotate(x, cos_sin.cos, cos_sin.sin) for x in (q_rope, k_rope))
+            if cos_sin.query_scale is not None:
+                q_nope = q_nope * cos_sin.query_scale
+                q_rope = q_rope * cos_sin.query_scale
 
         # With an adapter or quantization, the weight of kv_b_proj is not all of its function, and
         # it must be called.

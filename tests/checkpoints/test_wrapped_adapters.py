@@ -118,6 +118,11 @@ MORE_WRAPPERS = {
     ),
     "Qwen3VLMoe": (TEXT | SPARSE | dict(num_experts=4, rope_parameters=MROPE), QWEN_TOWER, {}),
     "VipLlava": (TEXT | dict(model_type="llama"), CLIP, {}),
+    "Mistral3, Mistral 4": (
+        WITHOUT_HEAD_DIM | SPARSE | LATENT | dict(model_type="mistral4"),
+        TOWER,
+        dict(tie_word_embeddings=False),
+    ),
 }
 # transformers' multimodal class leaves out logit_scale, which its class of the language model has
 WITHOUT_SCALE = {"AyaVision": 0.0625, "Cohere2Vision": 0.0625}
@@ -204,7 +209,7 @@ KINDS = {
     "lora": {},
     "rslora": dict(rslora=True, rank_pattern=["*.1.*=2"]),
     "dora": dict(dora=True),
-    "embeddings": dict(targets=["q_proj", "embed_tokens"]),
+    "embeddings": dict(targets=["o_proj", "embed_tokens"]),
     "a trained head": dict(targets=["v_proj"], modules_to_save=["lm_head"]),
     "new tokens": dict(tokens=2),
 }
@@ -269,7 +274,7 @@ def test_adapters_that_peft_wrote_for_a_wrapper(wrapper, tmp_path):
     name, folder = wrapper
     base = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     prefix = MODULES.get(name, r"model\.language_model")
-    first = {"Kimi_K25": "q_b_proj"}.get(name, "q_proj")
+    first = "q_b_proj" if hasattr(base.config.text_config, "q_lora_rank") else "q_proj"
     second = {"Lfm2Vl": "out_proj", "Lfm3Vl": "out_proj"}.get(name, "o_proj")
     config = LoraConfig(
         r=3,
