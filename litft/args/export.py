@@ -116,6 +116,11 @@ class MergeArgs(MergedArgs):
             problems.append(
                 f"--weights has {len(self.weights)} numbers for {count} adapters: pass one for each"
             )
+        if self.dequantized_base and count == 1 and self.weights not in ([], [1.0]):
+            problems.append(
+                "--weights scales the update, and --dequantized_base also changes the base's "
+                "weights; leave one of them out"
+            )
         if self.dequantized_base and count > 1:
             problems.append(
                 "--dequantized_base is for one adapter: the quantized weights of several need not "

@@ -99,7 +99,8 @@ def read_run(folder: Path) -> Run:
         steps=int(newest.get("step", 0)),
         losses=losses,
         state=_state(folder),
-        verdict=_verdict(folder),
+        # a finished run that goes on has none until its end
+        verdict=_verdict(folder) if run_dir.finished(folder) else "",
     )
 
 

@@ -21,6 +21,7 @@ from litft.args import FINETUNE, LoRAFinetuneArgs, Setting, SweepArgs, setting_n
 from litft.args.parser import parse
 from litft.atomic import atomic_write
 from litft.data.digests import hash64
+from litft.data.sources import File, find_sources
 from litft.evaluation.comparison import print_table
 from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
 from litft.evaluation.verdict import LOSS, mean_of, parts_in
@@ -59,7 +60,7 @@ def sweep(args: SweepArgs) -> None:
             if run_dir.finished(run):
                 scores.append(_scores(run, seed))
         settings.append(RunsOfSetting(setting_name(setting), scores))
-    rows = _rows(settings)
+    rows = _rows(settings, _scaled_scores(args))
     _print(rows)
     _explain(args, rows)
     _write(args, settings, rows)
@@ -74,16 +75,37 @@ def sweep(args: SweepArgs) -> None:
 def _check_same(folder: Path, args: SweepArgs) -> None:
     """Raise ValueError if the folder has another sweep, whose runs would be taken for these."""
     shared = _shared(args)
+    files = _digests(args)
     path = folder / "base.json"
     if path.is_file():
         earlier = _flags_in(path)
         changed = [name for name in shared if shared[name] != earlier.get(name)]
+        before = earlier.get("files", {})
+        if not isinstance(before, dict):
+            before = {}
+        for label, digest in files.items():
+            if before.get(label, digest) != digest:
+                changed.append(f"content of {label}")
         if changed:
             raise ValueError(
                 f"--out_dir {folder}: its runs were started with another {' and '.join(changed)}; "
                 "name another folder, or delete this one"
             )
-    atomic_write(path, json.dumps(shared) + "\n")
+        # those of settings that are not in this grid
+        files = {**before, **files}
+    atomic_write(path, json.dumps(shared | {"files": files}) + "\n")
+
+
+def _digests(args: SweepArgs) -> dict[str, str]:
+    """Return the digests of all local files of examples, by their labels."""
+    digests = {}
+    for setting in args.settings():
+        given = parse(FINETUNE[args.method], _flags(args, setting, seed=1))
+        train, validation = find_sources(given.data)
+        for file in [*train, *(file for _, file in validation)]:
+            if isinstance(file, File) and file.label not in digests:
+                digests[file.label] = file.digest()
+    return digests
 
 
 def _flags_in(path: Path) -> dict[str, Any]:
@@ -182,20 +204,34 @@ def _scores(run: Path, seed: int) -> RunScores:
         for column, name in (("val_loss", LOSS), ("exact_match", "exact_match")):
             if column in row:
                 scores[name] = float(row[column])
+    # The verdict's loss is the cross-entropy. That of metrics.csv is the objective's, which a grid
+    # may scale.
     parts = parts_in(run / run_dir.VERDICT, "after")
     for name, by_key in parts.items():
-        if name not in scores:
-            scores[name] = mean_of(by_key)
+        scores[name] = mean_of(by_key)
     return RunScores(seed, scores, parts)
 
 
-def _rows(settings: list[RunsOfSetting]) -> list[list[str]]:
-    """Return the table with its header: the best setting first."""
+def _scaled_scores(args: SweepArgs) -> set[str]:
+    """Return the scores whose scale the grid changes, such as the margin by its beta."""
+    scaled = set()
+    for setting in args.settings():
+        for flag in setting:
+            if flag == "objective" or flag.startswith("preference."):
+                scaled.add("margin")
+            if flag == "reward":
+                scaled.add("reward")
+    return scaled
+
+
+def _rows(settings: list[RunsOfSetting], scaled: set[str]) -> list[list[str]]:
+    """Return the table with its header: the best setting first. scaled: scores that are not
+    compared."""
     names: dict[str, None] = {}
     for setting in settings:
         for run in setting.runs:
             names |= dict.fromkeys(run.scores)
-    compared = _compared_score(settings)
+    compared = _compared_score(settings, scaled)
     order = ranked(settings, compared)
     best = order[0]
     rows = [["setting", *names, f"difference in {compared} from the best"]]
@@ -211,10 +247,12 @@ def _rows(settings: list[RunsOfSetting]) -> list[list[str]]:
     return rows
 
 
-def _compared_score(settings: list[RunsOfSetting]) -> str:
+def _compared_score(settings: list[RunsOfSetting], scaled: set[str]) -> str:
     """Return the score by which settings are compared: the loss, or of runs on preferences and on
-    rewards, which do not have it by example, what they raise."""
-    for score in (LOSS, "margin", "reward"):
+    rewards, which do not have it by example, what they raise; none of `scaled`."""
+    for score in (LOSS, "margin", "accuracy", "reward", "exact_match"):
+        if score in scaled:
+            continue
         if any(score in run.parts for setting in settings for run in setting.runs):
             return score
     return LOSS

@@ -58,6 +58,7 @@ class DataSplits:
     kind: str = "supervised"  # or "pairs", "labels", "prompts": see `Encoder`
     # of each validation store; empty: they are one set
     val_names: tuple[str, ...] = ()
+    replayed: str = ""  # the label of the model's own answers, see --data.replay
     dedup: str = "none"  # what --data.dedup leaves out
     # the entries of training files that it leaves out, by label
     left_out: dict[str, int] = field(default_factory=dict)
@@ -94,7 +95,7 @@ class DataSplits:
     @property
     def system_prompt(self) -> str:
         """The system prompt, if all conversations have the same one; otherwise empty."""
-        systems = {system for report in self.reports.values() for system in report.systems}
+        systems = {system for report in self._own_reports() for system in report.systems}
         if len(systems) == 1:
             return systems.pop()
         return ""
@@ -102,8 +103,12 @@ class DataSplits:
     @property
     def share_with_tools(self) -> float:
         """The share of the records whose prompts list functions that the model may call."""
-        with_tools = sum(report.with_tools for report in self.reports.values())
-        return with_tools / max(1, sum(report.records for report in self.reports.values()))
+        with_tools = sum(report.with_tools for report in self._own_reports())
+        return with_tools / max(1, sum(report.records for report in self._own_reports()))
+
+    def _own_reports(self) -> list[EncodingReport]:
+        """Return the reports on the files of the user: not on the model's own answers."""
+        return [report for label, report in self.reports.items() if label != self.replayed]
 
     @cached_property
     def special_ids(self) -> set[int]:
@@ -236,6 +241,7 @@ def with_replay(data: DataSplits, file: File, timeout: float = math.inf) -> Data
         train=data.train.followed_by(added),
         weights=[*data.weights, 1.0],
         reports=data.reports | {file.label: store.report},
+        replayed=file.label,
     )
 
 

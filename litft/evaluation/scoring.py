@@ -37,6 +37,7 @@ class ValidationAnswer(NamedTuple):
     expected: str
     # it has ended by itself, not at the length limit
     ended: bool
+    number: int = 0  # of the sample among those that were asked
 
 
 class _Optional(TypedDict, total=False):
@@ -68,6 +69,7 @@ class _Question:
     prompt: list[int]
     expected: list[int]
     room: int
+    number: int  # of the sample
 
 
 def _questions(
@@ -77,7 +79,7 @@ def _questions(
 ) -> list[_Question]:
     """Return the questions of the samples that have an answer to expect."""
     questions = []
-    for sample in samples:
+    for number, sample in enumerate(samples):
         # a rejected or undesirable answer is not an expected one
         if not sample.answer or sample.desirable is False:
             continue
@@ -85,7 +87,7 @@ def _questions(
         room = max(len(expected) + ROOM, min_new_tokens)
         if max_new_tokens is not None:
             room = min(room, max_new_tokens)
-        questions.append(_Question(prompt, expected, room))
+        questions.append(_Question(prompt, expected, room, number))
     return questions
 
 
@@ -97,6 +99,7 @@ def _scored_answer(
         answer=answer.text.strip(),
         expected=tokenizer.decode_answer(question.expected).strip(),
         ended=answer.ended,
+        number=question.number,
     )
 
 

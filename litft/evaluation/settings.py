@@ -42,12 +42,14 @@ class RunsOfSetting:
         return stdev(values.values()) if len(values) > 1 else math.nan
 
     def mean_parts(self, score: str) -> dict[Key, Part]:
-        """Return what each example adds to a score, over all runs."""
+        """Return what each example adds to a score, as the mean of the runs."""
         together: dict[Key, Part] = {}
-        for run in self.runs:
-            for key, part in run.parts.get(score, {}).items():
+        measured = [run.parts[score] for run in self.runs if score in run.parts]
+        for parts in measured:
+            for key, part in parts.items():
                 old = together.get(key, Part(0.0, 0.0))
-                together[key] = Part(old.value + part.value, old.weight + part.weight)
+                value = old.value + part.value / len(measured)
+                together[key] = Part(value, old.weight + part.weight / len(measured))
         return together
 
 
@@ -58,7 +60,7 @@ class Difference:
     over_examples: Verdict | None  # None: the score is not measured by example
     # the bounds of the 95 % interval of the mean difference over seeds; None: a single seed
     over_seeds: tuple[float, float] | None
-    # whether both were measured on the same examples
+    # whether both were measured on the same tokens of the same examples
     is_comparable: bool = True
 
     @property
@@ -81,7 +83,7 @@ class Difference:
     def __str__(self) -> str:
         """Say it in a few words."""
         if not self.is_comparable:
-            return "not compared: other validation examples"
+            return "not compared: other validation examples, or other tokens of them"
         parts = []
         if self.over_examples is not None:
             parts.append(self.over_examples.interval_text())
@@ -104,8 +106,14 @@ def difference(first: RunsOfSetting, second: RunsOfSetting, score: str) -> Diffe
     return Difference(
         over_examples=found[0] if found else None,
         over_seeds=_interval_over_seeds(first, second, score),
-        is_comparable=of_first.keys() == of_second.keys(),
+        is_comparable=_weights(of_first) == _weights(of_second),
     )
+
+
+def _weights(parts: Mapping[Key, Part]) -> dict[Key, float]:
+    """Return the weight of each example, such as its target tokens: another template, tokenizer or
+    mask gives it other ones."""
+    return {key: round(part.weight, 6) for key, part in parts.items()}
 
 
 def _interval_over_seeds(

@@ -3,7 +3,7 @@ forgotten."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -80,8 +80,9 @@ class ComparedTexts:
 
     objective: Objective
     forgetting: bool  # whether the neutral text and answers to ordinary questions are, too
-    # of the validation questions, whether the answer is the expected one; empty: not measured
-    exact: Sequence[bool] = ()
+    # by record, whether the answers to the validation questions are the expected ones; empty: not
+    # measured
+    exact: Mapping[Key, Part] = field(default_factory=dict)
     # the names of the records of one of the following, see `Samples.names`
     names: Sequence[Key] = ()
     examples: Sequence[Sample] = ()  # with answers to learn
@@ -171,10 +172,7 @@ class BeforeAfter:
             rated = parts_of(texts.names, texts.rewards)
             measured["reward"] = {name: part for name, part in rated.items() if part.weight}
         if texts.exact:
-            hits: dict[Key, Part] = {}
-            for number, is_hit in enumerate(texts.exact):
-                hits[(number,)] = Part(float(is_hit))
-            measured["exact_match"] = hits
+            measured["exact_match"] = texts.exact
         if texts.forgetting:
             limit = self.data.limit
             measured[NEUTRAL] = self._losses(neutral_samples(self.tokenizer, limit), layout)

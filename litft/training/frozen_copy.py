@@ -1,4 +1,4 @@
-"""The reference of full fine-tuning: a copy of the weights before the first step."""
+"""The reference of rewards: a copy of the trained weights before the first step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

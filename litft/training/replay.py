@@ -8,6 +8,7 @@ from pathlib import Path
 
 from litft.args import FinetuneArgs, ModelArgs, Sampling
 from litft.atomic import atomic_write
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from litft.data.dataset import DataSplits, with_replay
 from litft.data.digests import data_home, digest_of, hash64
 from litft.data.sources import File
@@ -56,7 +57,11 @@ def add_replay(args: FinetuneArgs, setup: RunSetup, data: DataSplits) -> DataSpl
 
 def _path(args: FinetuneArgs, setup: RunSetup, count: int) -> Path:
     """Return the file for the answers, named by all that decides them."""
-    weights = [digest_of(file) for file in setup.source.weight_files]
+    files = list(setup.source.weight_files)
+    # an adapter that training continues answers otherwise than its base
+    if setup.source.adapter:
+        files += [setup.source.adapter / ADAPTER_CONFIG, setup.source.adapter / ADAPTER_WEIGHTS]
+    weights = [digest_of(file) for file in files]
     decided_by = [weights, setup.tokenizer.digest(), count, args.seed, args.quantize]
     key = hashlib.sha256(json.dumps(decided_by).encode()).hexdigest()[:32]
     return data_home() / "litft" / "replay" / f"{key}.jsonl"

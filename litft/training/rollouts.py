@@ -24,7 +24,6 @@ from litft.evaluation.rated import completed
 from litft.evaluation.rewards.scorer import RewardError, RewardScorer
 from litft.evaluation.verdict import Part
 from litft.inference.generation import Completion
-from litft.methods.mixins import disabled
 from litft.model.loss import IGNORED
 from litft.model.transformer import GPT
 from litft.training.completions import CompletionWriter, Draw, DrawSettings, completed_sample
@@ -93,11 +92,12 @@ class Rollouts:
         seed: int,
         retries: bool,
         say: Callable[[str], None] = lambda line: None,
-        copies_weights: bool = False,
     ) -> None:
         # retries: generate fewer completions at once after an out-of-memory error; say: prints a
-        # line; copies_weights: the reference is a copy of the weights as they are now
-        self.frozen_copy = FrozenCopy(model) if copies_weights else None
+        # line
+        # the reference is the network as it is now: an adapter that training continues is a part of
+        # it, and trained weights of the base have other values later
+        self.frozen_copy = FrozenCopy(model) if objective.grpo.beta > 0 else None
         self.say = say
         self.has_warned = False  # of a step without a reward
         self.fabric = processes.fabric
@@ -185,10 +185,9 @@ class Rollouts:
         return [by_identity.get(id(sample), sample) for sample in samples]
 
     def _as_reference(self) -> AbstractContextManager[None]:
-        """Return a context in which the network is the reference: the base without the method, or
-        of full fine-tuning with the weights before the first step."""
-        if self.frozen_copy is None:
-            return disabled(self.model)
+        """Return a context in which the network is the reference: it has the weights before the
+        first step."""
+        assert self.frozen_copy is not None  # with --grpo.beta
         return self.frozen_copy.in_place()
 
     def measure(self, prompts: Sequence[Sample]) -> MeasuredRewards:
@@ -350,7 +349,6 @@ def open_rollouts(
         seed=setup.args.seed,
         retries=setup.args.train.oom_retry,
         say=say,
-        copies_weights=setup.method.saves_full_model and setup.objective.grpo.beta > 0,
     )
 
 

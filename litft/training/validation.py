@@ -34,7 +34,7 @@ from litft.evaluation.scoring import (
     question_text,
     validation_answers,
 )
-from litft.evaluation.verdict import Part
+from litft.evaluation.verdict import Part, parts_of
 from litft.inference.chat_answers import answer_parser
 from litft.model.transformer import GPT, eval_mode
 from litft.training.before_after import BeforeAfter, ComparedTexts
@@ -117,7 +117,8 @@ class Validation:
         self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}
         self.failures: dict[str, str] = {}  # errors of metrics, by name
         self.num_answers = 0  # examples with an answer to match
-        self.exact: list[bool] = []  # of these answers, as last measured
+        # of these samples by index: whether the answer is the expected one, as last measured
+        self.exact: dict[int, bool] = {}
         self.rewards: list[Part] = []  # of each prompt's completions, as last measured
         self.answers: list[SampleAnswer] = []
         self.hardest: list[HardExample] = []  # of the last validation
@@ -213,7 +214,10 @@ class Validation:
         answers = self._answers(Selection(self.samples, indices), layout, room)
         self.num_answers = len(answers)
         if "exact_match" in self.metrics:
-            self.exact = [is_exact(item.answer, item.ended, item.expected) for item in answers]
+            self.exact = {}
+            for item in answers:
+                is_hit = is_exact(item.answer, item.ended, item.expected)
+                self.exact[indices[item.number]] = is_hit
         measured = {}
         if answers:
             for name in self.metrics:
@@ -294,8 +298,10 @@ class Validation:
         indices: list[int] = []
         for of_set in measured_indices(self.data, self.args, batch_size).values():
             indices.extend(of_set)
-        texts = ComparedTexts(self.objective, self.forgetting, self.exact)
         names = self.data.val.names
+        hits = [Part(float(is_hit)) for is_hit in self.exact.values()]
+        exact = parts_of([names[index] for index in self.exact], hits)
+        texts = ComparedTexts(self.objective, self.forgetting, exact)
         if self.objective.data == "prompts":
             of_prompts = [names[index] for index in indices]
             return replace(texts, names=of_prompts, rewards=self.rewards)

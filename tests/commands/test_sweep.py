@@ -12,8 +12,9 @@ from scipy.stats import ttest_rel
 
 from litft import run_dir
 from litft.args import SweepArgs
+from litft.args.parser import parse
 from litft.cli import run as command
-from litft.commands.sweep import _folder
+from litft.commands.sweep import _check_same, _compared_score, _folder, _scaled_scores
 from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
 from litft.evaluation.verdict import Part
 from litft.folder_lock import locked_folder
@@ -71,6 +72,19 @@ def test_another_base_is_not_mixed_with_finished_runs(base, capsys):
     capsys.readouterr()
     (base / "base.yaml").write_text((base / "base.yaml").read_text() + "save: {interval: 0}\n")
     assert "started with another --config" in refused("sweep", *flags, capsys=capsys)
+
+
+def test_other_examples_are_not_mixed_with_finished_runs(base, examples, capsys):
+    path = base / "examples.json"
+    path.write_bytes(examples.read_bytes())
+    flags = ["--config", "base.yaml", f"--flags=--data.path={path}", "--out_dir", "sweep"]
+    flags += ["--grid", "lora.r=2"]
+    args = parse(SweepArgs, flags)
+    (base / "sweep").mkdir()
+    _check_same(base / "sweep", args)
+    _check_same(base / "sweep", args)
+    path.write_text(examples.read_text().replace("Say it", "Shout it"))
+    assert f"another content of {path}" in refused("sweep", *flags, capsys=capsys)
 
 
 @pytest.mark.slow
@@ -218,7 +232,38 @@ def test_a_difference_is_not_real_if_the_intervals_disagree():
     assert not difference(best, RunsOfSetting("other", moved), "loss").is_real
     # another validation set is not compared at all
     fewer = setting("fewer", losses[:40], noise)
-    assert str(difference(best, fewer, "loss")) == "not compared: other validation examples"
+    assert str(difference(best, fewer, "loss")) == (
+        "not compared: other validation examples, or other tokens of them"
+    )
+
+
+def test_other_tokens_of_the_same_examples_are_not_compared():
+    """As with another template, mask or tokenizer."""
+    losses = np.linspace(1, 2, 40)
+    first = setting("first", losses, noise=[0.0, 0.01, 0.02])
+    second = setting("second", losses - 0.5, noise=[0.0, 0.01, 0.02])
+    assert difference(first, second, "loss").is_real
+    runs = []
+    for run in second.runs:
+        parts = {
+            key: Part(2 * value, 2 * weight) for key, (value, weight) in run.parts["loss"].items()
+        }
+        runs.append(run._replace(parts={"loss": parts}))
+    other = RunsOfSetting("other", runs)
+    assert not difference(first, other, "loss").is_real
+    # one run fewer has the same tokens
+    assert difference(first, RunsOfSetting("fewer", second.runs[:2]), "loss").is_comparable
+
+
+def test_a_margin_is_not_compared_where_the_grid_scales_it():
+    parts = {(number,): Part(1.0) for number in range(30)}
+    scores = {"margin": 1.0, "accuracy": 1.0}
+    run = RunScores(1, scores, {"margin": parts, "accuracy": parts})
+    settings = [RunsOfSetting("a", [run])]
+    grids = {"preference.beta=0.1,0.5": "accuracy", "lora.r=2,4": "margin"}
+    for grid, score in grids.items():
+        args = SweepArgs(grid=[grid])
+        assert _compared_score(settings, _scaled_scores(args)) == score
 
 
 def test_losses_that_are_no_number_show_nothing():

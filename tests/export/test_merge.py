@@ -232,6 +232,9 @@ def test_combinations_that_have_no_meaning(tiny, two_adapters, tmp_path):
     assert "--density 1.5: must be above 0" in message("--combination", "ties", "--density", "1.5")
     assert "--density is for --combination ties" in message("--density", "0.2")
     assert "--dequantized_base is for one adapter" in message("--dequantized_base")
+    scaled = ["--dequantized_base", "--weights", "0.5"]
+    alone = script(*command, folders[0], *scaled, cwd=tmp_path, code=2).stderr
+    assert "--weights scales the update, and --dequantized_base also changes" in alone
     alone = script(*command, folders[0], "--combination", "ties", cwd=tmp_path, code=2).stderr
     assert "--combination ties needs several adapters" in alone
     other = shutil.copytree(tiny, tmp_path / "other")

@@ -323,6 +323,36 @@ def test_the_reference_is_the_base(flags, tmp_path, loss):
     assert kls[-1] > 1e-6
 
 
+def test_the_reference_has_the_base_values_of_trained_base_weights(flags, tmp_path):
+    args = replace(
+        flags,
+        out_dir=str(tmp_path / "run"),
+        grpo=replace(flags.grpo, beta=0.1),
+        lora=LoRAArgs(r=4, modules_to_save=["embed"]),
+        train=replace(flags.train, freeze=["*.lora_a", "*.lora_b"]),
+    )
+    run_finetuning(args)
+    kls = [row["kl"] for row in rows_of(tmp_path / "run") if "kl" in row]
+    assert kls[0] == pytest.approx(0, abs=1e-6)
+    assert kls[-1] > 1e-6
+
+
+def test_the_reference_of_a_continued_adapter_is_the_adapter(flags, tmp_path):
+    first = replace(flags, out_dir=str(tmp_path / "first"))
+    run_finetuning(first)
+    args = replace(
+        flags,
+        checkpoint_dir=str(tmp_path / "first" / "final"),
+        out_dir=str(tmp_path / "second"),
+        grpo=replace(flags.grpo, beta=0.1),
+        lora=LoRAArgs(),
+    )
+    run_finetuning(args)
+    kls = [row["kl"] for row in rows_of(tmp_path / "second") if "kl" in row]
+    assert kls[0] == pytest.approx(0, abs=1e-6)
+    assert kls[-1] > 1e-6
+
+
 def full_flags(flags: LoRAFinetuneArgs, **changed) -> FullFinetuneArgs:
     """Return the flags of full fine-tuning, with a reference."""
     values = {}

@@ -62,6 +62,28 @@ def test_own_answers_join_the_training_examples(chatty, examples, tmp_path):
     assert anew.train_digest == data.train_digest
 
 
+def test_an_adapter_has_answers_of_its_own(chatty, examples, tmp_path):
+    kept = tmp_path / "kept" / "litft" / "replay"
+    args = args_of(chatty, examples, replay=0.5)
+    args.out_dir = str(tmp_path / "run")
+    litft.finetune(args)
+    prepare_run(args_of(tmp_path / "run" / "final", examples, replay=0.5))
+    assert len(list(kept.glob("*.jsonl"))) == 2
+
+
+def test_questions_have_the_system_prompt_of_the_data(chatty, tmp_path):
+    records = []
+    for number in range(8):
+        messages = [{"role": "system", "content": "Be a parrot."}]
+        messages.append({"role": "user", "content": f"Question {number}"})
+        messages.append({"role": "assistant", "content": f"Answer {number}"})
+        records.append(json.dumps({"messages": messages}))
+    path = tmp_path / "system.jsonl"
+    path.write_text("\n".join(records))
+    data = prepare_run(args_of(chatty, path, replay=0.5)).schedule.data
+    assert len(data.reports) == 2 and data.system_prompt == "Be a parrot."
+
+
 def test_a_run_learns_them(chatty, examples, tmp_path):
     args = args_of(chatty, examples, replay=0.5)
     args.out_dir = str(tmp_path / "run")

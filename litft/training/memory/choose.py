@@ -144,22 +144,12 @@ def resident_teacher_bytes(setup: RunSetup, precision: str) -> int:
     return weight_bytes(setup.teacher, precision, setup.args.distill.quantize)
 
 
-def _beside_the_step(
-    setup: RunSetup, schedule: Schedule, precision: str, shards: int
-) -> dict[str, int]:
-    """Return the bytes of what a run has beside its steps: fields of `Memory`. shards: the number
-    of shards of the weights."""
+def _beside_the_step(setup: RunSetup, schedule: Schedule, precision: str) -> dict[str, int]:
+    """Return the bytes of what a run has beside its steps: fields of `Memory`."""
     computed_in = precision.removesuffix("-true")
-    reference = 0
-    # a copy of all weights, which full fine-tuning trains
-    if setup.method.saves_full_model and setup.args.grpo.beta:
-        parameters = sum(p.numel() for p in setup.source.outline.parameters())
-        dtype = DTYPES[setup.method.storage(precision)]
-        reference = parameters * dtype.itemsize // shards
     return {
         "rollouts": rollout_bytes(setup, schedule, DTYPES[computed_in]),
         "teacher": resident_teacher_bytes(setup, computed_in),
-        "reference": reference,
     }
 
 
@@ -235,7 +225,7 @@ def _fastest(
             kinds.remove("tiled")
 
     # the same for all settings
-    beside = _beside_the_step(setup, schedule, precision, shard_count)
+    beside = _beside_the_step(setup, schedule, precision)
 
     def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
         shape = planned_shape(with_rows(count), strategy)
@@ -250,6 +240,14 @@ def _fastest(
             train.compile,
         )
         plan = predict(setup.source, setup.method, precision, quantize, shape, *fixed)
-        return replace(plan, memory=replace(plan.memory, **beside))
+        # a copy of the trained weights, which is the reference of rewards
+        reference = 0
+        if setup.args.objective == "grpo" and setup.args.grpo.beta:
+            bytes_each = 4
+            if setup.method.saves_full_model:
+                bytes_each = DTYPES[setup.method.storage(precision)].itemsize
+            reference = plan.trained * bytes_each // shard_count
+        memory = replace(plan.memory, reference=reference, **beside)
+        return replace(plan, memory=memory)
 
     return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)
