@@ -38,6 +38,7 @@ from litft.data.notes import (
     EMPTY_TURN,
     END_TEXT,
     EQUAL,
+    MARK_IGNORED,
     MASKED,
     MESSAGES_AS_TEXT,
     OTHER_PROMPT,
@@ -419,13 +420,10 @@ class Encoder:
         messages = []
         for message in example.messages[: turns[-1] + 1]:
             clean = without_learned(message)
-            if (
-                message["role"] == "assistant"
-                and (content := strip_end_token(message["content"])) != message["content"]
-            ):
-                if END_TEXT not in encoded.notes:
-                    encoded.notes.append(END_TEXT)
-                clean["content"] = content
+            if message["role"] == "assistant":
+                clean["content"] = strip_end_token(message["content"])
+            if clean["content"] != message["content"] and END_TEXT not in encoded.notes:
+                encoded.notes.append(END_TEXT)
             messages.append(clean)
         # a model that was always trained with a system prompt needs it afterwards, too
         encoded.describe(messages, example.tools)
@@ -440,6 +438,8 @@ class Encoder:
         for n in learned_turns:
             if example.messages[n].get("train", True):
                 supervised.add(n)
+            elif not self.mask_prompt and MARK_IGNORED not in encoded.notes:
+                encoded.notes.append(MARK_IGNORED)
         if self.mask_prompt and supervised & empty:
             encoded.notes.append(EMPTY_TURN if supervised - empty else EMPTY)
         return messages, supervised - empty

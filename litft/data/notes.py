@@ -28,6 +28,10 @@ EARLIER_TURNS = (
     "with an answer of several turns, of which only the last is compared: the template renders the "
     "others differently once it follows (another --data.template may not)"
 )
+MARK_IGNORED = (
+    "with a turn that is marked not to be learned, which --data.mask_prompt false learns all the "
+    "same (leave the flag out)"
+)
 MESSAGES_AS_TEXT = (
     "with a list of messages that is learned as text (prompt and answer must both be lists; "
     "--data.columns messages=... reads a list of all turns)"

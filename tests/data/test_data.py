@@ -35,6 +35,7 @@ from litft.data.notes import (
     CUT_AWAY,
     EMPTY,
     END_TEXT,
+    MARK_IGNORED,
     MASKED,
     UNANSWERED,
     WITHIN_TOKEN,
@@ -245,6 +246,15 @@ def test_which_turns_are_supervised(tiny, messages, settings, supervised, notes)
         for encoded in result.samples
     ]
     assert texts == ([supervised.split()] if supervised else [])
+
+
+def test_a_mark_that_has_no_effect_is_named(tiny):
+    """--data.mask_prompt false learns every token."""
+    messages = [QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER]
+    tokenizer = Tokenizer(tiny)
+    for mask_prompt, notes in ((True, []), (False, [MARK_IGNORED])):
+        result = encode_record({"messages": messages}, tokenizer, mask_prompt=mask_prompt)
+        assert result.notes == notes
 
 
 # the third keeps the reasoning of a field for the last answer only, and that of a content is

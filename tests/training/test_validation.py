@@ -124,6 +124,27 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
 
 
+class Twice(list):
+    """Samples, each record having two of them."""
+
+    @property
+    def names(self):
+        return [(number // 2 + 1, 0, number % 2) for number in range(len(self))]
+
+
+@torch.no_grad()
+def test_answers_of_one_record_are_one_example(model_and_samples, single_process, tmp_path):
+    """An interval draws them together."""
+    model, tokenizer, samples, data = model_and_samples
+    args = EvalArgs(exact_match=True, max_new_tokens=0)
+    measured = Measured(tokenizer, replace(data, val=Twice(samples)), args)
+    validation = Validation(Processes(*single_process), model, measured, tmp_path / "samples.jsonl")
+    validation.measure_before(BatchLayout(rows=3), 2)
+    parts = validation.before_after.before["exact_match"]
+    assert len(parts) == len(samples) // 2
+    assert {part.weight for part in parts.values()} == {2.0}
+
+
 @torch.no_grad()
 def test_the_loss_is_a_mean_over_target_tokens(model_and_samples, single_process):
     """Micro-batches with few targets count less than those with many."""
