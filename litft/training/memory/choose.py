@@ -144,6 +144,16 @@ def resident_teacher_bytes(setup: RunSetup, precision: str) -> int:
     return weight_bytes(setup.teacher, precision, setup.args.distill.quantize)
 
 
+def _reference_bytes(setup: RunSetup, precision: str, trained: int) -> int:
+    """Return the bytes of the reference of rewards, a copy of the trained parameters; 0 without
+    one."""
+    if setup.args.objective != "grpo" or not setup.args.grpo.beta:
+        return 0
+    if setup.method.saves_full_model:
+        return trained * DTYPES[setup.method.storage(precision)].itemsize
+    return 4 * trained
+
+
 def _beside_the_step(setup: RunSetup, schedule: Schedule, precision: str) -> dict[str, int]:
     """Return the bytes of what a run has beside its steps: fields of `Memory`."""
     computed_in = precision.removesuffix("-true")
@@ -240,14 +250,7 @@ def _fastest(
             train.compile,
         )
         plan = predict(setup.source, setup.method, precision, quantize, shape, *fixed)
-        # a copy of the trained weights, which is the reference of rewards
-        reference = 0
-        if setup.args.objective == "grpo" and setup.args.grpo.beta:
-            bytes_each = 4
-            if setup.method.saves_full_model:
-                bytes_each = DTYPES[setup.method.storage(precision)].itemsize
-            reference = plan.trained * bytes_each // shard_count
-        memory = replace(plan.memory, reference=reference, **beside)
-        return replace(plan, memory=memory)
+        copied = _reference_bytes(setup, precision, plan.trained) // shard_count
+        return replace(plan, memory=replace(plan.memory, reference=copied, **beside))
 
     return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)
