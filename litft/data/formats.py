@@ -301,7 +301,8 @@ def strip_end_token(text: str) -> str:
         if stripped.endswith(end):
             if end == "</s>" and "<s>" in stripped:  # HTML's strikethrough
                 return text
-            return stripped.removesuffix(end)
+            # a space before it belongs to the end token
+            return stripped.removesuffix(end).rstrip()
     return text
 
 

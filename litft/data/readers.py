@@ -216,7 +216,7 @@ def _lines(path: Path, file: io.BufferedIOBase) -> Records:
             where = f"{path}, line {number}"
             try:
                 # files that were joined have several byte order marks
-                record = json.loads(line.removeprefix("\ufeff"))
+                record = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:
                 record = ValueError(
                     f"{where}: invalid JSON ({error}); each line must be one object"
@@ -236,6 +236,17 @@ def _text_lines(path: Path, file: io.BufferedIOBase) -> Iterator[str]:
     yield "".join(pieces)
 
 
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise ValueError if a field is there twice, of which JSON keeps the
+    last."""
+    found = dict(fields)
+    if len(found) < len(fields):
+        names = [name for name, _ in fields]
+        name = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field {name!r} is there twice; remove one")
+    return found
+
+
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -246,7 +257,7 @@ class _Values:
     def __init__(self, path: Path, file: io.BufferedIOBase) -> None:
         self.path = path
         self.blocks = _blocks(path, file)
-        self.decode = json.JSONDecoder().raw_decode
+        self.decode = json.JSONDecoder(object_pairs_hook=_object).raw_decode
         # buffered text, position in it, characters dropped before it
         self.text = ""
         self.at = 0

@@ -14,7 +14,7 @@ from litft.data.chat_template import Message
 from litft.data.digests import hash64
 from litft.data.messages import SYSTEM_ROLES
 from litft.data.reasoning import REASONING_FIELDS
-from litft.data.similarity import text_signature
+from litft.data.similarity import contains_word, text_signature
 
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
@@ -78,10 +78,15 @@ class ComparedConversation:
 
     def signatures(self) -> np.ndarray:
         """Return the signatures of the whole conversation and of its prompt, (2, 128): see
-        `similarity`. Conversations with different system prompts, settings or labels are not
-        nearly equal."""
+        `similarity`. Conversations with different system prompts, settings, labels or answers of
+        symbols alone are not nearly equal."""
         whole = "\n".join((_text_of(self.messages), *(self.rejected or ())))
-        salt = str(_hash_of(self.system, self.setting, self.label))
+        answers = [self.messages[number]["content"] for number in sorted(self.learned)]
+        symbols = []
+        for answer in (*answers, *(self.rejected or ())):
+            if not contains_word(answer):
+                symbols.append(answer.strip())
+        salt = str(_hash_of(self.system, self.setting, self.label, symbols))
         return np.stack((text_signature(whole, salt), text_signature(_text_of(self.prompt))))
 
     def facts(self) -> RecordFacts:

@@ -32,6 +32,11 @@ MOST_WORDS = 100_000  # of a text that are compared
 PAIRS_AT_ONCE = 100_000
 
 
+def contains_word(text: str) -> bool:
+    """Return whether a text has a word: symbols and emoji are none."""
+    return WORD.search(text) is not None
+
+
 def text_signature(text: str, salt: str = "") -> np.ndarray:
     """Return the MinHash signature of a text, (128,) uint32. Texts that differ only in case, spaces
     and punctuation have the same one; so have those that begin with the same 100,000 words.

@@ -35,7 +35,15 @@ from litft.evaluation.scoring import (
     is_exact,
     question_text,
 )
-from litft.evaluation.verdict import Key, Part, Verdict, add_part, parts_of, verdicts
+from litft.evaluation.verdict import (
+    Key,
+    Part,
+    Verdict,
+    add_part,
+    has_other_tokens,
+    parts_of,
+    verdicts,
+)
 from litft.inference.generation import Completion
 from litft.inference.session import Session
 from litft.model.loss import IGNORED
@@ -311,10 +319,18 @@ def compare_preferences(subjects: Sequence[ScoredModel]) -> None:
 
 
 def compare_models(subjects: Sequence[ScoredModel]) -> list[Verdict]:
-    """Return how the last model differs from the first, if there are two."""
+    """Return how the last model differs from the first, if there are two. Print which losses are
+    not comparable."""
     if len(subjects) != 2:
         return []
-    return verdicts(subjects[0].parts, subjects[1].parts)
+    first, second = (subject.parts for subject in subjects)
+    for score in second:
+        if has_other_tokens(score, first.get(score, {}), second[score]):
+            print(
+                f"not compared: {score}, which is of other tokens of the examples (another "
+                "template or tokenizer)"
+            )
+    return verdicts(first, second)
 
 
 def _cell(score: float | None, error: float | None) -> str:

@@ -145,11 +145,19 @@ def verdicts(first: Parts, second: Parts) -> list[Verdict]:
         of_first = first.get(score, {})
         of_second = second[score]
         shared = [key for key in of_second if key in of_first]
-        if not shared:
+        if not shared or has_other_tokens(score, of_first, of_second):
             continue
         pairs = [(of_first[key], of_second[key]) for key in shared]
         found.append(_verdict(score, np.array(pairs, dtype=np.float64)))
     return found
+
+
+def has_other_tokens(score: str, first: Mapping[Key, Part], second: Mapping[Key, Part]) -> bool:
+    """Return whether two losses are of other tokens of the same examples, as with another template
+    or tokenizer: they are not comparable."""
+    if not score.startswith(LOSS):
+        return False
+    return any(first[key].weight != part.weight for key, part in second.items() if key in first)
 
 
 def _verdict(score: str, pairs: np.ndarray) -> Verdict:

@@ -257,8 +257,10 @@ def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = 
     """Return the rules of a mixture; shared: the names of the shared expert."""
     stored = "model.layers.{}.mlp.experts."
     experts = mixtral.experts_of(config)
-    # Mistral 4's are stored in stacks; no other family scores groups of experts like this
-    if experts is not None and (experts.scoring, experts.group_score) == ("softmax", "top2"):
+    # Mistral 4's are stored in stacks; no other family with latent attention scores its experts so
+    has_latent = any(layer.latent for layer in config.layers)
+    scores = (experts.scoring, experts.group_score) if experts else ()
+    if has_latent and scores == ("softmax", "top2"):
         stacks = mixtral.fused_experts(config, stored)
     else:
         stacks = mixtral.stacked_experts(config, f"{stored}{{}}.", llama.PROJECTIONS)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from litft.args import Formats
-from litft.data.formats import FORMATS, rename_columns, to_example
+from litft.data.formats import FORMATS, rename_columns, strip_end_token, to_example
 from litft.data.readers import read_records
 
 CHAT = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
@@ -281,3 +281,9 @@ def test_an_empty_answer_does_not_change_the_format(record, expected):
     from litft.data.formats import detect_format
 
     assert detect_format(record, "here") == expected
+
+
+def test_the_space_before_an_end_token_goes_with_it():
+    assert strip_end_token("bad </s>\n") == "bad"
+    assert strip_end_token("bad ") == "bad "
+    assert strip_end_token("<s>no</s>") == "<s>no</s>"

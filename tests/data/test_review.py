@@ -203,6 +203,20 @@ def test_near_copies_are_those_of_a_quadratic_comparison():
     assert abs(np.mean(errors)) < 0.01 and np.std(errors) < 0.05
 
 
+@pytest.mark.parametrize(
+    "answers, are_near", [(("\U0001f642", "\U0001f641"), False), (("<", "<"), True)]
+)
+def test_answers_of_symbols_make_other_records(answers, are_near):
+    """Words alone are compared otherwise, so that opposite answers would be copies."""
+    conversations = []
+    for answer in answers:
+        messages = [{"role": "user", "content": "Translate the smiley into one symbol, please"}]
+        messages.append({"role": "assistant", "content": answer})
+        conversations.append(ComparedConversation(messages, learned={1}))
+    whole = np.stack([conversation.signatures()[0] for conversation in conversations])
+    assert (first_of_group(whole).tolist() == [0, 0]) == are_near
+
+
 def test_copies_are_left_out_where_that_is_asked_for(load):
     """exact: the first of equal records stays; near: of nearly equal ones, too."""
     records = clean_records()

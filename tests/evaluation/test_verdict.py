@@ -81,6 +81,14 @@ def test_only_examples_of_both_models_count():
     assert found.examples == 1 and found.difference == -1.0
 
 
+def test_losses_of_other_tokens_are_not_compared():
+    """With another template or tokenizer, an example has another number of target tokens."""
+    first = {"loss": {(1,): Part(4.0, 2.0), (2,): Part(2.0, 2.0)}, "accuracy": {(1,): Part(1.0)}}
+    second = {"loss": {(1,): Part(4.0, 2.0), (2,): Part(2.0, 3.0)}, "accuracy": {(1,): Part(0.0)}}
+    assert [found.score for found in verdicts(first, second)] == ["accuracy"]
+    assert [found.score for found in verdicts(first, first)] == ["loss", "accuracy"]
+
+
 @pytest.mark.parametrize(
     "found, words",
     [
