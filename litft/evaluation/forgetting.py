@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
@@ -143,9 +144,14 @@ class Remembered(NamedTuple):
         return tokenizer.encode(neutral_paragraphs()[0])[: len(own)] == own
 
     def parts(self, session: Session, rows: int) -> dict[str, dict[Key, Part]]:
-        """Return what each text adds to the losses of a model."""
+        """Return what each text adds to the losses of a model. On a terminal, a bar shows how far
+        the measurement is."""
         layout = BatchLayout(rows=rows)
-        return {
-            NEUTRAL: loss_parts(session.model, self.neutral, layout),
-            OWN_ANSWERS: loss_parts(session.model, self.answers, layout),
-        }
+        parts = {}
+        for score, samples in ((NEUTRAL, self.neutral), (OWN_ANSWERS, self.answers)):
+            batches = -(-len(samples) // rows)
+            with tqdm(total=batches, desc=score, unit=" batches", disable=None) as bar:
+                parts[score] = loss_parts(
+                    session.model, samples, layout, before_batch=lambda bar=bar: bar.update()
+                )
+        return parts
