@@ -106,12 +106,11 @@ def loss_parts(
     before_batch: Callable[[], object] = lambda: None,
 ) -> dict[Key, Part]:
     """Return what each sample adds to the loss per token: every process takes part."""
-    log_probs, lengths = sample_log_probs(model, samples, layout, model.device, rank, before_batch)
+    log_probs, _ = sample_log_probs(model, samples, layout, model.device, rank, before_batch)
     losses = sum_over_ranks(-log_probs).tolist()
-    counts = sum_over_ranks(lengths).tolist()
     parts: dict[Key, Part] = {}
-    for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
-        parts[(number,)] = Part(loss, count)
+    for number, (loss, sample) in enumerate(zip(losses, samples, strict=True)):
+        parts[(number,)] = Part(loss, float(sample.supervised))
     return parts
 
 
