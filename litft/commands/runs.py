@@ -99,7 +99,7 @@ def read_run(folder: Path) -> Run:
         steps=int(newest.get("step", 0)),
         losses=losses,
         state=_state(folder),
-        # a finished run that goes on has none until its end
+        # the verdict in the folder of a run that was continued is of its earlier result
         verdict=_verdict(folder) if run_dir.finished(folder) else "",
     )
 

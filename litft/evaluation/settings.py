@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from litft.evaluation.verdict import LOSS, Key, Part, Parts, Verdict, verdicts
+from litft.evaluation.verdict import (
+    LOSS,
+    Key,
+    Part,
+    Parts,
+    Verdict,
+    has_other_tokens,
+    verdicts,
+)
 
 LEVEL = 0.95
 
@@ -48,8 +56,10 @@ class RunsOfSetting:
         for parts in measured:
             for key, part in parts.items():
                 old = together.get(key, Part(0.0, 0.0))
-                value = old.value + part.value / len(measured)
-                together[key] = Part(value, old.weight + part.weight / len(measured))
+                together[key] = Part(old.value + part.value, old.weight + part.weight)
+        # divided once: the mean of equal weights is exactly this weight
+        for key, part in together.items():
+            together[key] = Part(part.value / len(measured), part.weight / len(measured))
         return together
 
 
@@ -106,14 +116,10 @@ def difference(first: RunsOfSetting, second: RunsOfSetting, score: str) -> Diffe
     return Difference(
         over_examples=found[0] if found else None,
         over_seeds=_interval_over_seeds(first, second, score),
-        is_comparable=_weights(of_first) == _weights(of_second),
+        is_comparable=(
+            of_first.keys() == of_second.keys() and not has_other_tokens(score, of_first, of_second)
+        ),
     )
-
-
-def _weights(parts: Mapping[Key, Part]) -> dict[Key, float]:
-    """Return the weight of each example, such as its target tokens: another template, tokenizer or
-    mask gives it other ones."""
-    return {key: round(part.weight, 6) for key, part in parts.items()}
 
 
 def _interval_over_seeds(

@@ -58,7 +58,7 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
         runs["stopped"].state == "not finished; --resume continues after step 2"
         and runs["stopped"].steps == 2
     )
-    # a run that has finished before, and goes on, has none of its own yet
+    # the verdict of a run that was continued is of its earlier result
     assert runs["whole"].verdict and not runs["stopped"].verdict
     assert runs["begun"].state == "not finished; no checkpoint yet" and not runs["begun"].losses
     with locked_folder(begun):

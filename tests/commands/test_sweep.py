@@ -252,7 +252,8 @@ def test_other_tokens_of_the_same_examples_are_not_compared():
     other = RunsOfSetting("other", runs)
     assert not difference(first, other, "loss").is_real
     # one run fewer has the same tokens
-    assert difference(first, RunsOfSetting("fewer", second.runs[:2]), "loss").is_comparable
+    fewer = difference(first, RunsOfSetting("fewer", second.runs[:2]), "loss")
+    assert fewer.is_comparable and fewer.over_examples is not None
 
 
 def test_a_margin_is_not_compared_where_the_grid_scales_it():
