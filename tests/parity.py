@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.modeling_outputs import CausalLMOutput
 
 from litft.model.config import Config
 from litft.model.kv_cache import KVCache
@@ -71,6 +72,35 @@ DEEPSEEK = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 # transformers opens it only as a part of Mistral 3's multimodal class
 transformers.AutoModelForCausalLM.register(
     transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)
+
+
+class MuseGlimmerText(transformers.MuseGlimmerPreTrainedModel):
+    """Muse Glimmer's text alone, of which transformers has no class with a head: the head of its
+    multimodal class."""
+
+    config_class = transformers.MuseGlimmerTextConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = transformers.MuseGlimmerTextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None, **inputs):
+        """Return the logits, and the loss of labels."""
+        hidden = self.model(input_ids, **inputs).last_hidden_state
+        limit = self.config.final_logit_softcapping
+        logits = self.lm_head(hidden) * self.config.output_multiplier
+        logits = torch.tanh(logits / limit) * limit
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+transformers.AutoModelForCausalLM.register(
+    transformers.MuseGlimmerTextConfig, MuseGlimmerText, exist_ok=True
 )
 
 # family: (transformers' config class, {variation: values})
@@ -996,6 +1026,23 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 norm_topk_prob=False,
                 routed_scaling_factor=1.5,
                 **DEEPSEEK,
+            ),
+        },
+    ),
+    "muse_glimmer_text": (
+        "MuseGlimmerTextConfig",
+        {
+            "windows, NoPE": dict(head_dim=8, sliding_window=6, num_hidden_layers=5),
+            "RoPE by layer": dict(
+                head_dim=16,
+                sliding_window=6,
+                layer_types=MIXED,
+                layer_rope_theta=[0, 1e4, 1e4],
+                rope_parameters=dict(rope_type="default", rope_theta=1e4),
+                qk_scale_factor=2.5,
+                output_multiplier=0.6,
+                post_norm_eps=1e-3,
+                final_logit_softcapping=4.0,
             ),
         },
     ),

@@ -29,9 +29,9 @@ SPARSE = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 
 
 def random_wrapper(name, text, tower, **values):
-    """Return a model of the class NAMEForConditionalGeneration with random weights."""
+    """Return a multimodal model with random weights; NAMEConfig is its config class."""
     torch.manual_seed(0)
     # transformers changes the dictionaries that it gets
     config_class = getattr(transformers, f"{name}Config")
     config = config_class(text_config=dict(text), vision_config=dict(tower), **values)
-    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    return transformers.AutoModelForImageTextToText.from_config(config).eval()

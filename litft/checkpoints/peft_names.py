@@ -17,6 +17,8 @@ PREFIX = "base_model.model."  # of every key in PEFT's files
 _WRAPPED = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
+    # in files of Nemotron 3 Omni
+    "language_model.backbone.": "model.",
     "language_model.lm_head": "lm_head",
     "model.text_model.": "model.",
     "text_model.model.": "model.",

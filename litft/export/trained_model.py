@@ -15,6 +15,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.export.merge_distance import merge_distance_line
 from litft.export.model_folder import write_folder, written_dtype
+from litft.families.wrappers import ONLY_WRAPPED
 from litft.methods import AdapterTensors, Method
 from litft.model.quantization import KINDS
 from litft.pretrained.folder import PretrainedFolder, resolve
@@ -161,6 +162,13 @@ def write_merged(
         f"exported {path} to {out} ({'merged with' if result else 'as'} {source.base}, in {name})",
         file=sys.stderr,
     )
+    if whole is None and source.config.model_type in ONLY_WRAPPED:
+        print(
+            "note: transformers has no class for causal language models of "
+            f"{source.config.model_type} alone; litft reads this folder; for other programs, "
+            "write the whole model with --multimodal true",
+            file=sys.stderr,
+        )
     if isinstance(result, Result) and result.trained_with:
         precision = None if args.precision == "auto" else args.precision
         line = merge_distance_line(source, result, out, precision)

@@ -69,18 +69,28 @@ def _windowed_layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...
     none."""
     windows = llama.layer_windows(hf, lambda index: index % 4 != 0)
     layers = list(llama.windowed_layers(base, windows))
-    thetas = hf.get("layer_rope_theta")
+    thetas = layer_thetas(hf)
     if thetas is None:
         return tuple(layers)
-    if len(thetas) != len(layers):
-        raise ValueError(
-            f"config.json: layer_rope_theta must list {len(layers)} values, found {thetas!r:.300}"
-        )
     for number, theta in enumerate(thetas):
         rope = layers[number].rope
         assert rope is not None
         layers[number] = replace(layers[number], rope=replace(rope, theta=theta) if theta else None)
     return tuple(layers)
+
+
+def layer_thetas(hf: dict[str, Any]) -> list[float] | None:
+    """Return the base of RoPE of each layer, 0 for none; None where the file does not list them.
+
+    Raises ValueError for a list of another length.
+    """
+    thetas = hf.get("layer_rope_theta")
+    count = hf["num_hidden_layers"]
+    if thetas is not None and len(thetas) != count:
+        raise ValueError(
+            f"config.json: layer_rope_theta must list {count} values, found {thetas!r:.300}"
+        )
+    return thetas
 
 
 def rules(config: Config) -> list[Rule]:

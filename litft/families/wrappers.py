@@ -33,11 +33,16 @@ TEXT_CLASSES = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    # transformers has no class with a head
+    "muse_glimmer_text": "MuseGlimmerTextModel",
+    "nemotron_h": "NemotronHForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+# of these, transformers' AutoModelForCausalLM has no class: it opens the multimodal model alone
+ONLY_WRAPPED = ("mistral4", "muse_glimmer_text")
 # the same network under another name
 SAME_NETWORK = {
     "exaone4_5_text": "exaone4",
@@ -63,7 +68,8 @@ TEXT_MODEL_PREFIXES = "{model.|model.text_model.|text_model.model.}"
 # tensors of images and sound
 OTHER_PARTS = (
     "{model.|}{vision_tower|vision_model|visual|multi_modal_projector|mm_projector|projector|"
-    "connector|image_newline}{*}"
+    "connector|image_newline|vision_adapter|vision_projection|vision_projector|mlp1|"
+    "vision_final_layernorm|sound_encoder|sound_projection|audio_tower|embed_audio}{*}"
 )
 # fields of a multimodal config.json that do not describe its language model
 OUTER_FIELDS = ("vision_config", "text_config", "vision_token_id", "image_token_id")
@@ -83,6 +89,9 @@ class Wrapper:
     names: ModuleNames = LANGUAGE_MODEL
     # fields whose default differs from that of the language model alone
     defaults: dict[str, Any] = field(default_factory=dict)
+    # whether `text_config` alone says if embedding and head are tied: the class contains the
+    # language model with its head
+    has_text_ties: bool = False
     # whether the size of a head is not that of the language model alone, but follows from the
     # number of heads
     heads_divide_size: bool = False
@@ -119,6 +128,13 @@ WRAPPERS = {
     "llava_next": Wrapper("llama"),
     "llava_onevision": Wrapper("qwen2"),
     "mistral3": Wrapper("mistral", tied=True),
+    "muse_glimmer": Wrapper("muse_glimmer_text"),
+    "nemotron_h_omni": Wrapper(
+        "nemotron_h",
+        prefixes="{backbone.|language_model.backbone.|language_model.model.}",
+        names=ModuleNames("language_model.model.", "language_model.lm_head"),
+        has_text_ties=True,
+    ),
     "qwen2_5_vl": Wrapper("qwen2"),
     "qwen2_vl": Wrapper("qwen2"),
     "qwen3_vl": Wrapper("qwen3"),
@@ -139,12 +155,17 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     ValueError for a language model of an unknown type.
     """
     wrapper = WRAPPERS[hf["model_type"]]
+    # as the files of Nemotron 3 Omni call it
+    if "text_config" not in hf and "llm_config" in hf:
+        hf = {**hf, "text_config": hf["llm_config"]}
     if "text_config" not in hf:
         inner = {}
         for name, value in hf.items():
             if name not in OUTER_FIELDS:
                 inner[name] = value
         hf = {**hf, "text_config": inner | {"model_type": wrapper.default}}
+    elif wrapper.has_text_ties:
+        hf = {name: value for name, value in hf.items() if name != "tie_word_embeddings"}
     found = hf["text_config"].get("model_type", wrapper.default)
     # in a damaged file it may be a list, which cannot be looked up
     model_type = SAME_NETWORK.get(str(found), str(found))
@@ -212,7 +233,7 @@ def _wrapped_name(name: str, prefixes: str) -> str:
     """Return the pattern of a tensor's names in a multimodal file."""
     if name.startswith("lm_head."):
         return "{|language_model.|text_model.}" + name
-    return re.sub(r"^model\.", lambda _: prefixes, name)
+    return re.sub(r"^(model|backbone)\.", lambda _: prefixes, name)
 
 
 FAMILY = Family(

@@ -245,7 +245,7 @@ class Block(nn.Module):
         self.attention = make_attention(config, layer)
         self.mixer = make_mixer(config, layer)
         if after and mixes:
-            self.attention_post_norm = Norm(config.norm, config.dim)
+            self.attention_post_norm = Norm(config.post_norm or config.norm, config.dim)
         else:
             self.attention_post_norm = None
 
@@ -255,7 +255,7 @@ class Block(nn.Module):
             self.mlp_norm = None
         self.mlp = make_mlp(config, layer) if layer.mlp else None
         if after and layer.mlp:
-            self.mlp_post_norm = Norm(config.norm, config.dim)
+            self.mlp_post_norm = Norm(config.post_norm or config.norm, config.dim)
         else:
             self.mlp_post_norm = None
         self.token_input = TokenInput(config) if config.per_layer_dim else None

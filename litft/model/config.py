@@ -324,7 +324,10 @@ class Config:
     layer_scale: bool = False
     altup: AltUpConfig | None = None
     embed_norm: NormConfig | None = None  # of the embedding
-    final_norm: bool = True  # before the head
+    # of the outputs of attention and MLP; None: as `norm`
+    post_norm: NormConfig | None = None
+    # before the head; True: as `norm`, False: none
+    final_norm: NormConfig | bool = True
 
     @property
     def stream_dim(self) -> int:

@@ -227,7 +227,7 @@ FIELD_TYPES: dict[str, FieldType] = {
         "rope_local_base_freq embedding_multiplier residual_multiplier logits_scaling swiglu_alpha "
         "swiglu_limit routed_scaling_factor route_scale attn_scale scale_emb lm_head_multiplier "
         "key_multiplier attention_in_multiplier attention_out_multiplier ssm_in_multiplier "
-        "ssm_out_multiplier",
+        "ssm_out_multiplier qk_scale_factor output_multiplier post_norm_eps",
     ),
     **_all(
         POSITIVE.or_null(),

@@ -63,7 +63,12 @@ class GPT(nn.Module):
         self.streams = Streams(config, config.altup) if config.altup else None
 
         self.blocks = nn.ModuleList(block_class(config)(config, layer) for layer in config.layers)
-        self.norm = Norm(config.norm, config.dim) if config.final_norm else None
+        if config.final_norm is True:
+            self.norm = Norm(config.norm, config.dim)
+        elif config.final_norm:
+            self.norm = Norm(config.final_norm, config.dim)
+        else:
+            self.norm = None
         self.lm_head = Linear(config.dim, config.vocab_size, bias=config.head_bias)
         self.tie()
 

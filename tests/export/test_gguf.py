@@ -452,6 +452,38 @@ MODELS |= {
         ),
     ),
 }
+SWASH = dict(layer_types=["full_attention", "sliding_attention", "sliding_attention"])
+SWASH |= dict(sliding_window=6, num_key_value_heads=2, **GRANITE)
+MODELS |= {
+    "exaone": ("ExaoneConfig", {}),
+    "exaone llama 3": (
+        "ExaoneConfig",
+        dict(rope_parameters=dict(rope_theta=5e5, original_max_position_embeddings=32, **LLAMA3)),
+    ),
+    "granite_swa": ("GraniteSWAConfig", dict(layer_rope_theta=[0, 1e4, 1e4], **SWASH)),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        dict(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            shared_intermediate_size=40,
+            tie_word_embeddings=True,
+            **SWASH,
+        ),
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        dict(
+            LATENT,
+            q_lora_rank=14,
+            num_key_value_heads=4,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            rope_parameters={**MINISTRAL, "llama_4_scaling_beta": 0.3},
+        ),
+    ),
+}
 # transformers' reader ignores parts of the other models
 READ_BY_TRANSFORMERS = [
     "llama",

@@ -133,4 +133,20 @@ def test_ties_are_as_in_transformers_where_no_file_says_so(model_type):
     kind = transformers.AutoConfig.for_model(model_type.replace("-", "_"))
     text = {"num_hidden_layers": 2}
     tied = text_config({"model_type": model_type, "text_config": text})["tie_word_embeddings"]
-    assert tied == kind.tie_word_embeddings
+    # where a class has no such field, its text has no ties
+    assert tied == getattr(kind, "tie_word_embeddings", False)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_ties_of_a_class_with_a_whole_language_model(outer, inner):
+    """Nemotron 3 Omni contains the language model with its head; published files call its fields
+    llm_config."""
+    hf = {
+        "model_type": "nemotron_h_omni",
+        "tie_word_embeddings": outer,
+        "llm_config": {"tie_word_embeddings": inner, "hidden_size": 64},
+    }
+    text = text_config(hf)
+    assert text["tie_word_embeddings"] == inner
+    assert text["model_type"] == "nemotron_h" and text["hidden_size"] == 64

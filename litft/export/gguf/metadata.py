@@ -78,10 +78,12 @@ LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_e
 READS_FACTORS = (
     "llama",
     "phi3",
+    "exaone",
     "exaone4",
     "gemma4",
     "llama4",
     "arcee",
+    "granite_swa",
 )
 # llama.cpp ignores the sliding window of all others
 SUPPORTS_WINDOWS = (
@@ -96,6 +98,7 @@ SUPPORTS_WINDOWS = (
     "mellum",
     "cohere2moe",
     "afmoe",
+    "granite_swa",
 )
 # architectures without a tensor for the head, which is that of the embedding, and those that need
 # one in any case
