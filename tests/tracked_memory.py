@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from litft.args import TrainArgs
+from litft.distributed.devices import DTYPES
 from litft.methods import Method
 from litft.model.transformer import GPT
 from litft.pretrained.folder import PretrainedFolder
@@ -43,9 +44,7 @@ def tracked_peak(
     supervised: number of supervised tokens in a micro-batch; None: all.
     """
     with mode():
-        torch.set_default_dtype(
-            {"fp32": torch.float32, "bf16": torch.bfloat16}[method.storage(precision)]
-        )
+        torch.set_default_dtype(DTYPES[method.storage(precision)])
         model = GPT(source.config)
         torch.set_default_dtype(torch.float32)
         method.attach(model)

@@ -128,6 +128,8 @@ CASES = {
     "full, fp32": ("smollm2-135m", 2, FullFinetuneArgs(), "fp32", Shape(1, 2048)),
     "full, fp32 masters": ("smollm2-135m", 2, FullFinetuneArgs(), "bf16", Shape(1, 2048, True)),
     "full, bf16 weights": ("qwen3-0.6b", 2, FullFinetuneArgs(), "bf16-true", Shape(1, 2048)),
+    "LoRA, fp16": ("smollm2-135m", 2, LORA, "fp16", Shape(1, 1024, True)),
+    "full, fp16": ("smollm2-135m", 2, FullFinetuneArgs(), "fp16", Shape(1, 1024)),
     "LoRA on a Llama 3": ("llama-3-8b", 2, LORA, "bf16", Shape(1, 2048)),
     "LLaMA-Adapter": ("llama-3.2-1b", 4, AdapterFinetuneArgs(), "fp32", Shape(2, 512)),
     "LLaMA-Adapter v2": ("tinyllama-1.1b", 4, AdapterV2FinetuneArgs(), "bf16", Shape(2, 1024)),
@@ -161,9 +163,15 @@ def default_dtype():
 
 
 # together with RECOMPUTED, each method, precision and kind of model; the other cases are slow
-QUICK = ("LoRA, two chunks of logits",)
+QUICK = ("LoRA, two chunks of logits", "LoRA, fp16")
 # of these, one of each kind; the rest runs once a week
-SLOW = ("full, bf16 weights", "LLaMA-Adapter v2", "experts", "preferences, an adapted head")
+SLOW = (
+    "full, bf16 weights",
+    "full, fp16",
+    "LLaMA-Adapter v2",
+    "experts",
+    "preferences, an adapted head",
+)
 RECOMPUTED = (
     ("full, fp32 masters", "full"),
     ("dropout, a parallel block", "selective"),
