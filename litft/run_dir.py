@@ -17,6 +17,8 @@ from litft.folder_lock import LOCK
 OUT = Path("out")
 CONFIG = "config.yaml"
 VERDICT = "verdict.json"
+# the hashes of the files of examples, by their names
+DATA = "data.json"
 # first line of config.yaml: other programs have files of that name
 _HEADER = "# A run of litft"
 # the folder of the earlier result of a run that is continued
@@ -68,6 +70,15 @@ def verdict_texts(folder: Path) -> list[str]:
         return [str(verdict["text"]) for verdict in content["verdicts"]]
     except (OSError, ValueError, TypeError, KeyError):
         return []
+
+
+def data_digests(folder: Path) -> set[str]:
+    """Return the hashes of the files that a run has learned from and held out of; none where the
+    run has not recorded them, or the record is damaged."""
+    try:
+        return set(map(str, json.loads((folder / DATA).read_text("utf-8")).values()))
+    except (OSError, ValueError, AttributeError):
+        return set()
 
 
 def set_final_aside(folder: Path) -> None:

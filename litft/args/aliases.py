@@ -3,7 +3,9 @@ called here."""
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
+
+from litft.args.grpo import Losses
 
 
 class Alias(NamedTuple):
@@ -57,7 +59,12 @@ _WORKERS = Alias("", "data is tokenized once into a cache; no workers are needed
 _LOSSES = Alias(
     "--objective {value}",
     "sft, dft, dpo, ipo, simpo, orpo or kto",
-    values={"sigmoid": "--objective dpo", "nll": "--objective sft"},
+    values={
+        "sigmoid": "--objective dpo",
+        "nll": "--objective sft",
+        "grpo": "--objective grpo",
+        **{loss: f"--grpo.loss {loss}" for loss in get_args(Losses)[1:]},
+    },
 )
 _ADDED_LOSS = Alias("--preference.sft_weight {value}", "the weight of the chosen answer's loss")
 # the rates of other programs where only one of the two is given
@@ -377,6 +384,17 @@ ALIASES: dict[str, Alias] = {
         Alias("--preference.undesirable_weight {value}"),
     ),
     "simpo_gamma": Alias("--preference.gamma {value}"),
+    # rewards
+    "num_generations": Alias("--grpo.group_size {value}"),
+    "max_completion_length": Alias("--grpo.max_new_tokens {value}", "of GRPO"),
+    "epsilon": Alias("--grpo.clip_low {value}"),
+    "epsilon_high": Alias("--grpo.clip_high {value}"),
+    "num_iterations": Alias("--grpo.updates {value}"),
+    "mask_truncated_completions": Alias("--grpo.mask_truncated"),
+    "reward_funcs": Alias("--reward VALUE", "names, or FILE.py:FUNCTION"),
+    "scale_rewards": Alias(
+        "", "--grpo.advantages says it", "--grpo.advantages group_mean", values={"group": ""}
+    ),
     "precompute_ref_log_probs": Alias(
         "--objective dpo", "the reference is always computed before the first step"
     ),

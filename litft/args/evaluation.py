@@ -13,6 +13,10 @@ class RunEvalArgs(OpenArgs):
     """Evaluate a model next to its base: on lm-evaluation-harness tasks, or loss and answers on
     your own examples."""
 
+    # the flags that the command line or --config has given, also those with their default's value;
+    # without a type, so that it is no flag itself
+    given_flags = frozenset[str]()
+
     tasks: list[str] = field(default_factory=list)
     """Tasks of lm-evaluation-harness: names, or paths of YAML files. Several tasks: a,b."""
     include_path: str | None = None

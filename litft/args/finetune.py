@@ -31,6 +31,9 @@ Optimizers = Literal[
 ]
 
 
+# optimizers without --train.betas: muon has one momentum for the matrices that nearly all
+# parameters are
+WITHOUT_BETAS = ("adafactor", "sgd", "muon")
 _BLOCK_REASON = "the 8-bit blocks of a weight's shard differ from those of the whole weight"
 # optimizers that cannot run on shards of a weight, and why
 CANNOT_SHARD = {
@@ -216,7 +219,7 @@ class TrainArgs:
 
         # betas and eps that the optimizer would ignore
         for name, without in (
-            ("betas", ("adafactor", "sgd")),
+            ("betas", WITHOUT_BETAS),
             ("eps", ("adafactor", "sgd", "lion")),
         ):
             if getattr(self, name) not in (None, []) and self.optimizer in without:

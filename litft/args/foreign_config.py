@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from litft.args.aliases import translate_flag
+from litft.args.aliases import translate_flag, translate_optimizer
+from litft.args.finetune import WITHOUT_BETAS
 from litft.args.foreign_data import data_paths
 from litft.args.foreign_defaults import (
     AXOLOTL,
@@ -20,6 +21,7 @@ from litft.args.foreign_defaults import (
     defaults_of,
     program_of,
 )
+from litft.args.foreign_objectives import set_objective
 from litft.args.preference import DATA_KINDS, USED_BY
 
 FLAG = re.compile(r"--([\w.]+)(?: (?!--)(.*?))?(?= --|$)")  # a name and its value in a translation
@@ -36,17 +38,13 @@ READ_TOGETHER = (
     *LOSS_MASKS_OF_TRL,
 )
 DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
-# settings that only TRL's DPO has
-SETTINGS_OF_DPO = {"preference.beta", "rpo_alpha", "precompute_ref_log_probs"}
-# the same of generalized knowledge distillation, which has DPO's beta
-SETTINGS_OF_GKD = {"teacher_model_name_or_path", "lmbda", "seq_kd"}
-# flags that apply to supervised training alone
 # whether the scales of quantized weights are quantized, too
 NESTED_QUANTIZATION = (
     "double_quantization",
     "use_bnb_nested_quant",
     "bnb_4bit_use_double_quant",
 )
+# flags that apply to supervised training alone
 SUPERVISED_ONLY = ("data.mask_prompt", "data.format", "train.label_smoothing")
 
 
@@ -94,7 +92,7 @@ def translate_config(
             "command does not have"
         )
     program = program_of(entries)
-    _set_objective(given, entries)
+    set_objective(given, entries, program is TRL, notes)
     _read_together(given, entries, notes)
     if program is not None:
         for flag, value in defaults_of(program, given, entries).items():
@@ -118,33 +116,6 @@ def translate_config(
     return text, list(dict.fromkeys(notes))
 
 
-def _set_objective(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Set the objective, and give beta the name that it has with this objective."""
-    if "objective" not in given:
-        # LLaMA-Factory names the stage, and TRL's settings of DPO tell its files
-        if entries.get("stage") in DATA_KINDS:
-            given["objective"] = entries["stage"]
-        elif not SETTINGS_OF_GKD.isdisjoint(entries):
-            given["objective"] = "distill"
-        elif not SETTINGS_OF_DPO.isdisjoint(entries):
-            given["objective"] = "dpo"
-    if given.get("objective") == "distill" and not SETTINGS_OF_GKD.isdisjoint(entries):
-        _settle_gkd(given, entries)
-    # the weight of the odds ratio is called beta elsewhere
-    if given.get("objective") == "orpo" and "preference.beta" in given:
-        given["preference.orpo_lambda"] = given.pop("preference.beta")
-
-
-def _settle_gkd(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Set the flags of TRL's GKD with its defaults: its loss has no cross-entropy, and its beta and
-    length have names that mean something else here."""
-    given["distill.alpha"] = 0.0
-    given["distill.beta"] = given.pop("preference.beta", 0.5)
-    given["distill.temperature"] = entries.get("temperature", 0.9)
-    given.setdefault("distill.on_policy", 0.5)
-    given["distill.max_new_tokens"] = given.pop("eval.max_new_tokens", 128)
-
-
 def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: list[str]) -> None:
     """Read the settings whose meaning depends on others."""
     objective = given.get("objective", "sft")
@@ -163,6 +134,11 @@ def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: lis
         given["preference.label_smoothing"] = smoothing
 
     _read_quantization(given, entries)
+    # other programs ignore the rates of moments that the optimizer does not have
+    optimizer = translate_optimizer(str(given.get("train.optimizer", "adamw")))
+    if "train.betas" in given and optimizer in WITHOUT_BETAS:
+        del given["train.betas"]
+        notes.append(f"adam_beta1, adam_beta2: --train.optimizer {optimizer} has no such setting")
 
     # other programs ignore what an objective does not use, and litft refuses it
     if objective not in ("sft", "dft"):
@@ -177,8 +153,14 @@ def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: lis
     max_steps = given.get("train.max_steps")
     if isinstance(max_steps, int) and max_steps < 1:
         del given["train.max_steps"]
-    # transformers 5 takes a number below 1 for a share of the run
+    # a switch that is off says nothing beside one that is on
+    if entries.get("fp16") is True and entries.get("bf16") is False:
+        given["precision"] = "fp16"
     warmup = given.get("train.warmup_steps")
+    # no steps: transformers reads the share
+    if warmup == 0 and given.get("train.warmup_fraction"):
+        del given["train.warmup_steps"]
+    # transformers 5 takes a number below 1 for a share of the run
     if isinstance(warmup, float) and 0 < warmup < 1:
         given["train.warmup_fraction"] = given.pop("train.warmup_steps")
     # the lowest rate, as a fraction of the highest

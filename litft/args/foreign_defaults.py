@@ -64,7 +64,8 @@ TRL = ForeignProgram(
         "lora.alpha": 32,
         "lora.dropout": 0.05,
     },
-    learning_rates={"sft": 2e-5, "": 1e-6},
+    # its GKD extends its SFT
+    learning_rates={"sft": 2e-5, "distill": 2e-5, "": 1e-6},
     steps_replace_epochs=True,
 )
 # the first whose marks a file has: LLaMA-Factory's files have TRL's, too
@@ -127,7 +128,9 @@ def defaults_of(
         rows = given.get("train.micro_batch_size", program.rows)
         accumulated = entries.get("gradient_accumulation_steps") or 1
         if isinstance(rows, int) and isinstance(accumulated, int):
-            missing["train.global_batch_size"] = rows * accumulated
+            # TRL counts completions, litft prompts
+            group_size = given.get("grpo.group_size", 8) if objective == "grpo" else 1
+            missing["train.global_batch_size"] = max(1, rows * accumulated // group_size)
 
     # LLaMA-Factory's alpha is twice the rank
     if program is LLAMA_FACTORY and "lora.alpha" not in given:

@@ -88,6 +88,8 @@ def parse(cls: type[AnyArgs], argv: list[str], prog: str | None = None) -> AnyAr
     problems = getattr(args, "problems", list)()
     if problems:
         raise ValueError("\n".join(problems))
+    if isinstance(args, flags.RunEvalArgs):
+        args.given_flags = frozenset(name for name, _ in values)
     return args
 
 

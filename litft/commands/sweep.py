@@ -17,16 +17,25 @@ from rich import box
 from rich.table import Table
 
 from litft import run_dir
-from litft.args import FINETUNE, LoRAFinetuneArgs, Setting, SweepArgs, setting_name
+from litft.args import (
+    FINETUNE,
+    DataArgs,
+    LoRAFinetuneArgs,
+    Setting,
+    SweepArgs,
+    setting_name,
+)
 from litft.args.parser import parse
 from litft.atomic import atomic_write
-from litft.data.digests import hash64
+from litft.checkpoints.adapter_reader import adapter_digest
+from litft.data.digests import digest_of, hash64
 from litft.data.sources import File, find_sources
 from litft.evaluation.comparison import print_table
 from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
 from litft.evaluation.verdict import LOSS, mean_of, parts_in
 from litft.folder_lock import locked_folder
 from litft.model.config_file import read_object
+from litft.pretrained.folder import fingerprint, resolve
 from litft.training.dry_run import format_duration
 from litft.training.output.report import Points, points, write_sweep_page
 
@@ -97,15 +106,40 @@ def _check_same(folder: Path, args: SweepArgs) -> None:
 
 
 def _digests(args: SweepArgs) -> dict[str, str]:
-    """Return the digests of all local files of examples, by their labels."""
-    digests = {}
+    """Return the digests of all local files that the runs read: examples, models, templates and
+    reward functions, by their labels."""
+    digests: dict[str, str] = {}
     for setting in args.settings():
         given = parse(FINETUNE[args.method], _flags(args, setting, seed=1))
-        train, validation = find_sources(given.data)
-        for file in [*train, *(file for _, file in validation)]:
-            if isinstance(file, File) and file.label not in digests:
-                digests[file.label] = file.digest()
+        _add_examples(digests, given.data)
+        for folder, base_dir in ((given.checkpoint_dir, given.base_dir), (given.teacher, None)):
+            if folder and folder not in digests and Path(folder).is_dir():
+                digests[folder] = _digest_of_model(folder, base_dir)
+        names = [given.data.template]
+        for item in given.reward:
+            # FILE.py:FUNCTION
+            names.append(f"{item.partition('.py:')[0]}.py")
+        for name in names:
+            if Path(name).is_file():
+                digests[name] = digest_of(Path(name))
     return digests
+
+
+def _add_examples(digests: dict[str, str], data: DataArgs) -> None:
+    """Add the digests of the local files of examples that are not among them."""
+    train, validation = find_sources(data)
+    for file in [*train, *(file for _, file in validation)]:
+        if isinstance(file, File) and file.label not in digests:
+            digests[file.label] = file.digest()
+
+
+def _digest_of_model(folder: str, base_dir: str | None) -> str:
+    """Return what identifies the model of a folder: its weights, and its adapter."""
+    source = resolve(folder, base_dir)
+    digest = fingerprint(source.checkpoint)
+    if source.adapter is None:
+        return digest
+    return f"{digest} {adapter_digest(source.adapter)}"
 
 
 def _flags_in(path: Path) -> dict[str, Any]:

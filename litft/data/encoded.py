@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from litft.data.chat_template import Message
+from litft.data.chat_template import Message, mentions_variable
 from litft.data.digests import hash64
-from litft.data.formats import Example
+from litft.data.formats import TEMPLATE_ARGS, Example
 from litft.data.messages import LEARNED_ENTRIES, SYSTEM_ROLES
-from litft.data.notes import CONTROL
+from litft.data.notes import CONTROL, TOOLS_LOST
 from litft.data.preferences import Preference
 from litft.data.record_facts import (
     ComparedConversation,
@@ -119,6 +119,31 @@ class Encoded:
         if messages[0]["role"] in SYSTEM_ROLES:
             self.system = messages[0]["content"]
         self.has_tools = bool(tools)
+
+    def note_unused(self, messages: list[Message], example: Example, tokenizer: Tokenizer) -> None:
+        """Note variables that the template does not have, and that it shows the model nothing of
+        the tools it may call. messages: the conversation, with or without its last answer."""
+        source = tokenizer.template_for(example.tools)
+        for name in example.template_args:
+            if not mentions_variable(source, name):
+                self.unused.append(f"{TEMPLATE_ARGS}.{name}")
+        if not example.tools:
+            return
+        # the messages before the first answer, with tools and without: the same text has no tools
+        # in it
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        first = answers[0] if answers else len(messages)
+        texts = []
+        for tools in (example.tools, None):
+            try:
+                text = tokenizer.apply_chat_template(
+                    messages[:first], tools, **example.template_args
+                )
+            except ValueError:  # with the answer it may render
+                return
+            texts.append(text)
+        if texts[0] == texts[1]:
+            self.notes.append(TOOLS_LOST)
 
     def note_controls(self, texts: list[str], tokenizer: Tokenizer) -> None:
         """Note that one of the texts contains that of a control token."""

@@ -12,13 +12,12 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from litft.data.chat_template import Message, mentions_variable
+from litft.data.chat_template import Message
 from litft.data.digests import hash64
 from litft.data.encoded import Encoded, unit_hash, without_learned
 from litft.data.formats import (
     COMMON_FIELDS,
     FORMATS,
-    TEMPLATE_ARGS,
     Example,
     Record,
     detect_format,
@@ -45,7 +44,6 @@ from litft.data.notes import (
     OTHER_QUESTION,
     PROMPT_CUT,
     THOUGHT_IS_OFF,
-    TOOLS_LOST,
     UNANSWERED,
     WITHIN_TOKEN,
     WITHOUT,
@@ -226,7 +224,7 @@ class Encoder:
             if EMPTY not in encoded.notes:
                 encoded.notes.append(MASKED)
             return None
-        self._note_unused(messages, example, encoded)
+        encoded.note_unused(messages, example, self.tokenizer)
         # where the template needs several texts, the last one ends with the answer to compare
         *_, (ids, turns) = self._tokenize(messages, example)
         stored = np.array(ids, np.uint32)
@@ -288,7 +286,7 @@ class Encoder:
         encoded.compare_example(example, messages, supervised)
         messages = self._up_to_limit(messages, example, supervised, encoded)
         encoded.note_controls([message["content"] for message in messages], self.tokenizer)
-        self._note_unused(messages, example, encoded)
+        encoded.note_unused(messages, example, self.tokenizer)
         was_cut = False
         previous_ids = []
         for ids, turns in self._tokenize(messages, example):
@@ -347,30 +345,6 @@ class Encoder:
                 encoded.last_token = ids[-1]
         else:
             encoded.notes.append(CUT_AWAY if (sample[1:] & SUPERVISED).any() else MASKED)
-
-    def _note_unused(self, messages: list[Message], example: Example, encoded: Encoded) -> None:
-        """Note variables that the template does not have, and that it shows the model nothing of
-        the tools it may call."""
-        source = self.tokenizer.template_for(example.tools)
-        for name in example.template_args:
-            if not mentions_variable(source, name):
-                encoded.unused.append(f"{TEMPLATE_ARGS}.{name}")
-        if not example.tools:
-            return
-        # the first prompt with tools and without: the same text has no tools in it
-        first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
-        texts = []
-        for tools in (example.tools, None):
-            try:
-                texts.append(
-                    self.tokenizer.apply_chat_template(
-                        messages[:first], tools, **example.template_args
-                    )
-                )
-            except ValueError:  # with the answer it may render
-                return
-        if texts[0] == texts[1]:
-            encoded.notes.append(TOOLS_LOST)
 
     def _spans(self, example: Example, text: str) -> Iterator[tuple[str, list[int]]]:
         """Yield (text, tokens) of each span of SPAN characters, or of the whole text; independent
@@ -436,9 +410,14 @@ class Encoder:
         supervised = set()
         learned_turns = turns[-1:] if self.last_only else turns
         for n in learned_turns:
-            if example.messages[n].get("train", True):
+            turn = example.messages[n]
+            is_learned = turn.get("train", True)
+            if is_learned:
                 supervised.add(n)
-            elif not self.mask_prompt and MARK_IGNORED not in encoded.notes:
+            # of joined turns, one part may be marked
+            has_marked_part = any(not part["train"] for part in turn.get("parts", []))
+            is_marked = has_marked_part or not is_learned
+            if is_marked and not self.mask_prompt and MARK_IGNORED not in encoded.notes:
                 encoded.notes.append(MARK_IGNORED)
         if self.mask_prompt and supervised & empty:
             encoded.notes.append(EMPTY_TURN if supervised - empty else EMPTY)

@@ -312,8 +312,12 @@ def sharegpt_turn(turn: Any, where: str) -> Message:
     else:
         raise ValueError(f"{where} must have text as its 'value', found {json_type(value)}")
     message |= text_fields(turn, where)
-    if turn.get("tool_calls") and message["role"] == "assistant":
-        message["tool_calls"] = _calls(turn["tool_calls"], where)
+    if message["role"] == "assistant":
+        calls = _calls(turn.get("tool_calls") or None, where)
+        if turn.get("function_call") and not calls:  # OpenAI's older form of a single call
+            calls = _calls([turn["function_call"]], where)
+        if calls:
+            message["tool_calls"] = calls
     if _is_supervised(turn, where):
         return message
     return message | {"train": False}

@@ -2,7 +2,7 @@
 columns that the reward functions get."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,14 @@ from litft.data.formats import (
     to_example,
     with_system,
 )
+from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools, text_field
 from litft.data.notes import NO_ROOM
 from litft.data.sample import IN_ANSWER, SUPERVISED
 from litft.data.tokenizer import Tokenizer
 
+# fields with a conversation
+CONVERSATIONS = ("messages", "conversations")
 # fields that may be the prompt of a record without an answer
 PROMPT_FIELDS = ("prompt", "question", "instruction")
 # fields of a record that are the conversation, or would hide what a function gets by that name
@@ -40,6 +43,8 @@ class PromptExample:
     whole: Example
     # what the reward functions get by name: `answer`, and the record's other fields
     columns: dict[str, Any]
+    # the fields with a value that nothing reads
+    unused: list[str] = field(default_factory=list)
 
     def as_json(self, where: str) -> bytes:
         """Return the messages and the columns; raise ValueError for a value that is not JSON."""
@@ -57,9 +62,12 @@ def to_prompt(record: Record, where: str, template: str, form: str | None = None
 
     template: see `formats.to_example`.
     """
-    example = _without_answer(record, where, template)
-    if example is None or form is not None:
-        example = to_example(record, where, template, form or detect_format(record, where))
+    stated = None if form else _stated_prompt(record, where, template)
+    if stated is None or form or _has_format(record):
+        whole = to_example(record, where, template, form or detect_format(record, where))
+    else:
+        whole = stated
+    example = stated or whole
     if example.text is not None or example.token_ids is not None:
         raise ValueError(
             f"{where}: --objective grpo answers prompts, and this is a text to continue; give the "
@@ -81,15 +89,35 @@ def to_prompt(record: Record, where: str, template: str, form: str | None = None
     if answer is not None:
         columns.setdefault("answer", answer)
     messages = [without_learned(message) for message in messages]
-    return PromptExample(replace(example, messages=messages), example, columns)
+    unused = []
+    if stated is not None:
+        # a conversation beside the prompt: a function could get it only under these names
+        unused = [name for name in CONVERSATIONS if record.get(name)]
+    return PromptExample(replace(example, messages=messages), whole, columns, unused)
 
 
-def _without_answer(record: Record, where: str, template: str) -> Example | None:
-    """Return the conversation of a record with a prompt alone, maybe as messages; None if the
-    record has the fields of a format."""
+def _has_format(record: Record) -> bool:
+    """Whether a record has all fields of a format with answers."""
     for form in FORMATS.values():
         if form.fields != ("text",) and all(record.get(name) for name in form.fields):
-            return None
+            return True
+    return False
+
+
+def _stated_prompt(record: Record, where: str, template: str) -> Example | None:
+    """Return the conversation of a record's prompt, maybe as messages; None if the record's format
+    says what it is.
+
+    As in TRL, the field `prompt` is the prompt beside a question and an answer, which the reward
+    functions get. It is none beside its completion, and as a text beside a conversation, whose
+    beginning it repeats.
+    """
+    prompt = record.get("prompt")
+    is_stated = bool(prompt) and not record.get("completion")
+    if is_stated and not isinstance(prompt, list):
+        is_stated = not any(record.get(name) for name in CONVERSATIONS)
+    if not is_stated and _has_format(record):
+        return None
     for name in PROMPT_FIELDS:
         value = record.get(name)
         if not value:
@@ -128,10 +156,10 @@ class PromptEncoder:
         example = prompt.example
         encoded.note_controls([message["content"] for message in example.messages], self.tokenizer)
         encoded.describe(example.messages, example.tools)
+        encoded.unused += prompt.unused
+        encoded.note_unused(example.messages, example, self.tokenizer)
         encoded.compare_prompt(plain.whole, len(example.messages), plain.columns)
-        text = self.tokenizer.apply_chat_template(
-            example.messages, example.tools, add_generation_prompt=True, **example.template_args
-        )
+        text = self._rendered(example, where)
         ids = self.tokenizer.encode(text, bos=False)
         # the last token of a sample is only a target
         if len(ids) + self.completion_tokens > self.limit + 1:
@@ -144,3 +172,14 @@ class PromptEncoder:
         encoded.units.append(unit_hash(plain.whole))
         encoded.turns.append(0)
         encoded.columns.append(prompt.as_json(where))
+
+    def _rendered(self, example: Example, where: str) -> str:
+        """Return the text of a prompt, with earlier reasoning and calls where the template reads
+        them; raise ValueError for calls that it leaves out."""
+        try:
+            messages = readable_history(self.tokenizer, example.messages, example.tools)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return self.tokenizer.apply_chat_template(
+            messages, example.tools, add_generation_prompt=True, **example.template_args
+        )

@@ -93,6 +93,15 @@ class HubSplit(NamedTuple):
         return " ".join(digest_of(Path(file["filename"])) for file in self.dataset().cache_files)
 
 
+def source_digests(args: DataArgs) -> dict[str, str]:
+    """Return the hash of the content of all files of examples, by label."""
+    train, validation = find_sources(args)
+    digests = {}
+    for file in [*train, *(file for _, file in validation)]:
+        digests[file.label] = file.digest()
+    return digests
+
+
 def find_sources(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File | HubSplit]]]:
     """Return the training files, one for each path, and the validation files, possibly none, with
     the names of their sets.

@@ -2,6 +2,7 @@
 every model can read."""
 
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from litft.args.parser import finetune_args
 from litft.args.preference import DATA_KINDS
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG
 from litft.checkpoints.hub import hub_id
+from litft.data.chat_template import STYLES
 from litft.data.dataset import DataSplits, length_limit, load_data
 from litft.data.formats import preference_kind, rename_columns
-from litft.data.sources import File, HubSplit, find_sources
+from litft.data.notes import CUT, CUT_AWAY, NO_ROOM, TOOLS_LOST
+from litft.data.sources import File, HubSplit, find_sources, source_digests
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
 from litft.inference.session import source_of
@@ -61,7 +64,7 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
                 f"--data.path {','.join(data.path)}: not the same files as {own_run} was trained "
                 f"on; {remedy}"
             )
-        data = _apply_overrides(data, run_data[own_run], own_run)
+        data = _apply_overrides(data, run_data[own_run], own_run, args.given_flags)
 
     # no other run may have been trained on what is scored
     for run, trained_data in run_data.items():
@@ -76,7 +79,25 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
         data = _with_own_columns(data, _run_of(source.folder))
     if own_run is not None:
         print(f"reading {_names(data)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
+        _warn_if_changed(data, own_run)
     return data, own_run
+
+
+def _warn_if_changed(data: DataArgs, run: Path) -> None:
+    """Print a warning if the files of examples have another content than a run has read: which
+    examples are held out depends on their content."""
+    recorded = run_dir.data_digests(run)
+    changed = []
+    for label, digest in source_digests(data).items():
+        if recorded and digest not in recorded:
+            changed.append(label)
+    if changed:
+        print(
+            f"warning: {', '.join(changed)}: the content has changed since {run} was trained, and "
+            "with it which examples are held out: the scores may be of trained examples; restore "
+            "the file, or score one of its own",
+            file=sys.stderr,
+        )
 
 
 def note_on_base(source: PretrainedFolder, own_run: Path | None) -> str:
@@ -217,8 +238,11 @@ def _split_of(data: DataArgs) -> list[Any]:
     return split
 
 
-def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> DataArgs:
-    """Return a run's data flags, updated with the requested ones.
+def _apply_overrides(
+    requested: DataArgs, trained_data: DataArgs, run: Path, given: Collection[str]
+) -> DataArgs:
+    """Return a run's data flags, updated with the requested ones. given: the names of the flags
+    that were given, maybe with their default's value.
 
     Raise ValueError if these change the held-out examples.
     """
@@ -226,8 +250,11 @@ def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> 
     # the files are those of the run, under whatever path
     overrides = {}
     for name, value in asdict(requested).items():
-        if value != defaults[name] and name != "path":
+        if (value != defaults[name] or f"data.{name}" in given) and name != "path":
             overrides[name] = value
+    # the result has the template of the training, which the file may have no more
+    if "template" not in overrides and trained_data.template not in ("auto", *STYLES):
+        overrides["template"] = "auto"
 
     # these flags decide what was held out, so the run's own values must stay
     for name in SPLIT_FLAGS:
@@ -353,6 +380,8 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
             completion_tokens=answer_tokens(args),
         )
         ordered_by_source.append(scored_samples(data, args.data).names)
+        if source is sources[0]:
+            _note_lost(data, length_limit(args.data.max_seq_length, limit))
     ordered = ordered_by_source[0]
     # their windows depend on the tokenizer; all are scored
     has_texts = any(map(_is_text, ordered))
@@ -390,6 +419,24 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
     return {name for name in scored if not _is_text(name)}
 
 
+def _note_lost(data: DataSplits, limit: int) -> None:
+    """Print how many records are not scored, or not whole, because of the length limit, and how
+    many lose their tools."""
+    has_long = False
+    for label, report in data.reports.items():
+        for note in (CUT, CUT_AWAY, NO_ROOM, TOOLS_LOST):
+            count = report.notes.get(note, [0])[0]
+            if not count:
+                continue
+            has_long = has_long or note != TOOLS_LOST
+            print(f"{label}: {count:,} of {report.records:,} records {note}", file=sys.stderr)
+    if has_long:
+        print(
+            f"the limit is {limit:,} tokens; --data.max_seq_length sets another one",
+            file=sys.stderr,
+        )
+
+
 def _is_text(name: Name) -> bool:
     """Return whether a name is that of a window of plain text, which has no record of its own."""
     return name[0] == 0
@@ -400,10 +447,11 @@ def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[N
     records = {record for record, _, _ in names}
     for run, trained_data in _training_runs(args, source).items():
         data = replace(trained_data, weights=[], new_tokens=[], replay=0.0)
-        kind = scored_kind(finetune_args(run).objective)
+        # as it was trained, since examples of rewards may have no answers
+        kind = DATA_KINDS[finetune_args(run).objective]
         context = source.config.max_positions
         trained_names = load_data(
-            data, _tokenizer(source), ANY_VOCAB_SIZE, context, kind=kind
+            data, _tokenizer(source), ANY_VOCAB_SIZE, context, kind=kind, completion_tokens=1
         ).train.names
         repeated = records & {record for record, _, _ in trained_names}
         if repeated:

@@ -211,14 +211,21 @@ class BeforeAfter:
         return measured
 
     def _losses(self, samples: Sequence[Sample], layout: BatchLayout) -> dict[Key, Part]:
-        return loss_parts(
-            self.model,
-            samples,
-            layout,
-            rank=self.fabric.global_rank,
-            sum_over_ranks=lambda values: sum_over_processes(self.fabric, values),
-            before_batch=self.before_batch,
-        )
+        """Return what each sample adds to the loss per token, whatever the temperature of the
+        rollouts is."""
+        temperature = self.model.loss_temperature
+        self.model.loss_temperature = 1.0
+        try:
+            return loss_parts(
+                self.model,
+                samples,
+                layout,
+                rank=self.fabric.global_rank,
+                sum_over_ranks=lambda values: sum_over_processes(self.fabric, values),
+                before_batch=self.before_batch,
+            )
+        finally:
+            self.model.loss_temperature = temperature
 
     def _answers(self, layout: BatchLayout) -> list[tuple[list[int], list[int]]]:
         """Return ordinary questions with the model's answers, in tokens."""

@@ -11,6 +11,7 @@ from litft.atomic import atomic_write
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from litft.data.dataset import DataSplits, with_replay
 from litft.data.digests import data_home, digest_of, hash64
+from litft.data.sampler import SampleOrder
 from litft.data.sources import File
 from litft.evaluation.forgetting import NUM_QUESTIONS, ordinary_questions, question_prompts
 from litft.inference.generation import Request
@@ -37,7 +38,9 @@ def add_replay(args: FinetuneArgs, setup: RunSetup, data: DataSplits) -> DataSpl
             f"--data.replay {args.data.replay:g}: the examples are texts to continue, and replay "
             "is of answers to questions; leave it out"
         )
-    count = max(1, round(args.data.replay * len(data.train)))
+    # --data.weights say how often an epoch has the examples of each file
+    size = SampleOrder(data.train.sizes, args.seed, data.weights).epoch_size
+    count = max(1, round(args.data.replay * size))
     if args.dry_run:
         # the answers are not known, but their number is
         print(

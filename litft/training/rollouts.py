@@ -205,9 +205,7 @@ class Rollouts:
                 "None; change the functions, or leave the validation out (--data.val_fraction 0)"
             )
         reward = rated.rewards.nanmean().item()
-        passed = rated.values[:, :, 0] >= PASSED
-        at_one = passed.double().mean().item()
-        at_all = passed.any(1).double().mean().item()
+        at_one, at_all = _pass_rates(rated.values[:, :, 0])
         scores = [-reward, reward, at_one, at_all]
         sums = rated.rewards.nansum(1).tolist()
         counts = (~rated.rewards.isnan()).sum(1).tolist()
@@ -350,6 +348,16 @@ def open_rollouts(
         retries=setup.args.train.oom_retry,
         say=say,
     )
+
+
+def _pass_rates(values: Tensor) -> tuple[float, float]:
+    """Return the share of completions that pass, and of prompts with one that does, of the values
+    (P, G) of a function; those to which it does not apply (NaN) are left out."""
+    is_rated = ~values.isnan()
+    passed = values >= PASSED
+    of_completions = passed[is_rated].double().mean().item()
+    of_prompts = passed.any(1)[is_rated.any(1)].double().mean().item()
+    return of_completions, of_prompts
 
 
 def _divergences(samples: Sequence[Sample]) -> Tensor:

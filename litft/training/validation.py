@@ -39,6 +39,7 @@ from litft.inference.chat_answers import answer_parser
 from litft.model.transformer import GPT, eval_mode
 from litft.training.before_after import BeforeAfter, ComparedTexts
 from litft.training.objectives import Objective, Supervised
+from litft.training.objectives.objective import Totals
 from litft.training.output.metrics import Row
 from litft.training.rollouts import Rollouts
 from litft.training.sample_prompts import sample_prompts
@@ -339,14 +340,12 @@ class Validation:
             )
 
         self.rewards = rewards
-        # of several sets together: means, weighted by what each set counts
+        # of several sets together
         together = by_set[0]
         if len(by_set) > 1:
-            totals = [self.objective.totals(samples) for samples in sets.values()]
-            together = []
-            for number, name in enumerate(names):
-                values = [scores[number] for scores in by_set]
-                together.append(self.objective.mean(name, values, totals))
+            named = [dict(zip(names, scores, strict=True)) for scores in by_set]
+            totals = [self._totals_of_set(name, samples) for name, samples in sets.items()]
+            together = list(self.objective.together(named, totals).values())
 
         # the other scores, then the loss of each named set, as in `columns`
         self.losses[step] = together[0]
@@ -358,6 +357,12 @@ class Validation:
             if not math.isnan(score):
                 columns[column] = score
         self.scores[step] = columns
+
+    def _totals_of_set(self, name: str, samples: Sequence[Sample]) -> Totals:
+        """Return what a named set counts: as many times what is measured of it, as it is larger."""
+        totals = self.objective.totals(samples)
+        factor = len(self.sets[name]) / max(1, len(samples))
+        return Totals(*(round(count * factor) for count in totals))
 
     def _measure_metric(self, name: str, answers: list[ValidationAnswer]) -> float:
         """Return a metric, the same on all processes; NaN if it fails, which must not end a run

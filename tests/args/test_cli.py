@@ -922,8 +922,36 @@ def test_what_differs_is_converted(text, expected, tmp_path):
             "",
         ),
         (
+            "model_name_or_path: m\nbeta: 0.3",
+            {"objective": "dpo", "preference.beta": 0.3},
+            "beta: read as that of DPO; ORPO, KTO and GRPO have one, too",
+        ),
+        (
+            "model_name_or_path: m\nbeta: 0.3\ndesirable_weight: 1.5",
+            {"objective": "kto", "preference.beta": 0.3, "preference.desirable_weight": 1.5},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nnum_generations: 4\nmax_completion_length: 64\nbeta: 0.04\n"
+            "loss_type: dr_grpo\nepsilon: 0.1\ntemperature: 0.8\nscale_rewards: false\n"
+            "gradient_accumulation_steps: 2",
+            {"objective": "grpo", "grpo.group_size": 4, "grpo.max_new_tokens": 64}
+            | {"grpo.beta": 0.04, "preference.beta": None, "grpo.loss": "dr_grpo"}
+            | {"grpo.clip_low": 0.1, "grpo.clip_high": 0.1, "grpo.temperature": 0.8}
+            | {"grpo.advantages": "group_mean", "train.global_batch_size": 4},
+            "reward_funcs: name the functions with --reward",
+        ),
+        (
+            "base_model: m\nfp16: true\nbf16: false\nwarmup_steps: 0\nwarmup_ratio: 0.1\n"
+            "optimizer: muon\nadam_beta2: 0.95",
+            {"precision": "fp16", "train.warmup_fraction": 0.1, "train.warmup_steps": None}
+            | {"train.betas": None},
+            "--train.optimizer muon has no such setting",
+        ),
+        (
             "model_name_or_path: m\nteacher_model_name_or_path: t\nlmbda: 0.7\nbeta: 0.3",
-            {"objective": "distill", "teacher": "t", "distill.on_policy": 0.7}
+            {"objective": "distill", "teacher": "t", "train.learning_rate": 2e-5}
+            | {"distill.on_policy": 0.7}
             | {"distill.alpha": 0.0, "distill.beta": 0.3, "distill.temperature": 0.9}
             | {"preference.beta": None},
             "",
@@ -977,6 +1005,8 @@ def test_settings_whose_meaning_depends_on_others(text, expected, note, tmp_path
         "--checkpoint_dir",
         "m",
     ]
+    if tree.get("objective") == "grpo":
+        words += ["--reward", "number"]
     parser.parse(LoRAFinetuneArgs, words)
 
 

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from conftest import refused, start
+from safetensors.torch import load_file, save_file
 from scipy.stats import ttest_rel
 
 from litft import run_dir
@@ -85,6 +86,26 @@ def test_other_examples_are_not_mixed_with_finished_runs(base, examples, capsys)
     _check_same(base / "sweep", args)
     path.write_text(examples.read_text().replace("Say it", "Shout it"))
     assert f"another content of {path}" in refused("sweep", *flags, capsys=capsys)
+
+
+def test_another_model_or_reward_is_not_mixed_with_finished_runs(base, tiny, capsys):
+    """Folders and files may have another content under the same name."""
+    shutil.copytree(tiny, base / "model")
+    (base / "r.py").write_text("def f(completion): return 1.0")
+    words = "--checkpoint_dir model --objective grpo --reward r.py:f --eval.exact_match false"
+    flags = ["--config", "base.yaml", f"--flags={words}", "--out_dir", "sweep"]
+    flags += ["--grid", "lora.r=2"]
+    args = parse(SweepArgs, flags)
+    (base / "sweep").mkdir()
+    _check_same(base / "sweep", args)
+    _check_same(base / "sweep", args)
+    (base / "r.py").write_text("def f(completion): return 0.0")
+    assert "another content of r.py" in refused("sweep", *flags, capsys=capsys)
+    (base / "r.py").write_text("def f(completion): return 1.0")
+    weights = load_file(base / "model" / "model.safetensors")
+    changed = {name: tensor + 1 for name, tensor in weights.items()}
+    save_file(changed, base / "model" / "model.safetensors", {"format": "pt"})
+    assert "another content of model" in refused("sweep", *flags, capsys=capsys)
 
 
 @pytest.mark.slow

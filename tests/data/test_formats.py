@@ -110,6 +110,9 @@ def test_dialogues_and_plain_text():
         and example.messages[1]["content"] == "They greet."
     )
     assert to_example({"text": "Once upon a time"}, "here", "").text == "Once upon a time"
+    older = {"from": "gpt", "value": "", "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = [SHAREGPT[0], older, *SHAREGPT[2:]]
+    assert to_example({"conversations": turns}, "here", "").messages == TOOL_CHAT
     tools = to_example({"conversations": SHAREGPT, "tools": json.dumps([TOOL])}, "here", "").tools
     assert tools == [{"type": "function", "function": TOOL}]
     for record in (

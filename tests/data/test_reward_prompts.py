@@ -6,6 +6,7 @@ from conftest import STORIES, write_records
 
 from litft.args import DataArgs
 from litft.data.dataset import load_data
+from litft.data.notes import TOOLS_LOST
 from litft.data.prompts import to_prompt
 from litft.data.tokenizer import Tokenizer
 
@@ -47,6 +48,23 @@ ROOM = 8
             {"prompt": "2 + 2?", "system": "Be brief."},
             [SYSTEM, USER],
             {},
+        ),
+        # as in TRL: the prompt that was made of the question
+        (
+            {"prompt": [SYSTEM, USER], "question": "2 + 2?", "answer": "4"},
+            [SYSTEM, USER],
+            {"question": "2 + 2?", "answer": "4"},
+        ),
+        (
+            {"prompt": "2 + 2?", "question": "Two and two?", "answer": "4"},
+            [USER],
+            {"question": "Two and two?", "answer": "4"},
+        ),
+        # a text that the messages repeat is not
+        (
+            {"prompt": "2 + 2?", "messages": [SYSTEM, USER, {"role": "assistant", "content": "4"}]},
+            [SYSTEM, USER],
+            {"answer": "4"},
         ),
         # a column of its own wins
         (
@@ -113,6 +131,53 @@ def test_the_split_is_that_of_supervised_fine_tuning(tmp_path):
     supervised = load_data(args, Tokenizer(STORIES), 1 << 20, 512)
     assert len(supervised.val)
     assert set(rewarded.val.sample_index.units) == set(supervised.val.sample_index.units)
+
+
+def test_a_conversation_beside_messages_of_the_prompt_is_unused(tmp_path):
+    records = [
+        {"prompt": [USER], "messages": [USER, {"role": "assistant", "content": "4"}], "n": n}
+        for n in range(4)
+    ]
+    data = load(write_records(tmp_path / "a.jsonl", records), val_fraction=0.0)
+    (report,) = data.reports.values()
+    assert report.unused == {"messages": 4}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+
+
+def test_tools_and_calls_that_the_template_leaves_out_are_named(tmp_path):
+    """As for supervised fine-tuning: tools by a note, calls as a bad record."""
+    path = write_records(tmp_path / "a.jsonl", [{"prompt": [USER], "tools": [TOOL]}])
+    (report,) = load(path, val_fraction=0.0).reports.values()
+    assert report.notes[TOOLS_LOST][0] == 1
+
+    calls = [USER, CALLING, {"role": "tool", "content": "4"}, USER]
+    path = write_records(tmp_path / "b.jsonl", [{"prompt": calls}, {"prompt": [USER]}])
+    with pytest.raises(
+        ValueError, match=r"b\.jsonl.* leaves out the tool calls of earlier answers"
+    ):
+        load(path, val_fraction=0.0)
+
+
+def test_earlier_reasoning_is_where_the_template_reads_it(tmp_path):
+    template = tmp_path / "thinks.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}]{% if m.thinking %}({{ m.thinking }}){% endif %}"
+        "{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]"
+        "{% endif %}"
+    )
+    thought = {"role": "assistant", "content": "5", "reasoning_content": "Two and two."}
+    path = write_records(tmp_path / "a.jsonl", [{"prompt": [USER, thought, USER]}])
+    args = DataArgs(path=[str(path)], template=str(template), val_fraction=0.0)
+    tokenizer = Tokenizer(STORIES)
+    data = load_data(args, tokenizer, 1 << 20, 512, kind="prompts", completion_tokens=ROOM)
+    assert "(Two and two.)5" in tokenizer.decode(data.train[0].answer[0].tolist())
 
 
 def test_the_split_of_prompts_does_not_depend_on_columns(tmp_path):

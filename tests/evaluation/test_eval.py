@@ -9,16 +9,25 @@ from shutil import copyfile, copytree
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import adapted, refused, script
+from conftest import adapted, refused, script, write_records
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import litft
-from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, RunEvalArgs, TrainArgs
+from litft.args import (
+    DataArgs,
+    EvalArgs,
+    LoRAArgs,
+    LoRAFinetuneArgs,
+    RunEvalArgs,
+    TrainArgs,
+)
+from litft.args.parser import parse
 from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
-from litft.evaluation.examples import compared_sources, readable_by_all
+from litft.evaluation.examples import compared_sources, readable_by_all, resolve_data
 from litft.inference.session import open_session, source_of
 from litft.methods import LoRA
+from litft.pretrained.folder import resolve
 
 if importlib.util.find_spec("lm_eval") is None:  # not imported here: that takes seconds
     pytest.skip("needs lm-eval, of the extra 'eval'", allow_module_level=True)
@@ -480,6 +489,49 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
         output, done = run_eval(tmp_path, "--checkpoint_dir", run / "final", *flags)
         assert len(output["answers"]) == 60 and "held out" not in done.stderr
     assert "with the columns of" in done.stderr
+
+
+def test_a_run_is_scored_as_it_was_trained(folder, tmp_path, capsys):
+    """A template file may change, and a flag may be given with its default's value."""
+    records = [{"prompt": f"Number {n}?", "completion": "Lily " * (n % 4 + 1)} for n in range(60)]
+    path = write_records(tmp_path / "a.jsonl", records)
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    data = DataArgs(path=[str(path)], val_fraction=0.2, template=str(template), mask_prompt=False)
+    run = litft.finetune(
+        LoRAFinetuneArgs(
+            checkpoint_dir=str(folder),
+            data=data,
+            train=TrainArgs(max_steps=1, global_batch_size=2),
+            eval=EvalArgs(max_new_tokens=0, forgetting=False),
+            out_dir=str(tmp_path / "run"),
+        )
+    ).folder
+    source = resolve(run)
+
+    def resolved(*words):
+        return resolve_data(parse(RunEvalArgs, ["--checkpoint_dir", str(run), *words]), source)[0]
+
+    template.write_text("another one")
+    assert resolved().template == "auto" and not resolved().mask_prompt
+    assert resolved("--data.mask_prompt", "true").mask_prompt
+    assert resolved("--data.template", str(template)).template == str(template)
+    assert "has changed" not in capsys.readouterr().err
+    write_records(path, [*records[:-1], {"prompt": "Number?", "completion": "Lily."}])
+    resolved()
+    assert f"warning: {path}: the content has changed since" in capsys.readouterr().err
+
+
+def test_examples_beyond_the_limit_are_counted(folder, tmp_path, capsys):
+    records = [{"prompt": "a", "completion": "b " * 300}, {"prompt": "a " * 300, "completion": "b"}]
+    path = write_records(tmp_path / "a.jsonl", [*records, {"prompt": "a", "completion": "b"}])
+    words = ["--checkpoint_dir", str(folder), "--data.path", str(path)]
+    args = parse(RunEvalArgs, [*words, "--data.max_seq_length", "256"])
+    readable_by_all(args, [resolve(folder)], "supervised")
+    said = capsys.readouterr().err
+    assert f"{path}: 1 of 3 records cut to the length limit" in said
+    assert f"{path}: 1 of 3 records skipped: no part of an answer is within" in said
+    assert "the limit is 256 tokens; --data.max_seq_length sets another one" in said
 
 
 def test_models_are_scored_on_examples_that_all_can_read(folder, checkpoints, make_model, tmp_path):

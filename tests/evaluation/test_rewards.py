@@ -92,6 +92,7 @@ def test_weights_names_and_patterns_with_an_equals_sign():
         ("format:xml", "format:think"),
         ("missing.py:score", "there is no file missing.py"),
         ("missing.py", "there is no file"),
+        ("regex:answer=42", r"write regex:answer=42=1 for the pattern, or regex:\(answer\)=42"),
     ],
 )
 def test_unknown_functions_are_named(item, message):
@@ -104,6 +105,7 @@ import sys
 def by_column(completion, tests, **columns): return len(completion) + tests[0]
 def none(completion): return None
 def lists(completions, prompts, answer): return [len(c) for c in completions]
+def with_tests(completions, tests): return [0 if test is None else 1 for test in tests]
 def chatty(completion):
     print("x" * 10_000_000)
     return 1
@@ -134,6 +136,9 @@ def test_functions_of_a_file(tmp_path):
     assert score(path, "by_column", items) == [12, 23]
     assert score(path, "none", items) == [None, None]
     assert score(path, "lists", items) == [2, 3]
+    # the first record lacks the column
+    some = [completed("ab"), completed("abc", tests=[20])]
+    assert score(path, "with_tests", some) == [0, 1]
     assert score(path, "chatty", items) == [1, 1]
     assert score(path, "forks", items) == [2, 2]
     assert score(path, "numpy_number", items) == [0.5, 0.5]

@@ -30,6 +30,7 @@ from litft.distributed.process_group import Processes, launch
 from litft.evaluation.verdict import mean_of, parts_in
 from litft.model.loss import IGNORED
 from litft.training.objectives.grpo import GRPO
+from litft.training.rollouts import _pass_rates
 from litft.training.trainer import Trainer
 
 NAN = math.nan
@@ -298,6 +299,29 @@ def test_groups_with_one_reward_are_drawn_again(flags, tmp_path):
     assert tokens(result, 1) == tokens(first, 1)
     alone = rate("step 0, draw 2", prompts[8:], [2])
     assert tokens(result, 2) == tokens(alone, 0) != tokens(first, 2)
+
+
+def test_what_does_not_apply_neither_passes_nor_fails():
+    values = torch.tensor([[1.0, 0.0, torch.nan], [torch.nan] * 3, [0.0, 0.5, 0.0]])
+    of_completions, of_prompts = _pass_rates(values)
+    assert of_completions == pytest.approx(1 / 5) and of_prompts == pytest.approx(1 / 2)
+
+
+def test_what_was_forgotten_is_measured_at_temperature_1(flags, tmp_path):
+    """The temperature of the rollouts is also that of the loss."""
+    before = []
+    for temperature in (1.0, 0.5):
+        args = replace(
+            flags,
+            grpo=replace(flags.grpo, temperature=temperature),
+            train=replace(flags.train, max_steps=1),
+            eval=replace(flags.eval, forgetting=True),
+            out_dir=str(tmp_path / str(temperature)),
+        )
+        run_finetuning(args)
+        verdict = json.loads((tmp_path / str(temperature) / "verdict.json").read_text())
+        before.append(verdict["before"]["loss on neutral text"])
+    assert before[0] == before[1]
 
 
 def test_a_step_without_a_reward_is_said(flags, tmp_path, capsys):

@@ -62,6 +62,13 @@ def test_own_answers_join_the_training_examples(chatty, examples, tmp_path):
     assert anew.train_digest == data.train_digest
 
 
+def test_the_share_is_of_an_epoch_whose_files_have_weights(chatty, examples):
+    plain = prepare_run(args_of(chatty, examples)).schedule.data
+    data = prepare_run(args_of(chatty, examples, replay=0.5, weights=[0.4])).schedule.data
+    added = len(data.train) - len(plain.train)
+    assert added == round(0.5 * round(0.4 * len(plain.train)))
+
+
 def test_an_adapter_has_answers_of_its_own(chatty, examples, tmp_path):
     kept = tmp_path / "kept" / "litft" / "replay"
     args = args_of(chatty, examples, replay=0.5)

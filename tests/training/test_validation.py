@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import rows_of, write_records
 from lightning_fabric import Fabric
 
 import litft
-from litft.args import DataArgs, EvalArgs, PreferenceArgs
+from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
 from litft.data.chat_template import STYLES
 from litft.data.dataset import load_data
 from litft.data.packing import BatchLayout
@@ -23,10 +24,75 @@ from litft.evaluation.scoring import (
     question_text,
     validation_answers,
 )
-from litft.training.objectives import Supervised
+from litft.training.objectives import KTO, ORPO, Supervised
+from litft.training.objectives.objective import Totals
 from litft.training.validation import Measured, Validation, validation_scores
 
 SUPERVISED = Supervised(PreferenceArgs())
+
+
+def test_sets_of_which_a_part_is_measured_count_whole(tiny, tmp_path):
+    """Each set has one example many times, so that a part has the loss of the whole."""
+    train = [{"prompt": f"q {n}", "completion": "a b"} for n in range(8)]
+    paths = []
+    for name, record, count in (
+        ("x", {"prompt": "What is it?", "completion": "It is the sun."}, 40),
+        ("y", {"prompt": "Go on.", "completion": "No, no, no, no, no, no, no, no, no."}, 4),
+    ):
+        path = write_records(tmp_path / f"{name}.jsonl", [record] * count)
+        paths.append(f"{name}={path}")
+    data = DataArgs(path=[str(write_records(tmp_path / "t.jsonl", train))], val_path=paths)
+    losses = []
+    for max_batches in (1, None):
+        args = LoRAFinetuneArgs(
+            checkpoint_dir=str(tiny),
+            data=data,
+            train=TrainArgs(max_steps=1, global_batch_size=4),
+            eval=EvalArgs(max_new_tokens=0, forgetting=False, max_batches=max_batches),
+            out_dir=str(tmp_path / f"run-{max_batches}"),
+            precision="fp32",
+        )
+        folder = litft.finetune(args).folder
+        losses.append(float(rows_of(folder)[0]["val_loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+SETS = [Totals(4, 10, 3, 1), Totals(8, 90, 6, 2)]
+
+
+def test_several_sets_of_pairs_count_as_one():
+    """The odds are a mean over pairs, the loss of the chosen answers one over tokens."""
+    orpo = ORPO(PreferenceArgs())
+    # sums over all pairs and tokens of each set
+    odds = [2.0, 4.0]
+    log_probs = [-30.0, -45.0]
+    by_set = []
+    for counts, of_odds, of_tokens in zip(SETS, odds, log_probs, strict=True):
+        loss = of_odds / counts.samples - of_tokens / counts.tokens
+        by_set.append({"loss": loss, "chosen_logp": of_tokens / counts.samples})
+    together = orpo.together(by_set, SETS)
+    assert together["loss"] == pytest.approx(sum(odds) / 12 - sum(log_probs) / 100)
+    assert together["chosen_logp"] == pytest.approx(sum(log_probs) / 12)
+
+
+def test_several_sets_of_labels_count_as_one():
+    kto = KTO(PreferenceArgs(sft_weight=0.5))
+    by_set = []
+    for number, counts in enumerate(SETS):
+        log_probs = [-30.0, -45.0][number]
+        by_set.append(
+            {
+                "loss": [1.0, 2.0][number] - 0.5 * log_probs / counts.tokens,
+                "margin": 9.0,
+                "chosen_reward": [1.0, 4.0][number],
+                "rejected_reward": [-3.0, 6.0][number],
+                "chosen_logp": log_probs / counts.desirable,
+            }
+        )
+    together = kto.together(by_set, SETS)
+    assert together["loss"] == pytest.approx((1 * 4 + 2 * 8) / 12 + 0.5 * 75 / 100)
+    # means over 9 desirable and 3 undesirable answers
+    assert together["margin"] == pytest.approx((1 * 3 + 4 * 6) / 9 - (-3 * 1 + 6 * 2) / 3)
 
 
 class Named(list):

@@ -41,8 +41,11 @@ def call_with_lists(function: Callable, items: Sequence[Completed]) -> list[floa
     names = {"completions": "completion", "prompts": "prompt"}
     values = [item.values() for item in items]
     known: dict[str, Any] = {}
-    for name in values[0]:
-        known[name] = [of_item.get(name) for of_item in values]
+    # a column may be missing in some records, the first one among them
+    for of_item in values:
+        for name in of_item:
+            if name not in known:
+                known[name] = [other.get(name) for other in values]
     for plural, name in names.items():
         known[plural] = known.pop(name)
     returned = function(**_chosen(function, known))

@@ -28,6 +28,13 @@ def parse_rewards(items: Sequence[str]) -> list[Reward]:
     rewards = []
     for item in _with_whole_patterns(items):
         source, weight = _weight(item.strip())
+        # a word before the equals sign: regex:answer=42
+        if source != item.strip() and re.fullmatch(r"regex:\w+", source):
+            pattern = source.removeprefix("regex:")
+            raise ValueError(
+                f"--reward {item}: its end may be a weight or a part of the pattern; write "
+                f"{item.strip()}=1 for the pattern, or regex:({pattern})={weight:g} for the weight"
+            )
         name = re.sub(r"\W", "_", _check_source(source))
         rewards.append(Reward(name, source, weight))
     return _with_unique_names(rewards)

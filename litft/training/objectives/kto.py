@@ -1,7 +1,7 @@
 """Kahneman-Tversky optimization: answers that are desirable or not, without pairs (arXiv
 2402.01306)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from lightning_fabric import Fabric
@@ -62,6 +62,18 @@ class KTO(Objective):
         if score.startswith("rejected"):
             return totals.undesirable
         return totals.samples
+
+    def together(
+        self, by_set: Sequence[Mapping[str, float]], totals: Sequence[Totals]
+    ) -> dict[str, float]:
+        """Return the loss and the scores over several sets; the margin is between the means of all
+        desirable and of all undesirable answers."""
+        sums = []
+        for values, counts in zip(by_set, totals, strict=True):
+            sums.append(values["chosen_logp"] * counts.desirable if counts.desirable else 0.0)
+        together = self.together_with_tokens(by_set, totals, sums, self.args.sft_weight)
+        together["margin"] = together["chosen_reward"] - together["rejected_reward"]
+        return together
 
     def before_step(
         self,

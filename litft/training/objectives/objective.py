@@ -2,7 +2,7 @@
 compare."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -129,13 +129,41 @@ class Objective:
         """Return the samples that a step computes: those with a gradient."""
         return samples
 
-    def mean(self, score: str, values: list[float], totals: list[Totals]) -> float:
-        """Return the value of "loss" or another score over several sets, each with its value and
-        its totals.
+    def together(
+        self, by_set: Sequence[Mapping[str, float]], totals: Sequence[Totals]
+    ) -> dict[str, float]:
+        """Return "loss" and the other scores over several sets, each with its values and its
+        totals: means, weighted by what a score counts.
 
-        It is the mean, weighted by what the score counts. A set without answers of a kind has no
-        value (NaN).
+        A set without answers of a kind has no value (NaN).
         """
+        names = list(by_set[0])
+        means: dict[str, float] = {}
+        for name in names:
+            means[name] = self._mean(name, [values[name] for values in by_set], totals)
+        return means
+
+    def together_with_tokens(
+        self,
+        by_set: Sequence[Mapping[str, float]],
+        totals: Sequence[Totals],
+        sums: Sequence[float],
+        weight: float,
+    ) -> dict[str, float]:
+        """Return `together` where the loss has `weight` times the mean loss of the tokens of chosen
+        answers, which is weighted by tokens. sums: of each set, that of their
+        log-probabilities."""
+        without = []
+        for values, counts, total in zip(by_set, totals, sums, strict=True):
+            of_tokens = -total / max(1, counts.tokens)
+            without.append({**values, "loss": values["loss"] - weight * of_tokens})
+        together = Objective.together(self, without, totals)
+        tokens = max(1, sum(counts.tokens for counts in totals))
+        together["loss"] -= weight * sum(sums) / tokens
+        return together
+
+    def _mean(self, score: str, values: Sequence[float], totals: Sequence[Totals]) -> float:
+        """Return the weighted mean of a score over several sets."""
         weights = []
         weighted = []
         for value, counts in zip(values, totals, strict=True):

@@ -1,7 +1,7 @@
 """What the objectives over pairs share: both answers' log-probabilities, the scores, and the loss
 of the chosen answer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,16 @@ class PairObjective(Objective):
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples; the chosen answer is the first document."""
         return Totals(len(samples), sum(sample.split()[0].supervised for sample in samples))
+
+    def together(
+        self, by_set: Sequence[Mapping[str, float]], totals: Sequence[Totals]
+    ) -> dict[str, float]:
+        """Return the loss and the scores over several sets; the loss of the chosen answers counts
+        their tokens."""
+        sums = []
+        for values, counts in zip(by_set, totals, strict=True):
+            sums.append(values["chosen_logp"] * counts.samples)
+        return self.together_with_tokens(by_set, totals, sums, self.nll_weight)
 
     def scores_of_each(
         self, samples: Sequence[Sample], log_probs: Tensor, lengths: Tensor

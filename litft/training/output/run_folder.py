@@ -1,6 +1,7 @@
 """The folder of a run before the run is in it: whether it may be written, and config.yaml."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import yaml
 
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
+from litft.atomic import atomic_write
 from litft.data.dataset import SPLIT_RULE
+from litft.data.sources import source_digests
 from litft.distributed.process_group import Processes
 from litft.training.intervals import num_measured
 from litft.training.memory.choose import PlannedRun
@@ -57,6 +60,8 @@ class RunFolder:
             "val_path": [item.entry() for item in data.val_paths],
         }
         text = yaml.safe_dump(config, sort_keys=False)
+        digests = json.dumps(source_digests(data), indent=2)
+        atomic_write(self.folder / run_dir.DATA, f"{digests}\n")
         run_dir.write_config(self.folder, self.run.setup.method.title, text, launch_id())
         return config
 

@@ -1,0 +1,89 @@
+"""Which objective a configuration file of another program has, and its settings that mean
+something else with it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from litft.args.preference import DATA_KINDS
+
+# settings of TRL that only one of its trainers has
+SETTINGS_OF: dict[str, frozenset[str]] = {
+    # generalized knowledge distillation
+    "distill": frozenset({"teacher_model_name_or_path", "lmbda", "seq_kd"}),
+    "grpo": frozenset(
+        "num_generations reward_funcs reward_weights num_iterations scale_rewards epsilon_high "
+        "mask_truncated_completions importance_sampling_level".split()
+    ),
+    "kto": frozenset({"desirable_weight", "undesirable_weight"}),
+    "dpo": frozenset({"rpo_alpha", "precompute_ref_log_probs"}),
+}
+# of GRPO: TRL's name of a setting, and ours
+OF_GRPO = {"temperature": "grpo.temperature", "top_p": "grpo.top_p"}
+# TRL's defaults of GRPO that differ from ours
+GRPO_DEFAULTS: dict[str, Any] = {"grpo.loss": "dapo"}
+
+
+def set_objective(
+    given: dict[str, Any], entries: Mapping[str, Any], is_trl: bool, notes: list[str]
+) -> None:
+    """Set the objective, and give settings the name that they have with it.
+
+    given: the values by litft's flags; entries: those of the file. is_trl: whether the file is
+    TRL's.
+    """
+    # LLaMA-Factory names the stage, and TRL's files have settings of one trainer
+    if "objective" not in given and entries.get("stage") in DATA_KINDS:
+        given["objective"] = entries["stage"]
+    # some have been given the group of our flag
+    names = {name.rpartition(".")[2] for name in entries}
+    for objective, settings in SETTINGS_OF.items():
+        if "objective" not in given and not settings.isdisjoint(names):
+            given["objective"] = objective
+    if "objective" not in given and "preference.beta" in given:
+        given["objective"] = "dpo"
+        notes.append(
+            "beta: read as that of DPO; ORPO, KTO and GRPO have one, too: for these set "
+            "--objective orpo, kto or grpo"
+        )
+
+    objective = given.get("objective")
+    if objective == "distill" and not SETTINGS_OF["distill"].isdisjoint(names):
+        _settle_gkd(given, entries)
+    if objective == "grpo":
+        _settle_grpo(given, entries, is_trl, notes)
+    # the weight of the odds ratio is called beta elsewhere
+    if objective == "orpo" and "preference.beta" in given:
+        given["preference.orpo_lambda"] = given.pop("preference.beta")
+
+
+def _settle_gkd(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Set the flags of TRL's GKD with its defaults: its loss has no cross-entropy, and its beta and
+    length have names that mean something else here."""
+    given["distill.alpha"] = 0.0
+    given["distill.beta"] = given.pop("preference.beta", 0.5)
+    given["distill.temperature"] = entries.get("temperature", 0.9)
+    given.setdefault("distill.on_policy", 0.5)
+    given["distill.max_new_tokens"] = given.pop("eval.max_new_tokens", 128)
+
+
+def _settle_grpo(
+    given: dict[str, Any], entries: Mapping[str, Any], is_trl: bool, notes: list[str]
+) -> None:
+    """Set the flags of GRPO, whose beta, loss and temperature other objectives have, too."""
+    if "preference.beta" in given:
+        given["grpo.beta"] = given.pop("preference.beta")
+    for name, flag in OF_GRPO.items():
+        if entries.get(name) is not None:
+            given[flag] = entries[name]
+    # text in the spelling of TRL's newer versions, or a switch
+    if str(entries.get("scale_rewards")).lower() in ("false", "none"):
+        given["grpo.advantages"] = "group_mean"
+    # one number for both limits
+    if "grpo.clip_low" in given:
+        given.setdefault("grpo.clip_high", given["grpo.clip_low"])
+    if "reward" not in given:
+        notes.append("reward_funcs: name the functions with --reward, such as FILE.py:FUNCTION")
+    if not is_trl:
+        return
+    for flag, value in GRPO_DEFAULTS.items():
+        given.setdefault(flag, value)
