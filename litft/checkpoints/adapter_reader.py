@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,7 +124,23 @@ def vllm_obstacles(config: dict[str, Any]) -> list[str]:
             obstacles.append(name)
     if config.get("bias", "none") != "none":
         obstacles.append("trained biases")
+    if _has_several_scales(config):
+        obstacles.append("updates of several scales (alpha / rank)")
     return obstacles
+
+
+def _has_several_scales(config: dict[str, Any]) -> bool:
+    """Return whether modules have another scale than alpha / r: vLLM reads no patterns."""
+    ranks = config.get("rank_pattern") or {}
+    alphas = config.get("alpha_pattern") or {}
+    rank = config.get("r", 8)
+    alpha = config.get("lora_alpha", 8)
+    power = 0.5 if config.get("use_rslora") else 1.0
+    for name in {**ranks, **alphas}:
+        scale = alphas.get(name, alpha) / ranks.get(name, rank) ** power
+        if not math.isclose(scale, alpha / rank**power, rel_tol=1e-6):
+            return True
+    return False
 
 
 # initializations that leave the base's weights as they are; PiSSA and OLoRA subtract the initial

@@ -64,11 +64,12 @@ def matching_pattern(config: dict[str, Any], field: str, name: str, default: flo
 def _module_ranks(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the rank of each module that has LoRA weights; stacked experts are adapted as
     parameters instead."""
-    # an entry names a parameter, the tensors of its factors are under the module
+    # an entry names a parameter, the tensors of its factors are under the module, which a short
+    # entry leaves out (PEFT 0.21 writes gate_up_proj for experts)
     stacks = []
     for name in config.get("target_parameters") or []:
         module = name.rpartition(".")[0]
-        stacks.append(f".{module}")
+        stacks.append(f".{module or 'experts'}")
 
     ranks = {}
     for key, tensor in tensors.items():

@@ -14,6 +14,7 @@ from litft.checkpoints.hub import (
     files_to_transfer,
     hub_id,
 )
+from litft.data.tokenizer import NAMED_TEMPLATES
 from litft.export.model_card import CardInfo, continued_adapter, licence_of
 from litft.model.config_file import read_object
 from litft.pretrained.folder import PretrainedFolder
@@ -80,7 +81,10 @@ def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:
     are removed from them."""
     folder = info.source.folder
     base = info.base
-    names = files_to_transfer(sorted(path.name for path in folder.iterdir() if path.is_file()))
+    paths = [path.name for path in folder.iterdir() if path.is_file()]
+    for path in folder.glob(f"{NAMED_TEMPLATES}/*.jinja"):
+        paths.append(path.relative_to(folder).as_posix())
+    names = files_to_transfer(sorted(paths))
     files: dict[str, Path | bytes] = {name: folder / name for name in names if name != CARD}
 
     # paths of the machine that trained it

@@ -131,6 +131,11 @@ def read_config(hf: dict[str, Any]) -> Config:
         # first: fields of an unknown family may have other meanings
         found = family(str(hf["model_type"]))
         hf = _with_one_rope(declared_fields(hf))
+        if hf.get("is_causal") is False:
+            raise ValueError(
+                "config.json: is_causal false: each token would see those after it, as in models "
+                "of embeddings; use a causal model"
+            )
         config = found.config(hf)
         _check_convolutions(hf, config)
     except KeyError as missing:

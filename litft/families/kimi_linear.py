@@ -71,7 +71,7 @@ def _with_defaults(hf: dict[str, Any]) -> dict[str, Any]:
     # published files have other names
     published = {}
     for name, old in FIELDS.items():
-        if old in hf:
+        if hf.get(old) is not None:
             published[name] = hf[old]
     return {**DEFAULTS, **published, **hf}
 

@@ -61,6 +61,16 @@ DEFAULT_SIZES = {
     "mistral": OF_7B | dict(vocab_size=32000, intermediate_size=14336),
     "qwen2": OF_7B | dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32),
 }
+QWEN2_VL = dict(
+    vocab_size=152_064,
+    hidden_size=8192,
+    intermediate_size=29_568,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+)
 # the possible beginnings of a tensor's name: as in the language model alone, in files of
 # transformers 5, and in older files
 MODEL_PREFIXES = "{model.|model.language_model.|language_model.model.}"
@@ -103,7 +113,6 @@ TEXT_MODEL = Wrapper(
     "llama",
     prefixes=TEXT_MODEL_PREFIXES,
     names=ModuleNames("model.text_model."),
-    defaults=dict(rms_norm_eps=1e-5),
 )
 # its heads divide the hidden size, and its norms have the usual epsilon
 GLM_4V = Wrapper(
@@ -135,9 +144,9 @@ WRAPPERS = {
         names=ModuleNames("language_model.model.", "language_model.lm_head"),
         has_text_ties=True,
     ),
-    "qwen2_5_vl": Wrapper("qwen2"),
-    "qwen2_vl": Wrapper("qwen2"),
-    "qwen3_vl": Wrapper("qwen3"),
+    "qwen2_5_vl": Wrapper("qwen2", defaults=QWEN2_VL),
+    "qwen2_vl": Wrapper("qwen2", defaults=QWEN2_VL),
+    "qwen3_vl": Wrapper("qwen3", defaults=dict(rope_theta=5e5, max_position_embeddings=128_000)),
     "qwen3_vl_moe": Wrapper(
         "qwen3_moe",
         defaults=dict(rope_theta=5e5, norm_topk_prob=True),

@@ -253,7 +253,7 @@ FIELD_TYPES: dict[str, FieldType] = {
     ),
     # transformers 4.51 wrote a number
     "attn_temperature_tuning": _either(FLAG, COUNT_OR_0),
-    **_all(FLAG.or_null(), "use_qk_norm alibi new_decoder_architecture parallel_attn"),
+    **_all(FLAG.or_null(), "is_causal use_qk_norm alibi new_decoder_architecture parallel_attn"),
     "use_bidirectional_attention": _instance("true, false, text or null", bool, str, type(None)),
     # texts
     **_all(

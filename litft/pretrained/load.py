@@ -10,7 +10,7 @@ import torch
 
 from litft.data.tokenizer import Tokenizer
 from litft.model.placement import SINGLE_DEVICE, WeightPlacement
-from litft.model.quantization import KINDS
+from litft.model.quantization import KINDS, is_quantizable
 from litft.model.transformer import GPT
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import PretrainedFolder, resolve
@@ -45,7 +45,12 @@ def load_models(
         if adapter:
             method, _ = adapter
             unquantized |= method.unquantized_modules()
-    if unquantized and len(sources) > 1 and (kind := sources[0].quantization(quantize)):
+    kind = sources[0].quantization(quantize)
+    if unquantized and kind and len(sources) > 1:
+        # the head, the embedding and norms are never quantized
+        outline = sources[0].meta_model()
+        unquantized = {name for name in unquantized if is_quantizable(f"{name}.weight", outline)}
+    if unquantized and kind and len(sources) > 1:
         reason = (
             f"{len(unquantized)} modules ({min(unquantized)}) are trained in full by one adapter "
             f"but {kind} for the others"

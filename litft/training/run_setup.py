@@ -19,6 +19,7 @@ from litft.families import fits_fp16
 from litft.methods import AdapterTensors, Method, method_of
 from litft.methods.base import pattern_matches
 from litft.methods.new_tokens import untrained_ids
+from litft.model.config import Config
 from litft.model.mlp import CONSTANTS
 from litft.pretrained.folder import PretrainedFolder, fingerprint, resolve
 from litft.training.objectives import Objective, objective_of
@@ -160,6 +161,7 @@ def resolve_setup(
     if initial_values is None:
         method.tokens = tokenizer.add_tokens(args.data.new_tokens)
         method.check_tokens()
+        _check_per_layer_table(source.config, method)
     else:
         _check_tokens_of_adapter(args, tokenizer, method)
     method.frozen = _frozen(args, source, method)
@@ -280,6 +282,21 @@ def _merge_remedy(source: PretrainedFolder, method: Method, values: AdapterTenso
     except ValueError:
         return f"it cannot be merged, so begin with its base, {source.base}"
     return f"merge it first: python scripts/merge_lora.py --checkpoint_dir {source.adapter}"
+
+
+def _check_per_layer_table(config: Config, method: Method) -> None:
+    """Raise ValueError for new tokens that a table of per-layer embeddings lacks: other programs
+    extend it with values of their own."""
+    is_beyond = any(token >= config.per_layer_vocab_size for token in method.tokens)
+    if config.per_layer_dim and is_beyond:
+        reason = (
+            f"{config.model_type} has a second table of {config.per_layer_vocab_size:,} tokens, to "
+            "which other programs add rows of their own, so the result would differ there"
+        )
+        raise ValueError(
+            f"--data.new_tokens: {reason}; write the tokens as text, or name unused ones of the "
+            "tokenizer"
+        )
 
 
 def _check_tokens_of_adapter(args: FinetuneArgs, tokenizer: Tokenizer, method: Method) -> None:

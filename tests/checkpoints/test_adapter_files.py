@@ -75,6 +75,24 @@ def write_random_adapter(folder, out, **values):
     return model, method, source
 
 
+@torch.no_grad()
+def test_experts_that_peft_finds_by_the_names_of_linears(make_model, tmp_path):
+    """transformers 5 stacks experts, so PEFT writes gate_up_proj for gate_proj and up_proj."""
+    from peft import LoraConfig, get_peft_model
+
+    _, folder = make_model(transformers.Qwen3MoeConfig, **ROWS["qwen3_moe"][1]["renormalized"])
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=names)).eval()
+    perturb({name: p for name, p in model.named_parameters() if "lora_" in name}.values())
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert set(config["target_parameters"]) == {"gate_up_proj", "down_proj"}
+    tokens = draw(2, 20, seed=3)
+    ours = litft.load(tmp_path, base_dir=folder)[0](tokens)
+    assert relative(ours, model(tokens).logits) <= 1e-5
+
+
 @pytest.mark.parametrize("folder", CASES, indirect=True)
 @torch.no_grad()
 @pytest.mark.halved

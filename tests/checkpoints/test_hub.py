@@ -561,7 +561,12 @@ def test_an_adapter_on_a_local_base_needs_the_hub_id_of_its_base(online, tiny, e
         and "license: mit" in result.stdout
         and str(tiny) not in result.stdout
     )
+    # a template with a name of its own
+    named = root / "local" / "final" / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text("{{ messages[0].content }}")
     run([*arguments[:-1], "--base_model", "me/tiny"], root, env)
+    assert "additional_chat_templates/tool_use.jinja" in hub.models["me/local"]
     config = json.loads(hub.models["me/local"]["adapter_config.json"])
     record = json.loads(hub.models["me/local"]["litft.json"])
     assert (

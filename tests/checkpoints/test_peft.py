@@ -339,3 +339,10 @@ def test_fully_trained_modules_on_a_quantized_base_must_be_loaded_alone(checkpoi
         load_models([resolve(base), resolve(adapter)], "fp32", "cpu", "nf4")
     assert len(load_models([resolve(base), resolve(adapter)], "fp32", "cpu", None)) == 2
     assert len(load_models([resolve(adapter)], "fp32", "cpu", "nf4")) == 1
+    # norms, the embedding and the head are never quantized
+    plain = adapted(
+        base,
+        tmp_path / "norms",
+        LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["norm", "lm_head"])),
+    )
+    assert len(load_models([resolve(base), resolve(plain)], "fp32", "cpu", "nf4")) == 2

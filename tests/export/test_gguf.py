@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import STORIES, adapted, copy_tokenizer, copy_unpacked, script
-from own_tokenizers import write_bytes
+from own_tokenizers import write_bytes, write_fallback
 from parity import build, draw, relative
 from safetensors.torch import load_file
 
@@ -28,7 +28,7 @@ from litft.data.chat_template import STYLES
 from litft.data.tokenizer import Tokenizer
 from litft.export.gguf.files import GgufFile
 from litft.export.gguf.modelfile import modelfile
-from litft.export.gguf.vocabulary import PRE_TOKENIZERS
+from litft.export.gguf.vocabulary import PRE_TOKENIZERS, _stop_ids
 from litft.methods import AdapterV2, LoRA
 from litft.model.mlp import ACTIVATIONS
 from litft.pretrained.folder import resolve
@@ -1017,6 +1017,10 @@ ADAPTED = {
     "gemma2": dict(targets=["q_proj", "gate_proj"]),
     "phi3": dict(targets=["q_proj", "v_proj", "up_proj"]),
     "gpt2": dict(targets=["k_proj", "o_proj", "down_proj"]),
+    # experts, of which each has matrices of its own
+    "mixtral": dict(targets=["all-linear"]),
+    "gpt_oss": dict(targets=["all-linear"], rank_pattern=["gate_proj=2"]),
+    "granitemoe_swa": dict(targets=["all-linear"]),
 }
 
 
@@ -1037,7 +1041,7 @@ def test_an_adapter_file_contains_the_update_that_merging_adds(which, tmp_path, 
         before, after = base_file.read(name), merged_file.read(name)
         if f"{name}.lora_a" in adapter_file.names:
             a, b = (adapter_file.read(f"{name}.lora_{half}") for half in "ab")
-            after = after - adapter_file.metadata["adapter.lora.alpha"] / b.size(1) * b @ a
+            after = after - adapter_file.metadata["adapter.lora.alpha"] / b.size(-1) * b @ a
         torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
     assert len(adapter_file.names) == 2 * sum(
         not torch.equal(base_file.read(name), merged_file.read(name)) for name in base_file.names
@@ -1225,6 +1229,91 @@ def test_normalizers_are_refused(tmp_path):
         ValueError, match=r"the normalizer of its tokenizer.json changes texts .*Lowercase"
     ):
         to_gguf(folder, tmp_path / "file")
+
+
+def byte_level_folder(folder: Path, **changes) -> Path:
+    """A tiny model with a tokenizer of byte-level BPE, whose tokenizer.json is changed by part."""
+    folder.mkdir()
+    write_bytes(folder)
+    definition = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    for part, values in changes.items():
+        definition[part] |= values
+    (folder / "tokenizer.json").write_text(json.dumps(definition), "utf-8")
+    kind, values = MODELS["llama"]
+    build(kind, folder, **{**values, "vocab_size": 1000})
+    return folder
+
+
+LEVEL = {"type": "ByteLevel", "trim_offsets": False}
+DIGITS = {"type": "Digits", "individual_digits": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"pre_tokenizer": {**LEVEL, "add_prefix_space": True, "use_regex": True}},
+            "puts a space before each text",
+        ),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [
+                        DIGITS,
+                        {**LEVEL, "add_prefix_space": False, "use_regex": True},
+                    ],
+                }
+            },
+            "splits off whole numbers",
+        ),
+        ({"model": {"end_of_word_suffix": "</w>"}}, "marks parts of words"),
+    ],
+    ids=["space", "numbers", "suffix"],
+)
+def test_settings_of_tokenizers_that_llama_cpp_lacks_are_refused(changes, message, tmp_path):
+    folder = byte_level_folder(tmp_path / "model", **changes)
+    with pytest.raises(ValueError, match=message):
+        to_gguf(folder, tmp_path / "file")
+
+
+def test_normalizers_of_sentencepiece_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_fallback(folder)
+    definition = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    steps = [{"type": "NFKC"}, definition["normalizer"]]
+    definition["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    (folder / "tokenizer.json").write_text(json.dumps(definition), "utf-8")
+    kind, values = MODELS["llama"]
+    build(kind, folder, **{**values, "vocab_size": 1000})
+    with pytest.raises(ValueError, match=r"the normalizer .* changes texts .*NFKC"):
+        to_gguf(folder, tmp_path / "file")
+
+
+def test_three_stop_tokens_and_named_templates_survive(tmp_path, capsys):
+    """The last one ends a message that calls a tool; a fourth has no place."""
+    folder = make_folder("llama", tmp_path / "model")
+    stops = [2, 30, 31, 32]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    named = folder / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text("tools: {{ messages[0].content }}")
+    file = to_gguf(folder, tmp_path / "file")
+    assert "llama.cpp may not stop at" in capsys.readouterr().err
+    back = from_gguf(file, tmp_path / "back")
+    tokenizer = Tokenizer(back)
+    assert set(tokenizer.stop_ids) == set(stops[:3])
+    assert tokenizer.named_templates == Tokenizer(folder).named_templates
+    assert "tools: " in tokenizer.named_templates["tool_use"]
+
+
+def test_an_answer_of_harmony_does_not_stop_at_its_first_message():
+    """<|end|> ends the thought before the answer."""
+    texts = ["a", "<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"]
+    assert _stop_ids(texts, {"eos": 1}) == [1, 3]
+    assert _stop_ids(["a", "<|end|>"], {"eos": 0}) == [0, 1]
 
 
 def test_unknown_pre_tokenizers_are_refused(shared, tmp_path):
@@ -1606,6 +1695,9 @@ def test_llama_cpp_gives_the_same_answers(which, checkpoints, tmp_path):
             token for token, _ in zip(llama.generate(ids, temp=0.0), range(24), strict=False)
         ]
         assert generated == greedy(model, ids, 24), prompt
+    # without a template in the file, llama.cpp has one of its own
+    if not tokenizer.has_template:
+        return
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     completion = llama.create_chat_completion(messages, temperature=0.0, max_tokens=24)
     ids = tokenizer.encode(

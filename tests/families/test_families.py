@@ -307,6 +307,7 @@ def test_missing_fields_have_the_defaults_of_transformers(family):
 
 
 REFUSED = [
+    ("llama", "grouped", dict(is_causal=False), "is_causal false: each token would see those"),
     (
         "qwen3_moe",
         "renormalized",

@@ -12,7 +12,7 @@ from tiny_wrappers import MROPE, QWEN_TOWER, SPARSE, TEXT, TOWER, random_wrapper
 
 import litft
 from litft.families import read_config, text_config
-from litft.families.wrappers import WRAPPERS
+from litft.families.wrappers import OF_7B, SAME_NETWORK, WRAPPERS
 from litft.pretrained.folder import resolve
 
 TOKENS = draw(2, 40, seed=1) % 90
@@ -43,6 +43,15 @@ SPARSE_FILES = {
         "llava_next",
         dict(model_type="mistral", vocab_size=32064, intermediate_size=14336, rope_theta=1e6),
     ),
+    "qwen3-vl": (
+        "qwen3_vl",
+        OF_7B
+        | dict(model_type="qwen3_vl_text", vocab_size=151936, intermediate_size=22016)
+        | dict(head_dim=128, num_key_value_heads=32),
+    ),
+    "qwen2-vl": ("qwen2_vl", dict(model_type="qwen2_vl_text")),
+    "qwen2.5-vl": ("qwen2_5_vl", dict(model_type="qwen2_5_vl_text")),
+    "smolvlm": ("smolvlm", dict(model_type="llama", head_dim=64)),
     "llava-onevision-qwen2-0.5b": (
         "llava_onevision",
         dict(model_type="qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2),
@@ -56,10 +65,12 @@ def test_sizes_that_are_left_out_are_those_of_transformers(name):
     kind = transformers.AutoConfig.for_model(model_type, text_config=dict(text))
     expected = kind.text_config.to_dict()
     expected.pop("layer_types", None)
+    found = expected["model_type"]
+    expected["model_type"] = SAME_NETWORK.get(found, found)
     ours = read_config(text_config({"model_type": model_type, "text_config": text}))
     theirs = read_config({**expected, "tie_word_embeddings": kind.tie_word_embeddings})
     assert ours == theirs
-    assert ours.dim == expected["hidden_size"] and len(ours.layers) == 32
+    assert ours.dim == expected["hidden_size"] and len(ours.layers) == expected["num_hidden_layers"]
 
 
 def older_llava(name):

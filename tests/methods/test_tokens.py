@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import copy_unpacked, script
+import transformers
+from conftest import STORIES, copy_tokenizer, copy_unpacked, script
 from own_tokenizers import WRITERS
-from parity import draw
+from parity import ROWS, draw
 
-from litft.args import LoRAArgs
+from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs
 from litft.data.chat_template import STYLES
 from litft.data.encoder import Encoder
 from litft.data.sample import ID_MASK, SUPERVISED, to_sample
@@ -21,6 +22,7 @@ from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
 from litft.training.memory.plan import predict
 from litft.training.memory.trace import Shape
+from litft.training.run_setup import resolve_setup
 
 
 @pytest.mark.parametrize(
@@ -177,3 +179,20 @@ def test_the_plan_counts_the_rows_of_new_tokens_that_are_trained(tiny):
         counts.append(predict(source, method, "fp32", "none", Shape(1, 8, False)).trained)
     tables = 1 if source.config.tied else 2
     assert [count - counts[0] for count in counts] == [0, 2 * tables * source.config.dim, 0]
+
+
+def test_new_tokens_beyond_a_second_table_are_refused(make_model, tmp_path):
+    """transformers adds rows to Gemma's table of per-layer embeddings, which litft reads as row
+    0."""
+    config_class, variations = ROWS["gemma3n_text"]
+    kind = getattr(transformers, config_class)
+    _, made = make_model(kind, **next(iter(variations.values())))
+    folder = copy_unpacked(made, tmp_path / "model")
+    size = resolve(folder).config.vocab_size
+    copy_tokenizer(STORIES, folder)
+    assert Tokenizer(folder).vocab_size >= size
+    args = LoRAFinetuneArgs(
+        checkpoint_dir=str(folder), data=DataArgs(path=["a.jsonl"], new_tokens=["<tool>"])
+    )
+    with pytest.raises(ValueError, match=r"has a second table of .* tokens, to which other"):
+        resolve_setup(args, resolve(folder))

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +151,7 @@ def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs
     fused = _fused_pairs(trained, sites, factors)
 
     # the file has a single alpha, so B takes up other scales
-    alphas = Counter(pair.scale * pair.a.size(0) for pair in fused.values())
+    alphas = Counter(pair.scale * pair.a.size(-2) for pair in fused.values())
     alpha, _ = alphas.most_common(1)[0]
     writer = _writer(gguf_architecture(trained.source.config), trained, outtype, "adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -169,7 +169,7 @@ def _adapter_entries(fused: dict[str, LoraWeights], alpha: float) -> list[LazyTe
         a = pair.a
         b = pair.b
         if alpha:
-            b = b * (pair.scale * a.size(0) / alpha)
+            b = b * (pair.scale * a.size(-2) / alpha)
         entries.append(LazyTensor(f"{name}.weight.lora_a", a, a.float))
         entries.append(LazyTensor(f"{name}.weight.lora_b", b, b.float))
     return entries
@@ -190,7 +190,8 @@ def _fused_pairs(
                 "out"
             )
         if target.name not in fused:
-            fused[target.name] = target.fuse(factors)
+            # llama.cpp multiplies each expert by a matrix of its own, without PEFT's layout
+            fused[target.name] = replace(target, experts=0).fuse(factors)
     return fused
 
 

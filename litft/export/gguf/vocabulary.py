@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from litft.data.tokenizer import NAMED_TEMPLATES
 from litft.export.gguf.files import GgufFile, gguf
 
 TokenType = gguf.TokenType
@@ -103,6 +104,12 @@ TURN_ENDS = "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_
 TURN_ENDS += "<EOT> _<EOT> [EOT]".split()
 
 
+HARMONY_CALL = "<|call|>"
+HARMONY = {"<|return|>", "<|end|>", HARMONY_CALL}
+# the metadata of a chat template, which may have a name after a dot
+TEMPLATE = "tokenizer.chat_template"
+
+
 class StoredTokens(NamedTuple):
     """The tokens of a vocabulary, ordered by id."""
 
@@ -162,8 +169,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         "add_bos_token": bool(adds_bos),
     }
     _write_json(folder / "tokenizer_config.json", config | {"clean_up_tokenization_spaces": False})
-    if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
-        (folder / "chat_template.jinja").write_text(template, "utf-8")
+    _write_templates(file, folder)
     stop_ids = _stop_ids(tokens.texts, ids)
     if not stop_ids:
         raise ValueError(
@@ -205,15 +211,35 @@ def _generation_config(ids: dict[str, int], stop_ids: list[int]) -> dict[str, An
     return config
 
 
+def _write_templates(file: GgufFile, folder: Path) -> None:
+    """Write the chat template, and those with a name."""
+    template = file.metadata.get(TEMPLATE)
+    if isinstance(template, str):
+        (folder / "chat_template.jinja").write_text(template, "utf-8")
+    for key, named in file.metadata.items():
+        name = key.removeprefix(f"{TEMPLATE}.")
+        # a name of a file: no other characters
+        if name == key or not isinstance(named, str) or not re.fullmatch(r"[\w-]+", name):
+            continue
+        templates = folder / NAMED_TEMPLATES
+        templates.mkdir(exist_ok=True)
+        (templates / f"{name}.jinja").write_text(named, "utf-8")
+
+
 def _stop_ids(texts: list[str], ids: dict[str, int]) -> list[int]:
     """Return the tokens that end a text and a turn, without repetition. ids: of special tokens."""
     end_of_turn = None
-    for text in TURN_ENDS:
-        if text in texts:
+    known = set(texts)
+    candidates = TURN_ENDS
+    # harmony: <|end|> ends every message of an answer, and <|call|> an answer
+    if known >= HARMONY:
+        candidates = [HARMONY_CALL]
+    for text in candidates:
+        if text in known:
             end_of_turn = texts.index(text)
             break
     stop_ids = []
-    for i in dict.fromkeys((ids.get("eos"), ids.get("eot", end_of_turn))):
+    for i in dict.fromkeys((ids.get("eos"), ids.get("eot", end_of_turn), ids.get("eom"))):
         if i is not None:
             stop_ids.append(i)
     return stop_ids
@@ -254,13 +280,14 @@ def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> StoredT
 
 
 def _special_ids(stored: dict[str, Any], count: int) -> dict[str, int]:
-    """Return the valid ids of bos, eos, eot, unk and pad; ids missing from the file default to
+    """Return the valid ids of bos, eos, eot, eom, unk and pad; ids missing from the file default to
     sentencepiece's."""
     if stored["model"] == "llama":
         defaults = {"bos": 1, "eos": 2, "unk": 0}
     else:
         defaults = {}
-    keys = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}
+    keys = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom"}
+    keys |= {"unk": "unknown", "pad": "padding"}
     ids = {}
     for name, key in keys.items():
         candidates = (stored.get(f"{key}_token_id"), defaults.get(name))

@@ -31,6 +31,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
         )
     name, content = tokenizer.serialized()
     definition = json.loads(content) if name == "tokenizer.json" else None
+    _note_stripped(definition)
     # byte_fallback tells sentencepiece's BPE from byte-level BPE
     if definition and not definition["model"].get("byte_fallback"):
         pre = _pre_tokenizer_name(definition, tokenizer.folder)
@@ -59,17 +60,25 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
 
 
 def _add_stop_ids(writer: Any, tokenizer: Tokenizer) -> None:
-    """Add the stop tokens: GGUF has one for the end of a text, another for the end of a turn."""
+    """Add the stop tokens: GGUF has one for the end of a text, one for the end of a turn, and one
+    for that of a message, after which tools answer."""
     first, *_ = tokenizer.stop_ids
     if tokenizer.eos_id in tokenizer.stop_ids:
         eos_id = tokenizer.eos_id
     else:
         eos_id = first
     writer.add_eos_token_id(eos_id)
-    for stop_id in tokenizer.stop_ids:
-        if stop_id != eos_id:
-            writer.add_eot_token_id(stop_id)
-            break
+    others = [stop_id for stop_id in tokenizer.stop_ids if stop_id != eos_id]
+    if others:
+        writer.add_eot_token_id(others[0])
+    if others[1:]:
+        writer.add_eom_token_id(others[1])
+    if others[2:]:
+        texts = tokenizer.decode(others[2:], skip_special=False)
+        print(
+            f"note: llama.cpp may not stop at {texts}: a GGUF file has three stop tokens",
+            file=sys.stderr,
+        )
 
 
 def _templates(tokenizer: Tokenizer) -> str | list[dict[str, str]]:
@@ -121,7 +130,7 @@ def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
         if s.get("type") == "Split":
             splits.append(s)
     patterns = [s["pattern"].get("Regex") for s in splits]
-    digits = any(s.get("type") == "Digits" and s["individual_digits"] for s in steps)
+    digits = any(s.get("type") == "Digits" for s in steps)
     gpt2 = any(s.get("type") == "ByteLevel" and s["use_regex"] for s in steps)
     pre_tokenizer = PreTokenizer(
         tuple(patterns), digits, gpt2, bool(definition["model"].get("ignore_merges"))
@@ -130,12 +139,60 @@ def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
     if is_plain and {s.get("type") for s in steps} <= {"Split", "Digits", "ByteLevel"}:
         for name, candidate in PRE_TOKENIZERS.items():
             if candidate == pre_tokenizer:
+                _check_details(definition, steps, folder)
                 return name
     reason = (
         "llama.cpp's name for the pre-tokenizer of its tokenizer.json is unknown "
         f"({json.dumps(steps)[:300]})"
     )
     raise ValueError(f"{folder}: {reason}; supported: {', '.join(PRE_TOKENIZERS)}")
+
+
+def _check_details(
+    definition: dict[str, Any], steps: Sequence[dict[str, Any]], folder: Path
+) -> None:
+    """Raise ValueError for settings of byte-level BPE that llama.cpp does not have."""
+    model = definition["model"]
+    problems = []
+    for step in steps:
+        if step.get("type") == "ByteLevel" and step.get("add_prefix_space"):
+            problems.append("puts a space before each text (add_prefix_space)")
+        if step.get("type") == "Digits" and not step.get("individual_digits"):
+            problems.append("splits off whole numbers (individual_digits false)")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            problems.append(f"marks parts of words ({name} {model[name]!r})")
+    if problems:
+        raise ValueError(
+            f"{folder}: its tokenizer.json {' and '.join(problems)}, which llama.cpp does not do; "
+            "keep the Hugging Face folder"
+        )
+
+
+def _check_sentencepiece(definition: dict[str, Any], folder: Path) -> None:
+    """Raise ValueError for a normalizer that does more than sentencepiece's spaces."""
+    normalizer = definition.get("normalizer") or {}
+    for step in normalizer.get("normalizers", [normalizer]):
+        is_space = step.get("type") == "Replace" and step.get("pattern") == {"String": " "}
+        if step and step.get("type") != "Prepend" and not is_space:
+            raise ValueError(
+                f"{folder}: the normalizer of its tokenizer.json changes texts "
+                f"({json.dumps(step)[:300]}), and llama.cpp has none; keep the Hugging Face folder"
+            )
+
+
+def _note_stripped(definition: dict[str, Any] | None) -> None:
+    """Print a note on special tokens that take the space before them."""
+    texts = []
+    for token in definition["added_tokens"] if definition else []:
+        if token["lstrip"]:
+            texts.append(token["content"])
+    if texts:
+        print(
+            f"note: llama.cpp keeps the space before {', '.join(texts[:5])}, which this tokenizer "
+            "removes",
+            file=sys.stderr,
+        )
 
 
 def _is_nfc(normalizer: dict[str, Any]) -> bool:
@@ -174,6 +231,7 @@ def _sentencepiece_tokens(
     """Return sentencepiece's tokens, and whether the tokenizer puts a space before a text."""
     tokens = _texts_and_types(tokenizer)
     if definition:
+        _check_sentencepiece(definition, tokenizer.folder)
         scores = _merge_scores(definition["model"]["merges"])
         tokens = _name_bytes(tokens)
         types = dict.fromkeys(BYTES, TokenType.BYTE) | {
@@ -198,6 +256,13 @@ def _sentencepiece_tokens(
             if p.type != 1:
                 types[p.piece] = p.type
         adds_space = model.normalizer_spec.add_dummy_prefix
+        if model.normalizer_spec.precompiled_charsmap:
+            name = model.normalizer_spec.name
+            print(
+                f"note: llama.cpp leaves out the normalization {name} of its tokenizer.model: of "
+                "full-width letters and ligatures, for example",
+                file=sys.stderr,
+            )
         if model.normalizer_spec.remove_extra_whitespaces:
             spaces = "leading, trailing and repeated spaces, and those next to special tokens"
             print(f"note: llama.cpp keeps {spaces}, which this tokenizer removes", file=sys.stderr)
