@@ -232,7 +232,13 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
     setup = setup.with_data(data)
     data = add_replay(args, setup, data)
     ranks = args.devices * args.num_nodes
-    schedule = Schedule(setup.args, data, ranks, setup.objective.group_size)
+    schedule = Schedule(
+        setup.args,
+        data,
+        ranks,
+        group_size=setup.objective.group_size,
+        shares_prompts=setup.shares_prompts,
+    )
     run = choose_memory_settings(setup, schedule, device)
     check_teacher(run)
     return run

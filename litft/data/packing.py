@@ -13,6 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from litft.data.sample import Sample
+from litft.data.shared_prompts import (
+    SharedRow,
+    has_one_prompt,
+    prompt_units,
+    shared_documents,
+    unit_cost,
+)
 from litft.model.distillation import TeacherTargets
 from litft.model.loss import IGNORED, target_indices_of
 from litft.model.packed_sequences import PackedSequences
@@ -107,6 +114,8 @@ class BatchLayout:
     # tokens of a row of packed samples, or of one longer pair; None: a row is one sample
     row_tokens: int | None = None
     ranks: int = 1
+    # completions of one prompt in a row share its computation
+    shares_prompts: bool = False
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """Return the micro-batches of samples with these lengths, assigned to rank 0, 1, ... in
@@ -128,6 +137,29 @@ class BatchLayout:
         bounds = [len(rows) * i // count for i in range(count + 1)]
         return [rows[bounds[i] : bounds[i + 1]] for i in range(count)]
 
+    def plan_samples(self, samples: Sequence[Sample]) -> list[list[list[int]]]:
+        """Return the micro-batches of samples, as `plan` does; with `shares_prompts`, those of one
+        prompt in one row, in as little memory."""
+        plain = self.plan([sample.tokens.numel() for sample in samples])
+        if not self.shares_prompts or self.row_tokens is None:
+            return plain
+        # no row is to need more memory than the largest one without sharing
+        limit = 0
+        for batch in plain:
+            for row in batch:
+                limit = max(limit, sum(samples[index].tokens.numel() for index in row))
+        units = prompt_units(samples, limit)
+        if len(units) < self.ranks:
+            return plain
+        costs = [unit_cost([samples[index] for index in unit]) for unit in units]
+        planned = []
+        for batch in replace(self, row_tokens=limit).plan(costs):
+            rows = []
+            for row in batch:
+                rows.append([index for number in row for index in units[number]])
+            planned.append(rows)
+        return planned
+
     def halved(self, longest: int) -> "BatchLayout | None":
         """Return a layout with half the rows, or with half the tokens of a single row, but at least
         `longest`.
@@ -142,7 +174,7 @@ class BatchLayout:
 
     def batches(self, samples: Sequence[Sample], rank: int = 0) -> list[MicroBatch]:
         """Return the micro-batches of a rank."""
-        planned = self.plan([sample.tokens.numel() for sample in samples])[rank :: self.ranks]
+        planned = self.plan_samples(samples)[rank :: self.ranks]
         batches = []
         for index_rows in planned:
             rows = []
@@ -154,7 +186,11 @@ class BatchLayout:
     def collate_rows(self, rows: list[list[Sample]]) -> MicroBatch:
         """Collate rows the same way for all micro-batches of a run, so that torch.compile makes one
         graph."""
-        return collate(rows, packed=self.row_tokens is not None)
+        packed = self.row_tokens is not None
+        is_shared = any(sample.shared_tokens for row in rows for sample in row)
+        if self.shares_prompts and packed and is_shared:
+            return collate_shared(rows)
+        return collate(rows, packed)
 
     def iter_batches(
         self, samples: Sequence[Sample], block_size: int, rank: int
@@ -295,6 +331,49 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
         completions=completions,
         teacher=teacher,
     )
+
+
+def collate_shared(rows: list[list[Sample]]) -> MicroBatch:
+    """Return the micro-batch of rows in which completions of one prompt that follow each other
+    have it once."""
+    made = []
+    for row_samples in rows:
+        row = SharedRow()
+        for unit in _units_of(row_samples):
+            row.add(unit)
+        made.append(row)
+    shape = (len(rows), max(row.length for row in made))
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    targets = torch.full(shape, IGNORED)
+    ids = torch.full(shape, -1)
+    for number, row in enumerate(made):
+        tokens[number, : row.length] = torch.cat(row.tokens)
+        positions[number, : row.length] = torch.cat(row.positions)
+        targets[number, : row.length] = torch.cat(row.targets)
+        # attention reads those of whole documents
+        ids[number, : row.length] = 0
+    samples = [sample for row_samples in rows for sample in row_samples]
+    has_advantages = samples[0].advantage is not None
+    return MicroBatch(
+        tokens,
+        targets,
+        target_indices_of(targets),
+        positions=positions,
+        documents=shared_documents(made, ids),
+        completions=_completions(samples) if has_advantages else None,
+    )
+
+
+def _units_of(samples: list[Sample]) -> list[list[Sample]]:
+    """Return the samples of a row in lists of consecutive completions of one prompt."""
+    units: list[list[Sample]] = []
+    for sample in samples:
+        if units and has_one_prompt(units[-1][0], sample):
+            units[-1].append(sample)
+        else:
+            units.append([sample])
+    return units
 
 
 def _completions(samples: list[Sample]) -> Completions:

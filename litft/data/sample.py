@@ -63,6 +63,8 @@ class Sample:
     decoded: Tensor | None = None
     old: Tensor | None = None
     reference_tokens: Tensor | None = None
+    # of a completion: the tokens at its beginning that other completions of its prompt have, too
+    shared_tokens: int = 0
     teacher: TeacherValues | None = None
     is_own: bool = False  # the student that learns from the teacher has written the answer itself
 

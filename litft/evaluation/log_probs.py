@@ -31,7 +31,7 @@ def sample_batches(
 ) -> Iterator[tuple[list[int], MicroBatch]]:
     """Yield a rank's micro-batches, each with the numbers of its samples in the order of its
     rows."""
-    planned = layout.plan([sample.tokens.numel() for sample in samples])
+    planned = layout.plan_samples(samples)
     for rows in planned[rank :: layout.ranks]:
         samples_of_rows = []
         order: list[int] = []

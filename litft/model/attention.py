@@ -12,7 +12,7 @@ from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.config import Chunk, Config
 from litft.model.device_type import device_type, is_planned, runs_flash_attention
 from litft.model.kv_cache import LayerCache
-from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
+from litft.model.packed_sequences import PackedSequences, SharedPrompts, row_cu_seqlens
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, V value
 # dim, N documents
@@ -42,15 +42,15 @@ def attend(
 
     documents: a query sees only keys of its own document. window: a query sees at most this many
     keys, including its own; chunks are documents, as from `PackedSequences.chunked`, except in the
-    cache.
-    softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). sinks: (H,)
-    logits that are included in each softmax and have no value vector (gpt-oss). cache: k and v are
-    first added to it, and the queries are the tokens of this call. scale: multiplies the scores;
-    None means 1 / sqrt(D). mask: of a cache that the caller has updated. Query head h uses
+    cache. softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
+    sinks: (H,) logits that are included in each softmax and have no value vector (gpt-oss). cache:
+    k and v are first added to it, and the queries are the tokens of this call. scale: multiplies
+    the scores; None: 1 / sqrt(D). mask: of a cache that the caller has updated. Query head h uses
     key/value head h // (H / K).
     """
-    if scale is None:
-        scale = float(q.size(-1) ** -0.5)
+    scale = float(q.size(-1) ** -0.5) if scale is None else scale
+    if documents is not None and documents.shared is not None:
+        return _attend_shared(q, k, v, documents.shared, window, softcap, sinks, scale)
     if cache is not None:
         k, v, mask = cache.update(k, v, window)
         if mask is None and cache.cache.call.texts is not None:
@@ -105,6 +105,39 @@ def attend(
     if documents is None and window is None and (square or q.size(2) == 1):
         return _scaled_dot_product(q, k, v, None, scale, causal=square and q.size(2) > 1)
     return _masked_attention(q, k, v, attention_mask(q, k, documents, window), None, None, scale)
+
+
+def _attend_shared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared: SharedPrompts,
+    window: int | Chunk | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Return `attend` of rows whose documents share their beginnings: each document gets a copy."""
+    wide_q, wide_k, wide_v = (_picked(x, shared.expand) for x in (q, k, v))
+    y = attend(
+        wide_q,
+        wide_k,
+        wide_v,
+        shared.documents,
+        window,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+    )
+    return _picked(y, shared.collapse)
+
+
+def _picked(x: Tensor, places: Tensor) -> Tensor:
+    """Return x (B, H, T, D) at these places (B * S,) of its flattened tokens: (B, H, S, D)."""
+    batch, heads, _, width = x.shape
+    rows = x.transpose(1, 2).flatten(0, 1).flatten(1)
+    picked = rows.index_select(0, places)
+    return picked.view(batch, -1, heads, width).transpose(1, 2)
 
 
 def _masked_attention(

@@ -348,6 +348,20 @@ class Config:
             heads = layer.n_kv_heads or self.n_kv_heads
         return heads, head_dim + (ALIBI_DIMS if self.alibi else 0), head_dim
 
+    @property
+    def can_share_prompts(self) -> bool:
+        """Whether documents may share the computation of their common beginning: with attention
+        whose rotation depends on positions alone, and no recurrent mixers, chunks or ALiBi, which
+        counts places in a row."""
+        if self.alibi:
+            return False
+        for layer in self.layers:
+            if layer.mixer is not None or isinstance(layer.window, Chunk):
+                return False
+            if layer.rope is not None and layer.rope.depends_on_length:
+                return False
+        return True
+
     def kv_source(self, index: int) -> int:
         """Return the layer whose keys and values a layer attends to."""
         layer = self.layers[index]

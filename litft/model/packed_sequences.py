@@ -12,6 +12,20 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 # B batch, T tokens, N documents
 
 
+class SharedPrompts(NamedTuple):
+    """How rows (B, T) in which documents share their beginning become rows (B, S) of whole
+    documents, for attention."""
+
+    documents: "PackedSequences"  # of the rows with whole documents
+    # (B * S,) and (B * T,) int64: the place of each token in the other flattened rows
+    expand: Tensor
+    collapse: Tensor
+
+    def to(self, move: Callable[[Tensor], Tensor]) -> "SharedPrompts":
+        """Return a copy on a device; move: as in `PackedSequences.to`."""
+        return SharedPrompts(self.documents.to(move), move(self.expand), move(self.collapse))
+
+
 class PackedSequences(NamedTuple):
     """Which tokens of a batch may attend to each other.
 
@@ -29,6 +43,14 @@ class PackedSequences(NamedTuple):
     # tokens of the longest document, which decides how many thread blocks a GPU starts; None:
     # the host does not know it
     longest: int | None = None
+    # documents that share their beginning, which then is one document here
+    shared: SharedPrompts | None = None
+
+    @property
+    def attended_sizes(self) -> tuple[int, int]:
+        """The numbers of tokens and of documents in the rows that attention sees."""
+        seen = self.shared.documents if self.shared else self
+        return seen.ids.numel(), seen.cu_seqlens.size(0) - 1
 
     @classmethod
     def of(cls, ids: Tensor) -> "PackedSequences":
@@ -55,7 +77,11 @@ class PackedSequences(NamedTuple):
 
         The tensors that stay on the CPU, and masks, are not moved.
         """
-        return self._replace(ids=move(self.ids), cu_seqlens=move(self.cu_seqlens))
+        return self._replace(
+            ids=move(self.ids),
+            cu_seqlens=move(self.cu_seqlens),
+            shared=self.shared and self.shared.to(move),
+        )
 
     def chunked(self, size: int) -> "PackedSequences":
         """Return the chunks of `size` tokens that the documents consist of.

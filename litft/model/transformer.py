@@ -179,8 +179,7 @@ class GPT(nn.Module):
         document_ids = documents.ids if documents else None
         uses_kernel = device_type(tokens) == "cuda" and self.dtype != torch.float32
         if documents is not None and uses_kernel and torch.is_grad_enabled():
-            num_documents = documents.cu_seqlens.size(0) - 1
-            check_packed_backward(self.config, tokens.numel(), num_documents)
+            check_packed_backward(self.config, *documents.attended_sizes)
 
         # positions count the tokens that are cached already: `begin` prepares the cache, and only
         # `end` makes it longer

@@ -380,4 +380,9 @@ def _sample(prompt: Sample, completion: Completion, is_masked: bool, is_plain: b
     if is_masked:
         sample.targets[:] = IGNORED
         decoded = decoded[:0]
-    return replace(sample, prompt=prompt.prompt, decoded=decoded if is_plain else None)
+    return replace(
+        sample,
+        prompt=prompt.prompt,
+        decoded=decoded if is_plain else None,
+        shared_tokens=len(prompt.prompt_ids) - 1,
+    )

@@ -110,6 +110,12 @@ class RunSetup:
             for token in untrained_ids(table, base_tokens)
         ]
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether completions of one prompt share its computation in a training pass."""
+        is_plain = not self.args.train.neftune_alpha
+        return self.args.objective == "grpo" and is_plain and self.source.config.can_share_prompts
+
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with its beginning, of what the command and the model's
         folder say."""

@@ -1,6 +1,7 @@
 """Which samples a step has, and how they are laid out: functions of the position in the data."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +24,12 @@ class Schedule:
     """
 
     def __init__(
-        self, args: FinetuneArgs, data: DataSplits, ranks: int, group_size: int = 1
+        self,
+        args: FinetuneArgs,
+        data: DataSplits,
+        ranks: int,
+        group_size: int = 1,
+        shares_prompts: bool = False,
     ) -> None:
         self.data = data
         self.needs_token_losses = OBJECTIVES[args.objective].needs_token_losses
@@ -43,7 +49,7 @@ class Schedule:
                 "times; lower it, or leave out --train.max_steps and --train.max_time"
             )
         self.samples = planned_samples(args.train, self.order.epoch_size) * group_size
-        self.layout = initial_layout(args, data, ranks)
+        self.layout = replace(initial_layout(args, data, ranks), shares_prompts=shares_prompts)
         self.resume_at(0, 0)
 
     @property
@@ -82,6 +88,9 @@ class Schedule:
         in its step."""
         rows, target_count, several = self.largest
         tokens = num_slots(self.data.train.lengths, rows) // len(rows)
+        # where completions share a prompt, there are more targets among as many tokens
+        if self.layout.shares_prompts:
+            target_count = None
         if self.own_tokens:
             tokens = max(tokens, min(self.data.limit, tokens + self.own_tokens))
             target_count = None

@@ -51,9 +51,7 @@ class Compiled(GPT):
         before the softmax."""
         # otherwise Dynamo may treat the number of documents as a constant
         if documents is not None:
-            torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
-            if documents.host_cu_seqlens is not None:
-                torch._dynamo.maybe_mark_dynamic(documents.host_cu_seqlens, 0)
+            _mark_dynamic(documents)
         if not (
             changes_scores(self)
             and tokens.is_cuda
@@ -70,6 +68,18 @@ class Compiled(GPT):
             if not isinstance(layer.window, Chunk):
                 windows.add(layer.window)
         return documents.with_masks(windows)
+
+
+def _mark_dynamic(documents: PackedSequences) -> None:
+    """Tell Dynamo that the number of documents changes, and that of tokens in whole documents."""
+    torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
+    if documents.host_cu_seqlens is not None:
+        torch._dynamo.maybe_mark_dynamic(documents.host_cu_seqlens, 0)
+    if documents.shared is not None:
+        torch._dynamo.maybe_mark_dynamic(documents.shared.expand, 0)
+        torch._dynamo.maybe_mark_dynamic(documents.shared.collapse, 0)
+        torch._dynamo.maybe_mark_dynamic(documents.shared.documents.ids, 1)
+        _mark_dynamic(documents.shared.documents)
 
 
 def compile_blocks(model: GPT) -> None:
