@@ -13,7 +13,7 @@ from litft.args import FINETUNE, FinetuneArgs
 from litft.args.keywords import from_keywords, name_keywords, signature
 from litft.commands.finetune import Callback, RunResult, run_finetuning
 from litft.data.in_memory import EXAMPLES, stored_examples
-from litft.evaluation.rewards.reward import of_functions
+from litft.evaluation.rewards.reward import Reward, of_functions
 from litft.evaluation.scoring import Metric
 
 # how records in memory are named in messages
@@ -66,8 +66,9 @@ def finetune(
             raise TypeError(
                 "finetune() takes either args or keywords; set the fields of args instead"
             )
-        return run_finetuning(args, callback, metrics, of_functions(rewards))
+        return run_finetuning(args, callback, metrics, _rewards_for(args, rewards))
     method = method or "lora"
+    _check_spellings(flags, model=model, data=data, val_data=val_data)
     try:
         if rewards:
             flags["reward"] = [reward.name for reward in of_functions(rewards)]
@@ -83,7 +84,7 @@ def finetune(
         if val_data is not None:
             data_args = replace(data_args, val_path=_paths(val_data))
         args = replace(args, data=data_args)
-        return run_finetuning(args, callback, metrics, of_functions(rewards))
+        return run_finetuning(args, callback, metrics, _rewards_for(args, rewards))
     except (TypeError, ValueError) as error:
         # subclasses have messages that need no change
         if type(error) not in (TypeError, ValueError) or method not in FINETUNE:
@@ -98,6 +99,25 @@ def finetune(
         if message == str(error):
             raise
         raise type(error)(message) from None
+
+
+def _rewards_for(args: FinetuneArgs, rewards: Sequence[Callable]) -> list[Reward]:
+    """Return the reward functions; raise ValueError for an objective that does not learn from
+    them."""
+    if rewards and args.objective != "grpo":
+        raise ValueError(
+            f"rewards: objective {args.objective!r} does not learn from them; set grpo"
+        )
+    return of_functions(rewards)
+
+
+def _check_spellings(flags: Mapping[str, Any], **keywords: Any) -> None:
+    """Raise TypeError for a flag beside the keyword that says the same."""
+    names = {"model": "checkpoint_dir", "data": "data_path", "val_data": "data_val_path"}
+    for keyword, value in keywords.items():
+        flag = names[keyword]
+        if value is not None and flag in flags:
+            raise TypeError(f"finetune() takes either {keyword} or {flag}")
 
 
 def _given_paths(examples: Examples) -> list[str]:

@@ -204,6 +204,9 @@ def test_paths_have_weights(settings, tmp_path):
         ({"method": "qlora"}, ValueError, "method 'qlora' does not exist; use lora, adapter"),
         ({"max_steps": "many"}, ValueError, "expected a whole number"),
         ({"args": LoRAFinetuneArgs(), "max_steps": 3}, TypeError, "either args or keywords"),
+        ({"args": LoRAFinetuneArgs(), "rewards": [len]}, ValueError, "does not learn from them"),
+        ({"model": "m", "checkpoint_dir": "n"}, TypeError, "either model or checkpoint_dir"),
+        ({"data": "a.jsonl", "data_path": "b.jsonl"}, TypeError, "either data or data_path"),
         ({"args": "lora"}, TypeError, "takes keywords, as in finetune(method='lora')"),
         ({"metrics": {"loss": len}}, ValueError, "'loss' cannot be a column"),
         ({"metrics": {"margin": len}}, ValueError, "'margin' cannot be a column"),
@@ -252,6 +255,13 @@ def test_metrics_of_the_answers(settings, capfd):
     printed = capfd.readouterr().out
     assert f"exact match 0.0%, length {measured[3]:.4g} (12 answers)" in printed
     assert ">length</th>" in (outcome.folder / "report.html").read_text()
+
+    # goes on without the function, as the command line does
+    settings.pop("metrics")
+    settings |= {"max_steps": 4, "out_dir": str(outcome.folder), "resume": True}
+    litft.finetune(data=RECORDS, val_data=OTHERS, **settings)
+    kept = {int(row["step"]): row["length"] for row in rows_of(outcome.folder) if "length" in row}
+    assert kept == measured
 
 
 @pytest.mark.parametrize("result", [None, ZeroDivisionError("no answers")], ids=str)

@@ -268,7 +268,14 @@ ALIASES: dict[str, Alias] = {
     ),
     "max_norm": Alias("--train.max_grad_norm {value}"),
     "gradient_clipping": Alias("--train.max_grad_norm {value}"),
-    "neftune_noise_alpha": Alias("--train.neftune_alpha {value}"),
+    **dict.fromkeys(
+        ("neftune_noise_alpha", "noisy_embedding_alpha"), Alias("--train.neftune_alpha {value}")
+    ),
+    "finetuning_type": Alias("", "the command says the method: finetune/lora.py, full.py"),
+    **dict.fromkeys(
+        ("freeze_vision_tower", "freeze_multi_modal_projector"),
+        Alias("", "the language model alone is trained"),
+    ),
     "label_smoothing_factor": Alias("--train.label_smoothing {value}"),
     "gradient_checkpointing": Alias(
         "--train.activation_checkpointing full",

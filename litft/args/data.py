@@ -7,6 +7,9 @@ from typing import Literal
 from litft.args.checks import below_minimum
 from litft.args.data_path import DataPath, Formats
 
+# names of the files for validation in a folder, without their extension
+VAL_NAMES = ("val", "valid", "validation", "dev")
+
 
 @dataclass
 class DataArgs:

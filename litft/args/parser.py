@@ -246,7 +246,8 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
     """Return the flags that are implied, and problems: those of the resumed run, or the demo's if
     no model is named."""
     method = method_name(cls)
-    if values.get("resume", "").lower() == "true" and "overwrite" not in values:
+    overwrites = values.get("overwrite", "false").lower() != "false"
+    if values.get("resume", "").lower() == "true" and not overwrites:
         run = run_dir.from_flags(values.get("out_dir"), resume=True)
         if run and run_dir.is_run(run):
             run_method = run_dir.method(run)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from litft.args import LoRAFinetuneArgs, PrepareArgs
+from litft.args.ignored import ignored_flags
 from litft.atomic import atomic_write
 from litft.data.dataset import DataSplits, load_data
 from litft.pretrained.folder import resolve
@@ -38,6 +39,8 @@ def prepare_data(args: PrepareArgs) -> None:
         completion_tokens=objective.completion_tokens,
     )
     schedule = Schedule(finetuning, data, ranks=1, group_size=objective.group_size)
+    for note in ignored_flags(finetuning):
+        print(note)
     print_hints_last(data_report(schedule, data.tokenizer, args.show))
     if args.findings:
         count = _write_findings(data, Path(args.findings))

@@ -11,7 +11,7 @@ from litft.data.chat_template import Message, mentions_variable
 from litft.data.digests import hash64
 from litft.data.formats import TEMPLATE_ARGS, Example
 from litft.data.messages import LEARNED_ENTRIES, SYSTEM_ROLES
-from litft.data.notes import CONTROL, TOOLS_LOST
+from litft.data.notes import CONTROL, SYSTEM_LOST, TOOLS_LOST
 from litft.data.preferences import Preference
 from litft.data.record_facts import (
     ComparedConversation,
@@ -127,23 +127,25 @@ class Encoded:
         for name in example.template_args:
             if not mentions_variable(source, name):
                 self.unused.append(f"{TEMPLATE_ARGS}.{name}")
-        if not example.tools:
-            return
-        # the messages before the first answer, with tools and without: the same text has no tools
-        # in it
+        # the messages before the first answer, with a part and without: the same text has nothing
+        # of the part in it
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        first = answers[0] if answers else len(messages)
-        texts = []
-        for tools in (example.tools, None):
+        prompt = messages[: answers[0] if answers else len(messages)]
+
+        def rendered(messages: list[Message], tools: list | None) -> str | None:
             try:
-                text = tokenizer.apply_chat_template(
-                    messages[:first], tools, **example.template_args
-                )
+                return tokenizer.apply_chat_template(messages, tools, **example.template_args)
             except ValueError:  # with the answer it may render
-                return
-            texts.append(text)
-        if texts[0] == texts[1]:
+                return None
+
+        whole = rendered(prompt, example.tools)
+        if whole is None:
+            return
+        if example.tools and whole == rendered(prompt, None):
             self.notes.append(TOOLS_LOST)
+        has_system = len(prompt) > 1 and prompt[0]["role"] in SYSTEM_ROLES
+        if has_system and whole == rendered(prompt[1:], example.tools):
+            self.notes.append(SYSTEM_LOST)
 
     def note_controls(self, texts: list[str], tokenizer: Tokenizer) -> None:
         """Note that one of the texts contains that of a control token."""

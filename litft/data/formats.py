@@ -229,7 +229,10 @@ def _without_format(record: Record, where: str, missing: Sequence[str]) -> str:
             remedy = f"{remedy}; {names}"
     absent = _one_missing_field(record)
     if absent:
-        remedy = f"the field {absent[1]!r} is missing, which belongs to {', '.join(absent[0])}"
+        missing_field = f"the field {absent[1]!r} is missing, which belongs to"
+        missing_field = f"{missing_field} {', '.join(absent[0])}"
+        # two texts are more often a question and an answer under other names
+        remedy = f"{remedy}; {missing_field}" if len(texts) == 2 else missing_field
     name = field_with_records(record)
     if name is not None:
         count = f"{len(record[name]):,}"

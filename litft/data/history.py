@@ -11,6 +11,7 @@ from litft.data.answer_format import (
     has_example_call,
 )
 from litft.data.chat_template import Message
+from litft.data.messages import SYSTEM_ROLES
 from litft.data.reasoning import INLINE, PARTS, REASONING_FIELDS, ReasonedAnswer, prints_parts
 from litft.data.tokenizer import Tokenizer
 from litft.data.turns import BOTH_ON
@@ -20,16 +21,28 @@ _REASONING = "\ue000reasoning\ue000"
 _ANSWER = "\ue000answer\ue000"
 
 
+_SYSTEM = "\ue000system\ue000"
+
+
 def readable_history(
-    tokenizer: Tokenizer, messages: list[Message], tools: list | None = None
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    tools: list | None = None,
+    checks_system: bool = True,
 ) -> list[Message]:
     """Return the messages in the spelling that the template reads, as in training.
 
     Reasoning in a field that it does not read is written where it reads it: in another field, or
     inline. Calls that it writes only without a content have none. Raises ValueError if it leaves
-    out calls.
+    out calls, or with `checks_system` the system prompt.
     """
     template = tokenizer.template_for(tools)
+    has_system = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
+    if checks_system and has_system and not _reads_system(tokenizer, template):
+        raise ValueError(
+            "the chat template leaves out the system prompt; write it into the first question, or "
+            "pass another --template"
+        )
     readable = []
     for message in messages:
         if message.get("tool_calls") and not message.get("content"):
@@ -40,6 +53,17 @@ def readable_history(
             message = _readable_answer(tokenizer, template, message)
         readable.append(message)
     return readable
+
+
+@lru_cache(maxsize=64)
+def _reads_system(tokenizer: Tokenizer, template: str) -> bool:
+    """Return whether a template shows a system prompt, or refuses it, which the real conversation
+    will say."""
+    messages = [{"role": "system", "content": _SYSTEM}, EXAMPLE_QUESTION]
+    try:
+        return _SYSTEM in tokenizer.apply_chat_template(messages, tools=None)
+    except ValueError:
+        return True
 
 
 def _readable_answer(tokenizer: Tokenizer, template: str, message: Message) -> Message:

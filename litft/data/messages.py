@@ -54,7 +54,9 @@ def text_field(record: dict[str, Any], name: str, where: str) -> str:
     """Return a field that must be text; null and a missing field are empty."""
     value = record.get(name)
     if not isinstance(value, str | None):
-        raise ValueError(f"{where}: field {name!r} must be text, found {json_type(value)}")
+        raise ValueError(
+            f"{where}: field {name!r} must be text, found {json_type(value)}; write it in quotes"
+        )
     return value or ""
 
 

@@ -177,7 +177,9 @@ class PromptEncoder:
         """Return the text of a prompt, with earlier reasoning and calls where the template reads
         them; raise ValueError for calls that it leaves out."""
         try:
-            messages = readable_history(self.tokenizer, example.messages, example.tools)
+            messages = readable_history(
+                self.tokenizer, example.messages, example.tools, checks_system=False
+            )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return self.tokenizer.apply_chat_template(

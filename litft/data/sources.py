@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from litft.args import DataArgs
+from litft.args.data import VAL_NAMES
 from litft.args.data_path import DataPath
 from litft.checkpoints.hub import HubId, hub_id
 from litft.data.digests import digest_of, digest_of_texts
@@ -25,7 +26,7 @@ from litft.data.readers import (
 )
 
 OTHER_SPLITS = ("test", "testing", "eval", "evaluation")  # names of files that are not read
-SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
+SPLITS = {"train": ("train", "training"), "val": VAL_NAMES}
 
 
 class ReadOptions(NamedTuple):

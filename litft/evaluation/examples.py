@@ -357,8 +357,10 @@ def with_shared_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataA
 
 
 def answer_tokens(args: RunEvalArgs) -> int:
-    """Return the tokens that a prompt needs room for, if answers are rated."""
-    return args.max_new_tokens or ANSWER_TOKENS
+    """Return the tokens that a prompt needs room for, if answers are rated: by default at most
+    half of what all models read."""
+    limit = args.data.max_seq_length or 2 * ANSWER_TOKENS
+    return args.max_new_tokens or min(ANSWER_TOKENS, limit // 2)
 
 
 def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: str) -> set[Name]:

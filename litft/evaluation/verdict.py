@@ -69,12 +69,14 @@ class Verdict:
             return None
         half_width = (self.high - self.low) / 2
         needed = self.examples * (half_width / abs(self.difference)) ** 2
-        return max(FEWEST, math.ceil(needed))
+        # this many have not shown it
+        return max(FEWEST, math.ceil(needed), self.examples + 1)
 
     def __str__(self) -> str:
         """Say it in one line."""
         if self.examples < FEWEST:
-            what = f"{self.score} {self._text(self.difference)} on {self.examples} examples"
+            examples = "1 example" if self.examples == 1 else f"{self.examples} examples"
+            what = f"{self.score} {self._text(self.difference)} on {examples}"
             return f"not shown: {what}, and fewer than {FEWEST} say nothing"
         word = self.outcome
         if self.score.startswith(OF_FORGETTING):
@@ -175,8 +177,8 @@ def _verdict(score: str, pairs: np.ndarray) -> Verdict:
     if score in SHARES:
         # a share has steps of 1 / N: half a step more is the usual correction for continuity,
         # without which the interval covers the true difference in 93 % of cases
-        low -= 0.5 / count
-        high += 0.5 / count
+        low = max(-1.0, low - 0.5 / count)
+        high = min(1.0, high + 0.5 / count)
     return Verdict(score, difference, low, high, count)
 
 

@@ -92,7 +92,20 @@ def _settings(args: GenerateArgs) -> dict[str, Any]:
     if Path(folder).is_dir():
         folder = str(Path(folder).resolve())
     settings["checkpoint_dir"] = folder
+    # trained again, the same folder is another model
+    settings["model"] = _stamps(Path(folder))
     return settings
+
+
+def _stamps(folder: Path) -> dict[str, list[int]]:
+    """Return the sizes and times of the files of a local model, or of a run's result."""
+    final = folder / "final"
+    stamps = {}
+    for path in sorted((final if final.is_dir() else folder).glob("*")):
+        if path.is_file():
+            status = path.stat()
+            stamps[path.name] = [status.st_size, status.st_mtime_ns]
+    return stamps
 
 
 def _check_settings(args: GenerateArgs, out: Path) -> None:
@@ -111,9 +124,16 @@ def _check_settings(args: GenerateArgs, out: Path) -> None:
             )
         return
     changes = []
-    for name, now in _settings(args).items():
+    settings = _settings(args)
+    before = saved.get("model", settings["model"]) if isinstance(saved, dict) else None
+    if before != settings["model"]:
+        raise ValueError(
+            f"--resume: the files of the model have changed since the answers in {out} were made; "
+            "use --overwrite to start over"
+        )
+    for name, now in settings.items():
         before = saved.get(name) if isinstance(saved, dict) else None
-        if before != now:
+        if before != now and name != "model":
             changes.append(f"--{name} was {before}, and is {now}")
     if changes:
         raise ValueError(

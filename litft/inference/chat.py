@@ -14,6 +14,7 @@ from litft.args import NUMBERS
 from litft.atomic import atomic_write
 from litft.data.answer_parser import AnswerPart, ParsedAnswer
 from litft.data.chat_template import Message
+from litft.data.formats import TEMPLATE_ARGS, read_template_args, with_system
 from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import check_text
@@ -433,7 +434,11 @@ class Chat:
                 f"{rest} is not a conversation; expected JSON with 'messages'"
             ) from None
         check_text(json.dumps(messages, ensure_ascii=False))
-        checked = check_messages(messages, rest)
+        checked = with_system(check_messages(messages, rest), record, rest)
+        if read_template_args(record, rest):
+            raise ValueError(
+                f"{rest}: {TEMPLATE_ARGS} is not read here; start with --template_args instead"
+            )
         loaded_tools = read_tools(tools, rest)
         self.conversation.tokenizer.check_tools(loaded_tools)
         self.conversation.tools = loaded_tools

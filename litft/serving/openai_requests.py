@@ -381,6 +381,12 @@ class ChatRequest(ApiRequest):
                 "response_format",
                 "the answer may be a tool call; leave out the tools, or the format",
             )
+        has_format = bool(self.response_format) and self.response_format.get("type") != "text"
+        if has_format and self.continue_final_message:
+            yield (
+                "response_format",
+                "the format is that of a whole answer; leave it out with continue_final_message",
+            )
         if self.continue_final_message and self.add_generation_prompt:
             yield (
                 "add_generation_prompt",

@@ -3,7 +3,7 @@ forgotten."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -65,6 +65,9 @@ def measures_forgetting(args: FinetuneArgs, schedule: Schedule) -> bool:
     takes a small part of the time of its training."""
     if args.eval.forgetting is not None:
         return args.eval.forgetting
+    # such a run may end long before its last epoch
+    if args.train.max_time is not None:
+        return False
     answered = NUM_QUESTIONS * (QUESTION_TOKENS + ANSWER_TOKENS)
     # twice, before training and after it
     cost = 2 * (NEUTRAL_TOKENS + answered) * FORWARD_COST
@@ -152,6 +155,8 @@ class BeforeAfter:
         """Measure the trained model, and compare it with the model before its first step."""
         if not texts:
             return
+        # what was not measured before the first step has nothing to be compared with
+        texts = replace(texts, forgetting=texts.forgetting and NEUTRAL in self.before)
         self.forgetting = texts.forgetting
         self.after = self._measure(texts, layout, is_before=False)
         self.verdicts = verdicts(self.before, self.after)

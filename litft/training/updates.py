@@ -96,13 +96,16 @@ class Updates:
         # Dropout depends on the update and the rank alone, so that a resumed run draws the same.
         # 4,099 seeds are reserved for it: one for each rank, and one for stochastic rounding.
         seed = (self.args.seed * 1_000_003 + number) * 4099
+        # the updates of a step share its data
+        counts_data = number % self.objective.updates == 0
         model.train()
         if self.args.train.optimizer_in_backward:  # with one device only
             in_backward = unwrapped_in_backward(optimizer)
             with in_backward.stepping():
-                values = self._backward(model, optimizer, samples, seed)
+                values = self._backward(model, optimizer, samples, seed, counts_data)
             return values, in_backward.norm()
-        values = self._backward(model, optimizer, samples, seed + self.fabric.global_rank)
+        own_seed = seed + self.fabric.global_rank
+        values = self._backward(model, optimizer, samples, own_seed, counts_data)
 
         # without a limit nothing is clipped, but the norm is still a column of metrics.csv
         limit = self.args.train.max_grad_norm or math.inf
@@ -134,7 +137,12 @@ class Updates:
         return False
 
     def _backward(
-        self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], seed: int
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        samples: list[Sample],
+        seed: int,
+        counts_data: bool,
     ) -> Tensor:
         """Compute the gradients of the objective; with --train.oom_retry, again in smaller
         micro-batches after an OOM."""
@@ -146,7 +154,7 @@ class Updates:
                 learned = self.objective.learned(samples)
                 batches = self.schedule.layout.batches(learned, self.fabric.global_rank)
                 # later, the time of the failed attempt would count as waiting for data
-                if is_first_attempt:
+                if is_first_attempt and counts_data:
                     self.data_ready()
                 self.objective.before_step(self.fabric, self.model, samples, self.schedule.layout)
                 totals = self.objective.totals(samples)

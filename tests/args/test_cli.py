@@ -13,6 +13,7 @@ from conftest import ROOT, refused, script
 
 import litft
 from litft import args as flags
+from litft import run_dir
 from litft.args import parser
 from litft.args.aliases import ALIASES, BETAS, hint_for_flag
 from litft.args.build_parser import PRINT_CONFIG, parser_of
@@ -225,6 +226,29 @@ def test_without_a_model_the_demo_recipe_is_used():
     assert custom.train == flags.TrainArgs()
 
 
+def test_a_folder_with_a_file_for_validation_is_named(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}")
+    (tmp_path / "val.jsonl").write_text("{}")
+    words = ["--checkpoint_dir", "m", "--data.path", str(tmp_path), "--data.val_fraction", "0.3"]
+    (note,) = ignored_flags(parse(flags.LoRAFinetuneArgs, words))
+    assert f"val_fraction 0.3 has no effect: {tmp_path} has a file for validation" in note
+    words = ["--checkpoint_dir", "m", "--data.path", str(tmp_path), "--data.val_path", "b.jsonl"]
+    (note,) = ignored_flags(parse(flags.LoRAFinetuneArgs, words))
+    assert f"the validation file in {tmp_path} has no effect" in note
+
+
+def test_a_resumed_run_has_its_settings_beside_overwrite_false(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine.jsonl").write_text("{}")
+    text = "checkpoint_dir: mine\ndata:\n  path: [mine.jsonl]\n"
+    run_dir.write_config(tmp_path / "run", "lora", text, None)
+    words = ["--resume", "--overwrite", "false", "--out_dir", "run"]
+    args = parse(flags.LoRAFinetuneArgs, words)
+    assert args.checkpoint_dir == "mine" and args.data.path == ["mine.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("words", "note"),
     [
@@ -250,6 +274,11 @@ def test_without_a_model_the_demo_recipe_is_used():
         ("--eval.interval 0 --eval.patience 3", "--eval.patience 3 has no effect"),
         ("--data.mask_prompt false --data.reasoning mask", "reasoning mask has no effect"),
         ("--eval.max_new_tokens 0 --eval.prompts Hi", "answers no prompts"),
+        (
+            "--checkpoint_dir m --data.path a --lora.rslora",
+            "--lora.rslora has no effect: without --lora.alpha, updates are scaled",
+        ),
+        ("--checkpoint_dir m --data.path a --lora.rslora --lora.alpha 16", None),
         ("--train.lr_schedule wsd --train.decay_fraction 0.5", None),
         ("--train.warmup_steps 3 --data.val_path b --eval.interval 0", None),
     ],

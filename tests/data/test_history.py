@@ -54,6 +54,17 @@ def test_inline_reasoning_is_read_as_in_training():
         assert f"[assistant]{content}[user]" in rendered(source, chat)
 
 
+def test_a_system_prompt_that_the_template_leaves_out_is_refused():
+    chat = [{"role": "system", "content": "Answer in French."}, CHAT[0]]
+    without = (
+        "{%- for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}"
+        "{% endif %}{%- endfor %}"
+    )
+    with pytest.raises(ValueError, match="leaves out the system prompt; write it into the first"):
+        rendered(without, chat)
+    assert "French" in rendered(INLINE, chat)
+
+
 def test_a_template_without_reasoning_gets_none():
     assert "town" not in rendered(QUIRKS["plain"], CHAT)
     # as a program may send it

@@ -6,7 +6,7 @@ from conftest import STORIES, write_records
 
 from litft.args import DataArgs
 from litft.data.dataset import load_data
-from litft.data.notes import TOOLS_LOST
+from litft.data.notes import SYSTEM_LOST, TOOLS_LOST
 from litft.data.prompts import to_prompt
 from litft.data.tokenizer import Tokenizer
 
@@ -156,6 +156,17 @@ def test_tools_and_calls_that_the_template_leaves_out_are_named(tmp_path):
     path = write_records(tmp_path / "a.jsonl", [{"prompt": [USER], "tools": [TOOL]}])
     (report,) = load(path, val_fraction=0.0).reports.values()
     assert report.notes[TOOLS_LOST][0] == 1
+
+    silent = tmp_path / "silent.jinja"
+    silent.write_text(
+        "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{{ eos_token }}{% endif %}"
+        "{% endfor %}"
+    )
+    path = write_records(tmp_path / "c.jsonl", [{"prompt": [SYSTEM, USER]}])
+    args = DataArgs(path=[str(path)], template=str(silent), val_fraction=0.0)
+    data = load_data(args, Tokenizer(STORIES), 1 << 20, 512, kind="prompts", completion_tokens=ROOM)
+    (report,) = data.reports.values()
+    assert report.notes[SYSTEM_LOST][0] == 1
 
     calls = [USER, CALLING, {"role": "tool", "content": "4"}, USER]
     path = write_records(tmp_path / "b.jsonl", [{"prompt": calls}, {"prompt": [USER]}])

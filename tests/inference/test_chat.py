@@ -298,6 +298,13 @@ def test_tools_that_the_template_leaves_out_are_refused(checkpoints, tmp_path):
     chat = Chat(Conversation(open_session(checkpoints["demo"], 8)), screen)
     chat.run()
     assert "error: " in screen.notices[-1] and not chat.conversation.messages
+    # the record's system prompt is a field of its own in files of examples
+    record = {"system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}]}
+    talk.write_text(json.dumps([record]))
+    chat = Chat(Conversation(open_session(checkpoints["demo"], 8)), ScriptedScreen([]))
+    chat.do_load(str(talk))
+    system = {"role": "system", "content": "Be brief."}
+    assert chat.conversation.messages == [system, *record["messages"]]
     # a file with neither tools nor examples that have some
     tools.write_text('[{"text": "a"}]')
     assert "has no tools; expected" in script(*command, cwd=tmp_path, code=2).stderr

@@ -279,6 +279,16 @@ def test_answers_of_other_settings_are_not_continued(folder, tmp_path, monkeypat
     assert out.read_text() == expected
     assert not settings.exists() and "is missing" not in done.stderr
 
+    # the same folder, trained again
+    out.write_text(expected[: expected.index("\n") + 1])
+    write_settings(started)
+    saved = json.loads(settings.read_text())
+    saved["model"]["model.safetensors"][1] += 1
+    settings.write_text(json.dumps(saved))
+    failed = generate(folder, tmp_path, *flags, "--resume", greedy=False, code=2)
+    assert "the files of the model have changed since the answers in" in failed.stderr
+    settings.unlink()
+
     # a copy has no record
     out.write_text(expected[: expected.index("\n") + 1])
     done = generate(folder, tmp_path, *other, greedy=False)

@@ -401,6 +401,12 @@ INVALID_REQUESTS = [
     (dict(tools=[{"function": None}]), 400, "tools", "a name"),
     (dict(tools=[{"function": {"name": ["a"]}}]), 400, "tools", "a name"),
     (dict(continue_final_message=True), 400, "messages", "cannot be continued"),
+    (
+        dict(continue_final_message=True, response_format={"type": "json_object"}),
+        400,
+        "response_format",
+        "leave it out with continue_final_message",
+    ),
     (dict(messages=[{"role": "user", "content": "\ud800"}]), 400, None, ""),
     (dict(temperature=math.nan), 400, "temperature", "nan"),
 ]

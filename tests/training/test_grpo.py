@@ -29,6 +29,7 @@ from litft.distributed.devices import make_fabric
 from litft.distributed.process_group import Processes, launch
 from litft.evaluation.verdict import mean_of, parts_in
 from litft.model.loss import IGNORED
+from litft.training.memory.choose import rollout_bytes
 from litft.training.objectives.grpo import GRPO
 from litft.training.rollouts import _pass_rates
 from litft.training.trainer import Trainer
@@ -299,6 +300,20 @@ def test_groups_with_one_reward_are_drawn_again(flags, tmp_path):
     assert tokens(result, 1) == tokens(first, 1)
     alone = rate("step 0, draw 2", prompts[8:], [2])
     assert tokens(result, 2) == tokens(alone, 0) != tokens(first, 2)
+
+
+def test_the_plan_counts_the_rollouts_of_validation(flags):
+    """Validation answers its prompts at once, and they may be more than those of a step."""
+    few = prepare_run(replace(flags, train=replace(flags.train, global_batch_size=1)))
+    without = replace(flags.data, val_fraction=0.0)
+    none = prepare_run(
+        replace(flags, data=without, train=replace(flags.train, global_batch_size=1))
+    )
+    dtype = torch.float32
+    validated = len(few.schedule.data.val)
+    assert validated > 1
+    of_validation = rollout_bytes(few.setup, few.schedule, dtype)
+    assert of_validation == validated * rollout_bytes(none.setup, none.schedule, dtype)
 
 
 def test_what_does_not_apply_neither_passes_nor_fails():

@@ -11,6 +11,7 @@ from litft.args import FinetuneArgs
 from litft.distributed.devices import DTYPES, device_memory, num_shards
 from litft.model.kv_cache import KVCache
 from litft.pretrained.build import weight_bytes
+from litft.training.intervals import num_measured
 from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
@@ -122,15 +123,21 @@ def rollout_bytes(setup: RunSetup, schedule: Schedule, dtype: torch.dtype) -> in
     objective = setup.objective
     config = setup.source.config
     longest = int(schedule.data.train.lengths.max()) + 1
+    validated = 0
     if isinstance(objective, GRPO):
         rows_at_once = objective.grpo.rollout_rows
+        # validation answers its prompts at once, too
+        if len(schedule.data.val):
+            longest = max(longest, int(schedule.data.val.lengths.max()) + 1)
+            validated = num_measured(setup.args, schedule.data)
     elif isinstance(objective, Distill) and objective.distill.on_policy:
         rows_at_once = ROWS
         longest = min(schedule.data.limit, longest + objective.distill.max_new_tokens)
     else:
         return 0
     # a group is not divided between devices
-    groups = -(-setup.args.train.global_batch_size // schedule.layout.ranks)
+    most_prompts = max(setup.args.train.global_batch_size, validated)
+    groups = -(-most_prompts // schedule.layout.ranks)
     rows = min(rows_at_once, groups * schedule.group_size)
     cache = longest * KVCache.token_bytes(config, dtype) + KVCache.state_bytes(config)
     return rows * (cache + config.vocab_size * BYTES_PER_LOGIT)

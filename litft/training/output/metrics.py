@@ -69,11 +69,14 @@ class Metrics:
         rows = []
         self.resumed_rows = []
         for row in run_dir.metrics_rows(self.path):
+            # metrics that only the run's beginning has, from Python
+            for name in row:
+                if name not in self.columns:
+                    self.columns.append(name)
             if int(row["step"]) > step:
                 continue
-            kept = {name: value for name, value in row.items() if name in self.columns}
-            rows.append(kept)
-            self.resumed_rows.append({name: float(value) for name, value in kept.items()})
+            rows.append(row)
+            self.resumed_rows.append({name: float(value) for name, value in row.items()})
         self._rewrite(rows)
         # the values so far, for the report and for the totals
         for row in self.resumed_rows:

@@ -551,7 +551,8 @@ def _set_scalars(
 ) -> None:
     """Restore the numbers that `_scalars` returned."""
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update({name: values[name] for name in _only_numbers(group)})
+        # another layout of the optimizer may have numbers of its own, which follow from the flags
+        group.update({name: values[name] for name in _only_numbers(group) if name in values})
     for name, parameter in parameters.items():
         state = optimizer.state[parameter]
         numbers = {kind: saved["parameters"][name][kind] for kind in _only_numbers(state)}
