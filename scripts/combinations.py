@@ -102,7 +102,7 @@ VALUES = {
 # runs whose results are exported: the method and its flags
 EXPORTED = {
     "LoRA": ("lora", ""),
-    "rsLoRA": ("lora", "--lora.rslora true"),
+    "rsLoRA": ("lora", "--lora.rslora true --lora.alpha 16"),
     "DoRA": ("lora", "--lora.dora true"),
     "PiSSA": ("lora", "--lora.init pissa"),
     "LoRA with `modules_to_save`": ("lora", "--lora.modules_to_save norm"),

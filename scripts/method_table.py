@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 def methods() -> list[Cell]:
     """Return a cell for every method and every variant of LoRA, with default flags."""
     variants = {
-        "rsLoRA": "--lora.rslora",
+        "rsLoRA": "--lora.rslora --lora.alpha 16",
         "DoRA": "--lora.dora",
         "PiSSA": "--lora.init pissa",
         "OLoRA": "--lora.init olora",

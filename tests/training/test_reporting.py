@@ -483,3 +483,29 @@ def test_a_missing_package_is_reported(args, tmp_path):
         "--logger wandb needs the package" in done.stderr
         and "pip install 'litft[wandb]'" in done.stderr
     )
+
+
+def test_what_only_the_resumed_part_has_measured_says_so(tiny, examples, tmp_path, capsys):
+    """A score of step 2 is none of the model before its training, and best/ was not kept then."""
+    args = LoRAFinetuneArgs(
+        checkpoint_dir=str(tiny),
+        data=DataArgs(path=[str(examples)], val_fraction=0.5, max_seq_length=128),
+        train=TrainArgs(max_steps=2, global_batch_size=2, learning_rate=1e-20),
+        eval=EvalArgs(interval=1, max_new_tokens=0, exact_match=False, forgetting=False),
+        out_dir=str(tmp_path / "run"),
+        precision="fp32",
+    )
+    litft.finetune(args)
+    capsys.readouterr()
+    more = replace(
+        args,
+        resume=True,
+        train=replace(args.train, max_steps=3),
+        eval=replace(args.eval, exact_match=True, max_new_tokens=4),
+        save=replace(args.save, best=True),
+    )
+    litft.finetune(more)
+    said = capsys.readouterr().out
+    assert "exact match (since step 2): " in said
+    assert "validation loss: " in said
+    assert "lowest at step 1" in said and "best/ is empty: that step was before --save.best" in said

@@ -375,7 +375,7 @@ def uninterrupted(tiny, examples, tmp_path_factory):
 
 
 RUN = {"config.yaml", "metrics.csv", "samples.jsonl", "verdict.json", "checkpoints", "final"}
-RUN |= {"report.html"}
+RUN |= {"report.html", "data.json"}
 
 
 def test_a_run_writes_what_the_readme_says(uninterrupted, examples, tiny):

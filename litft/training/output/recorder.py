@@ -353,6 +353,8 @@ class Recorder:
                 line += ", which is in best/"
             elif kept is not None:
                 line += f"; best/ has step {kept}"
+            else:
+                line += "; best/ is empty: that step was before --save.best"
             lines.append(line)
         return [
             *lines,
@@ -384,6 +386,9 @@ class Recorder:
             if steps:
                 first = by_step[min(steps)]
                 last = by_step[max(steps)]
+                # a resumed run may measure what its beginning has not
+                if min(steps) > min(validation.losses, default=0):
+                    title = f"{title} (since step {min(steps)})"
                 ends[title] = [form.format(first), form.format(last)]
         return ends
 
