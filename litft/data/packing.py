@@ -2,6 +2,7 @@
 ranks in turn."""
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 from litft.data.sample import Sample
 from litft.data.shared_prompts import (
     SharedRow,
-    has_one_prompt,
     prompt_units,
     shared_documents,
     unit_cost,
@@ -339,8 +339,9 @@ def collate_shared(rows: list[list[Sample]]) -> MicroBatch:
     made = []
     for row_samples in rows:
         row = SharedRow()
-        for unit in _units_of(row_samples):
-            row.add(unit)
+        # the row has been planned: whatever follows each other shares its prompt
+        for unit in prompt_units(row_samples, limit=math.inf):
+            row.add([row_samples[index] for index in unit])
         made.append(row)
     shape = (len(rows), max(row.length for row in made))
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -363,17 +364,6 @@ def collate_shared(rows: list[list[Sample]]) -> MicroBatch:
         documents=shared_documents(made, ids),
         completions=_completions(samples) if has_advantages else None,
     )
-
-
-def _units_of(samples: list[Sample]) -> list[list[Sample]]:
-    """Return the samples of a row in lists of consecutive completions of one prompt."""
-    units: list[list[Sample]] = []
-    for sample in samples:
-        if units and has_one_prompt(units[-1][0], sample):
-            units[-1].append(sample)
-        else:
-            units.append([sample])
-    return units
 
 
 def _completions(samples: list[Sample]) -> Completions:

@@ -16,7 +16,7 @@ from litft.model.packed_sequences import PackedSequences, SharedPrompts
 # B rows, T tokens of a row, S tokens of a row in which each sample is whole
 
 
-def prompt_units(samples: Sequence[Sample], limit: int) -> list[list[int]]:
+def prompt_units(samples: Sequence[Sample], limit: float) -> list[list[int]]:
     """Return the samples in units, by number; limit: the largest cost of a unit of several."""
     units: list[list[int]] = []
     for number, sample in enumerate(samples):

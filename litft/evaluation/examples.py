@@ -87,9 +87,12 @@ def _warn_if_changed(data: DataArgs, run: Path) -> None:
     """Print a warning if the files of examples have another content than a run has read: which
     examples are held out depends on their content."""
     recorded = run_dir.data_digests(run)
+    # a run of an earlier version: there is nothing to compare the files with
+    if not recorded:
+        return
     changed = []
     for label, digest in source_digests(data).items():
-        if recorded and digest not in recorded:
+        if digest not in recorded:
             changed.append(label)
     if changed:
         print(
