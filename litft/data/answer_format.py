@@ -2,16 +2,26 @@
 each."""
 
 import json
+import re
 from collections.abc import Iterator
 from functools import lru_cache, partial
 
 from litft.data.answer_parser import AnswerFormat, make_parser
 from litft.data.chat_template import Message, Render, render
-from litft.data.reasoning import ENDS_IN_OPEN_THOUGHT, is_thought_mark, thought_marks
+from litft.data.reasoning import (
+    CLOSES_THOUGHT,
+    ENDS_IN_OPEN_THOUGHT,
+    OPENS_THOUGHT,
+    is_thought_mark,
+    thought_marks,
+)
 from litft.data.tool_calls import CALL_MARKS, ToolCall, call_texts
 from litft.data.turn_ends import EndTokens
 from litft.data.turns import assistant_turns
 
+# the end of a header of gpt-oss, after which the answer's content begins; a client that asked for
+# JSON may be answered with `<|channel|>final <|constrain|>json<|message|>`
+FINAL_HEADER = re.compile(r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>\Z")
 CHANNEL_MARKS = (
     "<|start|>",
     "<|channel|>",
@@ -143,6 +153,11 @@ def _reads(answer_format: AnswerFormat, written: str) -> bool:
 def opens_thought(prompt: str) -> bool:
     """Return whether a prompt ends in reasoning that is not closed."""
     return ENDS_IN_OPEN_THOUGHT.search(prompt) is not None
+
+
+def is_in_thought(content: str) -> bool:
+    """Return whether the beginning of an answer is reasoning that is not closed."""
+    return OPENS_THOUGHT.match(content) is not None and not CLOSES_THOUGHT.search(content)
 
 
 def end_of_thought(answer_format: AnswerFormat, prompt: str) -> str:

@@ -227,7 +227,7 @@ def _splits(path: str, subset: str | None, split: str | None) -> Mapping[str, Fi
     if is_pattern(path):
         return {"train": _files_of(path, sorted(glob(path, recursive=True)))}
 
-    # a folder: one file for each split, or numbered parts; train.jsonl beside parts has priority
+    # a folder: one file for each split, or numbered parts
     if Path(path).is_dir():
         files = sorted(Path(path).iterdir())
         named = _named_files(path, files)
@@ -238,7 +238,15 @@ def _splits(path: str, subset: str | None, split: str | None) -> Mapping[str, Fi
         for file in files:
             if re.search(r"\d", file.stem):
                 numbered.append(file)
-        return _parts_of_splits(path, numbered) | named
+        parts = _parts_of_splits(path, numbered)
+        for split in parts.keys() & named.keys():
+            whole = Path(named[split].name).name
+            part = Path(parts[split].parts[0]).name
+            raise ValueError(
+                f"{path} contains {whole} and {part}; name the file, or a pattern of the numbered "
+                "files, with --data.path"
+            )
+        return parts | named
 
     # a path that cannot be a data set on the hub is a file; if it is missing, reading it says so
     if not hub_dataset(path):

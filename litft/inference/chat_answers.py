@@ -6,7 +6,7 @@ import string
 from dataclasses import replace
 from typing import Any
 
-from litft.data.answer_format import opens_thought
+from litft.data.answer_format import is_in_thought, opens_thought
 from litft.data.answer_parser import AnswerParser, ChannelParser, ParsedAnswer, make_parser
 from litft.data.chat_template import Message
 from litft.data.tokenizer import Tokenizer
@@ -71,14 +71,22 @@ def api_call_entry(call: ToolCall) -> dict[str, Any]:
 
 
 def answer_parser(
-    tokenizer: Tokenizer, prompt: str, tools: list | None = None, reads_calls: bool = True
+    tokenizer: Tokenizer,
+    prompt: str,
+    tools: list | None = None,
+    reads_calls: bool = True,
+    continued: str = "",
 ) -> AnswerParser:
-    """Return the parser for the answer to a rendered prompt. reads_calls: whether calls are looked
-    for."""
+    """Return the parser for the answer to a rendered prompt.
+
+    reads_calls: whether calls are looked for. continued: the beginning of the answer, where the
+    prompt ends with it.
+    """
     answer_format = tokenizer.answer_format
     if not reads_calls:
         answer_format = replace(answer_format, calls=None)
-    parser = make_parser(answer_format, opens_thought(prompt), tools)
+    in_thought = opens_thought(prompt) or is_in_thought(continued)
+    parser = make_parser(answer_format, in_thought, tools)
     if isinstance(parser, ChannelParser):
         parser.continue_message(prompt)
     return parser

@@ -165,9 +165,7 @@ class Decoder:
         for start in range(num_cached, len(ids), PREFILL_CHUNK):
             logits = self._extend(row, ids[start : start + PREFILL_CHUNK], last_only=True)
 
-        if logits.isnan().any():
-            self.clear(row)
-            raise BrokenModel(NOT_A_NUMBER)
+        self._check_logits(row, logits)
         if self.states:
             self.states[row].prompt = take_snapshot(self.views[row], len(ids), logits[-1])
         else:
@@ -175,6 +173,12 @@ class Decoder:
             rope_length = self._rope_length(max_length)
             self._newest = PromptLogits(list(ids), row, rope_length, logits[-1].clone())
         return logits[-1]
+
+    def _check_logits(self, row: int, logits: Tensor) -> None:
+        """Raise BrokenModel if logits are NaN, after clearing the row."""
+        if logits.isnan().any():
+            self.clear(row)
+            raise BrokenModel(NOT_A_NUMBER)
 
     def _has_prompt(self, newest: PromptLogits, ids: Sequence[int], max_length: int) -> bool:
         """Return whether a prompt is the newest one, and its row still has it."""
@@ -255,12 +259,17 @@ class Decoder:
             self._extend(row, piece, last_only=True)
 
     def extend(self, row: int, ids: Sequence[int]) -> Tensor:
-        """Append T tokens to a row; return the fp32 logits (T, V) after each of them."""
+        """Append T tokens to a row; return the fp32 logits (T, V) after each of them.
+
+        Raises BrokenModel if they are NaN.
+        """
         if self.states:
             self._catch_up(row)
             if len(ids) > 1:  # drafts, of which some may be rejected
                 self.states[row].piece = take_snapshot(self.views[row], self.lengths[row])
-        return self._extend(row, ids, last_only=False)
+        logits = self._extend(row, ids, last_only=False)
+        self._check_logits(row, logits)
+        return logits
 
     def _extend(self, row: int, ids: Sequence[int], last_only: bool) -> Tensor:
         """Append T tokens to a row whose states are at its end; return the fp32 logits (T, V), or

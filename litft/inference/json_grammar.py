@@ -2,6 +2,7 @@
 answer valid."""
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,12 +52,16 @@ class _Vocabulary:
 class SchemaConstraint:
     """What may follow in one answer.
 
-    trigger: the text after which the schema holds, such as the end of the reasoning; empty: from
-    the beginning.
+    trigger: what the answer ends with where the schema begins to hold, such as the end of the
+    reasoning; None: it holds from the beginning.
     """
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: Tokenizer, vocab_size: int, trigger: str
+        self,
+        matcher: LLMatcher,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        trigger: re.Pattern[str] | None,
     ) -> None:
         self.matcher = matcher
         self.tokenizer = tokenizer
@@ -66,7 +71,7 @@ class SchemaConstraint:
 
     def allowed(self) -> Tensor | None:
         """Return which tokens may follow, (V,) bool on the CPU; None if all may."""
-        if self.trigger:
+        if self.trigger is not None:
             return None
         # one bit a token, the lowest bit first
         packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
@@ -86,13 +91,13 @@ class SchemaConstraint:
 
     def advance(self, token: int) -> None:
         """Take note of the next token of the answer."""
-        if not self.trigger:
+        if self.trigger is None:
             self.matcher.consume_token(token)
             return
         # the trigger may be split into several tokens
         self.text += self.tokenizer.decode([token], skip_special=False)
-        if self.text.rstrip().endswith(self.trigger):
-            self.trigger = ""
+        if self.trigger.search(self.text.rstrip()):
+            self.trigger = None
 
 
 class JsonGrammars:
@@ -110,8 +115,10 @@ class JsonGrammars:
             source = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
         self.backend = LLTokenizer(source, n_vocab=vocab_size, eos_token=list(tokenizer.stop_ids))
 
-    def constraint(self, schema: dict[str, Any], trigger: str = "") -> SchemaConstraint:
-        """Return the constraint of one answer.
+    def constraint(
+        self, schema: dict[str, Any], trigger: re.Pattern[str] | None = None
+    ) -> SchemaConstraint:
+        """Return the constraint of one answer; `trigger` as in SchemaConstraint.
 
         Raises ValueError for a schema that is invalid or not supported.
         """

@@ -99,14 +99,11 @@ class RopeConfig:
         original_max_positions = hf.get("original_max_position_embeddings") or scaling.get(
             "original_max_position_embeddings"
         )
-        # as in transformers, the ratio of the two context lengths replaces a missing factor, and
-        # for longrope any factor
+        # as in transformers, the ratio of the two context lengths replaces a missing factor
         trained_positions = original_max_positions or max_positions
         ratio = max_positions / trained_positions
         default_factor = ratio if original_max_positions else 1.0
         factor = scaling.get("factor", default_factor)
-        if rope_type == "longrope" and hf.get("original_max_position_embeddings"):
-            factor = ratio
         # for these types the file's original length has no meaning
         if rope_type in ("default", "linear", "dynamic"):
             original_max_positions = max_positions

@@ -4,6 +4,7 @@ Source: OpenAI's API reference, chat completions and completions; top_k, min_p a
 repetition_penalty are vLLM's additions.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from litft.args import Sampling
-from litft.data.answer_format import end_of_thought, opens_thought
+from litft.data.answer_format import FINAL_HEADER, end_of_thought, opens_thought
 from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
@@ -294,6 +295,7 @@ class ChatRequest(ApiRequest):
     add_generation_prompt: bool | None = None
 
     _prompt: str = PrivateAttr("")  # as rendered
+    _continued: str = PrivateAttr("")  # the beginning of the answer in the prompt
     _tools: list[dict[str, Any]] | None = PrivateAttr(None)
 
     @property
@@ -327,6 +329,7 @@ class ChatRequest(ApiRequest):
         messages = readable_history(tokenizer, messages, tools)
         if self.continue_final_message:
             self._prompt = tokenizer.continued_chat(messages, tools, **variables)
+            self._continued = str(messages[-1]["content"])
         else:
             opens_answer = self.add_generation_prompt is not False
             self._prompt = tokenizer.apply_chat_template(messages, tools, opens_answer, **variables)
@@ -350,11 +353,12 @@ class ChatRequest(ApiRequest):
             raise ApiError(400, reason, param="response_format")
         answer_format = session.tokenizer.answer_format
         # the text after which the grammar begins: reasoning comes before it, without a grammar
-        trigger = ""
+        trigger = None
         if answer_format.channels:
-            trigger = "<|channel|>final<|message|>"
+            trigger = FINAL_HEADER
         elif opens_thought(self._prompt):
-            trigger = end_of_thought(answer_format, self._prompt)
+            closing = end_of_thought(answer_format, self._prompt)
+            trigger = re.compile(re.escape(closing) + r"\Z")
         try:
             return json_grammars(session).constraint(schema, trigger)
         except ValueError as error:
@@ -399,7 +403,12 @@ class ChatRequest(ApiRequest):
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
         make_parser = partial(
-            answer_parser, tokenizer, self._prompt, self._tools, reads_calls=bool(self._tools)
+            answer_parser,
+            tokenizer,
+            self._prompt,
+            self._tools,
+            reads_calls=bool(self._tools),
+            continued=self._continued,
         )
         return ChatReply(
             name, tokenizer, self.n or 1, self.num_top_logprobs is not None, make_parser

@@ -252,6 +252,9 @@ def test_a_folder_of_shards_never_mixes_splits(tiny, tmp_path):
     )
     data = load(tiny, DataArgs(path=[one_file]))
     assert (len(data.train), len(data.val)) == (2, 4)
+    both = folder("whole and parts", "train.jsonl", "train-00001-of-00002.jsonl")
+    with pytest.raises(ValueError, match="contains train.jsonl and train-00001-of-00002.jsonl"):
+        load(tiny, DataArgs(path=[both]))
     with pytest.raises(ValueError, match=r"a.jsonl, b.jsonl belong to no split"):
         load(tiny, DataArgs(path=[folder("mixed", "a.jsonl", "b.jsonl", "test-0.jsonl")]))
     with pytest.raises(ValueError, match="contains no train"):

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 import litft
 from litft.args import Sampling
-from litft.inference.decoder import Decoder
+from litft.inference.decoder import BrokenModel, Decoder
+from litft.inference.generation import Request, generate_batch
 from litft.inference.sampling import TokenSampler
 from litft.inference.speculative import Draft, DraftModel, PromptLookup, speculative_rounds
 
@@ -136,3 +137,14 @@ def test_drafting_ends_at_the_context_limit(models):
         for token in step.tokens
     ]
     assert len(tokens) == 12 - len(PROMPT) + 1 and len(decoder.texts[0]) == 12
+
+
+def test_nan_after_the_prompt_ends_the_answer(make_model, tiny):
+    """The model breaks at a later position: an error, and no token drawn from NaN."""
+    _, tokenizer = litft.load(tiny)
+    model, _ = litft.load(make_model(GPT2Config, n_positions=64)[1])
+    model.embed_positions.weight.data[20] = torch.nan
+    decoder = Decoder(model, capacity=40)
+    request = Request(list(range(1, 12)), 25)
+    with pytest.raises(BrokenModel, match="logits are NaN"):
+        list(generate_batch(decoder, tokenizer, [request], drafter=ConstantDrafter()))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from parity import draw
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import litft
 from litft.data.packing import collate
@@ -39,6 +40,22 @@ SCALED = {
     ),
     "dynamic": dict(factor=4.0),
 }
+
+
+def test_the_factor_of_longrope_is_read_beside_an_original_length():
+    """Files of Phi-3 have an original length and no factor; with both, transformers takes the
+    factor."""
+    scaling = SCALED["longrope"] | {"rope_type": "longrope", "rope_theta": 1e4}
+    for factor in ({}, {"factor": 4.0}):
+        hf = dict(
+            hidden_size=32,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            original_max_position_embeddings=32,
+            rope_parameters=scaling | factor,
+        )
+        _, expected = ROPE_INIT_FUNCTIONS["longrope"](Phi3Config(**hf), "cpu")
+        assert RopeConfig.from_hf(hf, head_dim=8).attention_factor == pytest.approx(expected)
 
 
 @torch.no_grad()

@@ -12,7 +12,9 @@ from server_process import Server
 
 import litft
 from litft.args import ModelArgs
+from litft.data.answer_format import FINAL_HEADER
 from litft.inference.generation import Request
+from litft.inference.json_grammar import JsonGrammars
 from litft.inference.session import open_session
 from litft.serving.engine import Engine, Overloaded
 
@@ -140,6 +142,24 @@ def test_answers_follow_a_json_schema(client):
     assert not ask(client, max_tokens=8).message.content.startswith("{")
 
 
+def test_a_schema_holds_from_the_final_message_of_channels(folder):
+    """gpt-oss names the type of the content where JSON was asked for."""
+    model, tokenizer = litft.load(folder, precision="fp32")
+    grammars = JsonGrammars(tokenizer, model.config.vocab_size)
+    headers = {
+        "<|channel|>final<|message|>": True,
+        "<|channel|>final <|constrain|>json<|message|>": True,
+        "<|channel|>final json<|message|>": True,
+        "<|channel|>analysis<|message|>": False,
+    }
+    for header, holds in headers.items():
+        constraint = grammars.constraint(SCHEMA, FINAL_HEADER)
+        for token in tokenizer.encode(header, bos=False):
+            assert constraint.allowed() is None
+            constraint.advance(token)
+        assert (constraint.allowed() is not None) == holds
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -184,6 +204,20 @@ def test_the_last_message_is_continued(client, folder):
     text = text.removeprefix("<s>")
     expected = "".join(litft.stream(model, tokenizer, text, max_new_tokens=12, temperature=0))
     assert choice.message.content == expected and expected.startswith(" ")
+
+
+def test_a_thought_is_continued_as_a_thought(client):
+    """What follows a thought that the last message leaves open is reasoning, up to its end."""
+    texts = []
+    for content in ("<think>Once upon a", "<think>Hm.</think>Once upon a"):
+        message = ask(
+            client,
+            messages=[*MESSAGES, {"role": "assistant", "content": content}],
+            max_tokens=8,
+            extra_body={"continue_final_message": True},
+        ).message
+        texts.append((bool(message.content), hasattr(message, "reasoning_content")))
+    assert texts == [(False, True), (True, False)]
 
 
 def test_the_sampled_token_is_among_the_alternatives(client):
