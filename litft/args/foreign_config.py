@@ -100,6 +100,8 @@ def translate_config(
                 given[flag] = value
         _settle_differences(given, entries, program, notes)
         _note_packing(entries, notes)
+        if "lora.r" in flag_types:
+            _note_full_training(entries, program, notes)
     elif {"lr_scheduler", "lr_scheduler_type"} & entries.keys():
         # the schedules of other programs end at 0
         given.setdefault("train.min_lr_ratio", 0.0)
@@ -199,6 +201,23 @@ def _note_packing(entries: Mapping[str, Any], notes: list[str]) -> None:
         notes.append(
             "packing: a step has packed rows there, of several examples each, and "
             "--train.global_batch_size counts examples; raise it, or the step count is larger here"
+        )
+
+
+def _note_full_training(
+    entries: Mapping[str, Any], program: ForeignProgram, notes: list[str]
+) -> None:
+    """Note that the other program would train all weights with this file, and no adapter."""
+    if program is AXOLOTL:
+        switch = "adapter"
+    elif program is TRL:
+        switch = "use_peft"
+    else:
+        return
+    if not entries.get(switch):
+        notes.append(
+            f"{switch}: without it, all weights are trained there; here that is another command, "
+            "finetune/full.py"
         )
 
 

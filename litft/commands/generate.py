@@ -77,6 +77,11 @@ def _encoded(
     in_template = args.template == "auto" and bool(session.tokenizer.own_template)
     prompts = []
     for where, record in located_records:
+        if args.template == "none" and record.get("messages") is not None:
+            raise ValueError(
+                f"{where}: --template none continues plain text, but the record has messages; "
+                "leave out the flag, or write a prompt instead"
+            )
         prompts.append(encode_prompt(session, where, record, in_template))
     return prompts
 

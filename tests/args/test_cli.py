@@ -1001,6 +1001,16 @@ def test_what_differs_is_converted(text, expected, tmp_path):
             "val_set_size: 100 is a number of examples",
         ),
         (
+            "base_model: m\nlearning_rate: 1.0e-5",
+            {"train.learning_rate": 1e-5},
+            "adapter: without it, all weights are trained there",
+        ),
+        (
+            "model_name_or_path: m\nuse_peft: false",
+            {"checkpoint_dir": "m"},
+            "use_peft: without it, all weights are trained there",
+        ),
+        (
             "base_model: m\ndatasets: [{path: a.jsonl, message_field_training: learn}]",
             {"data.val_fraction": 0.0},
             "a.jsonl: message_field_training 'learn' has no counterpart",

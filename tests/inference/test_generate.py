@@ -486,7 +486,7 @@ def test_fields_that_cannot_be_rendered_are_refused(chat_session):
         encode_prompt(chat_session, "line 1", record, in_template=False)
 
 
-def test_an_output_line_has_the_record_as_it_was(chat_session, tmp_path):
+def test_an_output_line_has_the_record_as_it_was(chat_session, tmp_path, capsys):
     content = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     record = {"messages": [{"role": "user", "content": content, "weight": 0, "id": 7}]}
     (tmp_path / "in.jsonl").write_text(json.dumps(record))
@@ -494,6 +494,9 @@ def test_an_output_line_has_the_record_as_it_was(chat_session, tmp_path):
     command("generate", [*flags.split(), "--out", str(tmp_path / "o"), "--max_new_tokens", "2"])
     (line,) = lines(tmp_path / "o")
     assert {name: line[name] for name in record} == record
+    with pytest.raises(SystemExit):
+        command("generate", [*flags.split(), "--template", "none"])
+    assert "--template none continues plain text, but the record" in capsys.readouterr().err
 
 
 def test_python_obeys_the_generation_config(folder, tmp_path):
