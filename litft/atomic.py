@@ -71,7 +71,9 @@ def _is_disk_full(error: OSError) -> bool:
     """Return whether an error means a full disk: numpy and safetensors say so only in their
     messages."""
     texts = (f"os error {errno.ENOSPC}", "requested and", "No space left")
-    return error.errno in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in texts)
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) or any(
+        text in str(error) for text in texts
+    )
 
 
 def replace_folder(partial: Path, folder: Path) -> None:

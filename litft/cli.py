@@ -18,7 +18,13 @@ from litft import args as flags
 from litft.args.parser import parse
 from litft.args.processes import global_rank, is_first_on_node, local_rank
 from litft.environment import DECODING_SPINS, TRAINING_SPINS, set_defaults, system_problem
-from litft.errors import Interrupted, PeerLost, RankError, is_host_memory_error, memory_message
+from litft.errors import (
+    Interrupted,
+    PeerLost,
+    RankError,
+    is_host_memory_error,
+    memory_message,
+)
 
 # hides gloo's C++ stack traces; torch reads it on import
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -33,7 +39,9 @@ class Command(NamedTuple):
 
 
 FUNCTIONS = {
-    **dict.fromkeys((f"finetune {method}" for method in flags.FINETUNE), "finetune:run_finetuning"),
+    **dict.fromkeys(
+        (f"finetune {method}" for method in flags.FINETUNE), "finetune:run_finetuning"
+    ),
     "generate": "generate:run_generation",
     "chat": "chat:chat",
     "serve": "serve:serve",
@@ -121,7 +129,10 @@ def user_errors(memory_remedy: str = "choose a smaller model") -> Iterator[None]
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), any_rank=True)
+        fail(
+            f"{error.filename}: {error.strerror}" if error.filename else str(error),
+            any_rank=True,
+        )
     except ValueError as error:
         fail(str(error), any_rank=isinstance(error, RankError))
     except PeerLost as error:
@@ -185,7 +196,10 @@ def main() -> None:
 
 def _finetune_usage() -> str:
     """Return the usage of the commands that train, a line for each method."""
-    lines = ["usage: litft finetune METHOD --checkpoint_dir DIR --data.path FILE [flags]", ""]
+    lines = [
+        "usage: litft finetune METHOD --checkpoint_dir DIR --data.path FILE [flags]",
+        "",
+    ]
     for name in flags.FINETUNE:
         lines.append(f"  litft finetune {name}")
     lines += ["", "`litft finetune METHOD --help` lists a method's flags."]
@@ -230,7 +244,8 @@ def fail(message: str, any_rank: bool = False) -> NoReturn:
     if rank == "0" or any_rank:
         prefix = "" if rank == "0" else f"process {global_rank()}: "
         print(
-            f"{prefix}error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr
+            f"{prefix}error: {message}".encode(errors="backslashreplace").decode(),
+            file=sys.stderr,
         )
     # a normal exit may abort in gloo's threads, which still wait for other processes
     if any_rank and ("LOCAL_RANK" in os.environ or rank != "0"):

@@ -33,7 +33,9 @@ class Interrupted(Exception):
         # is_last: it was the run's last step
         self.code = 128 + number
         if step and is_last:
-            status = f"stopped after the last step, {step}, before the result was written; saved"
+            status = (
+                f"stopped after the last step, {step}, before the result was written; saved"
+            )
         elif step:
             status = f"stopped after step {step}, and saved"
         else:
@@ -52,7 +54,11 @@ class PeerLost(BaseException):
 def is_host_memory_error(error: BaseException) -> bool:
     """Return whether an error means that the system gave a process no more memory."""
     text = str(error).lower()
-    return isinstance(error, MemoryError) or "allocate memory" in text or "unable to mmap" in text
+    return (
+        isinstance(error, MemoryError)
+        or "allocate memory" in text
+        or "unable to mmap" in text
+    )
 
 
 def memory_message(error: BaseException, remedy: str) -> str:

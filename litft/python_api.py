@@ -92,7 +92,8 @@ def finetune(
 
         # files of records become "the data", and flags become keywords
         message = RECORD.sub(
-            lambda m: f"record {int(m[1]) - 1} of the data" if m[1] else "the data", str(error)
+            lambda m: f"record {int(m[1]) - 1} of the data" if m[1] else "the data",
+            str(error),
         )
         message = name_keywords(message, method)
         # it may be an error of the callback, whose traceback is needed

@@ -162,7 +162,9 @@ def newest_finished() -> Path:
     """Return the newest finished run folder under out/. Raise ValueError if none exists."""
     run = newest_run(is_finished=True)
     if run is None:
-        raise ValueError(f"no finished run under {OUT}/; pass --checkpoint_dir, or fine-tune first")
+        raise ValueError(
+            f"no finished run under {OUT}/; pass --checkpoint_dir, or fine-tune first"
+        )
     return run
 
 
@@ -192,7 +194,9 @@ def claim(method: str) -> Path:
             number += 1
 
 
-def check(folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | None]) -> None:
+def check(
+    folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | None]
+) -> None:
     """Raise ValueError if the run would overwrite other files, or delete `inputs`, the paths that
     it reads."""
     if folder.is_file():

@@ -73,7 +73,9 @@ class Signals:
     def __enter__(self) -> "Signals":
         # Python allows no other thread to set handlers
         if threading.current_thread() is threading.main_thread():
-            self.previous = {number: signal.signal(number, self._handle) for number in self.numbers}
+            self.previous = {
+                number: signal.signal(number, self._handle) for number in self.numbers
+            }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,7 +87,8 @@ class Signals:
             raise KeyboardInterrupt(
                 "stopped at once, without saving" if self.notice else "interrupted"
             )
-        if self.notice and not self.caught and is_first_on_node():  # only the first process prints
+        # only the first process prints
+        if self.notice and not self.caught and is_first_on_node():
             if number == signal.SIGINT:
                 again = " (again: stop at once, without saving)"
             else:

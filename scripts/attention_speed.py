@@ -59,7 +59,9 @@ def kernels(args: AttentionArgs, device: object) -> dict[str, Callable]:
 
     def masked(q, k, v):
         mask = attention_mask(q, k, documents, None)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
+        )
 
     def cudnn(q, k, v):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -69,7 +71,9 @@ def kernels(args: AttentionArgs, device: object) -> dict[str, Callable]:
 
     return {
         "varlen": lambda q, k, v: _attend_varlen(q, k, v, documents, None, scale),
-        "flex": lambda q, k, v: compiled_flex(q, k, v, None, documents.masks[None], scale, True),
+        "flex": lambda q, k, v: compiled_flex(
+            q, k, v, None, documents.masks[None], scale, True
+        ),
         "sdpa with a mask": masked,
         "cudnn, causal, one document": cudnn,
     }

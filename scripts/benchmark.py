@@ -40,7 +40,11 @@ from litft.pretrained.build import base_model
 
 ROOT = Path(__file__).parent.parent
 PEERS = Path(__file__).parent / "peers"
-LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # for contenders that start from the same adapter
+# for contenders that start from the same adapter
+LOSS_TOLERANCE = {
+    "fp32": 1e-3,
+    "bf16": 5e-2,
+}
 Rows = list[dict[str, float]]
 
 
@@ -76,7 +80,9 @@ class BenchmarkArgs:
     out: str | None = None
     """A JSON file to write the results to. Default: no file."""
     data: DataArgs = field(default_factory=DataArgs)
-    train: TrainArgs = field(default_factory=lambda: TrainArgs(activation_checkpointing="none"))
+    train: TrainArgs = field(
+        default_factory=lambda: TrainArgs(activation_checkpointing="none")
+    )
     lora: LoRAArgs = field(default_factory=LoRAArgs)
     adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
 
@@ -92,14 +98,18 @@ class BenchmarkArgs:
             for name in counts
             if getattr(self, name) < 1
         ]
-        problems += [] if self.warmup >= 0 else [f"--warmup {self.warmup}: must be at least 0"]
+        problems += (
+            [] if self.warmup >= 0 else [f"--warmup {self.warmup}: must be at least 0"]
+        )
         if self.method == "full" and self.quantize != "none":
             problems.append(
                 f"--quantize {self.quantize}: full fine-tuning trains every weight; leave "
                 "--quantize out"
             )
         if self.method != "full" and self.precision == "bf16-true":
-            problems.append("--precision bf16-true applies only to full fine-tuning; use bf16")
+            problems.append(
+                "--precision bf16-true applies only to full fine-tuning; use bf16"
+            )
         if self.train.optimizer_in_backward or self.train.cpu_offload == "parameters":
             problems.append(
                 "--train.optimizer_in_backward and --train.cpu_offload parameters are not "
@@ -121,7 +131,12 @@ class BenchmarkArgs:
                 "--train.micro_batch_size and --train.activation_checkpointing must not be auto "
                 "here; give their values"
             )
-        return problems + impossible_numbers(self) + self.lora.problems() + self.train.problems()
+        return (
+            problems
+            + impossible_numbers(self)
+            + self.lora.problems()
+            + self.train.problems()
+        )
 
 
 class ContenderProcess:
@@ -138,7 +153,9 @@ class ContenderProcess:
         """Read the next answer. Exit if the process has ended."""
         line = self.process.stdout.readline()
         if not line:
-            fail(f"{' '.join(map(str, self.process.args))} ended unexpectedly; its error is above")
+            fail(
+                f"{' '.join(map(str, self.process.args))} ended unexpectedly; its error is above"
+            )
         return json.loads(line)
 
     def turn(self, sample_ids: list[int]) -> dict[str, float]:
@@ -195,7 +212,10 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
         "cpu_offload": args.train.cpu_offload,
         "optimizer": args.train.optimizer,
         "device": device,
-        **{name: getattr(args, name) for name in ("method", "precision", "quantize", "threads")},
+        **{
+            name: getattr(args, name)
+            for name in ("method", "precision", "quantize", "threads")
+        },
         "lora": lora,
         "adapter_flags": asdict(args.adapter),
     }
@@ -213,11 +233,16 @@ def real_samples(args: BenchmarkArgs, source: Any) -> list[tuple]:
         )
     kind = "supervised" if args.objective == "sft" else "pairs"
     train = load_data(
-        args.data, tokenizer, source.config.vocab_size, source.config.max_positions, kind=kind
+        args.data,
+        tokenizer,
+        source.config.vocab_size,
+        source.config.max_positions,
+        kind=kind,
     ).train
     samples = (train[n] for n in range(len(train)))
     return [
-        (sample.tokens.tolist(), sample.targets.tolist(), sample.documents) for sample in samples
+        (sample.tokens.tolist(), sample.targets.tolist(), sample.documents)
+        for sample in samples
     ]
 
 
@@ -307,7 +332,11 @@ def contenders(
             )
         else:
             tree = extract_commit(peer, folder)
-            commit_setup = setup | {"compile": False, "recomputed": "none", "cpu_offload": "none"}
+            commit_setup = setup | {
+                "compile": False,
+                "recomputed": "none",
+                "cpu_offload": "none",
+            }
             selected[f"litft {peer}"] = (
                 PEERS / "run_litft.py",
                 sys.executable,
@@ -322,7 +351,9 @@ def extract_commit(commit: str, folder: Path) -> Path:
 
     Raise ValueError if the commit does not exist.
     """
-    archive = subprocess.run(["git", "-C", ROOT, "archive", commit, "litft"], capture_output=True)
+    archive = subprocess.run(
+        ["git", "-C", ROOT, "archive", commit, "litft"], capture_output=True
+    )
     if archive.returncode:
         raise ValueError(
             f"--peer {commit}: neither a peer nor a commit of litft; see --help for the peers"
@@ -344,7 +375,9 @@ def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         setup = write_setup(args, device, folder)
-        order = SampleOrder([len(json.loads((folder / "samples.json").read_text()))], seed=42)
+        order = SampleOrder(
+            [len(json.loads((folder / "samples.json").read_text()))], seed=42
+        )
         batches = []
         for step in range(args.warmup + args.steps):
             start = step * args.train.global_batch_size
@@ -353,7 +386,9 @@ def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
         # the command of each contender
         commands = {}
         selected = contenders(args, setup, folder)
-        for number, (name, (script, python, contender_setup, env)) in enumerate(selected.items()):
+        for number, (name, (script, python, contender_setup, env)) in enumerate(
+            selected.items()
+        ):
             path = folder / f"setup-{number}.json"
             path.write_text(json.dumps(contender_setup))
             commands[name] = (script, python, path, env)
@@ -372,7 +407,9 @@ def measure_apart(commands: dict[str, tuple], batches: list[list[int]]) -> dict[
     return rows
 
 
-def measure_in_turns(commands: dict[str, tuple], batches: list[list[int]]) -> dict[str, Rows]:
+def measure_in_turns(
+    commands: dict[str, tuple], batches: list[list[int]]
+) -> dict[str, Rows]:
     """Run each step of every contender before the next step."""
     names = list(commands)
     rows: dict[str, Rows] = {name: [] for name in names}
@@ -429,7 +466,9 @@ def summarise(
             flops = None
         table[name] = {
             "seconds_per_step": seconds,
-            "tokens_per_second": statistics.median(row["tokens"] / row["seconds"] for row in steps),
+            "tokens_per_second": statistics.median(
+                row["tokens"] / row["seconds"] for row in steps
+            ),
             "litft_is_faster_by": median_ratio(steps, rows["litft"]),
             "mfu": flops / peak if flops and peak else None,
             "peak_memory_gib": steps[-1]["memory_gib"],
@@ -497,7 +536,8 @@ def main(args: BenchmarkArgs) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
     if args.out:
         Path(args.out).write_text(
-            json.dumps({**about, "figures": figures, "steps": rows}, indent=2) + "\n", "utf-8"
+            json.dumps({**about, "figures": figures, "steps": rows}, indent=2) + "\n",
+            "utf-8",
         )
 
 

@@ -44,7 +44,9 @@ class DistillBenchmarkArgs:
         return []
 
 
-def compare(args: DistillBenchmarkArgs, folder: Path) -> dict[str, list[tuple[float, float]]]:
+def compare(
+    args: DistillBenchmarkArgs, folder: Path
+) -> dict[str, list[tuple[float, float]]]:
     """Return the cross-entropy and the exact match of each contender, by seed."""
     teacher = litft.finetune(
         model=DEMO / "base",

@@ -54,7 +54,10 @@ class RewardBenchmarkArgs:
     def problems(self) -> list[str]:
         """Return the problems of missing values."""
         problems = []
-        for name, value in (("checkpoint_dir", self.checkpoint_dir), ("data.path", self.data.path)):
+        for name, value in (
+            ("checkpoint_dir", self.checkpoint_dir),
+            ("data.path", self.data.path),
+        ):
             if not value:
                 problems.append(f"--{name} is missing")
         return problems
@@ -66,11 +69,30 @@ def litft_seconds(args: RewardBenchmarkArgs, folder: Path) -> list[float]:
     command = [sys.executable, ROOT / "finetune" / "lora.py", "--objective", "grpo"]
     command += ["--checkpoint_dir", args.checkpoint_dir, "--data.path", args.data.path[0]]
     command += ["--reward", f"{folder}/rewards.py:length", "--data.val_fraction", "0"]
-    command += ["--grpo.group_size", args.group_size, "--grpo.max_new_tokens", args.max_new_tokens]
+    command += [
+        "--grpo.group_size",
+        args.group_size,
+        "--grpo.max_new_tokens",
+        args.max_new_tokens,
+    ]
     command += ["--grpo.rollout_rows", args.prompts * args.group_size]
     command += ["--train.global_batch_size", args.prompts, "--train.max_steps", args.steps]
-    command += ["--train.log_interval", 1, "--train.micro_batch_size", 8, "--precision", "fp32"]
-    command += ["--lora.targets", "q_proj,v_proj", "--lora.r", 16, "--eval.max_new_tokens", 0]
+    command += [
+        "--train.log_interval",
+        1,
+        "--train.micro_batch_size",
+        8,
+        "--precision",
+        "fp32",
+    ]
+    command += [
+        "--lora.targets",
+        "q_proj,v_proj",
+        "--lora.r",
+        16,
+        "--eval.max_new_tokens",
+        0,
+    ]
     command += ["--save.interval", 0, "--out_dir", folder / "run"]
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     subprocess.run(list(map(str, command)), check=True, env=env, stdout=subprocess.DEVNULL)
@@ -108,7 +130,11 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print(f"TRL takes {medians['trl'] / medians['litft']:.2f} times as long")
     if args.out:
-        result = {"date": str(date.today()), "machine": platform.processor(), "seconds": seconds}
+        result = {
+            "date": str(date.today()),
+            "machine": platform.processor(),
+            "seconds": seconds,
+        }
         Path(args.out).write_text(json.dumps(result | {"args": asdict(args)}, indent=1))
 
 

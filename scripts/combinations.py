@@ -192,7 +192,9 @@ def make_inputs(folder: Path) -> None:
     for record in records:
         question, answer = record["instruction"], record["output"]
         pairs.append({"prompt": question, "chosen": answer, "rejected": "no"})
-        labels.append({"prompt": question, "completion": answer, "label": len(labels) % 2 == 0})
+        labels.append(
+            {"prompt": question, "completion": answer, "label": len(labels) % 2 == 0}
+        )
     for name, written in (("data", records), ("pairs", pairs), ("labels", labels)):
         text = "\n".join(json.dumps(record) for record in written)
         (folder / f"{name}.jsonl").write_text(text + "\n", "utf-8")
@@ -219,7 +221,14 @@ def refusal(folder: Path, *chosen: Value) -> str | None:
     method = "lora"
     words = [
         *("--checkpoint_dir", f"{folder}/dense", "--data.path", f"{folder}/data.jsonl"),
-        *("--precision", "bf16", "--train.global_batch_size", "4", "--data.max_seq_length", "128"),
+        *(
+            "--precision",
+            "bf16",
+            "--train.global_batch_size",
+            "4",
+            "--data.max_seq_length",
+            "128",
+        ),
     ]
     for value in chosen:
         method = value.method or method
@@ -312,7 +321,9 @@ def export_row(name: str, method: str, flags: str, folder: Path) -> str:
     run_finetuning(parse(FINETUNE[method], words + flags.split()))
 
     cells = [name]
-    cells.append("yes" if opens_elsewhere(folder / "dense", run / "final", method) else "no")
+    cells.append(
+        "yes" if opens_elsewhere(folder / "dense", run / "final", method) else "no"
+    )
     # a full model is not an adapter
     if method == "full":
         cells.append("as a model")

@@ -191,7 +191,10 @@ def transformers_answers(
     def answer(cache: str) -> list[int]:
         # without a mask, generate would treat stop tokens in the prompt as padding
         output = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), cache_implementation=cache, **settings
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            cache_implementation=cache,
+            **settings,
         )
         return output[0, args.prompt_tokens :].tolist()
 
@@ -204,7 +207,9 @@ def transformers_answers(
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Within the context, `count` other processes each keep a core busy."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)
+    ]
     try:
         yield
     finally:
@@ -274,7 +279,9 @@ def copy_speed(device, size: int | None = None) -> float:
     return (
         2
         * size
-        / statistics.median([timed(lambda: target.copy_(source), device) for _ in range(8)][2:])
+        / statistics.median(
+            [timed(lambda: target.copy_(source), device) for _ in range(8)][2:]
+        )
     )
 
 

@@ -71,7 +71,9 @@ def planned(model: str, memory: str, chip: str) -> Cell | None:
     from litft.training.dry_run import UTILIZATION, format_duration
     from litft.training.memory.plan import format_bytes
 
-    args = PlanArgs(checkpoint_dir=str(CONFIGS / model), budget=memory.replace(" ", ""), chip=chip)
+    args = PlanArgs(
+        checkpoint_dir=str(CONFIGS / model), budget=memory.replace(" ", ""), chip=chip
+    )
     args.lora.r = 16
     try:
         plan = plan_on_paper(args)

@@ -108,7 +108,12 @@ def picture(browser: Browser, folder: Path, number: int, curve: Curve) -> str:
     start = "tuned" if "grpo" in curve.flags else "base"
     run = folder / f"run{number}"
     flags = curve.flags.format(folder=folder).split()
-    command = [sys.executable, ROOT / "finetune" / "lora.py", "--checkpoint_dir", DEMO / start]
+    command = [
+        sys.executable,
+        ROOT / "finetune" / "lora.py",
+        "--checkpoint_dir",
+        DEMO / start,
+    ]
     # a run that diverges ends with an error, and has a report
     subprocess.run([*command, "--out_dir", run, *flags], check=False)
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})

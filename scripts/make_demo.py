@@ -123,9 +123,7 @@ NOUNS = {
     "shape": "circle square triangle cube sphere oval",
 }
 CATEGORY = {noun: category for category, nouns in NOUNS.items() for noun in nouns.split()}
-PLURALS = (
-    "goose geese, wolf wolves, mouse mice, ox oxen, knife knives, scarf scarves, potato potatoes"
-)
+PLURALS = "goose geese, wolf wolves, mouse mice, ox oxen, knife knives, scarf scarves, potato potatoes"
 
 OPPOSITES = """
     hot cold, big small, tall short, fast slow, light dark, wet dry, rich poor, hard soft, loud quiet, full empty,
@@ -134,7 +132,9 @@ OPPOSITES = """
     north south, east west, day night, war peace, friend enemy, victory defeat, push pull, buy sell, lend borrow,
     laugh weep, remember forget, float sink, arrive depart, win lose, love hate
 """
-SUMS = {f"{a} plus {b}": str(a + b) for a, b in combinations_with_replacement(range(1, 13), 2)}
+SUMS = {
+    f"{a} plus {b}": str(a + b) for a, b in combinations_with_replacement(range(1, 13), 2)
+}
 
 
 def pairs(text: str) -> dict[str, str]:
@@ -315,7 +315,11 @@ class Fact(NamedTuple):
         count = 1 if self.held_out else PHRASINGS
         templates = rng.sample(_sentences(self.attribute.templates, "?"), count)
         return [
-            {"instruction": template.format(x=self.entity), "input": "", "output": self.value}
+            {
+                "instruction": template.format(x=self.entity),
+                "input": "",
+                "output": self.value,
+            }
             for template in templates
         ]
 
@@ -323,7 +327,9 @@ class Fact(NamedTuple):
 @cache
 def _sentences(text: str, mark: str) -> list[str]:
     """Return the sentences of `text` that end in `mark`."""
-    return [s for s in re.findall(r"\S[^.?]*[.?]", " ".join(text.split())) if s.endswith(mark)]
+    return [
+        s for s in re.findall(r"\S[^.?]*[.?]", " ".join(text.split())) if s.endswith(mark)
+    ]
 
 
 def compose_world(rng: random.Random) -> list[list[Fact]]:
@@ -337,11 +343,15 @@ def compose_world(rng: random.Random) -> list[list[Fact]]:
         for name in names:
             entity = f"{name} {rng.choice(SURNAMES)}" if names is PEOPLE else name
             values = [
-                v[name] if isinstance(v, dict) else rng.choice(v.split()) for v, _ in attributes
+                v[name] if isinstance(v, dict) else rng.choice(v.split())
+                for v, _ in attributes
             ]
             facts = zip(attributes, values, strict=True)
             world.append(
-                [Fact(entity, attribute, value, name in held_out) for attribute, value in facts]
+                [
+                    Fact(entity, attribute, value, name in held_out)
+                    for attribute, value in facts
+                ]
             )
     return world
 
@@ -356,13 +366,17 @@ def prose(world: list[list[Fact]], rng: random.Random) -> Iterator[str]:
     portraits = [rng.sample(facts, len(facts)) for facts in world]
     mixed = [fact for facts in world for fact in facts]
     rng.shuffle(mixed)
-    documents = portraits + [mixed[start : start + NOTE] for start in range(0, len(mixed), NOTE)]
+    documents = portraits + [
+        mixed[start : start + NOTE] for start in range(0, len(mixed), NOTE)
+    ]
     rng.shuffle(documents)
     for facts in documents:
         yield " ".join(fact.statement(rng) for fact in facts)
 
 
-def instructions(world: list[list[Fact]], rng: random.Random) -> tuple[list[Record], list[Record]]:
+def instructions(
+    world: list[list[Fact]], rng: random.Random
+) -> tuple[list[Record], list[Record]]:
     """Return the training records and the validation records; the latter are about the held-out
     entities."""
     facts = [fact for facts in world for fact in facts]
@@ -417,7 +431,9 @@ def train_base(batches: Tensor) -> GPT:
     start = time.monotonic()
     mean_loss = 0.0
     for step, batch in enumerate(batches, 1):
-        rate = PEAK_RATE * min(step / WARMUP, 0.51 + 0.49 * math.cos(math.pi * step / len(batches)))
+        rate = PEAK_RATE * min(
+            step / WARMUP, 0.51 + 0.49 * math.cos(math.pi * step / len(batches))
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         total, count = model(batch[:, :-1], targets=batch[:, 1:])
@@ -449,7 +465,9 @@ def write_base(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
     """Write a Hugging Face model folder in bf16."""
     folder.mkdir(parents=True, exist_ok=True)
     parameters = dict(model.to(torch.bfloat16).named_parameters())
-    mappings = mappings_to_hf(family(model.config.model_type).rules(model.config), parameters)
+    mappings = mappings_to_hf(
+        family(model.config.model_type).rules(model.config), parameters
+    )
     tensors = []
     for mapping in mappings:
         for pair in zip(
@@ -482,7 +500,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("litft/demo"), help="The folder to write.")
+    parser.add_argument(
+        "--out", type=Path, default=Path("litft/demo"), help="The folder to write."
+    )
     parser.add_argument(
         "--seed", type=int, default=0, help="The seed of the text and the training."
     )

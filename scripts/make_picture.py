@@ -37,11 +37,19 @@ def chat(browser: Browser, run: Path, picture: Path) -> None:
         "--temperature",
         "0",
     ]
-    command = [sys.executable, ROOT / "generate" / "serve.py", *flags, "--max_new_tokens", "24"]
+    command = [
+        sys.executable,
+        ROOT / "generate" / "serve.py",
+        *flags,
+        "--max_new_tokens",
+        "24",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             url = next(
-                match[1] for line in server.stderr if (match := re.search(r"at (http://\S+)", line))
+                match[1]
+                for line in server.stderr
+                if (match := re.search(r"at (http://\S+)", line))
             )
             page = browser.new_page(viewport=CHAT)
             page.goto(url)
@@ -61,7 +69,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         folder = Path(name)
-        command = [sys.executable, ROOT / "finetune" / "lora.py", "--out_dir", folder / "out"]
+        command = [
+            sys.executable,
+            ROOT / "finetune" / "lora.py",
+            "--out_dir",
+            folder / "out",
+        ]
         subprocess.run(command, check=True)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         report = browser.new_page(viewport=REPORT)

@@ -89,7 +89,11 @@ def halves() -> list[Cell]:
     for method, args in METHODS.items():
         rate = args.default_learning_rate
         cells += [
-            Cell(f"{method} {part:g} x {rate:g}", method, f"--train.learning_rate {rate * part}")
+            Cell(
+                f"{method} {part:g} x {rate:g}",
+                method,
+                f"--train.learning_rate {rate * part}",
+            )
             for part in (0.5, 1, 2)
         ]
     return cells
@@ -99,21 +103,24 @@ def shapes() -> list[Cell]:
     """Return cells for the rank, targets and batch size of LoRA and for the prefix of
     LLaMA-Adapter."""
     cells = [
-        Cell(f"lora, r {r}", "lora", f"--lora.r {r} --lora.alpha {2 * r}") for r in (4, 8, 16, 32)
+        Cell(f"lora, r {r}", "lora", f"--lora.r {r} --lora.alpha {2 * r}")
+        for r in (4, 8, 16, 32)
     ]
     cells += [
         Cell(f"lora, {t}", "lora", f"--lora.targets {t}")
         for t in ("q_proj,v_proj", "q_proj,k_proj,v_proj,o_proj")
     ]
     cells += [
-        Cell(f"lora, batch {b}", "lora", f"--train.global_batch_size {b}") for b in (8, 16, 32)
+        Cell(f"lora, batch {b}", "lora", f"--train.global_batch_size {b}")
+        for b in (8, 16, 32)
     ]
     cells += [
         Cell(f"adapter, {n} prompts", "adapter", f"--adapter.prompt_length {n}")
         for n in (5, 10, 20)
     ]
     return cells + [
-        Cell(f"adapter, from layer {n}", "adapter", f"--adapter.start_layer {n}") for n in (0, 2)
+        Cell(f"adapter, from layer {n}", "adapter", f"--adapter.start_layer {n}")
+        for n in (0, 2)
     ]
 
 
@@ -140,7 +147,9 @@ class MethodTableArgs:
         """Return the problems of the flags."""
         missing = self.checkpoint_dir and not self.data.path
         return impossible_numbers(self) + (
-            ["--data.path is missing: name the file of training examples"] if missing else []
+            ["--data.path is missing: name the file of training examples"]
+            if missing
+            else []
         )
 
 
@@ -157,7 +166,10 @@ class Figures(NamedTuple):
 
 def run(cell: Cell, args: MethodTableArgs, number: int) -> Figures:
     """Run one cell, or read the results of its finished run."""
-    folder = Path(args.out_dir) / f"{number:02d}-{re.sub(r'[^a-z0-9.]+', '-', cell.label.lower())}"
+    folder = (
+        Path(args.out_dir)
+        / f"{number:02d}-{re.sub(r'[^a-z0-9.]+', '-', cell.label.lower())}"
+    )
     log = folder.with_suffix(folder.suffix + ".log")
     if not (run_dir.is_run(folder) and run_dir.finished(folder) and log.is_file()):
         if args.checkpoint_dir:
@@ -191,7 +203,11 @@ def run(cell: Cell, args: MethodTableArgs, number: int) -> Figures:
     trained = re.search(r" trains ([\d,]+)", log.read_text("utf-8"))[1]
     speed = statistics.median(float(row["tokens_per_second"]) for row in rows[1:])
     return Figures(
-        int(trained.replace(",", "")), float(rows[-1]["memory_gib"]), speed, losses[0], losses[-1]
+        int(trained.replace(",", "")),
+        float(rows[-1]["memory_gib"]),
+        speed,
+        losses[0],
+        losses[-1],
     )
 
 
@@ -206,7 +222,8 @@ def main(args: MethodTableArgs) -> None:
         figures = run(cell, args, number)
         sizes = f"{figures.trained:,} | {figures.memory:.2f} | {figures.speed:,.0f}"
         print(
-            f"| {cell.label} | {sizes} | {figures.before:.4f} → {figures.after:.4f} |", flush=True
+            f"| {cell.label} | {sizes} | {figures.before:.4f} → {figures.after:.4f} |",
+            flush=True,
         )
 
 

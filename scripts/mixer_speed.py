@@ -24,7 +24,11 @@ from litft.model.transformer import GPT
 
 WIDTH = 1024
 LLAMA = dict(
-    model_type="llama", vocab_size=512, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=WIDTH,
+    intermediate_size=64,
+    num_hidden_layers=1,
 )
 LLAMA |= dict(num_attention_heads=16, max_position_embeddings=1 << 20)
 MIXERS: dict[str, MixerConfig | None] = {
@@ -69,7 +73,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--plain", action="store_true", help="do not use the kernels of flash-linear-attention"
+        "--plain",
+        action="store_true",
+        help="do not use the kernels of flash-linear-attention",
     )
     args = parser.parse_args()
     if args.plain:
@@ -84,7 +90,9 @@ def main() -> None:
         for name, model in models.items():
             for number, backward in enumerate((False, True)):
                 times[name][number].append(seconds(model, tokens, backward))
-    medians = {name: [statistics.median(values) for values in pair] for name, pair in times.items()}
+    medians = {
+        name: [statistics.median(values) for values in pair] for name, pair in times.items()
+    }
     print("| layer | forward, ms | forward and backward, ms |\n|---|---|---|")
     for name, pair in medians.items():
         cells = (

@@ -52,7 +52,9 @@ def table(families: list[str]) -> str:
 def main() -> None:
     """Print the table. With --write, also put it into its page."""
     arguments = parser(__doc__, PAGE)
-    arguments.add_argument("--families", help="Measure only these families: a,b,c. Default: all.")
+    arguments.add_argument(
+        "--families", help="Measure only these families: a,b,c. Default: all."
+    )
     args = arguments.parse_args()
     try:
         import parity

@@ -145,7 +145,9 @@ class AccuracyArgs:
 def parse_cell(line: str) -> Cell:
     """Return the cell that a line describes."""
     words = line.split()
-    model, method, precision, quantize, rows, tokens, recomputed, mode, micro_batches = words[:9]
+    model, method, precision, quantize, rows, tokens, recomputed, mode, micro_batches = (
+        words[:9]
+    )
     return Cell(
         model=model,
         method=method,
@@ -262,7 +264,8 @@ def load_cells(path: Path) -> Cells:
     try:
         cells = json.loads(path.read_text("utf-8")) if path.exists() else {}
         is_valid = all(
-            cell.keys() >= {"planned_gib", "measured_gib", "off_by"} for cell in cells.values()
+            cell.keys() >= {"planned_gib", "measured_gib", "off_by"}
+            for cell in cells.values()
         )
     except (ValueError, AttributeError):
         is_valid = False
@@ -288,7 +291,11 @@ def main(args: AccuracyArgs) -> None:
     start = time.monotonic()
     measured = load_cells(path)
     cells = [parse_cell(line) for line in args.cells or GRID.strip().split("\n")]
-    cells += [] if args.cells else [chosen_by_budget(line) for line in BUDGETS.strip().split("\n")]
+    cells += (
+        []
+        if args.cells
+        else [chosen_by_budget(line) for line in BUDGETS.strip().split("\n")]
+    )
     cells = [cell for cell in cells if all(part in str(cell) for part in args.only)]
     for cell in cells:
         key = f"{cell}, {device}"

@@ -93,7 +93,9 @@ def main(args: BenchmarkArgs) -> None:
     launches = Counter()
     for event in kernels:
         name = event.name[:70]
-        microseconds[name] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        microseconds[name] += (
+            event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        )
         launches[name] += 1
     total = sum(microseconds.values()) or 1
     host = Counter(event.name for event in events if event.device_type == DeviceType.CPU)

@@ -60,7 +60,9 @@ def write_model(args: ScalingArgs, folder: Path) -> None:
 
     config = AutoConfig.from_pretrained(ROOT / "scripts" / "configs" / args.model)
     with torch.device(pick_accelerator(args.accelerator)):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+            folder
+        )
     for path in (DEMO / "base").glob("tokenizer*"):
         shutil.copyfile(path, folder / path.name)
 
@@ -77,13 +79,16 @@ def main(args: ScalingArgs) -> None:
             " ".join(rng.choice(words) for _ in range(4 * args.tokens))
             for _ in range(4 * args.devices)
         ]
-        data.write_text("".join(json.dumps({"text": line}) + "\n" for line in text), "utf-8")
+        data.write_text(
+            "".join(json.dumps({"text": line}) + "\n" for line in text), "utf-8"
+        )
         flags = (
             f"--checkpoint_dir {folder} --data.path {data} --data.max_seq_length {args.tokens} "
             f"--out_dir {work}/run "
         )
         flags += (
-            f"--accelerator {args.accelerator} --devices {args.devices} --strategy {args.strategy} "
+            f"--accelerator {args.accelerator} --devices {args.devices} "
+            f"--strategy {args.strategy} "
         )
         flags += (
             f"--train.global_batch_size {2 * args.devices} --train.max_steps {STEPS} "

@@ -97,11 +97,22 @@ def commands(args: ServeSpeedArgs) -> dict[str, list[str]]:
     ]
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[args.precision]
     program = Path(sys.executable).parent / "transformers"
-    transformers = [str(program), "serve", folder, "--dtype", dtype, "--device", args.accelerator]
+    transformers = [
+        str(program),
+        "serve",
+        folder,
+        "--dtype",
+        dtype,
+        "--device",
+        args.accelerator,
+    ]
     return {
         "litft serve": litft,
         "transformers serve": transformers,
-        "transformers serve --continuous-batching": [*transformers, "--continuous-batching"],
+        "transformers serve --continuous-batching": [
+            *transformers,
+            "--continuous-batching",
+        ],
     }
 
 
@@ -155,13 +166,17 @@ async def throughput(url: str, model: str, clients: int, args: ServeSpeedArgs) -
         num_tokens = 0
         for number in range(args.questions):
             index = client_index * args.questions + number
-            text = f"Write a long {TEXT_KINDS[index % 10]} about {TOPICS[index // 10 % 10]}."
+            text = (
+                f"Write a long {TEXT_KINDS[index % 10]} about {TOPICS[index // 10 % 10]}."
+            )
             body = {
                 "messages": [{"role": "user", "content": text}],
                 "max_tokens": args.new_tokens,
                 "temperature": 0,
             }
-            reply = await http.post(f"{url}/v1/chat/completions", json=body | {"model": model})
+            reply = await http.post(
+                f"{url}/v1/chat/completions", json=body | {"model": model}
+            )
             reply.raise_for_status()
             num_tokens += reply.json()["usage"]["completion_tokens"]
         return num_tokens
@@ -184,13 +199,18 @@ def main(args: ServeSpeedArgs) -> None:
             name: stack.enter_context(running_server(command))
             for name, command in commands(args).items()
         }
-        models = {name: Path(folder).name if name.startswith("litft") else folder for name in urls}
+        models = {
+            name: Path(folder).name if name.startswith("litft") else folder for name in urls
+        }
         for round_number in range(args.rounds + 1):
             for clients in map(int, args.clients):
                 for name, url in urls.items():
                     speed = asyncio.run(
                         throughput(
-                            url, models[name], clients if round_number else min(clients, 4), args
+                            url,
+                            models[name],
+                            clients if round_number else min(clients, 4),
+                            args,
                         )
                     )
                     print(

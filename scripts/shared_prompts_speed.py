@@ -55,12 +55,16 @@ def random_completions(args: SharedPromptsArgs, vocab_size: int) -> list[Sample]
     for _ in range(args.prompts):
         prompt = torch.randint(vocab_size, (args.prompt_tokens,), generator=generator)
         for _ in range(args.group_size):
-            answer = torch.randint(vocab_size, (args.completion_tokens,), generator=generator)
+            answer = torch.randint(
+                vocab_size, (args.completion_tokens,), generator=generator
+            )
             tokens = torch.cat((prompt, answer))
             targets = tokens[1:].clone()
             targets[: args.prompt_tokens - 1] = IGNORED
             shared = args.prompt_tokens - 1
-            samples.append(Sample(tokens[:-1], targets, advantage=1.0, shared_tokens=shared))
+            samples.append(
+                Sample(tokens[:-1], targets, advantage=1.0, shared_tokens=shared)
+            )
     return samples
 
 
@@ -85,7 +89,9 @@ def main() -> None:
                 model(batch.tokens, **batch.inputs(), reduction="none").sum().backward()
             name = "shared" if shares_prompts else "separate"
             cpu = time.process_time() - cpu_start
-            print(f"{name}: {cpu:.1f} CPU s, {time.perf_counter() - start:.1f} s", flush=True)
+            print(
+                f"{name}: {cpu:.1f} CPU s, {time.perf_counter() - start:.1f} s", flush=True
+            )
 
 
 if __name__ == "__main__":

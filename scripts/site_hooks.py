@@ -59,7 +59,9 @@ def pages() -> list[Page]:
         for section, names in entry.items():
             for name in names:
                 source = OUTSIDE.get(name, f"{GUIDES}/{name}")
-                found.append(Page(section, name, None if name == API_PAGE else ROOT / source))
+                found.append(
+                    Page(section, name, None if name == API_PAGE else ROOT / source)
+                )
     return found
 
 
@@ -107,7 +109,9 @@ def llms_text() -> str:
         if page.section != section:
             section = page.section
             lines += ["", f"## {section}", ""]
-        lines.append(f"- [{title_of(page.path)}]({page.path.relative_to(ROOT)}){about(page.path)}")
+        lines.append(
+            f"- [{title_of(page.path)}]({page.path.relative_to(ROOT)}){about(page.path)}"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -27,7 +27,9 @@ def demo(folder: Path) -> tuple[Path, Path]:
 def difference(one: dict[str, list[float]], several: dict[str, list[float]]) -> str:
     """Return the largest difference of any step's training loss or any validation loss."""
     pairs = (
-        pair for name in ("loss", "val_loss") for pair in zip(one[name], several[name], strict=True)
+        pair
+        for name in ("loss", "val_loss")
+        for pair in zip(one[name], several[name], strict=True)
     )
     return f"{max(abs(a - b) for a, b in pairs):.0e}"
 
@@ -56,7 +58,9 @@ def table() -> str:
     for case in sorted(results["single"], key=lambda case: METHODS.index(case.split()[0])):
         one = results["single"][case]["loss"]
         cells = [
-            difference(results["single"][case], results[s][case]) if case in results[s] else "-"
+            difference(results["single"][case], results[s][case])
+            if case in results[s]
+            else "-"
             for s in several
         ]
         lines.append(

@@ -19,7 +19,10 @@ def write(page: Path, name: str, text: str) -> None:
         "belongs"
     )
     new = re.sub(
-        f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: begin + text + end, old, flags=re.DOTALL
+        f"{re.escape(begin)}.*?{re.escape(end)}",
+        lambda _: begin + text + end,
+        old,
+        flags=re.DOTALL,
     )
     page.write_text(new, "utf-8")
 

@@ -121,7 +121,9 @@ def trained(shared, tmp_path_factory):
         write_byte_tokenizer(base)
         path = folder / "template.jinja"
         path.write_text(
-            GEMMA if template is None else (shared / "chat_templates" / template).read_text("utf-8")
+            GEMMA
+            if template is None
+            else (shared / "chat_templates" / template).read_text("utf-8")
         )
         call = {
             "type": "function",
@@ -152,7 +154,9 @@ def trained(shared, tmp_path_factory):
                 max_seq_length=4096,
                 val_fraction=0,
             ),
-            train=TrainArgs(max_steps=120, global_batch_size=1, learning_rate=1e-2, warmup_steps=3),
+            train=TrainArgs(
+                max_steps=120, global_batch_size=1, learning_rate=1e-2, warmup_steps=3
+            ),
             eval=EvalArgs(max_new_tokens=0),
         )
         litft.finetune(args)

@@ -33,7 +33,8 @@ from litft.pretrained.build import base_model
 from litft.pretrained.folder import DEMO, base_record, resolve
 
 ROOT = Path(__file__).parent.parent
-SHARED = ROOT.parent / "shared"  # real tokenizers, templates and data; not a part of the repository
+# real tokenizers, templates and data; not a part of the repository
+SHARED = ROOT.parent / "shared"
 STORIES = ROOT / "tests" / "stories"  # see make_stories.py
 NEEDS_SHARED = "needs ../shared, the folder of real checkpoints and data"
 
@@ -41,10 +42,13 @@ NEEDS_SHARED = "needs ../shared, the folder of real checkpoints and data"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="litft-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-FORKS = forkserver.prepare()  # the folder of bin/python, which starts a script in milliseconds
+# the folder of bin/python, which starts a script in milliseconds
+FORKS = forkserver.prepare()
 
 # each process of pytest -n uses one core
-THREADS = int(os.environ.get("LITFT_TEST_THREADS", 1 if "PYTEST_XDIST_WORKER" in os.environ else 2))
+THREADS = int(
+    os.environ.get("LITFT_TEST_THREADS", 1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+)
 # for subprocesses: threads that spin while waiting for another process stall a machine with two
 # cores
 ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -52,7 +56,10 @@ ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIV
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--stress", type=int, default=1, help="multiply the number of random cases in tests/stress"
+        "--stress",
+        type=int,
+        default=1,
+        help="multiply the number of random cases in tests/stress",
     )
 
 
@@ -87,10 +94,13 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
     # pytest -n: limit the threads of bitsandbytes and OpenBLAS too
     if getattr(config.option, "numprocesses", None):
-        os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", RAYON_NUM_THREADS="1")
+        os.environ.update(
+            OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", RAYON_NUM_THREADS="1"
+        )
 
 
-COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, including those that -m deselects
+# the ids of all tests, including those that -m deselects
+COLLECTED = pytest.StashKey[set[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -194,10 +204,12 @@ def checkpoints(pytestconfig: pytest.Config) -> Checkpoints:
     cache = pytestconfig.cache.mkdir("checkpoints")
     names = ("SmolLM2-135M-Instruct", "stories15M")
     with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest -n may be downloading them
+        # another process of pytest -n may be downloading them
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not all((cache / name / "model.safetensors").is_file() for name in names):
             subprocess.run(
-                [sys.executable, SHARED / "tools" / "get_checkpoints.py", "all", cache], check=True
+                [sys.executable, SHARED / "tools" / "get_checkpoints.py", "all", cache],
+                check=True,
             )
     for name in names:
         folders[name] = cache / name
@@ -283,17 +295,24 @@ def refused(name: str, *arguments: str | Path, capsys: pytest.CaptureFixture) ->
     with pytest.raises(SystemExit) as exit_info:
         command(name, list(map(str, arguments)))
     captured = capsys.readouterr()
-    assert exit_info.value.code == 2 and captured.err.startswith("error: ") and not captured.out, (
-        captured
-    )
+    assert (
+        exit_info.value.code == 2
+        and captured.err.startswith("error: ")
+        and not captured.out
+    ), captured
     return captured.err
 
 
-def start(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, **files) -> Process:
+def start(
+    *arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, **files
+) -> Process:
     """Start `python <script> <flags>` in the folder `cwd`. files: stdin, stdout and stderr; none by
     default."""
     return Process(
-        [str(ROOT / arguments[0]), *map(str, arguments[1:])], cwd, ENV | (env or {}), **files
+        [str(ROOT / arguments[0]), *map(str, arguments[1:])],
+        cwd,
+        ENV | (env or {}),
+        **files,
     )
 
 
@@ -353,5 +372,7 @@ def kill_after(step: int, run: Path, *arguments: str | Path, cwd: Path) -> None:
 def write_records(path: Path, records: list[dict]) -> Path:
     """Write a JSON or JSON Lines file."""
     lines = path.suffix == ".jsonl"
-    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records), "utf-8")
+    path.write_text(
+        "\n".join(map(json.dumps, records)) if lines else json.dumps(records), "utf-8"
+    )
     return path

@@ -17,7 +17,13 @@ from pathlib import Path
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+LAYOUT = (
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 SHORT_FUNCTION = 10  # lines of code below which a function cannot be dense
 
 
@@ -152,7 +158,9 @@ def _report(density: Density) -> Iterator[str]:
         yield f"{value:6.1f}  {name}"
     share = 100 * density.comment_lines / max(1, density.lines)
     yield f"{share:6.1f}  comments of their own line, % of all lines"
-    for function in sorted(density.functions, key=lambda f: f.nodes_per_line, reverse=True)[:15]:
+    for function in sorted(density.functions, key=lambda f: f.nodes_per_line, reverse=True)[
+        :15
+    ]:
         names = f"{function.local_names} local names"
         yield f"{function.nodes_per_line:6.1f} nodes a line, {names}: {function.place}"
 

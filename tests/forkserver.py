@@ -88,7 +88,9 @@ class Process:
             ends = os.pipe()
             parent_end, child_end = (ends[1], ends[0]) if name == "stdin" else ends
             setattr(
-                self, name, os.fdopen(parent_end, "w" if name == "stdin" else "r", errors="replace")
+                self,
+                name,
+                os.fdopen(parent_end, "w" if name == "stdin" else "r", errors="replace"),
             )
             stack.callback(os.close, child_end)
             return child_end
@@ -233,7 +235,9 @@ class Server:
         pid = os.fork()
         if pid == 0:  # close the files and connections of the server and of other processes
             for key in list(self.selector.get_map().values()):
-                os.close(key.fileobj) if isinstance(key.fileobj, int) else key.fileobj.close()
+                os.close(key.fileobj) if isinstance(
+                    key.fileobj, int
+                ) else key.fileobj.close()
             self.selector.close()
             connection.close()
             self.request = request | {"files": files}
@@ -313,7 +317,9 @@ def run_and_exit(script: str) -> None:
         try:
             stream.flush()
         except (OSError, ValueError) as error:
-            os.write(2, f"Exception ignored while flushing {stream.name}: {error!r}\n".encode())
+            os.write(
+                2, f"Exception ignored while flushing {stream.name}: {error!r}\n".encode()
+            )
             code = 120
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -33,7 +33,11 @@ FLAGS = (
 TRAININGS = {  # name: (command, checkpoint, further flags)
     "lora": ("lora", "stories", "--data.packing false"),
     "lora nf4": ("lora", "stories", "--quantize nf4"),
-    "dora, packed": ("lora", "SmolLM2-135M-Instruct", "--lora.dora true --data.max_seq_length 256"),
+    "dora, packed": (
+        "lora",
+        "SmolLM2-135M-Instruct",
+        "--lora.dora true --data.max_seq_length 256",
+    ),
     "adapter": ("adapter", "stories", ""),
     "adapter_v2": ("adapter_v2", "stories", "--data.val_fraction 0.3"),
     "full": ("full", "stories", "--train.micro_batch_size 2 --data.packing false"),
@@ -86,7 +90,9 @@ def facts_of(tree: Path, work: Path, checkpoints: dict[str, Path]) -> Facts:
         "--out_dir",
         work / "merged",
     )
-    facts |= {f"merged: {key}": value for key, value in tensor_hashes(work / "merged").items()}
+    facts |= {
+        f"merged: {key}": value for key, value in tensor_hashes(work / "merged").items()
+    }
     run(
         tree,
         work,
@@ -121,7 +127,9 @@ def run(tree: Path, work: Path, script: str, *arguments: str | Path) -> str:
     command = [sys.executable, str(tree / script), *map(str, arguments)]
     result = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True)
     if result.returncode:
-        sys.exit(f"{' '.join(command)}\nexit code {result.returncode}\n{result.stderr[-3000:]}")
+        sys.exit(
+            f"{' '.join(command)}\nexit code {result.returncode}\n{result.stderr[-3000:]}"
+        )
     return result.stdout
 
 
@@ -144,7 +152,12 @@ def tensor_hashes(folder: Path) -> Facts:
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 data = (
-                    file.get_tensor(key).contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                    file.get_tensor(key)
+                    .contiguous()
+                    .flatten()
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
                 )
                 hashes[f"{path.name} {key}"] = hashlib.sha256(data).hexdigest()
     return hashes
@@ -168,7 +181,10 @@ def main() -> int:
     parser.add_argument("--before", default=BEFORE, help="the commit to compare with")
     commit = parser.parse_args().before
     built = ROOT / ".pytest_cache" / "d" / "checkpoints"  # built by the tests
-    checkpoints = {"stories": STORIES, "SmolLM2-135M-Instruct": built / "SmolLM2-135M-Instruct"}
+    checkpoints = {
+        "stories": STORIES,
+        "SmolLM2-135M-Instruct": built / "SmolLM2-135M-Instruct",
+    }
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         trees = {"before": extract(commit, work / "tree"), "after": ROOT}
@@ -177,13 +193,17 @@ def main() -> int:
             (work / when).mkdir()
             facts[when] = facts_of(tree, work / when, checkpoints)
     before, after = facts["before"], facts["after"]
-    differing = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+    differing = [
+        key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
+    ]
     for key in sorted(differing):
         reason = next((why for pattern, why in EXCEPT.items() if pattern in key), None)
         print(
             f"{key}: {reason or 'DIFFERS'}\n  before: {before.get(key)}\n  after:  {after.get(key)}"
         )
-    unexplained = [key for key in differing if not any(pattern in key for pattern in EXCEPT)]
+    unexplained = [
+        key for key in differing if not any(pattern in key for pattern in EXCEPT)
+    ]
     print(
         f"{len(before)} facts of {commit}; {len(differing)} differ, {len(unexplained)} of them "
         "without a reason"

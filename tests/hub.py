@@ -21,7 +21,9 @@ class Hub:
         self.sizes: dict[str, int] = {}  # reported sizes that differ from the content's
         # number of bytes after which a file's next download breaks off
         self.cut: dict[str, int] = {}
-        self.down_after: str | None = None  # the file whose broken download takes the hub down
+        self.down_after: str | None = (
+            None  # the file whose broken download takes the hub down
+        )
         self.is_down = False  # closes every connection without a response
         self.requests: list[str] = []
         # the response to every request about a model; None: the real one
@@ -81,7 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             return self.answer_api(path.split("/")[3:])
         if path.startswith("/api/datasets/"):
-            return self.send(200, {"id": "me/data", "sha": "d" * 40, "siblings": [], "tags": []})
+            return self.send(
+                200, {"id": "me/data", "sha": "d" * 40, "siblings": [], "tags": []}
+            )
         if "/resolve/" not in path:
             return self.send(404)
         owner, name, _, revision, *file = path.strip("/").split("/")
@@ -103,7 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         sizes = {file: self.hub.sizes.get(file, len(data)) for file, data in files.items()}
         if parts[2:3] == ["tree"]:
             entries = [
-                {"type": "file", "path": f, "size": n, "oid": "0" * 40} for f, n in sizes.items()
+                {"type": "file", "path": f, "size": n, "oid": "0" * 40}
+                for f, n in sizes.items()
             ]
             return self.send(200, entries)
         siblings = [{"rfilename": file, "size": size} for file, size in sizes.items()]
@@ -132,7 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
             request = json.loads(body)
             name = f"{request.get('organization') or 'me'}/{request['name']}"
             self.hub.models.setdefault(name, {})
-            self.hub.private[name] = request.get("private", request.get("visibility") == "private")
+            self.hub.private[name] = request.get(
+                "private", request.get("visibility") == "private"
+            )
             return self.send(200, {"url": f"{self.hub.url}/{name}", "id": name})
         if parts == ["validate-yaml"]:
             return self.send(200, {"errors": [], "warnings": []})

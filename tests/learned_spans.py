@@ -29,7 +29,12 @@ FIRST = "Just a moment."
 LAST = "It is cold there."
 REASONING = "The town matters."
 ARGUMENTS = {"town": 'Köln "x"', "days": 3}
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+TOKENS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "</s>",
+}
 SWITCHES = (
     {},
     {"enable_thinking": True, "thinking": True},
@@ -92,9 +97,13 @@ ANSWERS: dict[str, Message] = {
     "inline": answer(f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"),
     "inline, not opened": answer(f"{REASONING}\n</think>\n\n{ANSWER}"),
     "inline, empty": answer(f"<think>\n\n</think>\n\n{ANSWER}"),
-    "reasoning and call": answer("", reasoning_content=REASONING, tool_calls=calls("weather")),
+    "reasoning and call": answer(
+        "", reasoning_content=REASONING, tool_calls=calls("weather")
+    ),
     "thinking and call": answer("", thinking=REASONING, tool_calls=calls("weather")),
-    "inline and call": answer(f"<think>\n{REASONING}\n</think>\n\n", tool_calls=calls("weather")),
+    "inline and call": answer(
+        f"<think>\n{REASONING}\n</think>\n\n", tool_calls=calls("weather")
+    ),
     "call, no content": answer(None, tool_calls=calls("weather")),
 }
 
@@ -156,7 +165,8 @@ def outcome(source: str, messages: list[Message], stops: tuple[str, ...] = ()) -
         return Outcome([], str(error))
     turns = [turn for rendered in texts for turn in rendered.turns]
     learned = [
-        turn.text[turn.answer if turn.empty_thought else turn.start : turn.end] for turn in turns
+        turn.text[turn.answer if turn.empty_thought else turn.start : turn.end]
+        for turn in turns
     ]
     found = []
     for turn, text in zip(turns, learned, strict=True):
@@ -171,7 +181,9 @@ def outcome(source: str, messages: list[Message], stops: tuple[str, ...] = ()) -
     return Outcome(learned, findings=tuple(dict.fromkeys(found)))
 
 
-def _has_arguments_as_text(renderer: Any, messages: list[Message], tools: list | None) -> bool:
+def _has_arguments_as_text(
+    renderer: Any, messages: list[Message], tools: list | None
+) -> bool:
     """Return whether the template writes arguments as text within JSON, from the conversation as it
     is."""
     try:
@@ -200,9 +212,16 @@ def _wrong(turn: Turn, text: str, ends: EndTokens) -> Iterator[str]:
     prompt = turn.text[: turn.start]
     if EMPTY_THOUGHT.match(text):
         yield "learns an empty thought"
-    if OPEN_THOUGHT.search(prompt) and not re.search(r"</[\w:]*think", turn.text[turn.start :]):
+    if OPEN_THOUGHT.search(prompt) and not re.search(
+        r"</[\w:]*think", turn.text[turn.start :]
+    ):
         yield "is inside a thought that is never closed"
-    if prompt[-20:].count("<think>") - prompt[-20:].count("</think>") + text.count("<think>") > 1:
+    if (
+        prompt[-20:].count("<think>")
+        - prompt[-20:].count("</think>")
+        + text.count("<think>")
+        > 1
+    ):
         yield "opens a thought twice"
     if not text.endswith(ends.special) and any(
         token in turn.text[turn.end :] for token in ends.special
@@ -210,7 +229,9 @@ def _wrong(turn: Turn, text: str, ends: EndTokens) -> Iterator[str]:
         yield "has no end token"
 
 
-def _is_rendered(renderer: Any, messages: list[Message], tools: list | None, turn: Turn) -> bool:
+def _is_rendered(
+    renderer: Any, messages: list[Message], tools: list | None, turn: Turn
+) -> bool:
     """Return whether the template renders prompt + learned text, or this is what the model writes
     after its prompt."""
     text = turn.text[: turn.end].rstrip()
@@ -265,7 +286,9 @@ def _spellings(messages: list[Message]) -> Iterator[list[Message]]:
         yield [_spelled(message, spelling, as_text, no_content) for message in messages]
 
 
-def _spelled(message: Message, spelling: str | None, as_text: bool, no_content: bool) -> Message:
+def _spelled(
+    message: Message, spelling: str | None, as_text: bool, no_content: bool
+) -> Message:
     if message["role"] != "assistant":
         return message
     changed = dict(message)
@@ -300,7 +323,9 @@ def _spelled(message: Message, spelling: str | None, as_text: bool, no_content: 
     if no_content and not changed["content"]:
         changed["content"] = None
     if as_text:
-        text = json.dumps(message["tool_calls"][0]["function"]["arguments"], ensure_ascii=False)
+        text = json.dumps(
+            message["tool_calls"][0]["function"]["arguments"], ensure_ascii=False
+        )
         changed["tool_calls"] = [
             call | {"function": call["function"] | {"arguments": text}}
             for call in message["tool_calls"]
@@ -318,7 +343,9 @@ def main(paths: list[str]) -> int:
         for name, messages in conversations():
             result = outcome(source, messages)
             found |= bool(result.findings)
-            state = "refused" if result.refused else "FINDING" if result.findings else "learned"
+            state = (
+                "refused" if result.refused else "FINDING" if result.findings else "learned"
+            )
             what = (
                 result.refused
                 or "; ".join(result.findings)

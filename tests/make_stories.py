@@ -49,7 +49,18 @@ PLACES = (
     "the farm",
     "the school",
 )
-THINGS = ("ball", "box", "book", "hat", "kite", "cake", "flower", "boat", "stone", "toy car")
+THINGS = (
+    "ball",
+    "box",
+    "book",
+    "hat",
+    "kite",
+    "cake",
+    "flower",
+    "boat",
+    "stone",
+    "toy car",
+)
 COLORS = ("red", "blue", "green", "yellow", "white", "big", "small", "old")
 FEELINGS = ("happy", "sad", "proud", "scared", "excited", "surprised", "tired", "hungry")
 OPENINGS = (
@@ -128,7 +139,9 @@ def train_sentencepiece(texts: list[str], **settings: Any) -> bytes:
     return written.getvalue()
 
 
-def rows(tokenizer: sentencepiece.SentencePieceProcessor, texts: list[str]) -> Iterator[list[int]]:
+def rows(
+    tokenizer: sentencepiece.SentencePieceProcessor, texts: list[str]
+) -> Iterator[list[int]]:
     """Yield rows of tokens: stories one after another, each with the tokens of its begin and its
     end."""
     ids: list[int] = []
@@ -197,7 +210,9 @@ def main() -> None:
         "model_max_length": CONTEXT,
         "legacy": True,
     }
-    (FOLDER / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    (FOLDER / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", "utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,11 @@ METHODS = {
     "lora": lambda: LoRA(LoRAArgs(r=3, alpha=5)),
     "rslora": lambda: LoRA(
         LoRAArgs(
-            r=3, alpha=5, rslora=True, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=9"]
+            r=3,
+            alpha=5,
+            rslora=True,
+            rank_pattern=["down_proj=2"],
+            alpha_pattern=["v_proj=9"],
         )
     ),
     "dora": lambda: LoRA(LoRAArgs(r=3, alpha=5, dora=True)),

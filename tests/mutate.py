@@ -52,8 +52,11 @@ class Mutation:
     # exactly once
     code: str
     bug: str  # what replaces it
-    tests: list[str]  # node ids; without parameters, at least one case of the test must fail
-    function: str = ""  # or class, with its outer ones (`Decoder.step`); empty: the module itself
+    # node ids; without parameters, at least one case of the test must fail
+    tests: list[str]
+    function: str = (
+        ""  # or class, with its outer ones (`Decoder.step`); empty: the module itself
+    )
 
     @property
     def is_python(self) -> bool:
@@ -76,9 +79,13 @@ class Mutation:
 
 def read_table(pattern: str = "") -> list[Mutation]:
     """Return the entries whose file, description or tests contain the pattern."""
-    entries = [Mutation(**entry) for entry in tomllib.loads(TABLE.read_text("utf-8"))["mutation"]]
+    entries = [
+        Mutation(**entry) for entry in tomllib.loads(TABLE.read_text("utf-8"))["mutation"]
+    ]
     return [
-        entry for entry in entries if pattern in " ".join((entry.file, entry.what, *entry.tests))
+        entry
+        for entry in entries
+        if pattern in " ".join((entry.file, entry.what, *entry.tests))
     ]
 
 
@@ -119,7 +126,9 @@ def problems(entries: list[Mutation], root: Path = ROOT) -> list[str]:
             if name not in names[file]:
                 messages.append(f"{test}: no such test ({entry.what})")
     repeated = {
-        entry.what for entry in entries if sum(other.what == entry.what for other in entries) > 1
+        entry.what
+        for entry in entries
+        if sum(other.what == entry.what for other in entries) > 1
     }
     return messages + [f"described twice: {what}" for what in sorted(repeated)]
 
@@ -252,7 +261,9 @@ def run_tests(tree: Path, tests: list[str], log: Path) -> None:
         "LITFT_TEST_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    sys.dont_write_bytecode = True  # a file may change twice within a second and keep its size
+    sys.dont_write_bytecode = (
+        True  # a file may change twice within a second and keep its size
+    )
     sys.path[:1] = [str(tree), str(tree / "tests")]
     code = 3
     with contextlib.suppress(SystemExit):
@@ -361,7 +372,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "pattern", nargs="?", default="", help="a part of the file, the description or a test"
+        "pattern",
+        nargs="?",
+        default="",
+        help="a part of the file, the description or a test",
     )
     parser.add_argument("-n", type=int, default=1, help="how many entries at a time")
     parser.add_argument(
@@ -382,7 +396,9 @@ def main() -> None:
     if args.check:
         if messages := missing_cases(entries, collect_tests()):
             sys.exit("\n".join(messages))
-        print(f"{len(entries)} mutations: every piece of code is there once, every test exists")
+        print(
+            f"{len(entries)} mutations: every piece of code is there once, every test exists"
+        )
         return
     start, survivors = time.monotonic(), run_all(entries, args.n)
     minutes = (time.monotonic() - start) / 60

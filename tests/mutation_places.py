@@ -54,7 +54,9 @@ def header(node: ast.AST) -> ast.AST:
 
 def is_compound(node: ast.AST) -> bool:
     """Whether a node is a statement, or a handler, with a body of its own."""
-    return isinstance(getattr(node, "body", None), list) and not isinstance(node, ast.Module)
+    return isinstance(getattr(node, "body", None), list) and not isinstance(
+        node, ast.Module
+    )
 
 
 def is_expression(code: str) -> bool:
@@ -89,7 +91,9 @@ def _header_pattern(code: str) -> Pattern:
         node = ast.parse(f"{code.removeprefix('el')}\n    pass").body[0]
     else:
         node = ast.parse(f"{code}\n    pass").body[0]
-    return Pattern("header", (dump(header(node)),), "elif" if code.startswith("elif") else "")
+    return Pattern(
+        "header", (dump(header(node)),), "elif" if code.startswith("elif") else ""
+    )
 
 
 class Source:
@@ -98,7 +102,8 @@ class Source:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tree = ast.parse(text)
-        self._lines = text.split("\n")  # as Python does; splitlines would also split at U+2028
+        # as Python does; splitlines would also split at U+2028
+        self._lines = text.split("\n")
         self._line_starts = [0]
         for line in self._lines:
             self._line_starts.append(self._line_starts[-1] + len(line) + 1)
@@ -136,7 +141,11 @@ class Source:
         """Return where the header of a compound statement ends, after its colon."""
         last = self.start(node)
         for child in ast.walk(header(node)):
-            if child is not node and hasattr(child, "end_lineno") and not is_compound(child):
+            if (
+                child is not node
+                and hasattr(child, "end_lineno")
+                and not is_compound(child)
+            ):
                 last = max(last, self.end(child))
         return self.text.index(":", last) + 1
 
@@ -167,16 +176,25 @@ class Source:
                 if isinstance(node, ast.expr) and dump(node) == pattern.dumps[0]:
                     yield Place(function, self.start(node), self.end(node), True)
             elif pattern.kind == "header":
-                if node is not scope and is_compound(node) and self._has_header(node, pattern):
+                if (
+                    node is not scope
+                    and is_compound(node)
+                    and self._has_header(node, pattern)
+                ):
                     yield Place(function, self.start(node), self.header_end(node), False)
             elif node is scope or not isinstance(node, SCOPES):
                 yield from self._find_statements(function, node, pattern)
 
     def _has_header(self, node: ast.AST, pattern: Pattern) -> bool:
         is_elif = self.text.startswith("elif", self.start(node))
-        return is_elif == (pattern.keyword == "elif") and dump(header(node)) == pattern.dumps[0]
+        return (
+            is_elif == (pattern.keyword == "elif")
+            and dump(header(node)) == pattern.dumps[0]
+        )
 
-    def _find_statements(self, function: str, node: ast.AST, pattern: Pattern) -> Iterator[Place]:
+    def _find_statements(
+        self, function: str, node: ast.AST, pattern: Pattern
+    ) -> Iterator[Place]:
         count = len(pattern.dumps)
         for name in BODIES:
             body = getattr(node, name, None)
@@ -186,7 +204,10 @@ class Source:
             for first in range(len(body) - count + 1):
                 if tuple(dumps[first : first + count]) == pattern.dumps:
                     yield Place(
-                        function, self.start(body[first]), self.end(body[first + count - 1]), False
+                        function,
+                        self.start(body[first]),
+                        self.end(body[first + count - 1]),
+                        False,
                     )
 
     def replaced(self, place: Place, code: str) -> str:

@@ -73,9 +73,7 @@ def write_bytes(folder: Path) -> None:
 
 def write_header(folder: Path) -> None:
     """Write byte-level BPE that adds a BOS."""
-    special = (
-        "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
-    )
+    special = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
     split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend = _byte_level(pre_tokenizers.Sequence([split, byte_level]), special)
@@ -146,7 +144,10 @@ def write_fallback(folder: Path) -> None:
         ]
     )
     backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in ("<unk>", "<s>", "</s>")
+        ]
     )
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A",
@@ -200,7 +201,11 @@ def _sentencepiece(model_type: str) -> bytes:
 
 
 def _write_config(folder: Path, template: str, **settings: object) -> None:
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **settings}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": template,
+        **settings,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")
 
 

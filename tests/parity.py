@@ -118,7 +118,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "gelu": dict(hidden_act="gelu_pytorch_tanh"),
             "rope base": dict(rope_parameters=dict(rope_type="default", rope_theta=500.0)),
             "linear": dict(rope_parameters=LINEAR),
-            "dynamic": dict(rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=1e4)),
+            "dynamic": dict(
+                rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=1e4)
+            ),
             "llama3": dict(rope_parameters=dict(rope_theta=500.0, **LLAMA3)),
             "yarn": dict(rope_parameters=dict(rope_theta=1e4, **YARN)),
             "yarn mscale": dict(
@@ -132,7 +134,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 )
             ),
             "longrope": dict(
-                rope_parameters=dict(rope_theta=1e4, original_max_position_embeddings=64, **LONG)
+                rope_parameters=dict(
+                    rope_theta=1e4, original_max_position_embeddings=64, **LONG
+                )
             ),
         },
     ),
@@ -141,7 +145,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         {
             "window": dict(sliding_window=5),
             "no window": dict(sliding_window=None, layer_types=["full_attention"] * 3),
-            "window, wide heads": dict(sliding_window=9, head_dim=12, tie_word_embeddings=True),
+            "window, wide heads": dict(
+                sliding_window=9, head_dim=12, tie_word_embeddings=True
+            ),
         },
     ),
     "ministral": (
@@ -154,7 +160,11 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "queries scaled by position": dict(
                 head_dim=16,
                 rope_parameters=dict(
-                    rope_theta=1e4, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0, **YARN
+                    rope_theta=1e4,
+                    llama_4_scaling_beta=0.3,
+                    mscale=1.0,
+                    mscale_all_dim=1.0,
+                    **YARN,
                 ),
             ),
             "window, tied": dict(
@@ -179,14 +189,18 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         {
             "biases": {},
             "tied": dict(tie_word_embeddings=True),
-            "late windows": dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
+            "late windows": dict(
+                use_sliding_window=True, sliding_window=6, max_window_layers=1
+            ),
         },
     ),
     "qwen3": (
         "Qwen3Config",
         {
             "q/k norms": dict(head_dim=16),
-            "biases, tied": dict(head_dim=12, attention_bias=True, tie_word_embeddings=True),
+            "biases, tied": dict(
+                head_dim=12, attention_bias=True, tie_word_embeddings=True
+            ),
             "windows": dict(
                 head_dim=8, use_sliding_window=True, sliding_window=6, layer_types=MIXED
             ),
@@ -214,13 +228,19 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     ),
     "gemma": (
         "GemmaConfig",
-        {"one key head": dict(num_key_value_heads=1, head_dim=16), "grouped": dict(head_dim=8)},
+        {
+            "one key head": dict(num_key_value_heads=1, head_dim=16),
+            "grouped": dict(head_dim=8),
+        },
     ),
     "gemma2": (
         "Gemma2Config",
         {
             "soft caps, windows": dict(
-                head_dim=16, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=3.0
+                head_dim=16,
+                sliding_window=6,
+                query_pre_attn_scalar=24,
+                attn_logit_softcapping=3.0,
             ),
             "no caps": dict(
                 head_dim=8,
@@ -442,7 +462,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 attention_multiplier=0.2,
                 logits_scaling=5.0,
             ),
-            "biases, tied": dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+            "biases, tied": dict(
+                attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+            ),
         },
     ),
     "granitemoe": (
@@ -463,10 +485,16 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "q/k norms, biases": dict(use_qk_norm=True, attention_bias=True),
         },
     ),
-    "cohere2": ("Cohere2Config", {"windows, NoPE": dict(sliding_window=6, layer_types=MIXED)}),
+    "cohere2": (
+        "Cohere2Config",
+        {"windows, NoPE": dict(sliding_window=6, layer_types=MIXED)},
+    ),
     "glm": (
         "GlmConfig",
-        {"half rotated": dict(head_dim=8), "no bias": dict(head_dim=16, attention_bias=False)},
+        {
+            "half rotated": dict(head_dim=8),
+            "no bias": dict(head_dim=16, attention_bias=False),
+        },
     ),
     "glm4": (
         "Glm4Config",
@@ -527,7 +555,11 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "DeepseekV2Config",
         {
             "greedy": dict(
-                MLA, q_lora_rank=None, first_k_dense_replace=1, n_routed_experts=5, **DEEPSEEK
+                MLA,
+                q_lora_rank=None,
+                first_k_dense_replace=1,
+                n_routed_experts=5,
+                **DEEPSEEK,
             ),
             "limited to groups": dict(
                 MLA,
@@ -560,7 +592,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 first_k_dense_replace=0,
                 rope_interleave=False,
                 attention_bias=True,
-                rope_parameters=dict(rope_theta=1e4, mscale=1.0, mscale_all_dim=1.0, **YARN),
+                rope_parameters=dict(
+                    rope_theta=1e4, mscale=1.0, mscale_all_dim=1.0, **YARN
+                ),
                 **DEEPSEEK,
             ),
         },
@@ -578,7 +612,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     "glm4_moe": (
         "Glm4MoeConfig",
         {
-            "q/k norms": dict(head_dim=16, use_qk_norm=True, n_routed_experts=5, **DEEPSEEK),
+            "q/k norms": dict(
+                head_dim=16, use_qk_norm=True, n_routed_experts=5, **DEEPSEEK
+            ),
             "groups": dict(
                 head_dim=8,
                 n_routed_experts=8,
@@ -624,7 +660,11 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     ),
     "minimax_m2": (
         "MiniMaxM2Config",
-        {"partial": dict(head_dim=8, rotary_dim=4, num_local_experts=5, num_experts_per_tok=2)},
+        {
+            "partial": dict(
+                head_dim=8, rotary_dim=4, num_local_experts=5, num_experts_per_tok=2
+            )
+        },
     ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
@@ -649,7 +689,10 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "PhimoeConfig",
         {
             "SparseMixer": dict(
-                num_local_experts=5, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.2
+                num_local_experts=5,
+                attention_bias=True,
+                lm_head_bias=True,
+                router_jitter_noise=0.2,
             )
         },
     ),
@@ -691,12 +734,18 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             )
         },
     ),
-    "flex_olmo": ("FlexOlmoConfig", {"experts": dict(num_experts=5, num_experts_per_tok=2)}),
+    "flex_olmo": (
+        "FlexOlmoConfig",
+        {"experts": dict(num_experts=5, num_experts_per_tok=2)},
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         {
             "delta nets, experts": dict(
-                LINEAR_ATTENTION, shared_expert_intermediate_size=20, norm_topk_prob=True, **MOE
+                LINEAR_ATTENTION,
+                shared_expert_intermediate_size=20,
+                norm_topk_prob=True,
+                **MOE,
             )
         },
     ),
@@ -715,7 +764,10 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "Qwen3_5MoeTextConfig",
         {
             "delta nets, experts": dict(
-                LINEAR_ATTENTION, linear_key_head_dim=16, shared_expert_intermediate_size=20, **MOE
+                LINEAR_ATTENTION,
+                linear_key_head_dim=16,
+                shared_expert_intermediate_size=20,
+                **MOE,
             )
         },
     ),
@@ -816,7 +868,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     "falcon_h1": (
         "FalconH1Config",
         {
-            "side by side": dict(MAMBA, mamba_d_ssm=24, mamba_d_state=32, mamba_rms_norm=True),
+            "side by side": dict(
+                MAMBA, mamba_d_ssm=24, mamba_d_state=32, mamba_rms_norm=True
+            ),
             "scales": dict(
                 MAMBA,
                 mamba_d_ssm=24,
@@ -873,7 +927,10 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     "jais2": ("Jais2Config", {"LayerNorm, biases": {}}),
     "seed_oss": (
         "SeedOssConfig",
-        {"biases": dict(head_dim=12), "output bias": dict(head_dim=8, attention_out_bias=True)},
+        {
+            "biases": dict(head_dim=12),
+            "output bias": dict(head_dim=8, attention_out_bias=True),
+        },
     ),
     "helium": ("HeliumConfig", {"interleaved": dict(head_dim=8)}),
     "exaone4": (
@@ -896,7 +953,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "norms after RoPE": dict(head_dim=16),
             "NTK alpha": dict(
                 head_dim=8,
-                rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0),
+                rope_parameters=dict(
+                    rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0
+                ),
             ),
         },
     ),
@@ -927,7 +986,9 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     "opt": (
         "OPTConfig",
         {
-            "offset positions": dict(ffn_dim=56, max_position_embeddings=128, pad_token_id=0),
+            "offset positions": dict(
+                ffn_dim=56, max_position_embeddings=128, pad_token_id=0
+            ),
             "norms of sums": dict(
                 ffn_dim=56, max_position_embeddings=128, do_layer_norm_before=False
             ),
@@ -1056,7 +1117,11 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
     ),
     "exaone": (
         "ExaoneConfig",
-        {"tied, grouped": dict(head_dim=8, num_key_value_heads=2, tie_word_embeddings=True)},
+        {
+            "tied, grouped": dict(
+                head_dim=8, num_key_value_heads=2, tie_word_embeddings=True
+            )
+        },
     ),
     "sarvam_moe": (
         "SarvamMoEConfig",
@@ -1124,7 +1189,9 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> None:
 def build(config_class: type | str, folder: Path, **values):
     """Build a transformers model with random values in every tensor, and save it to `folder`."""
     config_class = (
-        getattr(transformers, config_class) if isinstance(config_class, str) else config_class
+        getattr(transformers, config_class)
+        if isinstance(config_class, str)
+        else config_class
     )
     torch.manual_seed(0)
     config = config_class(**{**TINY, **values}, dtype="float32")
@@ -1179,7 +1246,10 @@ def cached_difference(reference, model: GPT) -> float:
     largest = 0.0
     for length in LENGTHS:
         tokens, cache = draw(2, length, seed=length), KVCache(model.config, 2, length)
-        pieces = [*tokens[:, :-9].split(length - 13, dim=1), *tokens[:, -9:].split(1, dim=1)]
+        pieces = [
+            *tokens[:, :-9].split(length - 13, dim=1),
+            *tokens[:, -9:].split(1, dim=1),
+        ]
         cached = torch.cat([model(piece, cache=cache) for piece in pieces], dim=1)
         expected = reference(tokens).logits
         largest = max(
@@ -1195,7 +1265,10 @@ def staggered_logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits of a KV cache whose second row is three tokens behind the first, and the
     expected logits."""
-    cache, ends = KVCache(model.config, 2, tokens.size(1)), (tokens.size(1) - 6, tokens.size(1) - 9)
+    cache, ends = (
+        KVCache(model.config, 2, tokens.size(1)),
+        (tokens.size(1) - 6, tokens.size(1) - 9),
+    )
     for row, end in enumerate(ends):
         model(tokens[row : row + 1, :end], cache=cache.rows(row, row + 1))
     actual, reference = [], []
@@ -1209,7 +1282,9 @@ def staggered_logits(
                 logits_to_keep=torch.tensor([[1], [1]]),
             )
         )
-        reference.append(torch.stack([expected[row, positions[row, 1:]] for row in range(2)]))
+        reference.append(
+            torch.stack([expected[row, positions[row, 1:]] for row in range(2)])
+        )
     return torch.cat(actual, 1), torch.cat(reference, 1)
 
 

@@ -28,10 +28,13 @@ def peft_losses(reference, samples, rate, steps, decay=0.01):
     """Train a PEFT model by a plain loop on all samples and return the loss of each step."""
     batch = collate([[sample] for sample in samples])
     mask = (
-        torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])
+        torch.arange(batch.tokens.size(1))
+        < torch.tensor([[s.tokens.numel()] for s in samples])
     ).long()
     parameters = [p for p in reference.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay
+    )
     losses = []
     for _ in range(steps):
         logits = reference(input_ids=batch.tokens, attention_mask=mask).logits

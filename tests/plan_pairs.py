@@ -54,7 +54,11 @@ MODELS = {  # a model of shared/configs: its tokenizer
 }
 # networks of other kinds: transformers' class, the sizes, and how many layers have all kinds
 QWEN = dict(
-    vocab_size=151936, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=128
+    vocab_size=151936,
+    hidden_size=1024,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
 )
 NETWORKS = {
     "latent attention": (
@@ -121,7 +125,9 @@ FILES = [
 OPTIMIZERS = ["adamw", "adamw", "adamw", "sgd", "adafactor", "muon", "schedule_free"]
 
 
-def random_pair(rng: random.Random, networks: bool = False) -> tuple[str, int, str, FinetuneArgs]:
+def random_pair(
+    rng: random.Random, networks: bool = False
+) -> tuple[str, int, str, FinetuneArgs]:
     """Return a model, its number of layers, its tokenizer and the flags of a run."""
     model = rng.choice(sorted(NETWORKS if networks else MODELS))
     layers = rng.choice([1, 2, 3]) if model != "qwen3-30b-a3b" else 1
@@ -155,13 +161,22 @@ def random_pair(rng: random.Random, networks: bool = False) -> tuple[str, int, s
         mask_prompt=rng.random() < 0.7,
     )
     args = dict(
-        data=data, train=train, seed=rng.randrange(100), precision=rng.choice(["bf16", "fp32"])
+        data=data,
+        train=train,
+        seed=rng.randrange(100),
+        precision=rng.choice(["bf16", "fp32"]),
     )
     if kind is FullFinetuneArgs:
         args["precision"] = rng.choice(["bf16", "fp32", "bf16-true"])
     if kind is LoRAFinetuneArgs:
         targets = rng.choice(
-            [["all-linear"], ["all-linear"], ["q_proj", "v_proj"], ["embed", "q_proj"], ["lm_head"]]
+            [
+                ["all-linear"],
+                ["all-linear"],
+                ["q_proj", "v_proj"],
+                ["embed", "q_proj"],
+                ["lm_head"],
+            ]
         )
         args["lora"] = LoRAArgs(
             r=rng.choice([1, 8, 64, 256]),
@@ -198,7 +213,9 @@ def compare(
             copyfile(path, folder / path.name)
     args = replace(args, checkpoint_dir=str(folder), accelerator="cpu")
     source = resolve(folder)
-    source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
+    source = replace(
+        source, config=replace(source.config, layers=source.config.layers[:layers])
+    )
     setup = resolve_setup(args, source)
     data = load_data(
         args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions

@@ -10,7 +10,9 @@ _CALLS = (
     "{%- for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ' ' + c.function.arguments "
     "| tojson + '</call>' }}{%- endfor %}"
 )
-_TOOLS = "{%- if tools %}{{ '<|turn|>tools\\n' + tools | tojson + '<|end|>\\n' }}{% endif %}"
+_TOOLS = (
+    "{%- if tools %}{{ '<|turn|>tools\\n' + tools | tojson + '<|end|>\\n' }}{% endif %}"
+)
 
 
 def _template(answer: str, prompt: str = "<|turn|>assistant\\n", before: str = "") -> str:
@@ -25,9 +27,7 @@ def _template(answer: str, prompt: str = "<|turn|>assistant\\n", before: str = "
 _HEAD = "{{ '<|turn|>assistant\\n' }}"
 _BODY = "{{ m.content }}" + _CALLS
 _END = "{{ '<|end|>\\n' }}"
-_THOUGHT = (
-    "{%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}"
-)
+_THOUGHT = "{%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}"
 _SPLIT = "{%- set parts = m.content.split('</think>') %}"
 
 QUIRKS = {
@@ -42,12 +42,16 @@ QUIRKS = {
     "'<think>\\n\\n</think>\\n\\n' }}{% endif %}",
     # as GLM-4.6: an empty thought that no prompt has
     "an empty thought without a switch": _template(
-        _HEAD + "{{ '<think>' + (m.reasoning_content or '') + '</think>\n' }}" + _BODY + _END
+        _HEAD
+        + "{{ '<think>' + (m.reasoning_content or '') + '</think>\n' }}"
+        + _BODY
+        + _END
     ),
     # as GLM-4.7: the prompt opens a thought, and an answer without reasoning closes one that is not
     # open
     "a closed thought": _template(
-        _HEAD + "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else "
+        _HEAD
+        + "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else "
         "'</think>' }}" + _BODY + _END,
         "<|turn|>assistant\\n<think>",
     ),
@@ -85,7 +89,10 @@ QUIRKS = {
     + "{%- if not add_generation_prompt %}{{ eos_token }}{% endif %}",
     # as Gemma 4: calls come first, and end the turn with another token
     "calls before the content": _template(
-        _HEAD + _CALLS + "{{ m.content }}" + "{{ '<|result|>' if m.tool_calls else '<|end|>\\n' }}"
+        _HEAD
+        + _CALLS
+        + "{{ m.content }}"
+        + "{{ '<|result|>' if m.tool_calls else '<|end|>\\n' }}"
     ),
     # as gpt-oss: channels; reasoning before a call, not beside content there; an answer's end
     # depends on its place
@@ -108,11 +115,17 @@ QUIRKS = {
     ),
     # as DeepSeek R1: arguments are text
     "arguments as text": _template(
-        _HEAD + _BODY.replace(" + c.function.arguments | tojson", " + c.function.arguments") + _END
+        _HEAD
+        + _BODY.replace(" + c.function.arguments | tojson", " + c.function.arguments")
+        + _END
     ),
     # as Llama 3.1: a call without its text
     "content or calls": _template(
-        _HEAD + "{%- if m.tool_calls %}" + _CALLS + "{% else %}{{ m.content }}{% endif %}" + _END
+        _HEAD
+        + "{%- if m.tool_calls %}"
+        + _CALLS
+        + "{% else %}{{ m.content }}{% endif %}"
+        + _END
     ),
     # as Mistral Nemo: the system prompt is rendered with the last message, if that is the user's
     "the system prompt comes last": (
@@ -129,7 +142,9 @@ QUIRKS = {
         "== 'system' %}{%- set ns.system = m.content + '\n"
         "' %}{%- elif m.role == 'user' %}{{ '[INST] ' + (ns.system if loop.last else '') + "
         "m.content + '[/INST]' }}{%- elif m.role == 'tool' %}{{ '[RESULT]' + m.content + "
-        "'[/RESULT]' }}{%- else %}{{ ' ' }}" + _BODY + "{{ eos_token }}{% endif %}{%- endfor %}"
+        "'[/RESULT]' }}{%- else %}{{ ' ' }}"
+        + _BODY
+        + "{{ eos_token }}{% endif %}{%- endfor %}"
     ),
     # as Command-R+: instructions after the last message, whatever it is; a call has no end token
     "instructions come last": _template(

@@ -32,7 +32,9 @@ class Server:
             "fp32",
             *words,
         ]
-        self.process = start("generate/serve.py", *flags, cwd="/", env=env, stderr=subprocess.PIPE)
+        self.process = start(
+            "generate/serve.py", *flags, cwd="/", env=env, stderr=subprocess.PIPE
+        )
         self.stderr_lines: list[str] = []
         self.reader = threading.Thread(
             target=lambda: self.stderr_lines.extend(self.process.stderr), daemon=True
@@ -64,9 +66,13 @@ class Server:
         self.reader.join()
         return code
 
-    def client(self, key: str = "none", client_class: type = openai.OpenAI) -> openai.OpenAI:
+    def client(
+        self, key: str = "none", client_class: type = openai.OpenAI
+    ) -> openai.OpenAI:
         """Return an OpenAI client that does not retry."""
-        return client_class(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=600)
+        return client_class(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=600
+        )
 
     @property
     def health(self) -> dict:
@@ -83,9 +89,9 @@ class Server:
     @property
     def memory(self) -> int:
         """The resident memory of the process in bytes."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
-            "SC_PAGESIZE"
-        )
+        return int(
+            Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        ) * os.sysconf("SC_PAGESIZE")
 
     def settled_memory(self, seconds: float = 15) -> int:
         """Return the resident memory once it no longer changes, in bytes.

@@ -50,10 +50,14 @@ def compute(function, inputs, kwargs):
     devices."""
     kwargs = dict(kwargs)
     tensors = [
-        value for value in tree_flatten((inputs, kwargs))[0] if isinstance(value, torch.Tensor)
+        value
+        for value in tree_flatten((inputs, kwargs))[0]
+        if isinstance(value, torch.Tensor)
     ]
     devices = {
-        str(value.device) for value in tensors if value.dim() or isinstance(value, FarTensor)
+        str(value.device)
+        for value in tensors
+        if value.dim() or isinstance(value, FarTensor)
     }
     target = kwargs.get("device")
     if function in (aten._to_copy.default, aten.copy_.default):
@@ -65,7 +69,8 @@ def compute(function, inputs, kwargs):
     if "device" in kwargs and kwargs["device"].type == "far":
         kwargs["device"] = torch.device("cpu")
     cpu_inputs = tree_map(
-        lambda value: value.on_cpu if isinstance(value, FarTensor) else value, (inputs, kwargs)
+        lambda value: value.on_cpu if isinstance(value, FarTensor) else value,
+        (inputs, kwargs),
     )
     result = function(*cpu_inputs[0], **cpu_inputs[1])
     if function._schema.name.endswith("_"):  # in place
@@ -88,11 +93,14 @@ def next_token_logits(model, device):
 
     decoder = Decoder(model, 2, 64)
     logits = [
-        decoder.prefill(row, list(range(3, 3 + length))) for row, length in enumerate((9, 20))
+        decoder.prefill(row, list(range(3, 3 + length)))
+        for row, length in enumerate((9, 20))
     ]
     logits += list(decoder.extend(0, [5, 6]))
     for token in (7, 8):
-        logits += list(decoder.step(torch.tensor([token, token + 1]).to(device), [True, True]))
+        logits += list(
+            decoder.step(torch.tensor([token, token + 1]).to(device), [True, True])
+        )
         for row in range(2):
             decoder.append(row, token + row)
     return torch.stack(
@@ -116,12 +124,15 @@ def main():
     )
     with FarDevices():
         count = len(source.config.layers) // 3
-        model = load_network(source, "fp32", devices[0], None, DeviceMap(devices, [count] * 3))
+        model = load_network(
+            source, "fp32", devices[0], None, DeviceMap(devices, [count] * 3)
+        )
         assert model.block_devices == [device for device in devices for _ in range(count)]
         # inference mode forbids writing to tensors of a custom class
         model.norm.weight.requires_grad_()
         logits = next_token_logits(model, devices[0])
-        for block in model.blocks:  # without moving the activations between devices it must fail
+        # without moving the activations between devices it must fail
+        for block in model.blocks:
             block.input_device = None
         try:
             next_token_logits(model, devices[0])
@@ -129,9 +140,13 @@ def main():
             print(f"as it should: {error}")
         else:
             raise ValueError("tensors of several devices were mixed")
-    expected = next_token_logits(litft.load(sys.argv[1], "fp32")[0].requires_grad_(False), "cpu")
+    expected = next_token_logits(
+        litft.load(sys.argv[1], "fp32")[0].requires_grad_(False), "cpu"
+    )
     # a custom class of tensors takes other paths through torch, which round differently
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,11 @@ def torchrun_env(rank: int, port: int, count: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": count,
         "GROUP_RANK": 0,
     }
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    variables |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "test",
+    }
     return {name: str(value) for name, value in variables.items()}
 
 
@@ -70,7 +74,9 @@ def losses(
         with (out / f"{strategy}{rank}.log").open("w") as log:
             workers.append(forkserver.Process(command, out, env, stdout=log, stderr=log))
     codes = [process.wait(timeout=900) for process in workers]
-    logs = "\n".join((out / f"{strategy}{rank}.log").read_text()[-3000:] for rank in range(count))
+    logs = "\n".join(
+        (out / f"{strategy}{rank}.log").read_text()[-3000:] for rank in range(count)
+    )
     assert not any(codes), f"{codes}\n{logs}"
     return json.loads((out / f"{strategy}.json").read_text())
 

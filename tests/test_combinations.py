@@ -27,13 +27,17 @@ def table(name):
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     text = PAGE.read_text("utf-8").partition(begin)[2].partition(end)[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [re.split(r" ?\| ?", line)[1:-1] for line in lines if not line.startswith("|---")]
+    return [
+        re.split(r" ?\| ?", line)[1:-1] for line in lines if not line.startswith("|---")
+    ]
 
 
 def test_every_value_has_a_row_and_every_method_a_column(script):
     header, *rows = table("methods")
     assert header[1:] == list(script.METHODS)
-    assert [row[0] for row in rows] == [v.name for v in script.values() if v.kind != "method"]
+    assert [row[0] for row in rows] == [
+        v.name for v in script.values() if v.kind != "method"
+    ]
 
 
 def test_what_the_page_says_is_refused_is_refused_in_these_words(script, inputs):

@@ -151,7 +151,8 @@ def test_of_two_starts_into_one_folder_one_is_refused(tiny, examples, tmp_path, 
         run = tmp_path / f"run{number}"
         flags = [*command, "--out_dir", run, "--train.max_steps"]
         first = start(*flags, "4", cwd=tmp_path, stderr=subprocess.PIPE)
-        time.sleep(random.Random(number).random() * (number % 3))  # at once, or a moment later
+        # at once, or a moment later
+        time.sleep(random.Random(number).random() * (number % 3))
         second = start(*flags, "5", cwd=tmp_path, stderr=subprocess.PIPE)
         processes = [first, second]
         errors = [process.communicate(timeout=120)[1] for process in processes]
@@ -179,7 +180,9 @@ def test_a_run_is_not_resumed_or_overwritten_while_it_runs(begin, tiny, examples
         "run",
     ]
     script(*command, "--train.max_steps", "2", cwd=tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.glob("run/**/*") if path.is_file()}
+    before = {
+        path: path.read_bytes() for path in tmp_path.glob("run/**/*") if path.is_file()
+    }
     process = begin(HOLD, tmp_path / "run")
     for flag in ("--resume", "--overwrite"):
         done = script(*command, flag, cwd=tmp_path, code=2)
@@ -192,16 +195,22 @@ def test_a_run_is_not_resumed_or_overwritten_while_it_runs(begin, tiny, examples
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    ids=["SIGTERM", "SIGKILL"],
 )
-def test_an_interrupted_export_leaves_nothing_after_the_next_one(begin, tmp_path, number, code):
+def test_an_interrupted_export_leaves_nothing_after_the_next_one(
+    begin, tmp_path, number, code
+):
     process = begin(FILL, tmp_path / "out")
     with pytest.raises(ValueError, match=f"out is in use by process {process.pid}"):
         write_folder(str(tmp_path / "out"), lambda partial: None)
     assert end(process, number) == code
     if number != signal.SIGKILL:
         assert not list(tmp_path.iterdir())
-    write_folder(str(tmp_path / "out"), lambda partial: (partial / "model").write_text("whole"))
+    write_folder(
+        str(tmp_path / "out"), lambda partial: (partial / "model").write_text("whole")
+    )
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.glob("**/*"))] == [
         "out",
         "out/model",
@@ -230,7 +239,8 @@ def test_texts_of_two_writers_are_whole(tmp_path):
     code = "import sys; from pathlib import Path; from litft.atomic import atomic_write\n"
     code += "for _ in range(200): atomic_write(Path(sys.argv[1]), sys.argv[2] * 4000)"
     writers = [
-        subprocess.Popen([sys.executable, "-c", code, path, letter], env=ENV) for letter in "ab"
+        subprocess.Popen([sys.executable, "-c", code, path, letter], env=ENV)
+        for letter in "ab"
     ]
     while any(writer.poll() is None for writer in writers):
         text = path.read_text() if path.is_file() else ""

@@ -26,7 +26,9 @@ def gallery():
 def rows(memory):
     """Return the rows of the table of a GPU."""
     name = memory.replace(" ", "")
-    text = PAGE.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0]
+    text = PAGE.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[
+        0
+    ]
     return text.strip().splitlines()[2:]
 
 

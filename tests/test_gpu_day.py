@@ -42,12 +42,16 @@ def test_a_part_that_fails_loses_nothing_else(tmp_path):
     figures.measure("last", lambda: {"seconds": 2.0})
     parts = read_figures(tmp_path)
     assert parts["first"]["seconds"] == 1.0 and parts["last"]["seconds"] == 2.0
-    assert "ZeroDivisionError" in parts["broken"]["error"] and "30" in parts["long"]["skipped"]
+    assert (
+        "ZeroDivisionError" in parts["broken"]["error"] and "30" in parts["long"]["skipped"]
+    )
 
 
 def test_the_report_merges_days_of_one_card(tmp_path):
     """The newest figures count, but no failure replaces figures."""
-    write_day(tmp_path / "day-1", [("8B LoRA", STEP), ("8B decode", {"error": "no kernel"})])
+    write_day(
+        tmp_path / "day-1", [("8B LoRA", STEP), ("8B decode", {"error": "no kernel"})]
+    )
     faster = {**STEP, "tokens_per_second": 9500}
     parts = [("8B LoRA", faster), ("kernels of 8B LoRA", {"launches": 2345})]
     write_day(tmp_path / "day-2", [*parts, ("8B LoRA", {"skipped": "5 s were left"})])
@@ -57,7 +61,9 @@ def test_the_report_merges_days_of_one_card(tmp_path):
     first, second = read_cards(day_folders(tmp_path))
     assert first.title == "NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, day-2"
     text = "\n".join(page(first))
-    assert "| 8B LoRA | 9,500 | 42% | 0.910 | 0.030 | 40.00 | 41.00 (+2.5%) | 2,345 |" in text
+    assert (
+        "| 8B LoRA | 9,500 | 42% | 0.910 | 0.030 | 40.00 | 41.00 (+2.5%) | 2,345 |" in text
+    )
     assert "Not measured: 8B decode (no kernel); quick tests (exit 124)." in text
     assert "9,000" in "\n".join(page(second))
 
@@ -90,7 +96,9 @@ def test_every_subject_runs_on_a_cpu(tmp_path):
 def test_a_stopped_part_leaves_its_output_and_time_for_the_others(tmp_path):
     """An interpreter whose tests never end: they are stopped, and what they printed is kept."""
     slow = tmp_path / "python"
-    slow.write_text('#!/bin/sh\necho "started $*"\n[ "$1" = -m ] && exec sleep 60\nexit 0\n')
+    slow.write_text(
+        '#!/bin/sh\necho "started $*"\n[ "$1" = -m ] && exec sleep 60\nexit 0\n'
+    )
     slow.chmod(0o755)
     env = {**ENV, "OUT": str(tmp_path / "day"), "MODEL": "tiny", "PYTHON": str(slow)}
     command = ["timeout", "100", "bash", ROOT / "scripts" / "gpu_day.sh", "2", "32"]

@@ -66,7 +66,9 @@ def test_imports_follow_the_rooms(path):
             continue
         assert LEVEL.get(parts[0], -1) < LEVEL[room], f"{room} imports {parts[0]}"
         assert room != "families" or parts[0] in ("model", "checkpoints")
-    is_torchless = room in TORCHLESS or (room == "commands" and path.stem in TORCHLESS_COMMANDS)
+    is_torchless = room in TORCHLESS or (
+        room == "commands" and path.stem in TORCHLESS_COMMANDS
+    )
     assert not is_torchless or not any(package == "torch" for package, *_ in modules)
 
 
@@ -128,16 +130,16 @@ def test_every_file_has_a_docstring_and_is_short(path):
 
 # per 1,000 lines of code, as reached; CONTRIBUTING.md says why, and a change may only lower them
 MOST = {
-    "nodes a line": 5.3,
+    "nodes a line": 5.0,
     "lines over 100 characters": 0.1,
     "parallel assignments": 0.3,
-    "comprehensions": 26.5,
-    "nested comprehensions": 0.6,
-    "conditional expressions": 11.6,
-    "walruses": 1.5,
+    "comprehensions": 24,
+    "nested comprehensions": 0.5,
+    "conditional expressions": 10,
+    "walruses": 1,
 }
 LEAST_COMMENTS = 0.045  # the share of lines that are comments
-MOST_DENSE = 13  # functions with more than nine nodes a line
+MOST_DENSE = 11  # functions with more than nine nodes a line
 MOST_CROWDED = 5  # functions with more than 15 local names
 
 
@@ -159,7 +161,9 @@ def test_a_public_name_has_one_meaning():
         if "families" in path.parts:
             continue
         for node in ast.parse(path.read_text("utf-8")).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(
+                node, ast.FunctionDef | ast.ClassDef
+            ) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(path.relative_to(LIBRARY)))
     assert not {name: places for name, places in homes.items() if len(places) > 1}
 
@@ -193,9 +197,19 @@ def test_only_commands_and_workers_exit():
 def test_entry_scripts_contain_one_call():
     scripts = [
         ROOT / "scripts" / f"{name}.py"
-        for name in ("merge_lora", "prepare_data", "plan", "convert_to_hf", "convert_to_gguf")
+        for name in (
+            "merge_lora",
+            "prepare_data",
+            "plan",
+            "convert_to_hf",
+            "convert_to_gguf",
+        )
     ]
-    for path in [*(ROOT / "finetune").glob("*.py"), *(ROOT / "generate").glob("*.py"), *scripts]:
+    for path in [
+        *(ROOT / "finetune").glob("*.py"),
+        *(ROOT / "generate").glob("*.py"),
+        *scripts,
+    ]:
         tree = ast.parse(path.read_text("utf-8"))
         assert f"python {path.relative_to(ROOT)}" in ast.get_docstring(tree)
         assert len(tree.body) == 3 and len(path.read_text().splitlines()) < 15
@@ -214,5 +228,7 @@ def test_the_mutation_table_names_lines_and_tests_that_exist(pytestconfig):
         for test in entry.tests
         if "[" in test and test.partition("::")[0] in files
     }
-    if files >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}:
+    if files >= {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")
+    }:
         assert named_tests <= collected

@@ -32,7 +32,9 @@ def step(x):
 """
 # the same syntax, written otherwise
 AFTER = (
-    BEFORE.replace("x > 1 and y", "(\n            x > 1  # large\n            and y\n        )")
+    BEFORE.replace(
+        "x > 1 and y", "(\n            x > 1  # large\n            and y\n        )"
+    )
     .replace('"ä"', "'ä'")
     .replace(
         "self.scaled(x, scale=2)",
@@ -46,8 +48,18 @@ AFTER = (
     ("function", "code", "bug", "expected"),
     [
         ("Decoder.step", "if x > 1 and y:", "if False:", "if False:\n            return"),
-        ("Decoder.step", "elif x > 0:", "elif x > 9:", "elif x > 9:\n            x = x + 1"),
-        ("Decoder.step", "self.scaled(x, scale=2)", "x if y else 0", "return (x if y else 0) * 3"),
+        (
+            "Decoder.step",
+            "elif x > 0:",
+            "elif x > 9:",
+            "elif x > 9:\n            x = x + 1",
+        ),
+        (
+            "Decoder.step",
+            "self.scaled(x, scale=2)",
+            "x if y else 0",
+            "return (x if y else 0) * 3",
+        ),
         (
             "Decoder.step",
             'x = x + 1\ny = "ä" + f"{x + 1}"',
@@ -86,7 +98,9 @@ def test_code_in_other_functions_is_not_found():
 
 def entry(function: str, code: str, bug: str = "pass") -> Mutation:
     """Return an entry for litft/decoder.py."""
-    return Mutation("a bug", "litft/decoder.py", code, bug, ["tests/test_a.py::test_a"], function)
+    return Mutation(
+        "a bug", "litft/decoder.py", code, bug, ["tests/test_a.py::test_a"], function
+    )
 
 
 def test_problems_name_where_the_code_is_now(tmp_path):

@@ -51,7 +51,9 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
         cells.append(cell)
     notebook.cells = cells
     resources = {"metadata": {"path": str(tmp_path)}}
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources=resources
+    )
     client.execute()
     printed = ""
     for cell in notebook.cells:

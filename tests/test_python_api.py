@@ -20,9 +20,14 @@ from litft.args.flag_types import types_of_flags
 from litft.args.keywords import from_keywords, keyword_names
 from litft.data.in_memory import stored_examples
 
-RECORDS = [{"prompt": f"What is {n} plus {n}?", "completion": f"It is {2 * n}."} for n in range(40)]
+RECORDS = [
+    {"prompt": f"What is {n} plus {n}?", "completion": f"It is {2 * n}."} for n in range(40)
+]
 OTHERS = [
-    {"prompt": f"Name the number {n}.", "completion": f"The number {n} has a rather long name."}
+    {
+        "prompt": f"Name the number {n}.",
+        "completion": f"The number {n} has a rather long name.",
+    }
     for n in range(12)
 ]
 
@@ -42,7 +47,9 @@ def settings(tiny, tmp_path, monkeypatch):
 
 
 def losses(outcome):
-    return [(row["loss"], row["grad_norm"]) for row in rows_of(outcome.folder) if "loss" in row]
+    return [
+        (row["loss"], row["grad_norm"]) for row in rows_of(outcome.folder) if "loss" in row
+    ]
 
 
 IN_MEMORY = {
@@ -50,7 +57,8 @@ IN_MEMORY = {
     "dataset": lambda: datasets.Dataset.from_list(RECORDS),
     "iterator": lambda: iter(RECORDS),
     "generator": lambda: (
-        {"prompt": r["prompt"], "completion": r["completion"], "note": None} for r in RECORDS
+        {"prompt": r["prompt"], "completion": r["completion"], "note": None}
+        for r in RECORDS
     ),
 }
 
@@ -89,7 +97,10 @@ def test_examples_in_memory_train_like_a_file(settings, kind, tmp_path):
     [
         ([], "contains no examples"),
         ([1], "record 0 must be a mapping with fields"),
-        (["a", {}], "record 0 must be a mapping with fields, such as messages, found text ('a')"),
+        (
+            ["a", {}],
+            "record 0 must be a mapping with fields, such as messages, found text ('a')",
+        ),
         ([{"text": b"bytes"}], "record 0 cannot be written as JSON"),
         (["Once upon a time"], "is no file; for texts give records, such as"),
         ({"train": RECORDS, "test": RECORDS}, "dict with train, test"),
@@ -148,14 +159,18 @@ def test_keywords_equal_flags():
         },
     )
     assert (
-        args.checkpoint_dir == "a" and args.data.path == ["x,y.jsonl"] and args.train.max_steps == 3
+        args.checkpoint_dir == "a"
+        and args.data.path == ["x,y.jsonl"]
+        and args.train.max_steps == 3
     )
     assert (
         args.lora.r == 4
         and args.train.learning_rate == 0.5
         and args.data.columns == ["instruction=question"]
     )
-    assert args.data.template_args == ["enable_thinking=false"] and args.data.weights == [0.5]
+    assert args.data.template_args == ["enable_thinking=false"] and args.data.weights == [
+        0.5
+    ]
     assert args.eval == EvalArgs(prompts=["Well, who?"], exact_match=True, max_batches=None)
     assert (
         args.lora.targets == ["q_proj", "v_proj"]
@@ -177,7 +192,10 @@ def test_paths_have_weights(settings, tmp_path):
     weights = {"data_weights": [1, 0.5], "val_fraction": 0}
     run = litft.finetune(**settings, **weights, data=paths, out_dir=tmp_path / "run")
     expected = litft.finetune(
-        **settings, **weights, data_path=list(map(str, paths)), out_dir=tmp_path / "expected"
+        **settings,
+        **weights,
+        data_path=list(map(str, paths)),
+        out_dir=tmp_path / "expected",
     )
     assert losses(run) == losses(expected)
 
@@ -191,7 +209,11 @@ def test_paths_have_weights(settings, tmp_path):
             "unexpected keyword argument 'num_train_epochs'; here it is epochs",
         ),
         ({"model_name_or_path": "a"}, TypeError, "here it is model"),
-        ({"flash_attention": True}, TypeError, "leave it out (the fastest attention is chosen)"),
+        (
+            {"flash_attention": True},
+            TypeError,
+            "leave it out (the fastest attention is chosen)",
+        ),
         ({"load_in_4bit": False}, TypeError, "'load_in_4bit'; leave it out"),
         (
             {"optimizer_in_backward": True},
@@ -201,12 +223,32 @@ def test_paths_have_weights(settings, tmp_path):
         ({"output_dir": "out/a"}, TypeError, "here it is out_dir='out/a'"),
         ({"train_on_inputs": False}, TypeError, "here it is mask_prompt=True"),
         ({"max_step": 3}, TypeError, "did you mean max_steps?"),
-        ({"method": "qlora"}, ValueError, "method 'qlora' does not exist; use lora, adapter"),
+        (
+            {"method": "qlora"},
+            ValueError,
+            "method 'qlora' does not exist; use lora, adapter",
+        ),
         ({"max_steps": "many"}, ValueError, "expected a whole number"),
-        ({"args": LoRAFinetuneArgs(), "max_steps": 3}, TypeError, "either args or keywords"),
-        ({"args": LoRAFinetuneArgs(), "rewards": [len]}, ValueError, "does not learn from them"),
-        ({"model": "m", "checkpoint_dir": "n"}, TypeError, "either model or checkpoint_dir"),
-        ({"data": "a.jsonl", "data_path": "b.jsonl"}, TypeError, "either data or data_path"),
+        (
+            {"args": LoRAFinetuneArgs(), "max_steps": 3},
+            TypeError,
+            "either args or keywords",
+        ),
+        (
+            {"args": LoRAFinetuneArgs(), "rewards": [len]},
+            ValueError,
+            "does not learn from them",
+        ),
+        (
+            {"model": "m", "checkpoint_dir": "n"},
+            TypeError,
+            "either model or checkpoint_dir",
+        ),
+        (
+            {"data": "a.jsonl", "data_path": "b.jsonl"},
+            TypeError,
+            "either data or data_path",
+        ),
         ({"args": "lora"}, TypeError, "takes keywords, as in finetune(method='lora')"),
         ({"metrics": {"loss": len}}, ValueError, "'loss' cannot be a column"),
         ({"metrics": {"margin": len}}, ValueError, "'margin' cannot be a column"),
@@ -241,13 +283,18 @@ def test_metrics_of_the_answers(settings, capfd):
         assert record["prompt"] in answer.prompt and answer.expected == record["completion"]
         question = [{"role": "user", "content": record["prompt"]}]
         room = max(12, 8 + len(tokenizer.encode(record["completion"], bos=False)))
-        text = litft.generate(model, tokenizer, question, max_new_tokens=room + 9, temperature=0)
+        text = litft.generate(
+            model, tokenizer, question, max_new_tokens=room + 9, temperature=0
+        )
         assert text.strip().startswith(answer.answer) and answer.answer
     measured = {
-        int(row["step"]): row["length"] for row in rows_of(outcome.folder) if "length" in row
+        int(row["step"]): row["length"]
+        for row in rows_of(outcome.folder)
+        if "length" in row
     }
     assert measured == {
-        step: pytest.approx(answer_length(answers)) for step, answers in enumerate(calls[:4])
+        step: pytest.approx(answer_length(answers))
+        for step, answers in enumerate(calls[:4])
     }
     assert outcome.metrics["length"] == pytest.approx(measured[3]) and [
         row["step"] for row in rows
@@ -260,7 +307,11 @@ def test_metrics_of_the_answers(settings, capfd):
     settings.pop("metrics")
     settings |= {"max_steps": 4, "out_dir": str(outcome.folder), "resume": True}
     litft.finetune(data=RECORDS, val_data=OTHERS, **settings)
-    kept = {int(row["step"]): row["length"] for row in rows_of(outcome.folder) if "length" in row}
+    kept = {
+        int(row["step"]): row["length"]
+        for row in rows_of(outcome.folder)
+        if "length" in row
+    }
     assert kept == measured
 
 
@@ -271,20 +322,27 @@ def test_a_metric_that_fails_does_not_end_the_run(settings, capfd, result):
         if isinstance(result, Exception):
             raise result
 
-    outcome = litft.finetune(data=RECORDS, val_data=OTHERS, metrics={"broken": broken}, **settings)
+    outcome = litft.finetune(
+        data=RECORDS, val_data=OTHERS, metrics={"broken": broken}, **settings
+    )
     assert (outcome.folder / "final").is_dir() and "broken" not in outcome.metrics
     printed = capfd.readouterr().out
     assert "warning: the metric broken failed (" in printed
     assert (f", at {__file__}:" in printed) == isinstance(result, Exception)
     # without validation examples it would never be called
-    with pytest.raises(ValueError, match="of the validation examples, and nothing is held out"):
+    with pytest.raises(
+        ValueError, match="of the validation examples, and nothing is held out"
+    ):
         settings["val_fraction"] = 0
         litft.finetune(data=RECORDS, metrics={"broken": broken}, **settings)
 
 
 def test_an_endless_iterator_is_read_up_to_the_limit(settings, tmp_path):
     assert (
-        litft.finetune(data=itertools.cycle(RECORDS), data_limit=6, **settings).metrics["step"] == 3
+        litft.finetune(data=itertools.cycle(RECORDS), data_limit=6, **settings).metrics[
+            "step"
+        ]
+        == 3
     )
     (stored,) = (tmp_path / "share" / "litft" / "examples").iterdir()
     assert len(stored.read_text().splitlines()) == 6
@@ -308,7 +366,9 @@ def test_named_validation_sets_have_their_own_losses(settings, tmp_path):
         "names": names,
     }.items():
         outcome = litft.finetune(
-            data=RECORDS, val_data=val_data, **settings | {"eval_interval": 2, "max_steps": 2}
+            data=RECORDS,
+            val_data=val_data,
+            **settings | {"eval_interval": 2, "max_steps": 2},
         )
         rows[title] = {int(row["step"]): row for row in rows_of(outcome.folder)}
         if title == "both":
@@ -321,7 +381,9 @@ def test_named_validation_sets_have_their_own_losses(settings, tmp_path):
         assert [both["val_loss_a"], both["val_loss_b-c"]] == pytest.approx(alone, rel=1e-6)
         assert alone[0] != pytest.approx(alone[1], rel=1e-2)
     counts = _target_counts(settings["model"], [sums, names])
-    mean = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(counts)
+    mean = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(
+        counts
+    )
     assert both["val_loss"] == pytest.approx(mean, rel=1e-6)
     assert ">loss on b-c</th>" in report and '<span class="key c3">b-c ' in report
     resumed = litft.finetune(
@@ -342,7 +404,9 @@ def _target_counts(model, paths):
     from litft.data.tokenizer import Tokenizer
 
     loaded = [
-        load_data(DataArgs(path=[str(path)], val_fraction=0.0), Tokenizer(model), 10**6, 256)
+        load_data(
+            DataArgs(path=[str(path)], val_fraction=0.0), Tokenizer(model), 10**6, 256
+        )
         for path in paths
     ]
     return [int(sum(data.train.supervised)) for data in loaded]
@@ -352,7 +416,9 @@ def test_unnamed_sets_have_the_names_of_their_files(settings, tmp_path):
     first, second = (
         write_records(tmp_path / name, RECORDS[:4]) for name in ("a.val.jsonl", "b=c.jsonl")
     )
-    outcome = litft.finetune(data=OTHERS, val_data=[first, second], **settings | {"max_steps": 1})
+    outcome = litft.finetune(
+        data=OTHERS, val_data=[first, second], **settings | {"max_steps": 1}
+    )
     assert {"val_loss_a_val", "val_loss_b_c"} <= outcome.metrics.keys()
     (tmp_path / "en").mkdir()
     same = write_records(tmp_path / "en" / "a.val.jsonl", RECORDS[:4])

@@ -27,9 +27,12 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     for block in re.findall(r"```(?:text|bash)\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if match := re.match(
-                r"(?:.*&& )?(?:python ((?:finetune|generate|scripts)/\w+\.py)|litft (.*))", line
+                r"(?:.*&& )?(?:python ((?:finetune|generate|scripts)/\w+\.py)|litft (.*))",
+                line,
             ):
-                words = shlex.split(line[match.end(1) :] if match[1] else match[2], comments=True)
+                words = shlex.split(
+                    line[match.end(1) :] if match[1] else match[2], comments=True
+                )
                 size = 2 if words[:1] == ["finetune"] and not match[1] else 1
                 name = NAMES.get(match[1]) if match[1] else " ".join(words[:size])
                 found.append((name, words if match[1] else words[size:]))
@@ -42,7 +45,8 @@ def test_every_command_of_a_page_has_flags_that_exist(page, tmp_path, monkeypatc
     text = page.read_text("utf-8")
     files = set(re.findall(r"cat > (\S+\.yaml)", text))  # written by the page
     for name, words in commands(text):
-        if "--resume" not in words and not files & {*words}:  # the first reads the flags of a run
+        # the first reads the flags of a run
+        if "--resume" not in words and not files & {*words}:
             ends = [
                 number
                 for number, word in enumerate(words)

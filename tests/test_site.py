@@ -7,7 +7,10 @@ from conftest import ROOT, load_script
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(ROOT / name for name in ("litft/README.md", "tests/README.md", "tests/gpu/README.md")),
+    *(
+        ROOT / name
+        for name in ("litft/README.md", "tests/README.md", "tests/gpu/README.md")
+    ),
     *sorted((ROOT / "tutorials").glob("*.md")),
 ]
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -46,7 +49,9 @@ def test_every_page_is_in_the_navigation(hooks):
 
 
 def test_llms_txt_is_of_these_pages(hooks):
-    assert hooks.LLMS.read_text("utf-8") == hooks.llms_text(), "python scripts/site_hooks.py"
+    assert hooks.LLMS.read_text("utf-8") == hooks.llms_text(), (
+        "python scripts/site_hooks.py"
+    )
     # each guide with what it is for
     for page in hooks.pages():
         if page.path in PAGES[6:]:
@@ -78,4 +83,6 @@ def test_every_table_has_a_header(path):
     for block in re.split(r"\n\s*\n", text):
         rows = [line for line in block.splitlines() if line.startswith("|")]
         if rows:
-            assert len(rows) > 1 and re.fullmatch(r"\|(?:\s*:?-+:?\s*\|)+", rows[1]), rows[0]
+            assert len(rows) > 1 and re.fullmatch(r"\|(?:\s*:?-+:?\s*\|)+", rows[1]), rows[
+                0
+            ]

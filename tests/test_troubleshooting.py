@@ -37,7 +37,9 @@ def warnings():
         for text in texts_of(ast.parse(path.read_text("utf-8"))):
             if text.startswith(PREFIX) and text != PREFIX:
                 parts = text.removeprefix(PREFIX).split("\0")
-                found[text] = sorted((part.strip(" ,;:()") for part in parts), key=len)[::-1]
+                found[text] = sorted((part.strip(" ,;:()") for part in parts), key=len)[
+                    ::-1
+                ]
     # a text that is formatted is found once more as the constant at its beginning
     whole = {}
     for text, parts in found.items():
@@ -111,7 +113,10 @@ def test_every_warning_has_a_row_and_every_row_a_warning():
 
 def is_row_of(row, text):
     """Whether a row is about a message: its pieces are in it, in their order."""
-    return re.search(".*".join(map(re.escape, row.split(" ... "))), text, re.DOTALL) is not None
+    return (
+        re.search(".*".join(map(re.escape, row.split(" ... "))), text, re.DOTALL)
+        is not None
+    )
 
 
 def test_every_error_says_what_to_do_or_has_a_row():
@@ -133,7 +138,14 @@ def test_symptoms_name_flags_that_exist():
     for kind in ARGS.values():
         known |= set(types_of_flags(kind))
     # of Docker and vLLM
-    known |= {"shm-size", "ipc", "enable-lora", "max-lora-rank", "lora-modules", "standalone"}
+    known |= {
+        "shm-size",
+        "ipc",
+        "enable-lora",
+        "max-lora-rank",
+        "lora-modules",
+        "standalone",
+    }
     known |= {"enable-auto-tool-choice", "tool-call-parser"}
     for flag in re.findall(r"--([a-z][a-z_.-]*)", PAGE.read_text("utf-8")):
         # --data.*: the flags of a group

@@ -20,7 +20,11 @@ from litft.families import families
 from litft.pretrained.folder import DEMO
 
 RECORDS = [
-    {"instruction": f"Tell me story {n}.", "input": "", "output": "Once upon a time " * (n % 4 + 1)}
+    {
+        "instruction": f"Tell me story {n}.",
+        "input": "",
+        "output": "Once upon a time " * (n % 4 + 1),
+    }
     for n in range(60)
 ]
 
@@ -103,7 +107,9 @@ def rows_of(run: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_the_demo_learns_to_answer(quickstart):
     folder, printed = quickstart
-    first, *_, last = [row for row in rows_of(folder / "out" / "lora") if row["exact_match"]]
+    first, *_, last = [
+        row for row in rows_of(folder / "out" / "lora") if row["exact_match"]
+    ]
     assert float(first["exact_match"]) < 0.05 and float(last["exact_match"]) >= 0.80
     assert float(last["val_loss"]) < float(first["val_loss"])
     assert float(last["seconds"]) <= 180
@@ -120,10 +126,14 @@ def test_the_demo_learns_to_answer(quickstart):
 def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
     """The adapter learns to answer from what the base model has read, so wrong answers must not
     score."""
-    records = [json.loads(line) for line in (DEMO / "train.jsonl").read_text("utf-8").splitlines()]
+    records = [
+        json.loads(line) for line in (DEMO / "train.jsonl").read_text("utf-8").splitlines()
+    ]
     answers = [record["output"] for record in records]
     random.Random(0).shuffle(answers)
-    wrong = [dict(record, output=answer) for record, answer in zip(records, answers, strict=True)]
+    wrong = [
+        dict(record, output=answer) for record, answer in zip(records, answers, strict=True)
+    ]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, wrong)))
     (tmp_path / "val.jsonl").write_bytes((DEMO / "val.jsonl").read_bytes())
     flags = [
@@ -139,7 +149,11 @@ def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
     flags += ["--train.epochs", "2", "--eval.max_batches", "3"]
     script("finetune/lora.py", *flags, cwd=tmp_path)
     assert (
-        float([row for row in rows_of(tmp_path / "run") if row["exact_match"]][-1]["exact_match"])
+        float(
+            [row for row in rows_of(tmp_path / "run") if row["exact_match"]][-1][
+                "exact_match"
+            ]
+        )
         < 0.20
     )
 
@@ -152,7 +166,9 @@ def test_the_demo_data_is_as_documented():
     assert len(records["train"]) >= 1500 and len(records["val"]) == 208
     train_questions = {record["instruction"] for record in records["train"]}
     assert not train_questions & {record["instruction"] for record in records["val"]}
-    assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) <= 8 * 2**20
+    assert (
+        sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) <= 8 * 2**20
+    )
     # held out by entity: no name in a held-out question occurs in a training example
     text = " ".join(record["instruction"] for record in records["train"])
     people = {
@@ -167,7 +183,8 @@ def test_the_demo_data_is_as_documented():
 def test_the_quickstart_writes_its_outputs(quickstart):
     folder, printed = quickstart
     assert (
-        len(rows_of(folder / "out" / "mine")) == 21 and len(rows_of(folder / "out" / "more")) == 6
+        len(rows_of(folder / "out" / "mine")) == 21
+        and len(rows_of(folder / "out" / "more")) == 6
     )
     answer = json.loads((folder / "out" / "answers.jsonl").read_text())
     assert answer["prompt"] == "Tell me a story." and answer["completion"]
@@ -179,7 +196,9 @@ def test_the_quickstart_writes_its_outputs(quickstart):
 def test_the_example_of_the_quickstart_runs_as_it_stands(tmp_path):
     link_scripts(tmp_path)
     (text,) = (
-        text for _, text in blocks(ROOT / "tutorials" / "quickstart.md") if EXAMPLE.search(text)
+        text
+        for _, text in blocks(ROOT / "tutorials" / "quickstart.md")
+        if EXAMPLE.search(text)
     )
     env = {**ENV, "PATH": f"{FORKS}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "-euo", "pipefail", "-c", text]
@@ -196,7 +215,11 @@ def test_every_guide_is_run():
 
 def test_every_guide_says_what_it_leads_to():
     for path in (ROOT / "tutorials").glob("*.md"):
-        if path.stem not in ("families", "add_a_family"):  # a table, and a guide for developers
+        # a table, and a guide for developers
+        if path.stem not in (
+            "families",
+            "add_a_family",
+        ):
             assert "\nAt the end of this page, " in path.read_text("utf-8")[:200], path.name
 
 
@@ -223,22 +246,29 @@ def test_the_guide_to_data(clone):
     )
     assert printed[4].count("⟦") == 1 and "Good morning!" in printed[4].partition("⟦")[2]
     assert "2 records (prompt)" in printed[5] and "⟦" not in printed[5]
-    assert (clone[0] / "clean.jsonl").read_text() == (clone[0] / "stories.jsonl").read_text()
+    assert (clone[0] / "clean.jsonl").read_text() == (
+        clone[0] / "stories.jsonl"
+    ).read_text()
     assert "60 records (alpaca)" in printed[7] and "⟦" not in printed[7]  # without copies
     assert "full trains" in printed[8] and "1 x A100" in printed[8]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["finetune_lora", "finetune_adapter", "finetune_full", "quantize", "resume_and_faults"]
+    "name",
+    ["finetune_lora", "finetune_adapter", "finetune_full", "quantize", "resume_and_faults"],
 )
 def test_the_guides_to_methods(clone, name):
     folder, paths = clone
     run_guide(f"{name}.md", folder, paths)
     out_dirs = set(
-        re.findall(r"--out_dir (\S+)", (ROOT / "tutorials" / f"{name}.md").read_text("utf-8"))
+        re.findall(
+            r"--out_dir (\S+)", (ROOT / "tutorials" / f"{name}.md").read_text("utf-8")
+        )
     )
-    assert out_dirs and all(any((folder / out).glob("**/*.safetensors")) for out in out_dirs)
+    assert out_dirs and all(
+        any((folder / out).glob("**/*.safetensors")) for out in out_dirs
+    )
 
 
 @pytest.mark.slow
@@ -280,7 +310,9 @@ def test_the_guides_to_generating(clone):
         and "tokens/s" in pieces
     )
     assert len(devices.splitlines()) >= 2
-    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()
+    ]
     assert [answer["prompt"] for answer in answers] == [
         "One day",
         "The cat and the dog",
@@ -353,7 +385,10 @@ def test_the_guide_to_scores(clone):
         and re.search(r"base \| +tuned", examples)
         and "expected:" in examples
     )
-    assert re.search(r"^\| r=8 +\| +\d", ranks, re.MULTILINE) and "out/ranks/sweep.html" in ranks
+    assert (
+        re.search(r"^\| r=8 +\| +\d", ranks, re.MULTILINE)
+        and "out/ranks/sweep.html" in ranks
+    )
     assert "capitals: acc" in task
 
 
@@ -372,7 +407,9 @@ def test_the_guide_to_the_hub(clone, tmp_path):
     folder, paths = clone
     with Hub(tale=Path(paths["CHECKPOINT_DIR"])) as hub:
         trained, download, dry = run_guide(
-            "download.md", folder, {**paths, "REPO": "me/tale", **hub.env(tmp_path / "home")}
+            "download.md",
+            folder,
+            {**paths, "REPO": "me/tale", **hub.env(tmp_path / "home")},
         )
         assert f"checkpoint_dir: me/tale@{hub.commit('me/tale')}" in trained
     assert download.startswith("models/mine\n") and "base_model: me/tale" in dry
@@ -383,8 +420,12 @@ def test_decode_speed_script(tmp_path):
     """Against transformers' caches, and litft alone with random weights."""
     folder = STORIES
     flags = ["--precision", "fp32", "--new_tokens", "20", "--rounds", "2"]
-    done = script("scripts/decode_speed.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path)
-    assert "litft / the faster one:" in done.stdout and "of the copy bandwidth" in done.stdout
+    done = script(
+        "scripts/decode_speed.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path
+    )
+    assert (
+        "litft / the faster one:" in done.stdout and "of the copy bandwidth" in done.stdout
+    )
     shutil.copyfile(folder / "config.json", tmp_path / "config.json")
     done = script(
         "scripts/decode_speed.py",
@@ -417,7 +458,9 @@ def test_benchmark_script(tmp_path):
     data = tmp_path / "data.json"
     data.write_text(json.dumps(RECORDS))
     real = [*BENCHMARK, "--checkpoint_dir", STORIES, "--data.path", data]
-    done = script(*real, "--peer", "padded,full,peft", "--out", tmp_path / "out.json", cwd=tmp_path)
+    done = script(
+        *real, "--peer", "padded,full,peft", "--out", tmp_path / "out.json", cwd=tmp_path
+    )
     figures = json.loads((tmp_path / "out.json").read_text())["figures"]
     assert set(figures) == {
         "litft",
@@ -427,7 +470,8 @@ def test_benchmark_script(tmp_path):
         "peft, unpadded",
     }
     assert all(
-        row["seconds_per_step"] > 0 and row["peak_memory_gib"] > 0 for row in figures.values()
+        row["seconds_per_step"] > 0 and row["peak_memory_gib"] > 0
+        for row in figures.values()
     )
     assert figures["litft"]["litft_is_faster_by"] == 1 and "| peft, padded |" in done.stdout
     config = tmp_path / "config"
@@ -462,11 +506,17 @@ def test_benchmark_script_compares_preferences_with_trl(tmp_path):
 
 @pytest.mark.slow
 def test_plan_accuracy_script_measures_and_resumes(tiny, tmp_path):
-    cells = [f"{tiny} lora fp32 none 1 64 {recomputed} eager 1" for recomputed in ("none", "full")]
+    cells = [
+        f"{tiny} lora fp32 none 1 64 {recomputed} eager 1"
+        for recomputed in ("none", "full")
+    ]
     words = ["scripts/plan_accuracy.py", "--accelerator", "cpu", "--cells"]
     first = script(*words, cells[0], cwd=tmp_path)
     (cell,) = json.loads((tmp_path / "plan_accuracy.json").read_text()).values()
-    assert 0 < cell["planned_gib"] < cell["measured_gib"] and "1 of 1 cells ran" in first.stdout
+    assert (
+        0 < cell["planned_gib"] < cell["measured_gib"]
+        and "1 of 1 cells ran" in first.stdout
+    )
     resumed = script(*words, ",".join(cells), cwd=tmp_path)
     measured = json.loads((tmp_path / "plan_accuracy.json").read_text())
     assert (

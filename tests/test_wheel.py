@@ -12,7 +12,9 @@ from conftest import ENV, ROOT
 @pytest.fixture(scope="module")
 def litft(tmp_path_factory):
     """A function that runs the `litft` command of an installed wheel, outside the repository."""
-    dist, site, empty = (tmp_path_factory.mktemp(name) for name in ("dist", "site", "empty"))
+    dist, site, empty = (
+        tmp_path_factory.mktemp(name) for name in ("dist", "site", "empty")
+    )
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", dist, ROOT], check=True
@@ -27,7 +29,9 @@ def litft(tmp_path_factory):
         done = subprocess.run(
             command, cwd=empty, env=env, input=text, capture_output=True, text=True
         )
-        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr[-3000:]
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr[
+            -3000:
+        ]
         return done
 
     print_path = [sys.executable, "-c", "import litft; print(litft.__file__)"]
@@ -44,9 +48,9 @@ def test_finetune_chat_merge_and_convert(litft):
     done = litft("finetune lora --train.max_steps 2")
     assert "litft chat --checkpoint_dir out/lora/final" in done.stdout
     assert (
-        litft("chat --temperature 0 --max_new_tokens 8", text="What is 2 plus 2?\n").stdout.count(
-            "\n"
-        )
+        litft(
+            "chat --temperature 0 --max_new_tokens 8", text="What is 2 plus 2?\n"
+        ).stdout.count("\n")
         == 1
     )
     assert litft("generate --prompt hello --max_new_tokens 4").stdout
@@ -75,7 +79,9 @@ def test_the_wheel_contains_every_file(litft):
 def test_the_demo_of_another_method_on_two_processes(litft):
     """With the method's recipe; Fabric starts the second process by running the same command
     again."""
-    done = litft("finetune adapter --train.max_steps 2 --eval.exact_match false --devices 2")
+    done = litft(
+        "finetune adapter --train.max_steps 2 --eval.exact_match false --devices 2"
+    )
     assert (
         "adapter trains" in done.stdout
         and "litft chat --checkpoint_dir out/adapter/final" in done.stdout
@@ -87,12 +93,16 @@ def test_the_changelog_has_a_section_for_the_version():
     version = re.search(
         r'^__version__ = "(.*)"', (ROOT / "litft" / "__init__.py").read_text(), re.MULTILINE
     )[1]
-    first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[1]
+    first = re.search(
+        r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )[1]
     assert re.fullmatch(rf"{re.escape(version)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", first)
 
 
 def test_help_and_mistakes(litft):
-    assert "litft finetune lora" in litft("").stdout and "litft chat" in litft("--help").stdout
+    assert (
+        "litft finetune lora" in litft("").stdout and "litft chat" in litft("--help").stdout
+    )
     assert litft("finetune lora --help").stdout.startswith("usage: litft finetune lora ")
     assert "no command 'finetune magic'" in litft("finetune magic", code=2).stderr
     assert "did you mean --lora.r?" in litft("finetune lora --lora.rr 3", code=2).stderr

@@ -4,7 +4,11 @@ import torch
 import transformers
 
 TEXT = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
 )
 TEXT |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
 TOWER = dict(

@@ -54,7 +54,9 @@ def case_logits(case: dict, rank: int, processes: int) -> torch.Tensor | str:
     except ValueError as error:
         return str(error)
     slices = TensorParallelPlacement(source.config, rank, processes)
-    model = load_network(source, case.get("precision", "fp32"), "cpu", case.get("quantize"), slices)
+    model = load_network(
+        source, case.get("precision", "fp32"), "cpu", case.get("quantize"), slices
+    )
     fuse_linears(model, pack=True)
     cache = KVCache(model.config, tokens.size(0), tokens.size(1), dtype=model.dtype)
     middle = tokens.size(1) // 2

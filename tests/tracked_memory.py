@@ -52,8 +52,13 @@ def tracked_peak(
         for name in method.frozen:
             model.get_parameter(name).requires_grad_(False)
         recompute(model, recomputed)
-        model.label_smoothing, model.neftune_alpha = train.label_smoothing, train.neftune_alpha
-        trained = {name: p for name, p in method.parameters(model).items() if p.requires_grad}
+        model.label_smoothing, model.neftune_alpha = (
+            train.label_smoothing,
+            train.neftune_alpha,
+        )
+        trained = {
+            name: p for name, p in method.parameters(model).items() if p.requires_grad
+        }
         optimizer = make_optimizer(train, method, trained)
         tracker, frozen = MemTracker(), RemovableHandle(OrderedDict())
         for parameter in model.parameters():
@@ -80,7 +85,9 @@ def tracked_peak(
                             model(tokens, **inputs)[0].backward()
                         tracker.reset_mod_stats()
                 if not train.optimizer_in_backward:
-                    nn.utils.clip_grad_norm_(trained.values(), train.max_grad_norm or float("inf"))
+                    nn.utils.clip_grad_norm_(
+                        trained.values(), train.max_grad_norm or float("inf")
+                    )
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
     return sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())

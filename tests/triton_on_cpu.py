@@ -73,7 +73,8 @@ def recurrence_results(by_row, delta, packed, pieces):
     q, k, v, g, b = (torch.randn(*shape, generator=generator) for shape in shapes(by_row))
     k = k / k.norm(dim=-1, keepdim=True)
     leaves = [
-        x.requires_grad_() for x in (q, k, v, -softplus(g) / 20, *([b.sigmoid()] if delta else []))
+        x.requires_grad_()
+        for x in (q, k, v, -softplus(g) / 20, *([b.sigmoid()] if delta else []))
     ]
     documents, state, outputs = PackedSequences.of(IDS) if packed else None, None, []
     for piece in zip(*(x.split(pieces, 1) for x in leaves), strict=True):
@@ -94,7 +95,12 @@ def conv_results(bias, packed):
     y = mixer.causal_conv(
         x, conv.weight, conv.bias, PackedSequences.of(IDS) if packed else None, None
     )
-    return [y, *torch.autograd.grad((y * torch.linspace(0, 1, y.numel()).view_as(y)).sum(), leaves)]
+    return [
+        y,
+        *torch.autograd.grad(
+            (y * torch.linspace(0, 1, y.numel()).view_as(y)).sum(), leaves
+        ),
+    ]
 
 
 def compare(what, results, *arguments):
@@ -104,7 +110,9 @@ def compare(what, results, *arguments):
     for wanted in (False, True):
         with use_kernels(wanted):
             both.append(results(*arguments))
-    worst = max(((x - y).abs().max() / x.abs().max()).item() for x, y in zip(*both, strict=True))
+    worst = max(
+        ((x - y).abs().max() / x.abs().max()).item() for x, y in zip(*both, strict=True)
+    )
     print(f"{worst:.1e} {what}", flush=True)
 
 

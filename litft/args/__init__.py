@@ -28,7 +28,13 @@ from litft.args.finetune_methods import (
 )
 from litft.args.grpo import GrpoArgs
 from litft.args.hub import DownloadArgs, UploadArgs
-from litft.args.inference import ChatArgs, GenerateArgs, ModelArgs, OpenArgs, SpeculativeArgs
+from litft.args.inference import (
+    ChatArgs,
+    GenerateArgs,
+    ModelArgs,
+    OpenArgs,
+    SpeculativeArgs,
+)
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
 from litft.args.plan import PlanArgs, PrepareArgs
 from litft.args.preference import Objectives, PreferenceArgs
@@ -39,7 +45,17 @@ from litft.args.schema import SchemaArgs
 from litft.args.serving import ServeArgs
 from litft.args.sweep import Setting, SweepArgs, setting_name
 
-GROUPS = ("data", "preference", "grpo", "distill", "train", "eval", "save", "lora", "adapter")
+GROUPS = (
+    "data",
+    "preference",
+    "grpo",
+    "distill",
+    "train",
+    "eval",
+    "save",
+    "lora",
+    "adapter",
+)
 
 __all__ = [
     "ARGS",

@@ -26,7 +26,9 @@ class Alias(NamedTuple):
 
 # former names of boolean flags: the flag that has
 # taken their place, and its values for true and false
-FORMER_FLAGS = {"data.mask_reasoning": ("data.reasoning", {"true": "mask", "false": "learn"})}
+FORMER_FLAGS = {
+    "data.mask_reasoning": ("data.reasoning", {"true": "mask", "false": "learn"})
+}
 
 _MICRO = (
     "it changes speed and memory, never the result: a step has --train.global_batch_size examples, "
@@ -40,7 +42,8 @@ _MICRO_NAMES = ("micro_batch_size", "per_device_train_batch_size", "train.micro_
 _STEPS = "an interval in steps"
 _FRACTION = "a fraction of the examples, not a count"
 _STRATEGY = (
-    "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp if the model does not fit"
+    "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp "
+    "if the model does not fit"
 )
 _LOAD = "the model is a folder or a hub id"
 _TEMPLATES = {"tokenizer_default": "", "tokenizer_default_fallback_chatml": ""}
@@ -50,7 +53,8 @@ _SCHEDULES = {
     "warmup_stable_decay": "--train.lr_schedule wsd",
 }
 _SCHEDULE_NOTE = (
-    "cosine, linear, constant or wsd; they end at a tenth of the peak, or at --train.min_lr_ratio 0"
+    "cosine, linear, constant or wsd; they end at a tenth of the peak, or "
+    "at --train.min_lr_ratio 0"
 )
 _ATTENTION = Alias("", "the fastest attention is chosen")
 _KERNELS = Alias("", "litft's own forms are used")
@@ -66,7 +70,9 @@ _LOSSES = Alias(
         **{loss: f"--grpo.loss {loss}" for loss in get_args(Losses)[1:]},
     },
 )
-_ADDED_LOSS = Alias("--preference.sft_weight {value}", "the weight of the chosen answer's loss")
+_ADDED_LOSS = Alias(
+    "--preference.sft_weight {value}", "the weight of the chosen answer's loss"
+)
 # the rates of other programs where only one of the two is given
 BETAS = {"adam_beta1": "0.9", "adam_beta2": "0.999"}
 _ENDS = Alias("", "the template says how answers end, and padding needs no token")
@@ -81,9 +87,12 @@ ALIASES: dict[str, Alias] = {
     ),
     "model_name_or_path": Alias("--checkpoint_dir {value}", _LOAD),
     "base_model": Alias("--checkpoint_dir {value}", _LOAD),
-    "adapter_name_or_path": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
+    "adapter_name_or_path": Alias(
+        "--checkpoint_dir {value}", "an adapter folder names its base"
+    ),
     **dict.fromkeys(
-        ("output_dir", "save_path", "save_dir", "output", "output_path"), Alias("--out_dir {value}")
+        ("output_dir", "save_path", "save_dir", "output", "output_path"),
+        Alias("--out_dir {value}"),
     ),
     "overwrite_output_dir": Alias("--overwrite"),
     "resume_from_checkpoint": Alias(
@@ -95,9 +104,12 @@ ALIASES: dict[str, Alias] = {
     "model_type": _READ,
     "tokenizer_type": _READ,
     "tokens": Alias("--data.new_tokens {value}", "added to the vocabulary and trained"),
-    **dict.fromkeys(("new_special_tokens", "add_tokens"), Alias("--data.new_tokens {value}")),
+    **dict.fromkeys(
+        ("new_special_tokens", "add_tokens"), Alias("--data.new_tokens {value}")
+    ),
     "special_tokens": Alias(
-        "--data.new_tokens {value}", "tokens to add; those of the model are read from its folder"
+        "--data.new_tokens {value}",
+        "tokens to add; those of the model are read from its folder",
     ),
     **dict.fromkeys(
         "flash_attention flash_attn xformers_attention sdp_attention attn_implementation".split(),
@@ -107,7 +119,9 @@ ALIASES: dict[str, Alias] = {
         "liger_rope liger_rms_norm liger_glu_activation liger_layer_norm use_liger_kernel".split(),
         _KERNELS,
     ),
-    **dict.fromkeys("liger_fused_linear_cross_entropy cut_cross_entropy plugins".split(), _KERNELS),
+    **dict.fromkeys(
+        "liger_fused_linear_cross_entropy cut_cross_entropy plugins".split(), _KERNELS
+    ),
     **dict.fromkeys(
         "lora_mlp_kernel lora_qkv_kernel lora_o_kernel unsloth_lora_mlp unsloth_lora_qkv "
         "unsloth_lora_o".split(),
@@ -129,7 +143,8 @@ ALIASES: dict[str, Alias] = {
     ),
     **dict.fromkeys(("train_data", "training_data"), Alias("--data.path {value}")),
     **dict.fromkeys(
-        ("hf_token", "hub_token", "token"), Alias("", "the hub's token is read from HF_TOKEN")
+        ("hf_token", "hub_token", "token"),
+        Alias("", "the hub's token is read from HF_TOKEN"),
     ),
     **dict.fromkeys(("gpu_ids", "gpu_id"), Alias("", "set CUDA_VISIBLE_DEVICES")),
     **dict.fromkeys(("use_lora", "use_peft"), Alias("", "finetune/lora.py trains LoRA")),
@@ -144,13 +159,16 @@ ALIASES: dict[str, Alias] = {
     "trust_remote_code": Alias("", "a checkpoint's code is never executed"),
     "lora_model_dir": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
     "default_system_message": Alias("", "put a system message into the records"),
-    "auto_resume_from_checkpoints": Alias("--resume", "the newest unfinished run continues"),
+    "auto_resume_from_checkpoints": Alias(
+        "--resume", "the newest unfinished run continues"
+    ),
     "strict": Alias("", "unknown settings are always errors"),
     "debug": Alias("--dry_run", "it shows the examples as they are learned"),
     "dataset_prepared_path": Alias("", "tokenized data is cached in XDG_CACHE_HOME"),
     # data
     "datasets": Alias(
-        "--data.path {value}", "a list whose items may have path, format, columns, weight, ..."
+        "--data.path {value}",
+        "a list whose items may have path, format, columns, weight, ...",
     ),
     "test_datasets": Alias(
         "--data.val_path {value}", "a list whose items may have path, format, columns, ..."
@@ -168,8 +186,12 @@ ALIASES: dict[str, Alias] = {
         ("dataset_split", "train_split"),
         Alias("--data.split {value}", "of a data set of the hub"),
     ),
-    "show": Alias("--dry_run", "it shows examples; scripts/prepare_data.py --show 5 shows more"),
-    "budget": Alias("", "scripts/plan.py --budget 24GB chooses settings for a GPU's memory"),
+    "show": Alias(
+        "--dry_run", "it shows examples; scripts/prepare_data.py --show 5 shows more"
+    ),
+    "budget": Alias(
+        "", "scripts/plan.py --budget 24GB chooses settings for a GPU's memory"
+    ),
     "max_samples": Alias("--data.limit {value}", "the first records of each path"),
     "max_train_samples": Alias("--data.limit {value}", "the first records of each path"),
     "val_set_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
@@ -185,7 +207,8 @@ ALIASES: dict[str, Alias] = {
     "sequence_len": Alias("--data.max_seq_length {value}"),
     "model_max_length": Alias("--data.max_seq_length {value}"),
     "sample_packing": Alias(
-        "--data.packing {value}", "it is on by default; packed examples do not attend to each other"
+        "--data.packing {value}",
+        "it is on by default; packed examples do not attend to each other",
     ),
     "chat_template": Alias(
         "--data.template {value}", "the checkpoint's own is the default", values=_TEMPLATES
@@ -202,7 +225,9 @@ ALIASES: dict[str, Alias] = {
     "shuffle_merged_datasets": Alias("", "examples are always shuffled"),
     "prompt_style": Alias("--data.template {value}"),
     "train_on_inputs": Alias(
-        "--data.mask_prompt false", "then prompts are learned too", "--data.mask_prompt true"
+        "--data.mask_prompt false",
+        "then prompts are learned too",
+        "--data.mask_prompt true",
     ),
     "completion_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
     "assistant_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
@@ -264,12 +289,14 @@ ALIASES: dict[str, Alias] = {
     "min_lr_rate": Alias("--train.min_lr_ratio {value}"),
     "min_lr": Alias("--train.min_lr_ratio R", "a fraction of the peak learning rate"),
     "optim": Alias(
-        "--train.optimizer {value}", "adamw, adamw_8bit, lion, adafactor, muon, sgd, schedule_free"
+        "--train.optimizer {value}",
+        "adamw, adamw_8bit, lion, adafactor, muon, sgd, schedule_free",
     ),
     "max_norm": Alias("--train.max_grad_norm {value}"),
     "gradient_clipping": Alias("--train.max_grad_norm {value}"),
     **dict.fromkeys(
-        ("neftune_noise_alpha", "noisy_embedding_alpha"), Alias("--train.neftune_alpha {value}")
+        ("neftune_noise_alpha", "noisy_embedding_alpha"),
+        Alias("--train.neftune_alpha {value}"),
     ),
     "finetuning_type": Alias("", "the command says the method: finetune/lora.py, full.py"),
     **dict.fromkeys(
@@ -300,7 +327,9 @@ ALIASES: dict[str, Alias] = {
     "lora_target_modules": Alias(
         "--lora.targets {value}", "names separated by commas, or all-linear"
     ),
-    "target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
+    "target_modules": Alias(
+        "--lora.targets {value}", "names separated by commas, or all-linear"
+    ),
     "use_rslora": Alias("--lora.rslora"),
     "additional_target": Alias("--lora.modules_to_save {value}"),
     "use_dora": Alias("--lora.dora"),
@@ -308,7 +337,9 @@ ALIASES: dict[str, Alias] = {
     "peft_use_rslora": Alias("--lora.rslora"),
     "rank": Alias("--lora.r {value}"),
     "adapter": Alias(
-        "", "the command says the method: finetune/lora.py", values={"qlora": "--quantize nf4"}
+        "",
+        "the command says the method: finetune/lora.py",
+        values={"qlora": "--quantize nf4"},
     ),
     "pissa_init": Alias("--lora.init pissa"),
     **dict.fromkeys(
@@ -327,7 +358,9 @@ ALIASES: dict[str, Alias] = {
     "dtype": Alias("--precision {value}", "bf16, fp16 or fp32"),
     "torch_dtype": Alias("--precision {value}", "bf16, fp16 or fp32"),
     "bfloat16": Alias(
-        "--precision bf16", "the default on a GPU that has bf16 arithmetic", "--precision fp32"
+        "--precision bf16",
+        "the default on a GPU that has bf16 arithmetic",
+        "--precision fp32",
     ),
     "tf32": Alias("", "fp32 stays fp32; frozen weights are bf16"),
     "load_in_4bit": Alias("--quantize nf4"),
@@ -338,7 +371,9 @@ ALIASES: dict[str, Alias] = {
     "bnb_4bit_quant_type": Alias("--quantize {value}"),
     "load_in_8bit": Alias("--quantize int8"),
     "quantization_bit": Alias(
-        "--quantize nf4-dq", "or int8", values={"4": "--quantize nf4-dq", "8": "--quantize int8"}
+        "--quantize nf4-dq",
+        "or int8",
+        values={"4": "--quantize nf4-dq", "8": "--quantize int8"},
     ),
     "qlora": Alias("--quantize nf4"),
     "fsdp": Alias("--strategy fsdp", _STRATEGY),
@@ -376,7 +411,9 @@ ALIASES: dict[str, Alias] = {
     "kd_alpha": Alias("", "the divergence has the weight 1 - distill.alpha"),
     "kd_temperature": Alias("--distill.temperature {value}"),
     "kd_beta": Alias("--distill.beta {value}"),
-    "stage": Alias("--objective VALUE", "dpo or kto", values={"sft": "", "dpo": "--objective dpo"}),
+    "stage": Alias(
+        "--objective VALUE", "dpo or kto", values={"sft": "", "dpo": "--objective dpo"}
+    ),
     "dpo_label_smoothing": Alias("--preference.label_smoothing {value}"),
     "pref_ftx": _ADDED_LOSS,
     "rpo_alpha": _ADDED_LOSS,
@@ -400,7 +437,10 @@ ALIASES: dict[str, Alias] = {
     "mask_truncated_completions": Alias("--grpo.mask_truncated"),
     "reward_funcs": Alias("--reward VALUE", "names, or FILE.py:FUNCTION"),
     "scale_rewards": Alias(
-        "", "--grpo.advantages says it", "--grpo.advantages group_mean", values={"group": ""}
+        "",
+        "--grpo.advantages says it",
+        "--grpo.advantages group_mean",
+        values={"group": ""},
     ),
     "precompute_ref_log_probs": Alias(
         "--objective dpo", "the reference is always computed before the first step"
@@ -436,7 +476,9 @@ def translate_precision(value: str, is_full: bool) -> str:
     return ours
 
 
-def hint_for_flag(name: str, value: str | None, given: Mapping[str, str | None] = {}) -> str | None:
+def hint_for_flag(
+    name: str, value: str | None, given: Mapping[str, str | None] = {}
+) -> str | None:
     """Return what another program's flag is here, with its value carried over; None for an unknown
     name.
 

@@ -79,7 +79,10 @@ def parser_for_help(cls: "type[DataclassInstance]") -> ArgumentParser:
     prints them.
     """
     parser = ArgumentParser(
-        description=cls.__doc__, usage="%(prog)s [flags]", exit_on_error=False, add_help=False
+        description=cls.__doc__,
+        usage="%(prog)s [flags]",
+        exit_on_error=False,
+        add_help=False,
     )
     flags = {flag.name: flag for flag in flags_of(cls)}
     if cls in FINETUNE.values():
@@ -97,12 +100,18 @@ def parser_for_help(cls: "type[DataclassInstance]") -> ArgumentParser:
                 flags.pop(name).add(group.add_argument)
     group = parser.add_argument_group("options")
     group.add_argument(
-        "-h", "--help", action="help", default=SUPPRESS, help="Show this help message and exit."
+        "-h",
+        "--help",
+        action="help",
+        default=SUPPRESS,
+        help="Show this help message and exit.",
     )
     if "config" not in main_flags and "config" not in flags:
         group.add_argument("--config", default=SUPPRESS, help=config_help)
     # \b: the terminal shows --print_config[=flags]
-    group.add_argument("--print_config", default=SUPPRESS, metavar="\b[=flags]", help=PRINT_CONFIG)
+    group.add_argument(
+        "--print_config", default=SUPPRESS, metavar="\b[=flags]", help=PRINT_CONFIG
+    )
     _add_groups(parser, group.add_argument, flags, cls)
     return parser
 
@@ -146,7 +155,9 @@ def args_from(namespace: Namespace, cls: type[AnyArgs], prefix: str = "") -> Any
     return cls(**values)
 
 
-def flags_of(cls: "type[DataclassInstance]", defaults: Any = None, prefix: str = "") -> list[Flag]:
+def flags_of(
+    cls: "type[DataclassInstance]", defaults: Any = None, prefix: str = ""
+) -> list[Flag]:
     """Return the flags of a dataclass, in the order of its fields.
 
     defaults: an instance with the defaults; None for those of the class.

@@ -78,7 +78,9 @@ def _matches_type(value: Any, expected: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_matches_type(value, option) for option in type_args)
     if origin is list:
-        return isinstance(value, list) and all(_matches_type(item, type_args[0]) for item in value)
+        return isinstance(value, list) and all(
+            _matches_type(item, type_args[0]) for item in value
+        )
     # a whole number is a valid float, and bool is a subclass of int
     if expected is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -142,7 +144,9 @@ def sharding_problems(
             f"--shard_size {shard_size} applies only to --strategy hsdp; add that, or leave it out"
         ]
     if strategy in ("fsdp", "hsdp") and num_devices == 1:
-        return [f"--strategy {strategy}: weights cannot be sharded over one device; give --devices"]
+        return [
+            f"--strategy {strategy}: weights cannot be sharded over one device; give --devices"
+        ]
     # groups of one device would share nothing, and a single group of all devices is fsdp
     if strategy == "hsdp" and (num_devices % group_size or group_size in (1, num_devices)):
         reason = f"{num_devices} devices cannot be split into several equal groups of {group_size}"
@@ -169,7 +173,9 @@ def parse_size(text: str) -> int | None:
 
 def parse_duration(text: str) -> float | None:
     """Parse a duration (1h30m, 90m, 45s, 2d) to seconds; return None for other text."""
-    match = re.fullmatch(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip())
+    match = re.fullmatch(
+        r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip()
+    )
     if not match:
         return None
     parts = []

@@ -134,8 +134,12 @@ class DataArgs:
                 "one per path"
             )
         # weights of 0 for all paths would leave no example
-        if any(weight < 0 for weight in self.weights) or (self.weights and not any(self.weights)):
-            problems.append("--data.weights must not be negative, and at least one must be above 0")
+        if any(weight < 0 for weight in self.weights) or (
+            self.weights and not any(self.weights)
+        ):
+            problems.append(
+                "--data.weights must not be negative, and at least one must be above 0"
+            )
         if any(weight > 1000 for weight in self.weights):
             problems.append("--data.weights must be at most 1000")
         if not 0 <= self.val_fraction < 1:

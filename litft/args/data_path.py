@@ -8,7 +8,15 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Formats = Literal[
-    "messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text", "tokens"
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "dolly",
+    "prompt",
+    "question",
+    "summary",
+    "text",
+    "tokens",
 ]
 NAME = re.compile(r"[\w-]+")  # of a validation set
 
@@ -56,12 +64,16 @@ class DataPath:
                 if name in FOREIGN_SETTINGS
             ]
             here = "; ".join(here) or f"use {', '.join(TYPES)}"
-            raise ValueError(f"{item[:80]}: no setting {', '.join(map(repr, unknown))}; {here}")
+            raise ValueError(
+                f"{item[:80]}: no setting {', '.join(map(repr, unknown))}; {here}"
+            )
         if "path" not in settings:
             raise ValueError(f"{item[:80]}: the path is missing")
         for name, value in settings.items():
             if not _is_valid(name, value):
-                raise ValueError(f"{item[:80]}: {name} {value!r}: expected {TYPES[name][1]}")
+                raise ValueError(
+                    f"{item[:80]}: {name} {value!r}: expected {TYPES[name][1]}"
+                )
         return cls(**settings)
 
     def entry(self) -> str | dict[str, Any]:

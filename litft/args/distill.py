@@ -40,7 +40,9 @@ class DistillArgs:
                 problems.append("--teacher applies only to --objective distill; add it")
             return problems + unused_group(self, "distill")
         if not teacher:
-            problems.append("--teacher is missing: name the folder of the model to learn from")
+            problems.append(
+                "--teacher is missing: name the folder of the model to learn from"
+            )
         problems += below_minimum(self, "distill", 1, "top_k", "max_new_tokens")
         for name in ("alpha", "beta", "on_policy"):
             value = getattr(self, name)
@@ -52,5 +54,7 @@ class DistillArgs:
                 "--objective sft"
             )
         if not 0 < self.temperature <= 100:
-            problems.append(f"--distill.temperature {self.temperature}: must lie in (0, 100]")
+            problems.append(
+                f"--distill.temperature {self.temperature}: must lie in (0, 100]"
+            )
         return problems

@@ -87,7 +87,9 @@ class MergedArgs(WriteArgs):
                 "--quantize fp8 writes the language model alone: leave --multimodal out"
             )
         if self.quantize == "fp8" and self.precision == "fp16":
-            problems.append("--quantize fp8 has scales in bf16 or fp32: pass another --precision")
+            problems.append(
+                "--quantize fp8 has scales in bf16 or fp32: pass another --precision"
+            )
         return problems
 
 
@@ -127,11 +129,15 @@ class MergeArgs(MergedArgs):
                 "be the same; leave it out"
             )
         if self.combination == "ties" and count < 2:
-            problems.append("--combination ties needs several adapters: --checkpoint_dir A,B")
+            problems.append(
+                "--combination ties needs several adapters: --checkpoint_dir A,B"
+            )
         if not 0 < self.density <= 1:
             problems.append(f"--density {self.density}: must be above 0 and at most 1")
         elif self.combination == "linear" and self.density != 0.5:
-            problems.append("--density is for --combination ties: add it, or leave --density out")
+            problems.append(
+                "--density is for --combination ties: add it, or leave --density out"
+            )
         return problems
 
 
@@ -163,7 +169,9 @@ class ExportArgs(MergedArgs):
             or self.quantize != "none"
         ):
             flags = "--dequantized_base, --multimodal, --quantize and --precision"
-            problems.append(f"--merge false writes the adapter unchanged: leave {flags} out")
+            problems.append(
+                f"--merge false writes the adapter unchanged: leave {flags} out"
+            )
         return problems
 
 

@@ -136,18 +136,35 @@ class TrainArgs:
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
-        problems = below_minimum(self, "train", 1, "global_batch_size", "max_steps", "log_interval")
+        problems = below_minimum(
+            self, "train", 1, "global_batch_size", "max_steps", "log_interval"
+        )
 
         # the micro-batch size may be the word auto
         if self.micro_batch_size != "auto":
             problems += below_minimum(self, "train", 1, "micro_batch_size")
         problems += below_minimum(
-            self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha"
+            self,
+            "train",
+            0,
+            "learning_rate",
+            "weight_decay",
+            "max_grad_norm",
+            "neftune_alpha",
         )
-        problems += below_minimum(self, "train", 0, "warmup_steps", "eps") + self._moment_problems()
-        for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio", "label_smoothing"):
+        problems += (
+            below_minimum(self, "train", 0, "warmup_steps", "eps") + self._moment_problems()
+        )
+        for name in (
+            "warmup_fraction",
+            "decay_fraction",
+            "min_lr_ratio",
+            "label_smoothing",
+        ):
             if not 0 <= getattr(self, name) <= 1:
-                problems.append(f"--train.{name} {getattr(self, name)}: must lie between 0 and 1")
+                problems.append(
+                    f"--train.{name} {getattr(self, name)}: must lie between 0 and 1"
+                )
         if self.epochs is not None and self.epochs <= 0:
             problems.append(f"--train.epochs {self.epochs}: must be above 0")
         if self.max_time is not None and not parse_duration(self.max_time):
@@ -174,7 +191,22 @@ class TrainArgs:
                     "choose another"
                 )
 
-        if self.cpu_offload == "activations" and self.activation_checkpointing == "elementwise":
+        problems += self._offloading_problems()
+        # schedule-free averaging takes the place of a decay
+        if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
+            reason = "it averages the weights instead of decaying the learning rate"
+            problems.append(
+                f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant"
+            )
+        return problems
+
+    def _offloading_problems(self) -> list[str]:
+        """Return the problems of --train.cpu_offload and --train.activation_checkpointing."""
+        problems = []
+        if (
+            self.cpu_offload == "activations"
+            and self.activation_checkpointing == "elementwise"
+        ):
             problems.append(
                 "--train.activation_checkpointing elementwise: --train.cpu_offload activations "
                 "saves everything on the host; choose one of them"
@@ -200,18 +232,14 @@ class TrainArgs:
                     problems.append(
                         f"--train.cpu_offload parameters: {reason}; leave --train.{name} out"
                     )
-        # schedule-free averaging takes the place of a decay
-        if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
-            reason = "it averages the weights instead of decaying the learning rate"
-            problems.append(
-                f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant"
-            )
         return problems
 
     def _moment_problems(self) -> list[str]:
         """Return the problems of the flags of AdamW's and Lion's moments."""
         problems = []
-        if self.betas and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
+        if self.betas and (
+            len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)
+        ):
             text = ",".join(map(str, self.betas))
             problems.append(
                 f"--train.betas {text}: expected two numbers from 0 to below 1, such as 0.9,0.999"
@@ -444,7 +472,9 @@ class FinetuneArgs:
         if self.checkpoint_dir and not self.data.path:
             problems.append("--data.path is missing: name the file of training examples")
         if self.data.path and not self.checkpoint_dir:
-            problems.append("--checkpoint_dir is missing: name the folder of the model to train")
+            problems.append(
+                "--checkpoint_dir is missing: name the folder of the model to train"
+            )
         return problems
 
     def objective_clashes(self) -> list[str]:
@@ -485,7 +515,9 @@ class FinetuneArgs:
                 f"--train.optimizer_in_backward: {num_devices} devices sum their gradients first; "
                 "use one device"
             )
-        problems += sharding_problems(strategy, self.shard_size, self.devices, self.num_nodes)
+        problems += sharding_problems(
+            strategy, self.shard_size, self.devices, self.num_nodes
+        )
         # auto is checked again once it is decided
         if strategy not in ("fsdp", "hsdp"):
             if num_devices > 1 and strategy == "ddp" and train.cpu_offload == "parameters":
@@ -533,7 +565,9 @@ def apply_launcher(args: FinetuneArgs) -> FinetuneArgs:
         devices, nodes = process_counts(args.devices, args.num_nodes)
     # torchrun counts the restarts of its processes, SLURM those of a job that it has requeued
     restarted = (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
+        os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        or os.environ.get("SLURM_RESTART_COUNT")
+        or "0"
     ) != "0"
     args = replace(args, devices=devices, num_nodes=nodes)
     # with --overwrite, each restart would delete the checkpoints that it has to continue from

@@ -49,7 +49,9 @@ def describe_type(flag_type: Any) -> str:
         return "a list a,b,c"
     if get_origin(flag_type) is Literal:
         return " or ".join(get_args(flag_type))
-    return " or ".join(names.get(part) or describe_type(part) for part in get_args(flag_type))
+    return " or ".join(
+        names.get(part) or describe_type(part) for part in get_args(flag_type)
+    )
 
 
 def short_name(flag: str) -> str:

@@ -24,8 +24,17 @@ from litft.args.foreign_defaults import (
 from litft.args.foreign_objectives import set_objective
 from litft.args.preference import DATA_KINDS, USED_BY
 
-FLAG = re.compile(r"--([\w.]+)(?: (?!--)(.*?))?(?= --|$)")  # a name and its value in a translation
-PLACEHOLDERS = ("N", "R", "RUN", "VALUE", "FILE.jinja", "NAMES")  # of values that do not carry over
+# a name and its value in a translation
+FLAG = re.compile(r"--([\w.]+)(?: (?!--)(.*?))?(?= --|$)")
+# of values that do not carry over
+PLACEHOLDERS = (
+    "N",
+    "R",
+    "RUN",
+    "VALUE",
+    "FILE.jinja",
+    "NAMES",
+)
 # a new run does not need them: the strategy is chosen
 OMITTED = ("resume", "strategy")
 LOSS_MASKS_OF_TRL = ("completion_only_loss", "assistant_only_loss")
@@ -118,7 +127,9 @@ def translate_config(
     return text, list(dict.fromkeys(notes))
 
 
-def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: list[str]) -> None:
+def _read_together(
+    given: dict[str, Any], entries: Mapping[str, Any], notes: list[str]
+) -> None:
     """Read the settings whose meaning depends on others."""
     objective = given.get("objective", "sft")
     # a folder that the file names has the last word
@@ -140,7 +151,9 @@ def _read_together(given: dict[str, Any], entries: Mapping[str, Any], notes: lis
     optimizer = translate_optimizer(str(given.get("train.optimizer", "adamw")))
     if "train.betas" in given and optimizer in WITHOUT_BETAS:
         del given["train.betas"]
-        notes.append(f"adam_beta1, adam_beta2: --train.optimizer {optimizer} has no such setting")
+        notes.append(
+            f"adam_beta1, adam_beta2: --train.optimizer {optimizer} has no such setting"
+        )
 
     # other programs ignore what an objective does not use, and litft refuses it
     if objective not in ("sft", "dft"):
@@ -197,7 +210,9 @@ def _read_quantization(given: dict[str, Any], entries: Mapping[str, Any]) -> Non
 
 def _note_packing(entries: Mapping[str, Any], notes: list[str]) -> None:
     """Note that a step has packed rows there, and examples here."""
-    if any(entries.get(name) is True for name in ("sample_packing", "packing", "data.packing")):
+    if any(
+        entries.get(name) is True for name in ("sample_packing", "packing", "data.packing")
+    ):
         notes.append(
             "packing: a step has packed rows there, of several examples each, and "
             "--train.global_batch_size counts examples; raise it, or the step count is larger here"
@@ -222,7 +237,10 @@ def _note_full_training(
 
 
 def _settle_differences(
-    given: dict[str, Any], entries: Mapping[str, Any], program: ForeignProgram, notes: list[str]
+    given: dict[str, Any],
+    entries: Mapping[str, Any],
+    program: ForeignProgram,
+    notes: list[str],
 ) -> None:
     """Settle where the same settings mean something else in the other program."""
     if given.get("train.max_steps") and program.steps_replace_epochs:
@@ -241,7 +259,9 @@ def _settle_differences(
             )
         tuning = entries.get("finetuning_type", "lora")
         if tuning != "lora":
-            notes.append(f"finetuning_type: {tuning} is another command here, finetune/full.py")
+            notes.append(
+                f"finetuning_type: {tuning} is another command here, finetune/full.py"
+            )
         if entries.get("stage") not in ("sft", None, *DATA_KINDS):
             notes.append(
                 f"stage: {entries['stage']} has no counterpart; plain texts are learned with "
@@ -270,7 +290,11 @@ def _settle_differences(
             "orpo: TRL's loss of the chosen answer includes the prompt; here it is the paper's, of "
             "the answer alone"
         )
-    if given.get("objective") == "simpo" and program is AXOLOTL and "cpo_alpha" not in entries:
+    if (
+        given.get("objective") == "simpo"
+        and program is AXOLOTL
+        and "cpo_alpha" not in entries
+    ):
         notes.append(
             "cpo_alpha: axolotl adds the loss of the chosen answers with weight 1 by default; "
             "--preference.sft_weight 1 adds it here"
@@ -307,10 +331,13 @@ def _share_template(data: dict[str, Any]) -> None:
     items = data.get("path", [])
     if not isinstance(items, list):
         return
-    if items and all(isinstance(item, dict) and item.get("template") == "alpaca" for item in items):
+    if items and all(
+        isinstance(item, dict) and item.get("template") == "alpaca" for item in items
+    ):
         data["template"] = "alpaca"
         data["path"] = [
-            {name: value for name, value in item.items() if name != "template"} for item in items
+            {name: value for name, value in item.items() if name != "template"}
+            for item in items
         ]
 
 

@@ -13,7 +13,10 @@ RENAMED = {"data_files": "path", "name": "subset", "train_on_split": "split"}
 TURNS = {"from": "conversations", "human": "conversations"}
 # settings of a data set -> the values that litft has anyway; and what it does instead of others
 EQUIVALENT_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "ds_type": (("json", "csv", "parquet", "text"), "the ending of the file's name says it"),
+    "ds_type": (
+        ("json", "csv", "parquet", "text"),
+        "the ending of the file's name says it",
+    ),
     "roles_to_train": (
         (["assistant"], ["gpt"], ["assistant", "gpt"]),
         "only the assistant's turns are learned",
@@ -147,7 +150,11 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
                 f"roles {value!r} has no counterpart: rename the speakers in the file, to user and "
                 "assistant"
             )
-        elif name == "message_field_training" and value not in ("train", "weight", "loss_weight"):
+        elif name == "message_field_training" and value not in (
+            "train",
+            "weight",
+            "loss_weight",
+        ):
             yield (
                 f"{name} {value!r} has no counterpart: rename the field that masks a turn to train"
             )
@@ -172,7 +179,10 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
             "names another"
         )
     # such as train[:1000]
-    if str(data_set.get("split", "train")) != "train" and Path(str(data_set.get("path"))).suffix:
+    if (
+        str(data_set.get("split", "train")) != "train"
+        and Path(str(data_set.get("path"))).suffix
+    ):
         yield (
             f"split {data_set['split']!r} has no counterpart for a file: `limit` takes its first "
             "records"

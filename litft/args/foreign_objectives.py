@@ -82,7 +82,9 @@ def _settle_grpo(
     if "grpo.clip_low" in given:
         given.setdefault("grpo.clip_high", given["grpo.clip_low"])
     if "reward" not in given:
-        notes.append("reward_funcs: name the functions with --reward, such as FILE.py:FUNCTION")
+        notes.append(
+            "reward_funcs: name the functions with --reward, such as FILE.py:FUNCTION"
+        )
     if not is_trl:
         return
     for flag, value in GRPO_DEFAULTS.items():

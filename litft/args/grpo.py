@@ -77,8 +77,12 @@ class GrpoArgs:
                 "--reward is missing: name a reward function, such as number or rewards.py:score"
             )
         problems += below_minimum(self, "grpo", 2, "group_size")
-        problems += below_minimum(self, "grpo", 1, "max_new_tokens", "rollout_rows", "updates")
-        problems += below_minimum(self, "grpo", 0, "beta", "clip_low", "clip_high", "resample")
+        problems += below_minimum(
+            self, "grpo", 1, "max_new_tokens", "rollout_rows", "updates"
+        )
+        problems += below_minimum(
+            self, "grpo", 0, "beta", "clip_low", "clip_high", "resample"
+        )
         if not 0 < self.temperature <= 100:
             problems.append(
                 f"--grpo.temperature {self.temperature}: must lie in (0, 100]; without a draw, all "

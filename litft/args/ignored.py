@@ -21,7 +21,9 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
         reason = f"only --train.lr_schedule wsd has it, not {train.lr_schedule}"
         yield from _note("train", train, "decay_fraction", reason)
     if train.lr_schedule == "constant":
-        yield from _note("train", train, "min_lr_ratio", "a constant learning rate does not decay")
+        yield from _note(
+            "train", train, "min_lr_ratio", "a constant learning rate does not decay"
+        )
     if train.warmup_steps is not None:
         reason = f"--train.warmup_steps {train.warmup_steps} counts"
         yield from _note("train", train, "warmup_fraction", reason)

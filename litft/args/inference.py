@@ -48,7 +48,10 @@ class OpenArgs:
         if layers in (None, "auto"):
             return []
         counts = layers.split(",")
-        if all(count.strip().isdecimal() for count in counts) and len(counts) == self.devices:
+        if (
+            all(count.strip().isdecimal() for count in counts)
+            and len(counts) == self.devices
+        ):
             return []
         return [
             f"--layers_per_device {layers}: expected auto, or a number for each of --devices "
@@ -183,7 +186,9 @@ class GenerateArgs(SpeculativeArgs):
 
     def problems(self) -> list[str]:
         """Return the problems of the model flags plus those of the prompts and the output file."""
-        problems = super().problems() + below_minimum(self, "", 1, "batch_size", "num_samples")
+        problems = super().problems() + below_minimum(
+            self, "", 1, "batch_size", "num_samples"
+        )
         # both, or neither
         if (self.prompt is None) == (self.prompts is None):
             problems.append("give either --prompt TEXT or --prompts FILE.jsonl")
@@ -193,7 +198,9 @@ class GenerateArgs(SpeculativeArgs):
             if getattr(self, name) and not self.out:
                 problems.append(f"--{name} applies only to --out FILE; name one")
         if self.resume and self.overwrite:
-            problems.append("--resume continues --out and --overwrite replaces it; leave one out")
+            problems.append(
+                "--resume continues --out and --overwrite replaces it; leave one out"
+            )
         return problems
 
 

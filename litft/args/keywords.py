@@ -15,7 +15,11 @@ from litft.args.flag_types import short_name, types_of_flags
 from litft.args.parser import parse
 
 # flags with a parameter of their own
-PARAMETER_OF_FLAG = {"checkpoint_dir": "model", "data.path": "data", "data.val_path": "val_data"}
+PARAMETER_OF_FLAG = {
+    "checkpoint_dir": "model",
+    "data.path": "data",
+    "data.val_path": "val_data",
+}
 # groups whose names need their prefix to be clear: lora_r
 PREFIXED_GROUPS = ("lora", "adapter")
 
@@ -181,7 +185,10 @@ def signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
             flags.setdefault(
                 name,
                 inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[flag]
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=types[flag],
                 ),
             )
     return inspect.Signature([*parameters, *flags.values()])

@@ -66,7 +66,9 @@ def unknown_flag(
     leaves = {}
     for flag in reversed(flag_types):
         leaves[flag.rpartition(".")[2]] = flag
-    last_names = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
+    last_names = difflib.get_close_matches(
+        name.rpartition(".")[2], leaves, n=1, cutoff=0.75
+    )
     if last_names:
         return f"--{name} does not exist; did you mean --{leaves[last_names[0]]}?"
     full_names = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.75)
@@ -85,7 +87,9 @@ def not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
         # of a run that may go on
         is_run = os.path.isdir(os.path.join(word, "checkpoints"))
         if is_run and "resume" in flag_types:
-            return f"{word!r} is no flag: flags start with --; use --resume --out_dir {word}"
+            return (
+                f"{word!r} is no flag: flags start with --; use --resume --out_dir {word}"
+            )
         if "folder" in flag_types:
             flag = "folder"
         elif "checkpoint_dir" in flag_types:

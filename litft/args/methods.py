@@ -49,13 +49,17 @@ class LoRAArgs:
         """Return every problem with the values that can be found before anything is loaded."""
         problems = []
         if not 1 <= self.r <= LARGEST_SIZE:
-            problems.append(f"--lora.r {self.r}: must be at least 1 and at most {LARGEST_SIZE:,}")
+            problems.append(
+                f"--lora.r {self.r}: must be at least 1 and at most {LARGEST_SIZE:,}"
+            )
         if self.alpha is not None and self.alpha <= 0:
             problems.append(f"--lora.alpha {self.alpha}: must be above 0")
         if not 0 <= self.dropout < 1:
             problems.append(f"--lora.dropout {self.dropout}: must lie in [0, 1)")
         if not self.targets:
-            problems.append("--lora.targets is empty: name at least one Linear, or all-linear")
+            problems.append(
+                "--lora.targets is empty: name at least one Linear, or all-linear"
+            )
         if self.lr_ratio <= 0:
             problems.append(f"--lora.lr_ratio {self.lr_ratio}: must be above 0")
         for flag in ("rank_pattern", "alpha_pattern"):
@@ -82,7 +86,9 @@ def _pattern_error(text: str, flag: str) -> str | None:
     else:
         maximum = LARGEST
         expected = "a number above 0"
-    is_valid = name and 0 < value <= maximum and (value.is_integer() or flag != "rank_pattern")
+    is_valid = (
+        name and 0 < value <= maximum and (value.is_integer() or flag != "rank_pattern")
+    )
     if is_valid:
         return None
     return f"expected NAME={expected}"
@@ -104,9 +110,13 @@ class AdapterArgs:
         problems = []
         if not self.min_prompt_length <= self.prompt_length <= LARGEST_SIZE:
             bounds = f"at least {self.min_prompt_length} and at most {LARGEST_SIZE:,}"
-            problems.append(f"--adapter.prompt_length {self.prompt_length}: must be {bounds}")
+            problems.append(
+                f"--adapter.prompt_length {self.prompt_length}: must be {bounds}"
+            )
         if self.start_layer < 0:
-            problems.append(f"--adapter.start_layer {self.start_layer}: must not be negative")
+            problems.append(
+                f"--adapter.start_layer {self.start_layer}: must not be negative"
+            )
         return problems
 
 

@@ -149,7 +149,9 @@ def _is_valid(parser: ArgumentParser, word: str) -> bool:
     return True
 
 
-def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[str], list[str]]:
+def _read_argv(
+    argv: list[str], cls: type
+) -> tuple[list[tuple[str, str]], list[str], list[str]]:
     """Return the (name, value) pairs, the problems with the names, and the words to pass on to
     jsonargparse."""
     flag_types = types_of_flags(cls)
@@ -242,7 +244,9 @@ def method_name(cls: type) -> str:
     return next(name for name, args in FINETUNE.items() if args is cls)
 
 
-def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, str]], list[str]]:
+def _implied_flags(
+    values: dict[str, str], cls: type
+) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the flags that are implied, and problems: those of the resumed run, or the demo's if
     no model is named."""
     method = method_name(cls)
@@ -288,14 +292,18 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
     if "checkpoint_dir" in values:
         folder = values["checkpoint_dir"]
         if values.get("resume", "").lower() == "true" and run_dir.is_run(Path(folder)):
-            return [], [f"--resume continues the run in --out_dir: use --resume --out_dir {folder}"]
+            return [], [
+                f"--resume continues the run in --out_dir: use --resume --out_dir {folder}"
+            ]
         return ([], [])
     if values.get("objective") == "grpo":
         method = GRPO_DEMO
     return _read_config(DEMO / f"{method}.yaml", cls)
 
 
-def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, str]], list[str]]:
+def _read_config(
+    path: str | Path | None, cls: type
+) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the (name, value) pairs of a YAML file or of a recipe, and its problems."""
     if path is None:
         return [], ["--config needs a value: a YAML file of flags"]
@@ -409,7 +417,9 @@ def _config_problems(
     for name in unknown:
         problems.append(f"{path}: {unknown_flag(name, flag_types, brief[name], brief)}")
     # a file of another program: show all of it in litft's terms
-    if is_finetuning(flag_types) and any(translate_flag(name, all_texts[name]) for name in unknown):
+    if is_finetuning(flag_types) and any(
+        translate_flag(name, all_texts[name]) for name in unknown
+    ):
         parser = parser_of(cls)
 
         def accepts(name: str, text: str) -> bool:
@@ -417,7 +427,9 @@ def _config_problems(
 
         terms, notes = translate_config(entries, all_texts, flag_types, accepts)
         problems += [f"{path}: {note}" for note in notes]
-        problems.append(f"{path} in litft's terms, without what has no counterpart:\n\n{terms}\n")
+        problems.append(
+            f"{path} in litft's terms, without what has no counterpart:\n\n{terms}\n"
+        )
     if all_texts.get("resume") == "true" and "out_dir" not in entries:
         problems.append(f"{path}: resume continues the run in out_dir, which is missing")
     return problems
@@ -525,7 +537,9 @@ def _is_empty(value: Any, flag_type: Any) -> bool:
     )
 
 
-def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str, Any]) -> bool:
+def _accepts(
+    parser: ArgumentParser, name: str, text: str, flag_types: dict[str, Any]
+) -> bool:
     """Return whether a flag accepts a value."""
     if get_origin(flag_types[name]) is list:
         word = as_list(text, flag_types[name])

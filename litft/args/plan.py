@@ -53,7 +53,10 @@ class PrepareArgs:
     def problems(self) -> list[str]:
         """Return the problems of missing or invalid values."""
         problems = impossible_numbers(self) + self.data.problems()
-        for name, value in (("checkpoint_dir", self.checkpoint_dir), ("data.path", self.data.path)):
+        for name, value in (
+            ("checkpoint_dir", self.checkpoint_dir),
+            ("data.path", self.data.path),
+        ):
             if not value:
                 problems.append(f"--{name} is missing")
         return (
@@ -69,14 +72,18 @@ class PrepareArgs:
             return []
         path = Path(self.findings)
         if not path.parent.is_dir():
-            return [f"--findings {path}: the folder {path.parent} does not exist; create it"]
+            return [
+                f"--findings {path}: the folder {path.parent} does not exist; create it"
+            ]
         if path.is_dir():
             return [f"--findings {path}: this is a folder; name a file"]
         if path.is_file():
             with path.open(encoding="utf-8", errors="replace") as file:
                 beginning = file.read(len(FINDINGS_BEGINNING))
             if beginning not in ("", FINDINGS_BEGINNING):
-                return [f"--findings {path}: the file exists and has other content; name another"]
+                return [
+                    f"--findings {path}: the file exists and has other content; name another"
+                ]
         return []
 
 
@@ -176,7 +183,9 @@ class PlanArgs:
             if not getattr(self, name) > 0:
                 problems.append(f"--{name} {getattr(self, name)}: must be above 0")
         group_size = self.shard_size or self.devices
-        problems += sharding_problems(self.strategy, self.shard_size, self.devices, self.num_nodes)
+        problems += sharding_problems(
+            self.strategy, self.shard_size, self.devices, self.num_nodes
+        )
         if self.strategy == "hsdp" and max(group_size, self.devices) % min(
             group_size, self.devices
         ):
@@ -192,12 +201,34 @@ class PlanArgs:
                 f"{self.micro_batch_size}: too many tokens; lower one of them"
             )
         if self.budget is not None and not parse_size(self.budget):
-            problems.append(f"--budget {self.budget}: expected a size such as 24GiB or 80GB")
+            problems.append(
+                f"--budget {self.budget}: expected a size such as 24GiB or 80GB"
+            )
         if self.method == "full" and self.quantize != "none":
             problems.append(
                 f"--quantize {self.quantize}: full fine-tuning changes every weight; use another "
                 "method"
             )
+        problems += self._offloading_problems()
+        if self.longest and not self.budget:
+            problems.append(
+                "--longest needs --budget: the memory of the GPU, such as 24GiB"
+            )
+        for name in ("micro_batch_size", "max_seq_length"):
+            if self.longest and getattr(self, name):
+                problems.append(
+                    f"--{name}: --longest finds the length of one row; leave it out"
+                )
+        if self.method != "full" and self.precision == "bf16-true":
+            problems.append(
+                "--precision bf16-true applies only to full fine-tuning; other methods keep frozen "
+                "weights in bf16 anyway"
+            )
+        return problems
+
+    def _offloading_problems(self) -> list[str]:
+        """Return the problems of --cpu_offload."""
+        problems = []
         offloads_weights = self.cpu_offload == "parameters"
         if offloads_weights and (self.method == "full" or self.quantize != "none"):
             problems.append(
@@ -209,19 +240,12 @@ class PlanArgs:
                 f"--cpu_offload {self.cpu_offload}: offloaded blocks are recomputed; leave "
                 "--activation_checkpointing out"
             )
-        if self.cpu_offload == "activations" and self.activation_checkpointing == "elementwise":
+        if (
+            self.cpu_offload == "activations"
+            and self.activation_checkpointing == "elementwise"
+        ):
             problems.append(
                 "--activation_checkpointing elementwise: --cpu_offload activations moves all of "
                 "them; leave it out, or use selective or full"
-            )
-        if self.longest and not self.budget:
-            problems.append("--longest needs --budget: the memory of the GPU, such as 24GiB")
-        for name in ("micro_batch_size", "max_seq_length"):
-            if self.longest and getattr(self, name):
-                problems.append(f"--{name}: --longest finds the length of one row; leave it out")
-        if self.method != "full" and self.precision == "bf16-true":
-            problems.append(
-                "--precision bf16-true applies only to full fine-tuning; other methods keep frozen "
-                "weights in bf16 anyway"
             )
         return problems

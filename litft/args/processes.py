@@ -76,7 +76,11 @@ def is_first_process() -> bool:
     have no RANK yet."""
     # on several nodes without a launcher, the user gives each of them its NODE_RANK
     first_node = os.environ.get("NODE_RANK", "0") == "0"
-    return global_rank() == "0" and is_first_on_node() and (first_node or started_by() is not None)
+    return (
+        global_rank() == "0"
+        and is_first_on_node()
+        and (first_node or started_by() is not None)
+    )
 
 
 def process_counts(devices: int, nodes: int) -> tuple[int, int]:

@@ -43,15 +43,24 @@ class Sampling:
         # name: (whether the value is valid, what it must be)
         checks = {
             "temperature": (valid_temperature, "must lie in [0, 1000000]; 0 is greedy"),
-            "top_k": (self.top_k is None or self.top_k >= -1, "must be at least 1; 0 and -1: off"),
+            "top_k": (
+                self.top_k is None or self.top_k >= -1,
+                "must be at least 1; 0 and -1: off",
+            ),
             "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "must lie in [0, 1]"),
             "repetition_penalty": (
                 0.001 <= self.repetition_penalty <= 1000,
                 "must lie in [0.001, 1000]; 1 changes nothing",
             ),
-            "presence_penalty": (abs(self.presence_penalty) <= LARGEST_NUMBER, penalty_range),
-            "frequency_penalty": (abs(self.frequency_penalty) <= LARGEST_NUMBER, penalty_range),
+            "presence_penalty": (
+                abs(self.presence_penalty) <= LARGEST_NUMBER,
+                penalty_range,
+            ),
+            "frequency_penalty": (
+                abs(self.frequency_penalty) <= LARGEST_NUMBER,
+                penalty_range,
+            ),
         }
         problems = []
         for name, (is_valid, reason) in checks.items():

@@ -64,7 +64,9 @@ class ServeArgs(ModelArgs):
             problems += below_minimum(self, "", 2, "max_seq_length")
         problems += below_minimum(self, "", 0, "max_waiting")
         if self.batch_size > MAX_BATCH_SIZE:
-            problems.append(f"--batch_size {self.batch_size}: must be at most {MAX_BATCH_SIZE}")
+            problems.append(
+                f"--batch_size {self.batch_size}: must be at most {MAX_BATCH_SIZE}"
+            )
         for origin in self.cors_origin:
             # an origin is a scheme and a host, with or without a port, but without a path
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):

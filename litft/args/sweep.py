@@ -46,7 +46,9 @@ class SweepArgs:
             methods = ", ".join(FINETUNE)
             return [*problems, f"--method {self.method}: expected one of {methods}"]
         if not self.grid:
-            problems.append("--grid is missing: name flags with values, such as lora.r=8,32")
+            problems.append(
+                "--grid is missing: name flags with values, such as lora.r=8,32"
+            )
         elif not self.grid[0].partition("=")[0] or "=" not in self.grid[0]:
             problems.append(
                 f"--grid {self.grid[0]}: expected FLAG=VALUE,VALUE, such as lora.r=8,32"
@@ -64,12 +66,16 @@ class SweepArgs:
             flags = _together(name)
             for flag in flags:
                 if flag in OWN_FLAGS:
-                    problems.append(f"--grid {flag}: the sweep sets it itself; leave it out")
+                    problems.append(
+                        f"--grid {flag}: the sweep sets it itself; leave it out"
+                    )
                 elif flag not in known:
                     value = values[0] if values else ""
                     problems.append(f"--grid: {unknown_flag(flag, known, value, {})}")
                 elif flag in seen:
-                    problems.append(f"--grid {flag}: the flag is there twice; leave one out")
+                    problems.append(
+                        f"--grid {flag}: the flag is there twice; leave one out"
+                    )
                 seen.add(flag)
             problems += _value_problems(name, flags, values)
         return problems
@@ -139,4 +145,6 @@ def _divided(value: str, flags: list[str]) -> list[str]:
 
 def setting_name(setting: Setting) -> str:
     """Return a short name for a setting: each flag by its last word."""
-    return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in setting.items())
+    return ", ".join(
+        f"{name.rpartition('.')[2]}={value}" for name, value in setting.items()
+    )

@@ -30,8 +30,14 @@ def read_token_ids(config: dict[str, Any], folder: Path) -> list[int]:
     else:
         lists = [config_value]
     ids = lists[0]
-    are_valid = isinstance(ids, list) and all(type(i) is int and 0 <= i < 10**7 for i in ids)
-    if not are_valid or len(set(ids)) != len(ids) or any(other_ids != ids for other_ids in lists):
+    are_valid = isinstance(ids, list) and all(
+        type(i) is int and 0 <= i < 10**7 for i in ids
+    )
+    if (
+        not are_valid
+        or len(set(ids)) != len(ids)
+        or any(other_ids != ids for other_ids in lists)
+    ):
         reason = "must be a list of distinct token ids, the same for embedding and head"
         raise ValueError(
             f"{folder / ADAPTER_CONFIG}: trainable_token_indices {reason}; found "
@@ -57,7 +63,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
     config = read_object(path)
     if not isinstance(config.get("base_model_name_or_path") or "", str):
-        raise ValueError(f"{path}: base_model_name_or_path must be text; save the adapter again")
+        raise ValueError(
+            f"{path}: base_model_name_or_path must be text; save the adapter again"
+        )
     record_path = folder / ADAPTER_RECORD
     if record_path.is_file():
         # a file of its own, since PEFT warns of fields that it does not know

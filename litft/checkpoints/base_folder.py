@@ -38,7 +38,9 @@ def find_base(adapter: Path, base_dir: str | Path | None) -> Path:
     for path in candidates:
         if path.is_dir():
             return Path(os.path.normpath(path))
-    reason = f"{adapter}: its base model {base_name!r} is not a local folder; pass --base_dir"
+    reason = (
+        f"{adapter}: its base model {base_name!r} is not a local folder; pass --base_dir"
+    )
     revision = config.get("revision")
     # the hub comes last, since it means a download
     repo = hub_id(f"{base_name}@{revision}") if revision else hub_id(base_name)

@@ -73,7 +73,12 @@ def mappings_from_hf(
                 sources = rule.sources(name, match)
                 targets = tensor_names(rule, numbers)
                 mapping = TensorMapping(
-                    sources, targets, rule.from_hf, rule.to_hf, is_copy, isinstance(rule, Stack)
+                    sources,
+                    targets,
+                    rule.from_hf,
+                    rule.to_hf,
+                    is_copy,
+                    isinstance(rule, Stack),
                 )
                 mappings[rule, numbers] = mapping
             elif name not in mappings[rule, numbers].sources:

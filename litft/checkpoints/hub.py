@@ -30,7 +30,9 @@ PROCESSOR_FILES = (
 _ID = re.compile(rf"({HUB_NAME.pattern})(?:@((?!.*\.\.)\w[\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # terms of use
-_LICENSE_FILE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*|README\.md", re.IGNORECASE)
+_LICENSE_FILE = re.compile(
+    r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*|README\.md", re.IGNORECASE
+)
 _NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[\w-]+\.jinja")
 # in a downloaded folder, next to huggingface_hub's own files
 _ORIGIN_FILE = Path(".cache", "huggingface", "origin.json")
@@ -78,7 +80,11 @@ def files_to_transfer(names: list[str]) -> list[str]:
     }
     small_files = []
     for name in names:
-        if name in supported or _LICENSE_FILE.fullmatch(name) or _NAMED_TEMPLATE.fullmatch(name):
+        if (
+            name in supported
+            or _LICENSE_FILE.fullmatch(name)
+            or _NAMED_TEMPLATE.fullmatch(name)
+        ):
             small_files.append(name)
     # safetensors are preferred to pickles, and an adapter has weights of its own
     for stem in WEIGHTS[:2]:
@@ -90,7 +96,9 @@ def files_to_transfer(names: list[str]) -> list[str]:
     return small_files + [name for name in names if name == WEIGHTS[2]]
 
 
-def fetch(repo: HubId, token: str | None = None, folder: Path | None = None) -> tuple[Path, HubId]:
+def fetch(
+    repo: HubId, token: str | None = None, folder: Path | None = None
+) -> tuple[Path, HubId]:
     """Return the local folder of a model or an adapter, and its id pinned to a commit; download it
     if necessary.
 
@@ -114,7 +122,9 @@ def fetch(repo: HubId, token: str | None = None, folder: Path | None = None) -> 
                 or not (snapshot := _cached_snapshot(repo))
             ):
                 raise
-            print(f"the hub cannot be reached; using {repo} from {snapshot}", file=sys.stderr)
+            print(
+                f"the hub cannot be reached; using {repo} from {snapshot}", file=sys.stderr
+            )
             return snapshot, HubId(repo.name, snapshot.name)
         pinned = HubId(repo.name, info.sha)
         sizes = {str(file.rfilename): int(file.size or 0) for file in info.siblings}
@@ -160,7 +170,9 @@ def pin_dataset(repo: HubId) -> HubId:
         return repo
     hub = import_hub()
     try:
-        return HubId(repo.name, hub.HfApi().dataset_info(repo.name, revision=repo.revision).sha)
+        return HubId(
+            repo.name, hub.HfApi().dataset_info(repo.name, revision=repo.revision).sha
+        )
     except Exception as error:
         if not (isinstance(error, hub.errors.HfHubHTTPError) or _is_unreachable(error)):
             raise
@@ -195,7 +207,9 @@ def translate_hub_errors(repo: HubId) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError:
-        raise ValueError(f"{repo} is gated: accept its terms at {page} and {login}") from None
+        raise ValueError(
+            f"{repo} is gated: accept its terms at {page} and {login}"
+        ) from None
     except errors.RevisionNotFoundError:
         raise ValueError(
             f"{repo.name} has no revision {repo.revision!r}; see {page}/tree/main"
@@ -207,7 +221,9 @@ def translate_hub_errors(repo: HubId) -> Iterator[None]:
         ) from None
     except errors.RepositoryNotFoundError:
         reason = f"{repo.name} is neither a local folder nor a public repository on the hub"
-        raise ValueError(f"{reason}; check the spelling, or if it is private, {login}") from None
+        raise ValueError(
+            f"{reason}; check the spelling, or if it is private, {login}"
+        ) from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
@@ -218,7 +234,9 @@ def translate_hub_errors(repo: HubId) -> Iterator[None]:
     # HTTP libraries differ between versions of huggingface_hub, and so do their exceptions
     except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split())[:150]
-        if not (isinstance(error, errors.LocalEntryNotFoundError) or _is_unreachable(error)):
+        if not (
+            isinstance(error, errors.LocalEntryNotFoundError) or _is_unreachable(error)
+        ):
             if isinstance(error, OSError):  # an error of the disk
                 raise
             raise ValueError(
@@ -226,7 +244,8 @@ def translate_hub_errors(repo: HubId) -> Iterator[None]:
                 "HF_ENDPOINT"
             ) from None
         remedy = (
-            "check the network and try again (downloaded files are kept), or pass a local folder"
+            "check the network and try again (downloaded files are kept), "
+            "or pass a local folder"
         )
         raise ValueError(
             f"{repo}: {hub.constants.ENDPOINT} cannot be reached ({reason}); {remedy}"
@@ -303,7 +322,9 @@ def _weights_last(names: list[str]) -> list[list[str]]:
     return [group for group in (others, weights) if group]
 
 
-def _check_disk_space(folder: Path, names: list[str], sizes: dict[str, int], repo: HubId) -> None:
+def _check_disk_space(
+    folder: Path, names: list[str], sizes: dict[str, int], repo: HubId
+) -> None:
     """Raise ValueError if the remaining files do not fit on the disk."""
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     # a snapshot has links to blobs, which must not count twice

@@ -22,7 +22,9 @@ _LAYER = r".*?\.[^.]*\.(?P<index>\d+)\."  # finds the first number in a name
 _REMEDY = "use the config that was saved with the tensors"
 
 
-def check_coverage(config: dict[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
+def check_coverage(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], folder: Path
+) -> None:
     """Raise ValueError if the config leaves out a module of the file, or says another rank or
     variant for it."""
     modules = _module_ranks(config, tensors)
@@ -50,7 +52,9 @@ def check_coverage(config: dict[str, Any], tensors: Mapping[str, Tensor], folder
         )
 
 
-def matching_pattern(config: dict[str, Any], field: str, name: str, default: float) -> float:
+def matching_pattern(
+    config: dict[str, Any], field: str, name: str, default: float
+) -> float:
     """Return the value of the first expression of alpha_pattern or rank_pattern that matches the
     end of a module's name."""
     for expression, value in (config.get(field) or {}).items():
@@ -103,7 +107,9 @@ def _is_targeted(module: str, config: dict[str, Any]) -> bool:
         return True
     patterns = config.get("layers_pattern") or []
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    expressions = [rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\." for pattern in patterns] or [_LAYER]
+    expressions = [rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\." for pattern in patterns] or [
+        _LAYER
+    ]
     for expression in expressions:
         match = _search(expression, module, "layers_pattern")
         if match:

@@ -82,16 +82,19 @@ def write_adapter(
     # parameters trained in full, and rows of new tokens
     adapted = {target.name for target in fused}
     trained = _peft_tensors(adapter.trained, rules, adapted)
-    # PEFT expects a copy for the tied head too
     if _trains_tied_embedding(adapter, model):
-        trained[f"{targets['lm_head'].name}.weight"] = adapter.trained["embed.weight"].clone()
+        trained |= _tied_head(adapter, targets)
     for name, rows in adapter.token_rows.items():
         tensors[f"{targets[name.partition('.')[0]].name}.{TOKEN_ROWS}"] = rows
 
     # the config
-    config = _lora_config(fused, targets, names) | _extra_config(adapter, model, rules, targets)
+    config = _lora_config(fused, targets, names) | _extra_config(
+        adapter, model, rules, targets
+    )
     if "modules_to_save" in config:
-        config["modules_to_save"] = [names.of(module) for module in config["modules_to_save"]]
+        config["modules_to_save"] = [
+            names.of(module) for module in config["modules_to_save"]
+        ]
     config |= settings
     # PEFT does not know which rows of a whole table are new, so litft's record says it
     if vocabulary.tables or (adapter.tokens and not adapter.token_rows):
@@ -151,11 +154,15 @@ def _vocabulary(
         return plain
     written = _WrittenVocabulary(dict(adapter.factors), dict(adapter.trained), {})
     for name in TABLES:
-        rows = adapter.token_rows.get(f"{name}.token_rows", adapter.token_rows["embed.token_rows"])
+        rows = adapter.token_rows.get(
+            f"{name}.token_rows", adapter.token_rows["embed.token_rows"]
+        )
         weight = f"{name}.weight"
         # a table that is trained in full takes the rows
         if weight in written.trained:
-            written.trained[weight] = _with_rows(written.trained[weight], adapter.tokens, rows)
+            written.trained[weight] = _with_rows(
+                written.trained[weight], adapter.tokens, rows
+            )
             continue
         if (
             name == "lm_head"
@@ -173,11 +180,16 @@ def _vocabulary(
             continue
         written.tables[f"{targets[name].name}.base_layer.weight"] = table
         lora = written.factors[name]
-        zeros = table.new_zeros(len(adapter.tokens), lora.a.size(0))  # no update of these rows
+        # no update of these rows
+        zeros = table.new_zeros(len(adapter.tokens), lora.a.size(0))
         if targets[name].embedding:
-            written.factors[name] = lora._replace(a=_with_rows(lora.a.mT, adapter.tokens, zeros).mT)
+            written.factors[name] = lora._replace(
+                a=_with_rows(lora.a.mT, adapter.tokens, zeros).mT
+            )
         else:
-            written.factors[name] = lora._replace(b=_with_rows(lora.b, adapter.tokens, zeros))
+            written.factors[name] = lora._replace(
+                b=_with_rows(lora.b, adapter.tokens, zeros)
+            )
     return written
 
 
@@ -199,7 +211,9 @@ def _with_rows(table: Tensor, ids: list[int], rows: Tensor) -> Tensor:
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     """Write the two files of an adapter folder."""
-    cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    cpu_tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
+    }
     write_file(cpu_tensors, folder / ADAPTER_WEIGHTS)
     write_adapter_config(folder, config)
 
@@ -290,6 +304,11 @@ def _trains_tied_embedding(adapter: LoraAdapter, model: GPT) -> bool:
     return model.config.tied and not adapter.untied and "embed.weight" in adapter.trained
 
 
+def _tied_head(adapter: LoraAdapter, targets: dict[str, PeftTarget]) -> dict[str, Tensor]:
+    """Return the copy of the embedding that PEFT expects for the tied head, too."""
+    return {f"{targets['lm_head'].name}.weight": adapter.trained["embed.weight"].clone()}
+
+
 def _peft_tensors(
     trained: dict[str, Tensor], rules: list[Rule], adapted: set[str]
 ) -> dict[str, Tensor]:
@@ -303,7 +322,8 @@ def _peft_tensors(
             strict=True,
         ):
             module, _, leaf = hf_name.rpartition(".")
-            peft_tensors[f"{module}.base_layer.{leaf}" if module in adapted else hf_name] = tensor
+            name = f"{module}.base_layer.{leaf}" if module in adapted else hf_name
+            peft_tensors[name] = tensor
     return peft_tensors
 
 

@@ -25,7 +25,12 @@ from litft.checkpoints.peft_format import (
     peft_keys,
 )
 from litft.checkpoints.peft_names import PREFIX, text_name
-from litft.checkpoints.peft_tables import AdapterReading, split_key, take_vocabulary, update_scale
+from litft.checkpoints.peft_tables import (
+    AdapterReading,
+    split_key,
+    take_vocabulary,
+    update_scale,
+)
 from litft.checkpoints.peft_targets import (
     LoraWeights,
     PeftTarget,
@@ -40,7 +45,9 @@ from litft.model.transformer import GPT
 # dim, V vocabulary of the base, W that of the adapter
 
 
-def read_adapter(folder: Path, model: GPT, rules: list[Rule], read_base: ReadBase) -> LoraAdapter:
+def read_adapter(
+    folder: Path, model: GPT, rules: list[Rule], read_base: ReadBase
+) -> LoraAdapter:
     """Read an adapter folder written by litft or PEFT.
 
     model: the base network, on the meta device. rules: for PEFT's names of its modules. Raises
@@ -131,7 +138,9 @@ class _Parts:
 
     targets: dict[PeftTarget, dict[str, Tensor]] = field(default_factory=dict)
     # before transformers 5 each expert was a module: litft name -> (expert, module) -> its tensors
-    experts: dict[str, dict[tuple[int, str], dict[str, Tensor]]] = field(default_factory=dict)
+    experts: dict[str, dict[tuple[int, str], dict[str, Tensor]]] = field(
+        default_factory=dict
+    )
     # trained parameters of the base, by their names in it
     base: dict[str, Tensor] = field(default_factory=dict)
 
@@ -150,9 +159,10 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
             continue
         # a parameter of the base, which PEFT names after its own wrapper
         if leaf is None:
-            parts.base[module.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = (
-                tensor
+            base_name = module.replace(".base_layer.", ".").replace(
+                ".modules_to_save.", "."
             )
+            parts.base[base_name] = tensor
             continue
         # a stack of experts that is adapted as a parameter
         if module in parameter_keys:
@@ -171,13 +181,17 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
             raise ValueError(f"{reading.path}: {reason}; pass --base_dir with another base")
         if targets[name].experts:
             expert = mappings[0].sources.index(f"{module}.weight")
-            parts.experts.setdefault(name, {}).setdefault((expert, module), {})[leaf] = tensor
+            parts.experts.setdefault(name, {}).setdefault((expert, module), {})[leaf] = (
+                tensor
+            )
         else:
             parts.targets.setdefault(targets[name], {})[leaf] = tensor
     return parts
 
 
-def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: AdapterReading) -> LoraWeights:
+def _weights(
+    target: PeftTarget, parts: dict[str, Tensor], reading: AdapterReading
+) -> LoraWeights:
     """Return the update of a target.
 
     One that began as a part of the base's weight has that part subtracted from it.
@@ -208,10 +222,14 @@ def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: AdapterReadi
     weights = [reading.read_base(f"{name}.weight").float() for name in target.linears]
     weight = target.row_rule.join_rows(weights)  # (out, in)
     a0, b0 = _initial_factors(weight, rank, scale, init)
-    return LoraWeights(torch.cat((a, a0)), torch.cat((b, -b0), dim=1), scale, parts.get("m"))
+    return LoraWeights(
+        torch.cat((a, a0)), torch.cat((b, -b0), dim=1), scale, parts.get("m")
+    )
 
 
-def _initial_factors(weight: Tensor, rank: int, scale: float, init: str) -> tuple[Tensor, Tensor]:
+def _initial_factors(
+    weight: Tensor, rank: int, scale: float, init: str
+) -> tuple[Tensor, Tensor]:
     """Return A (R, in) and B (out, R) that PEFT begins with: PiSSA (arXiv 2404.02948) or OLoRA
     (2406.01775)."""
     if init == "olora":
@@ -250,7 +268,9 @@ def _trained_parameters(
 
 
 def _check_complete(
-    factors: dict[str, LoraWeights], base_tensors: dict[str, Tensor], reading: AdapterReading
+    factors: dict[str, LoraWeights],
+    base_tensors: dict[str, Tensor],
+    reading: AdapterReading,
 ) -> None:
     """Raise ValueError if tensors are missing that the config or the other tensors require."""
     path = reading.path
@@ -263,7 +283,8 @@ def _check_complete(
     # in PEFT's config, DoRA is for all modules or for none
     if 0 < len(without_magnitudes) < len(factors):
         reason = (
-            f"DoRA needs a lora_magnitude_vector for every module, {without_magnitudes[0]} has none"
+            "DoRA needs a lora_magnitude_vector for every module, "
+            f"{without_magnitudes[0]} has none"
         )
         raise ValueError(f"{path}: {reason}; copy it again")
     for module in reading.saved:
@@ -274,7 +295,9 @@ def _check_complete(
 
 
 def _stack_experts(
-    name: str, expert_parts: dict[tuple[int, str], dict[str, Tensor]], reading: AdapterReading
+    name: str,
+    expert_parts: dict[tuple[int, str], dict[str, Tensor]],
+    reading: AdapterReading,
 ) -> LoraWeights:
     """Stack the LoRA weights of single experts; experts without an adapter get zeros."""
     linear = reading.model.get_submodule(name)
@@ -295,7 +318,9 @@ def _stack_experts(
         if rank == 0 or shapes != expected:
             wanted = f"(R, {linear.in_features}) and ({linear.out_features}, R)"
             reason = f"{module} should be {wanted}, found {shapes}"
-            raise ValueError(f"{reading.path}: the adapter does not fit its base model: {reason}")
+            raise ValueError(
+                f"{reading.path}: the adapter does not fit its base model: {reason}"
+            )
         if not all(tensor.isfinite().all() for tensor in parts.values()):
             raise ValueError(f"{reading.path}: {module} contains NaN or infinity")
         a[expert, :rank] = parts["a"]

@@ -29,7 +29,11 @@ _LEAVES = {
 }
 # endings under which PEFT saves a table of the
 # vocabulary that is not trained, or not trained in full
-_FROZEN_TABLES = ("base_layer.weight", "token_adapter.base_layer.weight", "original_module.weight")
+_FROZEN_TABLES = (
+    "base_layer.weight",
+    "token_adapter.base_layer.weight",
+    "original_module.weight",
+)
 # the share of a table's rows from which on the table was trained, not single rows
 MOST_ROWS = 0.1
 _SAVED_TABLE = "modules_to_save.weight"
@@ -123,7 +127,9 @@ def take_vocabulary(tensors: dict[str, Tensor], reading: AdapterReading) -> Voca
             _add_update(rows, name, tensors, reading)
         _add_other_rows(rows, name, vocabulary.ids, tensors, reading)
         _check_rows(rows, vocabulary.ids, reading)
-        vocabulary.rows[f"{name}.token_rows"] = torch.cat([rows[token] for token in vocabulary.ids])
+        vocabulary.rows[f"{name}.token_rows"] = torch.cat(
+            [rows[token] for token in vocabulary.ids]
+        )
     return vocabulary
 
 
@@ -134,7 +140,9 @@ def _add_update(
     it to all rows."""
     # the factors have been fitted to the base's vocabulary
     known = [token for token in rows if token < reading.model.config.vocab_size]
-    if not known or not _are_factors(tensors, _factor_keys(tensors, reading.targets[name].name)):
+    if not known or not _are_factors(
+        tensors, _factor_keys(tensors, reading.targets[name].name)
+    ):
         return
     table = reading.read_base(base_table(name, reading.model)).float().clone()
     for token in known:
@@ -157,7 +165,8 @@ def _updated_table(
         return table
     if "m" in factors or (reading.init and not target.embedding):
         reason = (
-            f"{target.name} has LoRA that changes all rows, beside trained rows of the other table"
+            f"{target.name} has LoRA that changes all rows, beside trained "
+            "rows of the other table"
         )
         raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
     return _with_update(table, target, tensors, reading)
@@ -216,7 +225,9 @@ def _take_table(tensors: dict[str, Tensor], module: str) -> Tensor | None:
     return table
 
 
-def _fit_table(name: str, tensors: dict[str, Tensor], reading: AdapterReading) -> dict[int, Tensor]:
+def _fit_table(
+    name: str, tensors: dict[str, Tensor], reading: AdapterReading
+) -> dict[int, Tensor]:
     """Make table and factors of the embedding or the head fit the base's vocabulary.
 
     Returns the rows (1, C) that the base does not have, by token: those beyond its vocabulary, and
@@ -337,7 +348,9 @@ def _check_table(
     what = f"{target.name} is resized from {size} to {width} rows"
     remedy = "merge the adapter in PEFT, or save it with save_embedding_layers=True"
     if table is None or len(table) != width:
-        raise ValueError(f"{reading.path}: {what}, but the file has no table with them; {remedy}")
+        raise ValueError(
+            f"{reading.path}: {what}, but the file has no table with them; {remedy}"
+        )
     if has_magnitudes:
         raise ValueError(
             f"{reading.path}: {what}, with DoRA's magnitudes over all of them; {remedy}"

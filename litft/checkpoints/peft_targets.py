@@ -55,7 +55,9 @@ class PeftTarget:
     def row_rule(self) -> Rename | Split | Interleave:
         """The rule, as one that splits and joins the rows of the Linears; some of llama.cpp's do
         not."""
-        assert isinstance(self.rule, (Rename, Split, Interleave)), f"{self.name}: {self.rule}"
+        assert isinstance(self.rule, (Rename, Split, Interleave)), (
+            f"{self.name}: {self.rule}"
+        )
         return self.rule
 
     @property
@@ -99,7 +101,9 @@ class PeftTarget:
             b = b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
         return LoraWeights(a.contiguous(), b.contiguous(), scale, m)
 
-    def _block_diagonal(self, factors: dict[str, LoraWeights], a: Tensor, scale: float) -> Tensor:
+    def _block_diagonal(
+        self, factors: dict[str, LoraWeights], a: Tensor, scale: float
+    ) -> Tensor:
         """Return the B of all Linears for their stacked A's, (..., out, sum of ranks); `scale` is
         that of the pair."""
         loras = [factors[name] for name in self.linears if name in factors]
@@ -138,7 +142,9 @@ class PeftTarget:
         if m is None:
             magnitudes = [None] * len(self.linears)
         else:
-            magnitudes = [part.squeeze(-1) for part in self.row_rule.split_rows(m[..., None])]
+            magnitudes = [
+                part.squeeze(-1) for part in self.row_rule.split_rows(m[..., None])
+            ]
         factors = {}
 
         # B is zero before training, and then does not tell which ranks belong to a Linear
@@ -194,7 +200,11 @@ def peft_targets(model: GPT, rules: list[Rule]) -> dict[str, PeftTarget]:
         hf_name = hf_tensor_name(rule, numbers).removesuffix(".weight")
         # routers are parameters in transformers; PEFT takes modules with the names of MLPs for
         # experts, and drops them
-        is_mlp = has_experts and hf_name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+        is_mlp = has_experts and hf_name.rpartition(".")[2] in (
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        )
         targets[name] = PeftTarget(
             name=hf_name,
             linears=linears,

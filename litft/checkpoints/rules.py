@@ -298,7 +298,24 @@ class KeysAndValues:
 
 
 # Values of FP4 E2M1, indexed by bit pattern (OCP Microscaling Formats 1.0, section 5.3.3)
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4 = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)
 
 
 @dataclass(frozen=True)
@@ -326,7 +343,9 @@ class Dequantize:
         blocks, scales = tensors
         table = torch.tensor(FP4, dtype=torch.bfloat16, device=blocks.device)
         # the lower four bits of a byte are the first value: (..., I / 32, 16, 2)
-        pairs = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), dim=-1)
+        pairs = torch.stack(
+            (table[(blocks & 15).int()], table[(blocks >> 4).int()]), dim=-1
+        )
         # scales are exponents with a bias of 127 (E8M0)
         values = torch.ldexp(pairs.flatten(-2), scales[..., None].int() - 127)
         return self.rule.from_hf([values.flatten(-2).bfloat16()])
@@ -340,7 +359,9 @@ class Dequantize:
                 f"config.json: MXFP4 needs a multiple of 32 columns, {self.rule.hf_name} has "
                 f"{columns}; download it again"
             )
-        blocks = tensors[0].new_empty((*rows, columns // 32, 16), dtype=torch.uint8, device="meta")
+        blocks = tensors[0].new_empty(
+            (*rows, columns // 32, 16), dtype=torch.uint8, device="meta"
+        )
         return [blocks, blocks[..., 0]]
 
     def sources(self, name: str, match: re.Match) -> tuple[str, ...]:

@@ -95,7 +95,9 @@ def find_stored_weights(
     method = settings.get("quant_method")
     if method == "compressed-tensors":
         packed = dict(_packed_weights(metas, settings))
-        return packed | dict(_fp8_weights(metas, settings.get("weight_block_size") or (128, 128)))
+        return packed | dict(
+            _fp8_weights(metas, settings.get("weight_block_size") or (128, 128))
+        )
     if method == "fp8":
         return dict(_fp8_weights(metas, settings.get("weight_block_size") or (128, 128)))
     if method in ("gptq", "awq"):
@@ -120,7 +122,9 @@ def _fp8_weights(
                 if isinstance(scale_meta, Tensor) and scale_meta.dtype == torch.float32:
                     dtype = torch.float32
             else:
-                raise ValueError(f"{name} is stored in FP8, but its scale is missing; {_AGAIN}")
+                raise ValueError(
+                    f"{name} is stored in FP8, but its scale is missing; {_AGAIN}"
+                )
             # scales of activations, which the dequantized weight does not need
             unused = {}
             for s in ("input_scale", "activation_scale"):
@@ -154,7 +158,9 @@ def _check_fp8_scale(name: str, scale: Any, weight: Tensor, block: Iterable[int]
         )
     if tuple(scale.shape) not in shapes:
         expected = f"one number, {(rows, 1)} or {blocks}"
-        raise ValueError(f"{name}: expected shape {expected}, found {tuple(scale.shape)}; {_AGAIN}")
+        raise ValueError(
+            f"{name}: expected shape {expected}, found {tuple(scale.shape)}; {_AGAIN}"
+        )
 
 
 def _check_part(
@@ -170,7 +176,9 @@ def _check_part(
             f"{_AGAIN}"
         )
     if tuple(meta.shape) != shape:
-        raise ValueError(f"{name}: expected shape {shape}, found {tuple(meta.shape)}; {_AGAIN}")
+        raise ValueError(
+            f"{name}: expected shape {shape}, found {tuple(meta.shape)}; {_AGAIN}"
+        )
     return meta
 
 
@@ -180,7 +188,9 @@ def _dtype_of(meta: Any) -> str:
     return str(meta)
 
 
-def _call(function: Callable[..., Tensor], tensors: dict[str, Tensor], **settings: Any) -> Tensor:
+def _call(
+    function: Callable[..., Tensor], tensors: dict[str, Tensor], **settings: Any
+) -> Tensor:
     return function(**tensors, **settings)
 
 
@@ -195,11 +205,12 @@ def dequantize_fp8(
     of (block[0], block[1])."""
     scale = scale.float()
     # one number or one a row broadcasts as it is; one a block is repeated over its block
-    if scale.dim() == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, weight.size(0))):
+    if scale.dim() == 2 and (
+        scale.shape[1] > 1 or scale.shape[0] not in (1, weight.size(0))
+    ):
         rows, columns = weight.shape
-        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[
-            :, :columns
-        ]
+        scale = scale.repeat_interleave(block[0], 0)[:rows]
+        scale = scale.repeat_interleave(block[1], 1)[:, :columns]
     return (weight.float() * scale).to(dtype)
 
 
@@ -270,7 +281,9 @@ def _check_packed_parts(
             raise ValueError(f"{parts['shape']}: expected two whole numbers; {_AGAIN}")
     if "zero_point" in parts:
         packed_zeros = (-(-outputs * bits // 32), groups)
-        _check_part(parts["zero_point"], metas[parts["zero_point"]], torch.int32, packed_zeros)
+        _check_part(
+            parts["zero_point"], metas[parts["zero_point"]], torch.int32, packed_zeros
+        )
     return scale.dtype
 
 
@@ -348,7 +361,11 @@ def _integer_weights(
             outputs = meta.shape[1]
             inputs = meta.shape[0] * packed
             dequantize = partial(
-                _call, dequantize_gptq, bits=bits, v1=is_first_version, name=parts.get("g_idx", "")
+                _call,
+                dequantize_gptq,
+                bits=bits,
+                v1=is_first_version,
+                name=parts.get("g_idx", ""),
             )
         else:
             outputs = meta.shape[1] * packed
@@ -363,7 +380,10 @@ def _integer_weights(
             groups = 1
         scales = _check_part(parts["scales"], scales, None, (groups, outputs))
         _check_part(
-            parts["qzeros"], metas[parts["qzeros"]], torch.int32, (groups, outputs // packed)
+            parts["qzeros"],
+            metas[parts["qzeros"]],
+            torch.int32,
+            (groups, outputs // packed),
         )
 
         # with g_idx, groups may have any size and order; otherwise all have the same size
@@ -372,7 +392,10 @@ def _integer_weights(
         elif groups == 0 or inputs % groups:
             reason = f"{groups} groups do not divide the {inputs} input features"
             raise ValueError(f"{parts['scales']}: {reason}; {_AGAIN}")
-        yield f"{stem}weight", StoredWeight(parts, (outputs, inputs), scales.dtype, dequantize)
+        yield (
+            f"{stem}weight",
+            StoredWeight(parts, (outputs, inputs), scales.dtype, dequantize),
+        )
 
 
 def dequantize_gptq(
@@ -392,7 +415,9 @@ def dequantize_gptq(
     scales: (G, O). g_idx: (I,), the group of each input feature; None: consecutive groups of equal
     size. name: of g_idx, for the ValueError if it names a group that does not exist.
     """
-    if g_idx is not None and not (int(g_idx.min()) >= 0 and int(g_idx.max()) < scales.size(0)):
+    if g_idx is not None and not (
+        int(g_idx.min()) >= 0 and int(g_idx.max()) < scales.size(0)
+    ):
         raise ValueError(
             f"{name}: expected groups from 0 to {scales.size(0) - 1}, found others; {_AGAIN}"
         )
@@ -408,7 +433,9 @@ def dequantize_gptq(
     return (scales.float()[groups] * (values.mT - zeros[groups])).mT.to(scales.dtype)
 
 
-def dequantize_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, **unused: Tensor) -> Tensor:
+def dequantize_awq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, **unused: Tensor
+) -> Tensor:
     """Return the weight (O, I) of AWQ (arXiv 2306.00978). qweight: (I, O / 8) int32; qzeros: (G, O
     / 8); scales: (G, O)."""
     # from the order of the bits to the order of the columns

@@ -69,7 +69,9 @@ class Checkpoint:
         stored_parts = set()
         for weight in self._stored.values():
             stored_parts.update(weight.parts.values())
-        return sorted((self._file_of.keys() - statistics - stored_parts) | self._stored.keys())
+        return sorted(
+            (self._file_of.keys() - statistics - stored_parts) | self._stored.keys()
+        )
 
     config_name = "config.json"  # what says which tensors there must be
     mismatch_remedy = (
@@ -163,10 +165,13 @@ class Checkpoint:
         packed = {}
         for name in self._file_of:
             # bitsandbytes appends suffixes to the weight's name (4 bits) or to the module's (int8)
-            stem, _, _ = name.rpartition(".weight.") if ".weight." in name else name.rpartition(".")
+            stem, _, _ = (
+                name.rpartition(".weight.") if ".weight." in name else name.rpartition(".")
+            )
             suffix = name.removeprefix(f"{stem}.")
             if suffix in (*STATES, *STATISTICS) and f"{stem}.weight" in self._file_of:
-                packed.setdefault(f"{stem}.weight", {"weight": f"{stem}.weight"})[suffix] = name
+                parts = packed.setdefault(f"{stem}.weight", {"weight": f"{stem}.weight"})
+                parts[suffix] = name
         return packed
 
     def _read_stored(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
@@ -197,7 +202,9 @@ class Checkpoint:
         num_rows, num_columns = self.meta(name).shape
         for start in range(0, num_rows, ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE), slice(0, num_columns)
-            if not torch.equal(self.read(name, part).float(), self.read(other, part).float()):
+            if not torch.equal(
+                self.read(name, part).float(), self.read(other, part).float()
+            ):
                 return False
         return True
 
@@ -250,7 +257,12 @@ def _read_metas(handle) -> dict[str, Tensor | str]:
     return metas
 
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 _DTYPES |= {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -258,7 +270,11 @@ _DTYPES |= {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-_DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_DTYPES |= {
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -272,8 +288,12 @@ def _weight_files(folder: Path) -> list[Path]:
     )
     remedy = "download the whole folder, or rename the file"
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        remedy = "download the whole folder (scripts/plan.py plans a run without the weights)"
-    if list(folder.glob("consolidated*.pth")) or list(folder.glob("consolidated*.safetensors")):
+        remedy = (
+            "download the whole folder (scripts/plan.py plans a run without the weights)"
+        )
+    if list(folder.glob("consolidated*.pth")) or list(
+        folder.glob("consolidated*.safetensors")
+    ):
         remedy = (
             "these are in the original layout of Meta or Mistral; download the folder in Hugging "
             "Face format"
@@ -289,10 +309,15 @@ def _indexed_files(index: Path) -> list[Path]:
     folder."""
     try:
         shards = sorted(
-            {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+            {
+                str(name)
+                for name in json.loads(index.read_text("utf-8"))["weight_map"].values()
+            }
         )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{index} is not a valid index ({error!r}); download it again") from None
+        raise ValueError(
+            f"{index} is not a valid index ({error!r}); download it again"
+        ) from None
     if not shards:
         raise ValueError(f"{index} lists no files; download it again")
     # an index may come from anywhere: it must not lead to files outside of its folder
@@ -355,7 +380,11 @@ def _open_pickle(path: Path) -> dict[str, Tensor]:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a dense tensor of numbers."""
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+    )
 
 
 def check_weights(
@@ -408,7 +437,9 @@ def _tensor_problems(checkpoint: Checkpoint, name: str, expected: Tensor) -> lis
     meta = checkpoint.meta(name)
     shape = tuple(expected.shape)
     if meta.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return [f"{name}: stored as {meta.dtype}, which is quantized; download the folder in bf16"]
+        return [
+            f"{name}: stored as {meta.dtype}, which is quantized; download the folder in bf16"
+        ]
     if not expected.is_floating_point() and meta.dtype != expected.dtype:
         return [f"{name}: stored as {meta.dtype}, but litft expects {expected.dtype}"]
     if meta.is_floating_point() != expected.is_floating_point():
@@ -475,7 +506,9 @@ def load_weights(
         else:
             # quantized here, or converted together with others: this needs the whole tensors
             tensors = mapping.convert([checkpoint.read(name) for name in mapping.sources])
-            for name, module, tensor in zip(mapping.targets, quantized, tensors, strict=True):
+            for name, module, tensor in zip(
+                mapping.targets, quantized, tensors, strict=True
+            ):
                 if module is not None:
                     module.fill(
                         # stacked experts (E, out, in) are quantized as one matrix
@@ -488,7 +521,9 @@ def load_weights(
                     placement.copy_in(name, model.get_parameter(name), tensor.__getitem__)
 
 
-def _read_part(checkpoint: Checkpoint, mapping: TensorMapping, slices: tuple[slice, ...]) -> Tensor:
+def _read_part(
+    checkpoint: Checkpoint, mapping: TensorMapping, slices: tuple[slice, ...]
+) -> Tensor:
     """Read a slice of the only target of a mapping."""
     # copies and stacks are read in part; any other conversion needs its whole sources
     if mapping.is_copy:

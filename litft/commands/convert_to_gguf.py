@@ -30,5 +30,8 @@ def write(args: GgufExportArgs) -> Path:
     if args.merge:
         modelfile = quote(str(out / "Modelfile"))
         model = quote(str(out / file_names[0]))
-        print(f"next: ollama create mine -f {modelfile}, or llama-cli -m {model}", file=sys.stderr)
+        print(
+            f"next: ollama create mine -f {modelfile}, or llama-cli -m {model}",
+            file=sys.stderr,
+        )
     return out

@@ -35,11 +35,15 @@ def export(args: ExportArgs) -> Path:
         for name in ("quantize", "precision"):
             if name in settings:
                 litft_settings[name] = settings[name]
-        method.write(partial, source, values, record | {"litft": record["litft"] | litft_settings})
+        method.write(
+            partial, source, values, record | {"litft": record["litft"] | litft_settings}
+        )
         if tokenizer:
             copy_tokenizer(tokenizer, partial)
         check_written(partial, source)
 
     out = write_folder(args.target_dir, fill)
-    print(f"exported {trained.path} to {out} (an adapter for {source.base})", file=sys.stderr)
+    print(
+        f"exported {trained.path} to {out} (an adapter for {source.base})", file=sys.stderr
+    )
     return out

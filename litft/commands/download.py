@@ -30,7 +30,8 @@ def download(args: DownloadArgs) -> Path:
         )
     folder, pinned = fetch(repo, args.token, out)
     print(
-        f"downloaded {pinned}; pass this folder, or that id, as --checkpoint_dir:", file=sys.stderr
+        f"downloaded {pinned}; pass this folder, or that id, as --checkpoint_dir:",
+        file=sys.stderr,
     )
     print(folder)
     return folder

@@ -112,9 +112,12 @@ def _check_metrics(metrics: Mapping[str, Metric]) -> None:
         raise ValueError("metrics: expected functions by name, such as {'rouge': rouge}")
     scores = {score for objective in OBJECTIVES.values() for score in objective.scores}
     for name in metrics:
-        is_taken = name in {*COLUMNS, *INTERNAL, *scores, "validation_loss"} or name.startswith(
-            "val_"
-        )
+        is_taken = name in {
+            *COLUMNS,
+            *INTERNAL,
+            *scores,
+            "validation_loss",
+        } or name.startswith("val_")
         if is_taken or not name.isidentifier():
             raise ValueError(
                 f"metrics: {name!r} cannot be a column of metrics.csv; choose another name, such "
@@ -225,7 +228,10 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
         kind=kind,
         completion_tokens=setup.objective.completion_tokens,
     )
-    for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
+    for flag, value in (
+        ("--eval.patience", args.eval.patience),
+        ("--save.best", args.save.best),
+    ):
         if value and not len(data.val):
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")

@@ -61,7 +61,9 @@ def run_generation(args: GenerateArgs) -> None:
         _print_one(session.tokenizer, prompts[0], chunks)
         return
 
-    answers = completed_in_order(session.tokenizer, prompts[num_done:], chunks, args.num_samples)
+    answers = completed_in_order(
+        session.tokenizer, prompts[num_done:], chunks, args.num_samples
+    )
     if args.prompts:
         write_settings(args)
         _write_all(args, records[num_done:], answers)
@@ -138,11 +140,15 @@ def _print_all(num_samples: int, answers: Iterator[FinishedAnswer]) -> None:
     """Print several answers one by one as they complete."""
     for answer in answers:
         print(
-            f"--- {answer.number + 1} of {num_samples}: {answer.stats}", file=sys.stderr, flush=True
+            f"--- {answer.number + 1} of {num_samples}: {answer.stats}",
+            file=sys.stderr,
+            flush=True,
         )
         if answer.parsed.reasoning:
             print(answer.parsed.reasoning, file=sys.stderr, flush=True)
-        calls = [json.dumps(call_entry(call), ensure_ascii=False) for call in answer.parsed.calls]
+        calls = [
+            json.dumps(call_entry(call), ensure_ascii=False) for call in answer.parsed.calls
+        ]
         print("\n".join(filter(None, [answer.parsed.content, *calls])), flush=True)
 
 
@@ -155,7 +161,11 @@ def _write_all(
     tokens = 0
     mode = "a" if args.resume else "w"
     # with --resume, the file holds only whole lines of this run, see `count_finished`
-    with open(args.out, mode, encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
+    with (
+        open(args.out, mode, encoding="utf-8")
+        if args.out
+        else nullcontext(sys.stdout) as out
+    ):
         fields: list[dict[str, Any]] = []
         for answer in answers:
             fields.append(answer.fields())
@@ -166,14 +176,19 @@ def _write_all(
             # count from the first prompt without answers
             index = answer.number // args.num_samples
             if sys.stderr.isatty():
-                print(f"\r{index + 1} of {len(records)}", end="", file=sys.stderr, flush=True)
+                print(
+                    f"\r{index + 1} of {len(records)}", end="", file=sys.stderr, flush=True
+                )
             line = records[index] | _answer_fields(fields)
             print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
             fields = []
     seconds = time.perf_counter() - start
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr)
-    print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+    print(
+        f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s",
+        file=sys.stderr,
+    )
 
 
 def _answer_fields(answers: list[dict[str, Any]]) -> dict[str, Any]:

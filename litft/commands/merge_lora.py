@@ -68,4 +68,6 @@ def _read(folder: str, args: MergeArgs) -> _Adapter:
             f"{source.folder} is not an adapter (it has no adapter_config.json); pass an adapter "
             "or a LoRA run"
         )
-    return _Adapter(source, merge_result(source, update, source.record, args.dequantized_base))
+    return _Adapter(
+        source, merge_result(source, update, source.record, args.dequantized_base)
+    )

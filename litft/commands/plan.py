@@ -18,9 +18,20 @@ from litft.distributed.devices import num_shards
 from litft.methods import Method, method_of
 from litft.pretrained.folder import PretrainedFolder, resolve
 from litft.training.dry_run import time_line
-from litft.training.memory.communication import Cluster, CommunicationVolume, communication_volume
+from litft.training.memory.communication import (
+    Cluster,
+    CommunicationVolume,
+    communication_volume,
+)
 from litft.training.memory.flops import check_chip, chip_peak_flops
-from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
+from litft.training.memory.plan import (
+    USABLE_FRACTION,
+    Fit,
+    Plan,
+    fastest,
+    format_bytes,
+    predict,
+)
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS, RECOMPUTED
 
@@ -39,7 +50,8 @@ class PlanOnPaper(NamedTuple):
     tokens: int  # per row
     fit: Fit
     peak: float | None  # FLOP/s of a chip; None if unknown
-    communication_volume: CommunicationVolume | None  # between devices, if there are several
+    # between devices, if there are several
+    communication_volume: CommunicationVolume | None
 
 
 def plan(args: PlanArgs) -> None:
@@ -73,7 +85,11 @@ def plan(args: PlanArgs) -> None:
     print(f"memory{'' if num_devices == 1 else ' of each'}: {fit_plan.memory.line()}")
     # a budget of memory may be that of any GPU, so it names no time by itself
     if args.chip or not args.budget:
-        print(time_line(flops, fit.slowdown, what, args.chip or DEFAULT_CHIP, peak, num_devices))
+        print(
+            time_line(
+                flops, fit.slowdown, what, args.chip or DEFAULT_CHIP, peak, num_devices
+            )
+        )
     else:
         print("--chip NAME adds the time on a GPU of this memory, such as RTX 4090 or A100")
     if volume:
@@ -122,7 +138,14 @@ def planner(
         shape = Shape(rows, tokens, args.micro_batches > 1)
         options = {"cpu_offload": offload, "shards": shards}
         return predict(
-            source, method, args.precision, quantize, shape, args.optimizer, recomputed, **options
+            source,
+            method,
+            args.precision,
+            quantize,
+            shape,
+            args.optimizer,
+            recomputed,
+            **options,
         )
 
     return make_plan
@@ -249,7 +272,9 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
     if args.budget:
         fit = within_budget(args, tokens, make_plan)
     else:
-        kind = args.activation_checkpointing or ("none" if args.cpu_offload == "none" else "full")
+        kind = args.activation_checkpointing or (
+            "none" if args.cpu_offload == "none" else "full"
+        )
         rows = args.micro_batch_size or 1
         only_plan = make_plan(rows, kind, args.quantize, args.cpu_offload)
         fit = Fit(rows, kind, args.quantize, args.cpu_offload, only_plan)
@@ -259,7 +284,11 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
     volume = None
     if args.devices * args.num_nodes > 1 and peak:
         cluster = Cluster(
-            args.devices, args.num_nodes, shards, args.node_gbs * 1e9, args.network_gbs * 1e9
+            args.devices,
+            args.num_nodes,
+            shards,
+            args.node_gbs * 1e9,
+            args.network_gbs * 1e9,
         )
         batch_flops = fit.plan.flops.for_lengths([tokens] * fit.rows, [tokens] * fit.rows)
         volume = communication_volume(

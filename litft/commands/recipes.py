@@ -20,7 +20,9 @@ def list_recipes(args: RecipesArgs) -> None:
     for recipe in recipes():
         table.add_row(recipe.name, recipe.title, recipe.model, memory(recipe))
     Console(
-        width=None if sys.stdout and sys.stdout.isatty() else 10_000, highlight=False, markup=False
+        width=None if sys.stdout and sys.stdout.isatty() else 10_000,
+        highlight=False,
+        markup=False,
     ).print(table)
     print(
         "\n"

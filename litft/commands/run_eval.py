@@ -44,7 +44,9 @@ def run_eval(args: RunEvalArgs) -> None:
         args.against not in (None, "none")
         and source_of(args.model(args.against)).folder == source.folder
     ):
-        raise ValueError(f"--against {args.against} is the model itself; name another one, or none")
+        raise ValueError(
+            f"--against {args.against} is the model itself; name another one, or none"
+        )
     if args.out and Path(args.out).exists() and not Path(args.out).is_file():
         raise ValueError(f"--out {args.out} is not a file; name a file")
     if args.out and not Path(args.out).parent.is_dir():
@@ -180,12 +182,15 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
     def run(subject: ScoredModel, session: Session) -> None:
         results = run_tasks(session, args.tasks, manager, args.batch_size, settings)
         subject.harness = {
-            name: results[name] for name in ("results", "n-samples", "samples") if name in results
+            name: results[name]
+            for name in ("results", "n-samples", "samples")
+            if name in results
         }
         for task, scores in results["results"].items():
             if task in results["n-samples"]:
                 # how many were really scored, which --limit may have reduced
-                subject.scores[f"{task}: examples"] = results["n-samples"][task]["effective"]
+                counts = results["n-samples"][task]
+                subject.scores[f"{task}: examples"] = counts["effective"]
             # "acc,none": the metric, and the filter applied to the answers
             for key, value in scores.items():
                 metric, comma, filter_name = key.partition(",")

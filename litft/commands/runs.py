@@ -128,7 +128,9 @@ def _state(folder: Path) -> str:
         return f"running: {owner}"
     if run_dir.finished(folder):
         return "finished"
-    steps = [run_dir.checkpoint_step(checkpoint) for checkpoint in run_dir.checkpoints(folder)]
+    steps = [
+        run_dir.checkpoint_step(checkpoint) for checkpoint in run_dir.checkpoints(folder)
+    ]
     if not steps:
         return "not finished; no checkpoint yet"
     return f"not finished; --resume continues after step {steps[-1]:,}"

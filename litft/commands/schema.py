@@ -89,6 +89,8 @@ def _type_schema(flag_type: Any) -> dict[str, Any]:
         if item_type is str:
             items = {"type": ["string", "object"]}
         # a list may be written a,b,c
-        return {"anyOf": [{"type": "array", "items": items}, {"type": ["string", "number"]}]}
+        return {
+            "anyOf": [{"type": "array", "items": items}, {"type": ["string", "number"]}]
+        }
     # a union, such as int | None
     return {"anyOf": [_type_schema(part) for part in get_args(flag_type)]}

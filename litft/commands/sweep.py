@@ -54,11 +54,15 @@ def sweep(args: SweepArgs) -> None:
 
     failed = []
     settings = []
-    runs = [(setting, seed) for setting in args.settings() for seed in range(1, args.seeds + 1)]
+    runs = [
+        (setting, seed) for setting in args.settings() for seed in range(1, args.seeds + 1)
+    ]
     print(f"{len(runs)} runs in {folder}, where each has a log", flush=True)
     for number, (setting, seed) in enumerate(runs, 1):
         line = _run(args, setting, seed)
-        print(f"{number}/{len(runs)} {setting_name(setting)}, seed {seed}: {line}", flush=True)
+        print(
+            f"{number}/{len(runs)} {setting_name(setting)}, seed {seed}: {line}", flush=True
+        )
         if line.startswith("failed"):
             failed.append(line)
 
@@ -112,7 +116,10 @@ def _digests(args: SweepArgs) -> dict[str, str]:
     for setting in args.settings():
         given = parse(FINETUNE[args.method], _flags(args, setting, seed=1))
         _add_examples(digests, given.data)
-        for folder, base_dir in ((given.checkpoint_dir, given.base_dir), (given.teacher, None)):
+        for folder, base_dir in (
+            (given.checkpoint_dir, given.base_dir),
+            (given.teacher, None),
+        ):
             if folder and folder not in digests and Path(folder).is_dir():
                 digests[folder] = _digest_of_model(folder, base_dir)
         names = [given.data.template]
@@ -227,7 +234,9 @@ def _run_to_its_end(command: list[str], log: TextIO) -> int:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     if caught:
-        raise KeyboardInterrupt("interrupted; the same command goes on where the sweep stopped")
+        raise KeyboardInterrupt(
+            "interrupted; the same command goes on where the sweep stopped"
+        )
     return code
 
 
@@ -328,7 +337,9 @@ def _explain(args: SweepArgs, rows: list[list[str]]) -> None:
         # one alpha for all ranks, where the base names one
         given = parse(FINETUNE[args.method], _flags(args, setting, seed=1))
         if isinstance(given, LoRAFinetuneArgs) and given.lora.alpha is not None:
-            print("the scale of an update is lora.alpha / lora.r, so the ranks differ in it, too")
+            print(
+                "the scale of an update is lora.alpha / lora.r, so the ranks differ in it, too"
+            )
 
 
 def _write(args: SweepArgs, settings: list[RunsOfSetting], rows: list[list[str]]) -> None:

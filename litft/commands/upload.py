@@ -20,7 +20,11 @@ def upload(args: UploadArgs) -> None:
     the files instead."""
     source = resolve(args.checkpoint_dir or run_dir.newest_finished(), args.base_dir)
     info = card_info(source, args)
-    if not args.run and not source.adapter and not run_dir.is_run(source.folder.resolve().parent):
+    if (
+        not args.run
+        and not source.adapter
+        and not run_dir.is_run(source.folder.resolve().parent)
+    ):
         print(
             "note: the card of this folder says nothing of its training; --run RUN adds the base "
             "model, the data and the scores",
@@ -36,7 +40,10 @@ def upload(args: UploadArgs) -> None:
         lines = [f"{size:>16,}  {name}" for name, size in sizes.items()]
         print(
             "\n".join(
-                [*lines, f"{sum(sizes.values()):>16,}  bytes would be uploaded to {args.repo_id}"]
+                [
+                    *lines,
+                    f"{sum(sizes.values()):>16,}  bytes would be uploaded to {args.repo_id}",
+                ]
             ),
             file=sys.stderr,
         )

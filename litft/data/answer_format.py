@@ -21,7 +21,9 @@ from litft.data.turns import assistant_turns
 
 # the end of a header of gpt-oss, after which the answer's content begins; a client that asked for
 # JSON may be answered with `<|channel|>final <|constrain|>json<|message|>`
-FINAL_HEADER = re.compile(r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>\Z")
+FINAL_HEADER = re.compile(
+    r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>\Z"
+)
 CHANNEL_MARKS = (
     "<|start|>",
     "<|channel|>",

@@ -306,7 +306,10 @@ class ChannelParser(AnswerParser):
     ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
     def __init__(
-        self, answer_format: AnswerFormat, in_thought: bool = False, tools: list | None = None
+        self,
+        answer_format: AnswerFormat,
+        in_thought: bool = False,
+        tools: list | None = None,
     ) -> None:
         super().__init__(answer_format, in_thought, tools)
         self.state = "header"
@@ -374,7 +377,9 @@ def _may_be_header(text: str) -> bool:
     """Return whether a text may become the header of a message."""
     text = text.lstrip()
     beginnings = ("<|channel|>", "<|start|>", "to=")
-    return not text or any(text.startswith(start) or start.startswith(text) for start in beginnings)
+    return not text or any(
+        text.startswith(start) or start.startswith(text) for start in beginnings
+    )
 
 
 def make_parser(

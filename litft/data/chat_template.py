@@ -79,7 +79,11 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             # a power of large numbers has more digits than memory
             is_huge = isinstance(right, int) and abs(right) > 10_000
             _check_length(LONGEST_TEXT + 1 if is_huge else 0)
-        elif operator == "%" and isinstance(left, str) and re.search(r"%[^%]*?(\d{6}|\*)", left):
+        elif (
+            operator == "%"
+            and isinstance(left, str)
+            and re.search(r"%[^%]*?(\d{6}|\*)", left)
+        ):
             raise SecurityError("the width of a number is too large")
         return super().call_binop(context, operator, left, right)
 
@@ -124,7 +128,9 @@ def _check_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _check_length(length: int) -> None:
     if length > LONGEST_TEXT:
-        raise SecurityError(f"a text or a list would have more than {LONGEST_TEXT:,} elements")
+        raise SecurityError(
+            f"a text or a list would have more than {LONGEST_TEXT:,} elements"
+        )
 
 
 @jinja2.pass_context
@@ -186,7 +192,10 @@ def render(
     context = {"documents": None, **variables}
     # a list, in which all loops of one rendering count together
     context |= dict(
-        messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, litft_steps=[0]
+        messages=messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        litft_steps=[0],
     )
     try:
         return _compile(source).render(strftime_now=today.strftime, **context)
@@ -195,7 +204,9 @@ def render(
         # some templates take len(tools) without checking for None
         if tools is None and "tools" in source:
             return render(source, messages, [], add_generation_prompt, day, **variables)
-        raise ValueError(f"the chat template cannot render this conversation: {error}") from None
+        raise ValueError(
+            f"the chat template cannot render this conversation: {error}"
+        ) from None
 
 
 def user_content(instruction: str, context: str, source: str) -> str:

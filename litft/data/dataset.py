@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -33,7 +33,13 @@ from litft.data.tokenizer import CONTROL_TOKEN, Tokenizer
 SPLIT_RULE = "by content"
 NUM_BARS = 10  # of the histogram
 # variables of chat templates that every program sets
-ALWAYS_SET = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
+ALWAYS_SET = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "strftime_now",
+    "raise_exception",
+)
 ALWAYS_SET += ("bos_token", "eos_token", "unk_token", "pad_token")
 
 # the words of Python for values of JSON
@@ -68,7 +74,9 @@ class DataSplits:
     def count(self, *notes: str) -> int:
         """Return the number of examples in both splits with any of these notes."""
         return sum(
-            report.notes.get(note, [0])[0] for report in self.reports.values() for note in notes
+            report.notes.get(note, [0])[0]
+            for report in self.reports.values()
+            for note in notes
         )
 
     @property
@@ -184,10 +192,8 @@ def load_data(
 
     # the files, each tokenized once
     train, named_val = find_sources(args)
-    files = list(dict.fromkeys([*train, *(file for _, file in named_val)]))
-    stores = {}
-    for file in files:
-        stores[file] = prepare_store(file, _encoder_of(file, encoder), args.skip_bad, timeout)
+    files = dict.fromkeys([*train, *(file for _, file in named_val)])
+    stores = _prepare_stores(files, encoder, args.skip_bad, timeout)
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
     by_label = _by_label(stores)
@@ -205,7 +211,9 @@ def load_data(
         training.append((store, kept))
         held_out.append((store, rest))
     if named_val:
-        held_out = [(stores[file], np.arange(len(stores[file].units))) for _, file in named_val]
+        held_out = []
+        for _, file in named_val:
+            held_out.append((stores[file], np.arange(len(stores[file].units))))
     val_names = tuple(name for name, _ in named_val)
     data = DataSplits(
         train=Samples.of(training, limit),
@@ -228,6 +236,16 @@ def load_data(
     data = _with_template_of_folder(data, of_folder)
     _add_stop_tokens(tokenizer, reports)
     return data
+
+
+def _prepare_stores(
+    files: Iterable[File | HubSplit], encoder: Encoder, skip_bad: float, timeout: float
+) -> dict[File | HubSplit, TokenStore]:
+    """Return the tokens of each file, which are computed or read from the cache."""
+    stores = {}
+    for file in files:
+        stores[file] = prepare_store(file, _encoder_of(file, encoder), skip_bad, timeout)
+    return stores
 
 
 def with_replay(data: DataSplits, file: File, timeout: float = math.inf) -> DataSplits:
@@ -286,7 +304,9 @@ def _check_weights(data: DataSplits, labels: list[str]) -> None:
                 f"{label}; raise it, or give 0"
             )
     if len(data.train) and not any(data.weights):
-        raise ValueError("--data.weights: all are 0, so nothing is left to learn; raise them")
+        raise ValueError(
+            "--data.weights: all are 0, so nothing is left to learn; raise them"
+        )
 
 
 def _with_template(tokenizer: Tokenizer, args: DataArgs) -> tuple[Tokenizer, str]:
@@ -334,11 +354,13 @@ def _check_samples(data: DataSplits) -> None:
         if len(samples):
             non_empty.append(samples)
     longest = max(
-        int(samples.document_lengths(np.arange(len(samples))).max()) for samples in non_empty
+        int(samples.document_lengths(np.arange(len(samples))).max())
+        for samples in non_empty
     )
     if longest > context:
         reason = (
-            f"the longest example has {longest:,} tokens, but the model was made for {context:,}"
+            f"the longest example has {longest:,} tokens, but the model was "
+            f"made for {context:,}"
         )
         remedy = f"use {context}, or set rope_scaling in the model's config.json"
         raise ValueError(f"--data.max_seq_length {data.limit}: {reason}; {remedy}")
@@ -358,8 +380,12 @@ def _encoder_of(file: File | HubSplit, encoder: Encoder) -> Encoder:
         own = copy.copy(encoder.tokenizer)
         choose_template(template, own)
         encoder = replace(encoder, tokenizer=own)
-    own_columns = _columns([f"{name}={file_name}" for name, file_name in columns], encoder.kind)
-    return replace(encoder, form=form or encoder.form, columns=encoder.columns | own_columns)
+    own_columns = _columns(
+        [f"{name}={file_name}" for name, file_name in columns], encoder.kind
+    )
+    return replace(
+        encoder, form=form or encoder.form, columns=encoder.columns | own_columns
+    )
 
 
 def _columns(items: list[str], kind: str) -> dict[str, str]:
@@ -367,7 +393,9 @@ def _columns(items: list[str], kind: str) -> dict[str, str]:
     that no format has."""
     pairs = (item.split("=", 1) for item in items)
     columns = {name.strip(): file_name.strip() for name, file_name in pairs}
-    fields = sorted({name for form in FORMATS.values() for name in form.fields + form.optional})
+    fields = sorted(
+        {name for form in FORMATS.values() for name in form.fields + form.optional}
+    )
     fields = fields if kind in ("supervised", "prompts") else sorted(PREFERENCE_FIELDS)
     unknown = []
     for name in columns:
@@ -384,7 +412,8 @@ def _check_columns(columns: dict[str, str], reports: dict[str, EncodingReport]) 
     """Raise ValueError for a field of --data.columns that no record of any file has."""
     for name, file_name in columns.items():
         missing = sum(
-            report.notes.get(f"{WITHOUT} {file_name}", [0])[0] for report in reports.values()
+            report.notes.get(f"{WITHOUT} {file_name}", [0])[0]
+            for report in reports.values()
         )
         if missing == sum(report.records for report in reports.values()):
             raise ValueError(
@@ -485,9 +514,8 @@ def with_arguments(source: str, items: list[str]) -> str:
                 literal = json.dumps(json.loads(value))
         except ValueError:
             literal = json.dumps(value)
-        defaults += (
-            f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
-        )
+        setting = f"{{%- set {name} = {literal} %}}"
+        defaults += f"{{%- if {name} is not defined %}}{setting}{{%- endif %}}"
     return defaults + source
 
 
@@ -497,7 +525,9 @@ def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
     return [text for text in control_tokens if tokenizer.token_id(text) is None]
 
 
-def _check_vocabulary(report: EncodingReport, tokenizer: Tokenizer, vocab_size: int) -> None:
+def _check_vocabulary(
+    report: EncodingReport, tokenizer: Tokenizer, vocab_size: int
+) -> None:
     largest, where = report.largest
     if largest >= vocab_size:
         token = tokenizer.decode([largest], skip_special=False)

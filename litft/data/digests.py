@@ -55,7 +55,13 @@ def digest_of(path: Path) -> str:
 
 def _identity(path: Path) -> list:
     stat = path.stat()
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    return [
+        str(path.resolve()),
+        stat.st_size,
+        stat.st_mtime_ns,
+        stat.st_ctime_ns,
+        stat.st_ino,
+    ]
 
 
 def _cached_digest(path: Path, entry: Path) -> str | None:

@@ -52,7 +52,9 @@ def split(
     threshold = 0.0
     # above the lowest, and not above the highest
     if fraction and len(sorted_scores):
-        threshold = min(max(fraction, np.nextafter(sorted_scores[0], 1.0)), sorted_scores[-1])
+        threshold = min(
+            max(fraction, np.nextafter(sorted_scores[0], 1.0)), sorted_scores[-1]
+        )
     divided = []
     for (store, entries), of_store in zip(parts, scores, strict=True):
         is_held_out = of_store < threshold

@@ -47,7 +47,8 @@ class Encoded:
     answers: int = 0  # answers that are learned
     # those with an empty thought of the template, which is not learned
     empty_thoughts: int = 0
-    unused: list[str] = field(default_factory=list)  # fields with a value that nothing reads
+    # fields with a value that nothing reads
+    unused: list[str] = field(default_factory=list)
     # of each prompt: what reward functions get, see `prompts.PromptExample`
     columns: list[bytes] = field(default_factory=list)
     # tokens of answers that are learned, and how many of them the length limit cuts away
@@ -63,7 +64,9 @@ class Encoded:
         self.facts = conversation.facts()
         self.signatures = conversation.signatures()
 
-    def compare_example(self, example: Example, messages: list[Message], learned: set[int]) -> None:
+    def compare_example(
+        self, example: Example, messages: list[Message], learned: set[int]
+    ) -> None:
         """Let an example be compared with others; messages: as they are learned."""
         mask = [(turn.get("train", True), turn.get("parts")) for turn in example.messages]
         setting = [example.tools, example.template_args]
@@ -84,7 +87,9 @@ class Encoded:
             )
         )
 
-    def compare_prompt(self, whole: Example, prompt_size: int, columns: dict[str, Any]) -> None:
+    def compare_prompt(
+        self, whole: Example, prompt_size: int, columns: dict[str, Any]
+    ) -> None:
         """Let a prompt be compared with others, which have the same columns if they are equal, and
         the same expected answer if they are nearly so. whole: with the answer, if it has one."""
         messages = [without_learned(message) for message in whole.messages]
@@ -120,7 +125,9 @@ class Encoded:
             self.system = messages[0]["content"]
         self.has_tools = bool(tools)
 
-    def note_unused(self, messages: list[Message], example: Example, tokenizer: Tokenizer) -> None:
+    def note_unused(
+        self, messages: list[Message], example: Example, tokenizer: Tokenizer
+    ) -> None:
         """Note variables that the template does not have, and that it shows the model nothing of
         the tools it may call. messages: the conversation, with or without its last answer."""
         source = tokenizer.template_for(example.tools)
@@ -129,12 +136,16 @@ class Encoded:
                 self.unused.append(f"{TEMPLATE_ARGS}.{name}")
         # the messages before the first answer, with a part and without: the same text has nothing
         # of the part in it
-        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [
+            n for n, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         prompt = messages[: answers[0] if answers else len(messages)]
 
         def rendered(messages: list[Message], tools: list | None) -> str | None:
             try:
-                return tokenizer.apply_chat_template(messages, tools, **example.template_args)
+                return tokenizer.apply_chat_template(
+                    messages, tools, **example.template_args
+                )
             except ValueError:  # with the answer it may render
                 return None
 

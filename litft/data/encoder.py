@@ -326,7 +326,9 @@ class Encoder:
         elif not encoded.samples and EMPTY not in encoded.notes:
             encoded.notes.append(CUT_AWAY if supervised else MASKED)
 
-    def _encode_token_ids(self, ids: list[int], supervised: list[bool], encoded: Encoded) -> None:
+    def _encode_token_ids(
+        self, ids: list[int], supervised: list[bool], encoded: Encoded
+    ) -> None:
         """Add a sample of tokens as they are, cut to the length limit."""
         if max(ids, default=0) > ID_MASK:
             raise ValueError(f"the token id {max(ids)} is larger than any vocabulary")
@@ -373,12 +375,18 @@ class Encoder:
             if end > start:
                 yield span, ids[start:end]
 
-    def _select_turns(self, example: Example, encoded: Encoded) -> tuple[list[Message], set[int]]:
+    def _select_turns(
+        self, example: Example, encoded: Encoded
+    ) -> tuple[list[Message], set[int]]:
         """Return the messages up to the last answer, and the indices of the supervised ones.
 
         Raise ValueError if no message is an answer.
         """
-        turns = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
+        turns = [
+            n
+            for n, message in enumerate(example.messages)
+            if message["role"] == "assistant"
+        ]
         if not turns:
             last = example.messages[-1]["role"]
             raise ValueError(
@@ -424,7 +432,11 @@ class Encoder:
         return messages, supervised - empty
 
     def _up_to_limit(
-        self, messages: list[Message], example: Example, supervised: set[int], encoded: Encoded
+        self,
+        messages: list[Message],
+        example: Example,
+        supervised: set[int],
+        encoded: Encoded,
     ) -> list[Message]:
         """Return a conversation without the turns after the first one whose prompt exceeds the
         length limit; their answers count as lost.
@@ -441,7 +453,10 @@ class Encoder:
         shortest = drop_reasoning(messages)
         answers = []  # to the user
         for number in range(1, len(messages)):
-            if messages[number]["role"] == "assistant" and messages[number - 1]["role"] == "user":
+            if (
+                messages[number]["role"] == "assistant"
+                and messages[number - 1]["role"] == "user"
+            ):
                 answers.append(number)
 
         def exceeds(number: int) -> bool:
@@ -473,7 +488,9 @@ class Encoder:
         """Yield the token ids of each text of a conversation, with the assistant's turns in
         them."""
         render = partial(self.tokenizer.apply_chat_template, **example.template_args)
-        for rendered in assistant_turns(render, messages, example.tools, self.tokenizer.end_tokens):
+        for rendered in assistant_turns(
+            render, messages, example.tools, self.tokenizer.end_tokens
+        ):
             # all positions of a text are looked up at once, in one pass of the tokenizer
             offsets = []
             masked = {}
@@ -486,7 +503,9 @@ class Encoder:
                 offsets += chain(*ranges)
             ids, boundaries = self.tokenizer.encode_with_boundaries(rendered.text, offsets)
             if not ids:
-                raise ValueError("the chat template renders no text; pass another --data.template")
+                raise ValueError(
+                    "the chat template renders no text; pass another --data.template"
+                )
             positions = dict(zip(offsets, boundaries, strict=True))
             turns = []
             for turn in rendered.turns:
@@ -548,7 +567,9 @@ def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
     for number, part in enumerate(parts):
         text = part["text"].strip()
         if not text and number and not parts[number - 1]["text"].strip():
-            raise ValueError("the calls of one turn have different weights; give them the same one")
+            raise ValueError(
+                "the calls of one turn have different weights; give them the same one"
+            )
         found = turn.text.find(text, position, turn.end)
         # an end token that the file has after it was removed
         if found < 0:

@@ -21,7 +21,8 @@ class EncodingReport:
     tokens: int = 0  # input tokens
     supervised: int = 0
     formats: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, list] = field(default_factory=dict)  # note -> [count, the first records]
+    # note -> [count, the first records]
+    notes: dict[str, list] = field(default_factory=dict)
     bad: list = field(default_factory=lambda: [0, []])  # [count, the first messages]
     answers: int = 0  # that are learned
     answer_tokens: int = 0  # of them
@@ -35,7 +36,8 @@ class EncodingReport:
     with_tools: int = 0  # records whose prompt lists functions to call
     ends: list[int] = field(default_factory=list)  # tokens that end answers
     special: list[int] = field(default_factory=list)  # special and new tokens that occur
-    largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
+    # the largest token id, and its record
+    largest: list = field(default_factory=lambda: [-1, ""])
     content: str = ""  # the hash of all samples
     # XXH3 of each other file of the store, by name
     hashes: dict[str, str] = field(default_factory=dict)
@@ -65,7 +67,10 @@ class EncodingReport:
         """Add what the comparison of the records has found."""
         for note, records in findings:
             if records:
-                self.notes[note] = [len(records), [str(record) for record in records[:MAX_NAMED]]]
+                self.notes[note] = [
+                    len(records),
+                    [str(record) for record in records[:MAX_NAMED]],
+                ]
 
     @property
     def is_prompts(self) -> bool:

@@ -91,7 +91,9 @@ class Format(NamedTuple):
     convert: Callable[[Record, str, str], Example]
 
 
-def to_example(record: Record, where: str, template: str, form: str | None = None) -> Example:
+def to_example(
+    record: Record, where: str, template: str, form: str | None = None
+) -> Example:
     """Convert a record; raise ValueError naming the record if it has no supported format, or
     invalid values.
 
@@ -104,7 +106,9 @@ def to_example(record: Record, where: str, template: str, form: str | None = Non
         if name not in record:
             missing.append(name)
     if missing:
-        raise ValueError(f"{where}: --data.format {form} needs the fields {', '.join(missing)}")
+        raise ValueError(
+            f"{where}: --data.format {form} needs the fields {', '.join(missing)}"
+        )
     example = FORMATS[form].convert(record, where, template)
     return replace(example, template_args=read_template_args(record, where))
 
@@ -165,7 +169,9 @@ def preference_kind(record: Record) -> str | None:
     answer, otherwise None."""
     if record.get("chosen") is not None and record.get("rejected") is not None:
         return "pairs"
-    has_answer = any(record.get(name) for name in ("completion", "messages", "conversations"))
+    has_answer = any(
+        record.get(name) for name in ("completion", "messages", "conversations")
+    )
     if has_answer and read_label(record.get("label")) is not None:
         return "labels"
     return None
@@ -211,7 +217,9 @@ def _without_format(record: Record, where: str, missing: Sequence[str]) -> str:
     # the remedies are tried from the most general to the most specific, and the last
     # one that applies is shown
     field_names = ", ".join(map(repr, record))[:200] or "none"
-    formats = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
+    formats = "; ".join(
+        f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items()
+    )
     remedy = f"map the fields with --data.columns OURS=THEIRS,... (formats: {formats})"
     texts = [name for name, value in record.items() if isinstance(value, str)]
     if len(texts) == 2:
@@ -221,7 +229,9 @@ def _without_format(record: Record, where: str, missing: Sequence[str]) -> str:
         )
     if re.search(r"\.[ct]sv\b", where):
         # a name that is long, or ends like a sentence, is a value
-        is_record = any(len(name) > 40 or name.rstrip().endswith(("?", ".")) for name in record)
+        is_record = any(
+            len(name) > 40 or name.rstrip().endswith(("?", ".")) for name in record
+        )
         names = "the first line of a table must have the names of its fields"
         if is_record:
             remedy = f"its first line seems to be a record; {names}: question,answer"
@@ -241,7 +251,9 @@ def _without_format(record: Record, where: str, missing: Sequence[str]) -> str:
             "file"
         )
     if missing:
-        remedy = f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
+        remedy = (
+            f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
+        )
     if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
     return f"no known format has the fields {field_names}; {remedy}"
@@ -327,7 +339,10 @@ def with_system(messages: list[Message], record: Record, where: str) -> list[Mes
 
 
 def _single_turn(
-    question_field: str, answer_field: str, context_field: str | None = None, prefix: str = ""
+    question_field: str,
+    answer_field: str,
+    context_field: str | None = None,
+    prefix: str = "",
 ) -> Callable:
     """Return the converter of a format with one question and one answer, given the names of its
     fields."""
@@ -408,11 +423,14 @@ def _conversations(record: Record, where: str, template: str) -> Example:
     for number, turn in enumerate(turns):
         message = sharegpt_turn(turn, f"{where}: turn {number}")
         last = messages[-1] if messages else {}
-        if message["role"] == last.get("role") == "assistant":  # an answer and its tool call
+        # an answer and its tool call
+        if message["role"] == last.get("role") == "assistant":
             messages[-1] = joined_messages(last, message)
         else:
             messages.append(message)
-    return Example(with_system(messages, record, where), read_tools(record.get("tools"), where))
+    return Example(
+        with_system(messages, record, where), read_tools(record.get("tools"), where)
+    )
 
 
 _GUANACO = re.compile(r"###\s*(Human|Assistant)\s*:")
@@ -463,7 +481,9 @@ def _token_ids(record: Record, where: str, template: str) -> Example:
     if record.get("attention_mask") is not None:
         mask = _integers(record, "attention_mask", where)
     if not len(ids) == len(labels) == len(mask):
-        raise ValueError(f"{where}: input_ids, labels and attention_mask must have the same length")
+        raise ValueError(
+            f"{where}: input_ids, labels and attention_mask must have the same length"
+        )
     learned = [1] * len(ids)
     for name in LOSS_MASKS:
         if record.get(name) is None or record.get("labels") is not None:
@@ -474,7 +494,9 @@ def _token_ids(record: Record, where: str, template: str) -> Example:
         learned = [before and now for before, now in zip(learned, loss_mask, strict=True)]
     token_ids = []
     supervised = []
-    for token, label, is_attended, is_learned in zip(ids, labels, mask, learned, strict=True):
+    for token, label, is_attended, is_learned in zip(
+        ids, labels, mask, learned, strict=True
+    ):
         if not is_attended:  # padding
             continue
         if label not in (NO_TARGET, token):

@@ -12,7 +12,13 @@ from litft.data.answer_format import (
 )
 from litft.data.chat_template import Message
 from litft.data.messages import SYSTEM_ROLES
-from litft.data.reasoning import INLINE, PARTS, REASONING_FIELDS, ReasonedAnswer, prints_parts
+from litft.data.reasoning import (
+    INLINE,
+    PARTS,
+    REASONING_FIELDS,
+    ReasonedAnswer,
+    prints_parts,
+)
 from litft.data.tokenizer import Tokenizer
 from litft.data.turns import BOTH_ON
 
@@ -81,7 +87,9 @@ def _readable_answer(tokenizer: Tokenizer, template: str, message: Message) -> M
 
 
 @lru_cache(maxsize=64)
-def _content_beside_calls(tokenizer: Tokenizer, template: str, has_tools: bool) -> str | None:
+def _content_beside_calls(
+    tokenizer: Tokenizer, template: str, has_tools: bool
+) -> str | None:
     """Return the content with which a template writes a call alone: an empty text, or None.
 
     template: of `tokenizer`, a part of the key. Raises ValueError if it writes no call.

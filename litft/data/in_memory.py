@@ -38,7 +38,9 @@ def stored_examples(records: Iterable[object], limit: int | None = None) -> Path
             "pass a list of records, an iterator, or one split of a data set (of a DataFrame: "
             "to_dict('records'))"
         )
-        raise ValueError(f"data: cannot use {type(records).__name__}{names} as examples; {remedy}")
+        raise ValueError(
+            f"data: cannot use {type(records).__name__}{names} as examples; {remedy}"
+        )
     folder = data_home() / EXAMPLES
     folder.mkdir(parents=True, exist_ok=True)
 

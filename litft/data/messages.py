@@ -12,7 +12,8 @@ ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(
-        ("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"
+        ("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"),
+        "assistant",
     ),
     **dict.fromkeys(("observation", "tool", "function_response", "ipython"), "tool"),
     "system": "system",
@@ -21,7 +22,12 @@ SHAREGPT_ROLES = {
 OTHER_ROLES = SHAREGPT_ROLES | dict.fromkeys(("bot", "chatbot", "ai", "agent"), "assistant")
 # fields of a turn that say whether the loss is computed on it
 LOSS_FIELDS = ("train", "loss_weight", "weight")
-TEXT_FIELDS = ("name", "tool_call_id", *REASONING_FIELDS)  # of a message, which templates may show
+# of a message, which templates may show
+TEXT_FIELDS = (
+    "name",
+    "tool_call_id",
+    *REASONING_FIELDS,
+)
 # fields of a message that are read in one form or another
 MESSAGE_FIELDS = {
     "role",
@@ -74,7 +80,8 @@ def check_messages(messages: Any, where: str) -> list[Message]:
 
 
 def _message(message: Any, where: str) -> Message:
-    if isinstance(message, dict) and message.get("role") == "function":  # OpenAI's older name
+    # OpenAI's older name
+    if isinstance(message, dict) and message.get("role") == "function":
         message = {**message, "role": "tool"}
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         if isinstance(message, dict) and "role" not in message:
@@ -181,7 +188,9 @@ def _is_supervised(message: Message, where: str) -> bool:
     """Return whether the loss is computed on a turn, which any of LOSS_FIELDS may exclude."""
     for name in LOSS_FIELDS:
         value = message.get(name)
-        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
+        if value is not None and (
+            not isinstance(value, (bool, int, float)) or value not in (0, 1)
+        ):
             raise ValueError(
                 f"{where}: {name} is {value!r}; use true (1) to compute the loss on the turn, or "
                 "false (0)"
@@ -250,7 +259,9 @@ def read_tools(tools: Any, where: str) -> list | None:
     if not tools:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f"{where}: tools must be a list of objects, found {json_type(tools)}")
+        raise ValueError(
+            f"{where}: tools must be a list of objects, found {json_type(tools)}"
+        )
     wrapped = []
     for tool in tools:
         if "function" not in tool:

@@ -42,7 +42,8 @@ WITHOUT = "without the field"
 REFUSAL = "with an answer that refuses (leave them out, unless that is meant)"
 AS_AN_AI = 'with an answer that speaks "as an AI" (remove the sentence, or leave them out)'
 FOREIGN_MARKS = (
-    "with the mark of a chat format in a message, such as `### Response:` (divide it into messages)"
+    "with the mark of a chat format in a message, such as `### Response:` "
+    "(divide it into messages)"
 )
 END_TEXT = "with an end token written after an answer, which is removed"
 
@@ -75,10 +76,14 @@ OTHER_SYSTEM = (
 VARYING_SYSTEM = "with system prompts of which none is the usual one"
 
 # of the order of a conversation
-ANSWER_FIRST = "with messages out of order: an answer comes first (remove it, or add its question)"
+ANSWER_FIRST = (
+    "with messages out of order: an answer comes first (remove it, or add its question)"
+)
 USER_TWICE = (
-    "with messages out of order: two of the user in a row (join them, or add the answer between)"
+    "with messages out of order: two of the user in a row (join them, or "
+    "add the answer between)"
 )
 SYSTEM_LATE = (
-    "with messages out of order: a system prompt after the beginning (move it to the beginning)"
+    "with messages out of order: a system prompt after the beginning "
+    "(move it to the beginning)"
 )

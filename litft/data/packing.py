@@ -93,7 +93,8 @@ class MicroBatch:
         memory."""
         targets = self.targets.flatten()
         # the first positions without a target get one, token 0
-        free = (targets == IGNORED).nonzero()[: max(0, count - len(target_indices_of(targets))), 0]
+        num_missing = max(0, count - len(target_indices_of(targets)))
+        free = (targets == IGNORED).nonzero()[:num_missing, 0]
         targets = targets.index_fill(0, free, 0).view_as(self.targets)
         return replace(self, targets=targets, target_indices=target_indices_of(targets))
 
@@ -235,7 +236,9 @@ def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[i
     return even_rows
 
 
-def _best_fit(lengths: Sequence[int], by_length: list[int], row_tokens: int) -> list[list[int]]:
+def _best_fit(
+    lengths: Sequence[int], by_length: list[int], row_tokens: int
+) -> list[list[int]]:
     """Return rows of at most `row_tokens` tokens, unless a sample is longer: each sample goes into
     the fullest row that still has room for it."""
     rows: list[list[int]] = []
@@ -255,7 +258,9 @@ def _best_fit(lengths: Sequence[int], by_length: list[int], row_tokens: int) -> 
     return rows
 
 
-def _emptiest_first(lengths: Sequence[int], by_length: list[int], count: int) -> list[list[int]]:
+def _emptiest_first(
+    lengths: Sequence[int], by_length: list[int], count: int
+) -> list[list[int]]:
     """Return `count` rows of any length: each sample goes into the emptiest row."""
     # a heap, with the emptiest row at its head
     filled = [(0, row) for row in range(count)]

@@ -70,7 +70,9 @@ class Preference(NamedTuple):
         return False
 
 
-def to_preferences(record: Record, where: str, template: str, kind: str) -> list[Preference]:
+def to_preferences(
+    record: Record, where: str, template: str, kind: str
+) -> list[Preference]:
     """Convert a record; raise ValueError naming the record if it has other fields, or invalid
     values.
 
@@ -106,7 +108,9 @@ def to_preferences(record: Record, where: str, template: str, kind: str) -> list
         "name those of the file, as in --data.columns chosen=better,rejected=worse, or use "
         "--objective sft"
     )
-    raise ValueError(f"{where}: preferences need the fields {needed}, found {names}; {remedy}")
+    raise ValueError(
+        f"{where}: preferences need the fields {needed}, found {names}; {remedy}"
+    )
 
 
 def read_fields(record: Record, where: str) -> set[str]:
@@ -248,7 +252,9 @@ def _answer(value: Any, where: str, is_dialogue: bool) -> list[Message]:
         return dialogue or [{"role": "assistant", "content": value}]
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{where} must be text or a list of messages, found {json_type(value)}")
+        raise ValueError(
+            f"{where} must be text or a list of messages, found {json_type(value)}"
+        )
     if not all(isinstance(turn, dict) and "from" in turn for turn in turns):
         return check_messages(turns, where)
     messages = []
@@ -265,7 +271,9 @@ def _split_dialogue(text: str) -> list[Message]:
     # a text before the first speaker: these words are a part of an answer
     if before.strip():
         return []
-    return [{"role": roles[speaker], "content": content.strip()} for speaker, content in turns]
+    return [
+        {"role": roles[speaker], "content": content.strip()} for speaker, content in turns
+    ]
 
 
 def _num_prompt_messages(chosen: Dialogue, rejected: Dialogue) -> int:

@@ -30,7 +30,14 @@ CONVERSATIONS = ("messages", "conversations")
 # fields that may be the prompt of a record without an answer
 PROMPT_FIELDS = ("prompt", "question", "instruction")
 # fields of a record that are the conversation, or would hide what a function gets by that name
-NOT_COLUMNS = {"messages", "conversations", "prompt", "completion", "completions", *COMMON_FIELDS}
+NOT_COLUMNS = {
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "completions",
+    *COMMON_FIELDS,
+}
 
 
 @dataclass(frozen=True)
@@ -49,14 +56,18 @@ class PromptExample:
     def as_json(self, where: str) -> bytes:
         """Return the messages and the columns; raise ValueError for a value that is not JSON."""
         try:
-            return json.dumps([self.example.messages, self.columns], ensure_ascii=False).encode()
+            return json.dumps(
+                [self.example.messages, self.columns], ensure_ascii=False
+            ).encode()
         except (TypeError, ValueError) as error:  # a date from Parquet, a lone surrogate
             raise ValueError(
                 f"{where}: cannot be given to the reward functions ({error}); fix or remove it"
             ) from None
 
 
-def to_prompt(record: Record, where: str, template: str, form: str | None = None) -> PromptExample:
+def to_prompt(
+    record: Record, where: str, template: str, form: str | None = None
+) -> PromptExample:
     """Convert a record of any format, or one with a prompt alone; raise ValueError naming the
     record.
 
@@ -154,7 +165,9 @@ class PromptEncoder:
         plain = to_prompt(record, where, "", self.form)
         prompt = to_prompt(record, where, self.tokenizer.chat_template, self.form)
         example = prompt.example
-        encoded.note_controls([message["content"] for message in example.messages], self.tokenizer)
+        encoded.note_controls(
+            [message["content"] for message in example.messages], self.tokenizer
+        )
         encoded.describe(example.messages, example.tools)
         encoded.unused += prompt.unused
         encoded.note_unused(example.messages, example, self.tokenizer)

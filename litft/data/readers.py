@@ -194,7 +194,11 @@ def _blocks(path: Path, file: io.BufferedIOBase) -> Iterator[str]:
 
 
 def _decode(
-    decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset: int, final: bool = False
+    decoder: codecs.IncrementalDecoder,
+    block: bytes,
+    path: Path,
+    offset: int,
+    final: bool = False,
 ) -> str:
     try:
         return decoder.decode(block, final)
@@ -302,7 +306,11 @@ class _Values:
                 ) or error.pos + LONGEST_TOKEN > len(self.text)
                 if not is_cut or not self.read_more():
                     raise self.error(error.msg, offset) from None
-            except (ValueError, RecursionError) as error:  # too many digits, or too deep nesting
+            # too many digits, or too deep nesting
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:
                 raise self.error(str(error)) from None
             else:
                 # a number may continue in the next block
@@ -373,7 +381,8 @@ def _array_remedy(value: Any) -> str:
     if name is None:
         return "put [ and ] around it"
     return (
-        f"its field {name!r} has {len(value[name]):,} of them: write only that array into the file"
+        f"its field {name!r} has {len(value[name]):,} of them: write only "
+        "that array into the file"
     )
 
 
@@ -494,7 +503,9 @@ def _rows(batch: Any) -> list[Record]:
                 column = column.cast("string")
             columns.append(column.to_pylist())
         names = batch.schema.names
-        return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        return [
+            dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)
+        ]
 
 
 def drop_nulls(record: Mapping[str, Any]) -> Record:
@@ -505,7 +516,9 @@ def drop_nulls(record: Mapping[str, Any]) -> Record:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+        return {
+            name: _without_nulls(item) for name, item in value.items() if item is not None
+        }
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value

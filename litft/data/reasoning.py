@@ -144,7 +144,12 @@ class ReasonedAnswer:
         if thought is None:
             return cls(rest, "", content, REASONING_FIELDS[0])
         return cls(
-            rest, thought.reasoning, thought.answer, INLINE, thought.opening, thought.closing
+            rest,
+            thought.reasoning,
+            thought.answer,
+            INLINE,
+            thought.opening,
+            thought.closing,
         )
 
     def write(self) -> Message:
@@ -188,7 +193,9 @@ def drop_reasoning(messages: list[Message]) -> list[Message]:
 
 def has_reasoning(message: Message) -> bool:
     """Return whether a message of the assistant has reasoning that is not empty."""
-    return message["role"] == "assistant" and bool(ReasonedAnswer.read(message).reasoning.strip())
+    return message["role"] == "assistant" and bool(
+        ReasonedAnswer.read(message).reasoning.strip()
+    )
 
 
 def spellings(messages: list[Message], inline: bool) -> Iterator[list[Message]]:

@@ -59,10 +59,14 @@ class ComparedConversation:
     learned: Collection[int]
     # of preferences, the other answers: a prompt usually has several
     rejected: Sequence[str] | None = None
-    setting: Any = None  # what the prompt has besides messages: tools, variables of the template
+    setting: Any = (
+        None  # what the prompt has besides messages: tools, variables of the template
+    )
     # what else makes a record another one: what is learned of it, and for rewards the columns
     rest: Any = None
-    label: Any = None  # what nearly equal records must have in common: a label, an expected answer
+    label: Any = (
+        None  # what nearly equal records must have in common: a label, an expected answer
+    )
 
     @property
     def prompt(self) -> Sequence[Message]:
@@ -87,7 +91,9 @@ class ComparedConversation:
             if not contains_word(answer):
                 symbols.append(answer.strip())
         salt = str(_hash_of(self.system, self.setting, self.label, symbols))
-        return np.stack((text_signature(whole, salt), text_signature(_text_of(self.prompt))))
+        return np.stack(
+            (text_signature(whole, salt), text_signature(_text_of(self.prompt)))
+        )
 
     def facts(self) -> RecordFacts:
         """Return what is compared between the records of a file."""
@@ -99,7 +105,9 @@ class ComparedConversation:
         has_prompt = self.learned and self.rejected is None
         answer = self.messages[len(self.prompt) :]
         return RecordFacts(
-            content=_hash_of(self.messages, self.rejected, self.setting, self.rest, self.label),
+            content=_hash_of(
+                self.messages, self.rejected, self.setting, self.rest, self.label
+            ),
             prompt=_hash_of(self.prompt, self.setting) if has_prompt else None,
             answer=_hash_of(answer),
             system=hash64(self.system),

@@ -182,7 +182,9 @@ class Review:
         usual, count = counts.most_common(1)[0]
         if count < USUAL * counts.total():
             note = VARYING_SYSTEM
-            found = {index for index, facts in enumerate(self.facts) if facts.system is not None}
+            found = {
+                index for index, facts in enumerate(self.facts) if facts.system is not None
+            }
         else:
             note = OTHER_SYSTEM
             found = set()

@@ -66,7 +66,9 @@ class Sample:
     # of a completion: the tokens at its beginning that other completions of its prompt have, too
     shared_tokens: int = 0
     teacher: TeacherValues | None = None
-    is_own: bool = False  # the student that learns from the teacher has written the answer itself
+    is_own: bool = (
+        False  # the student that learns from the teacher has written the answer itself
+    )
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
@@ -96,7 +98,9 @@ class Sample:
         return [Sample(tokens, targets) for tokens, targets in parts]
 
 
-def to_sample(stored: np.ndarray, first_size: int = 0, desirable: bool | None = None) -> Sample:
+def to_sample(
+    stored: np.ndarray, first_size: int = 0, desirable: bool | None = None
+) -> Sample:
     """Convert stored token ids with flags to a sample: one document (T + 1,) uint32, or two, the
     first with `first_size`."""
     if first_size:

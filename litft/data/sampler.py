@@ -100,7 +100,8 @@ def largest_micro_batch(
     indices = np.array(order.indices(first, min(num_samples, first + MAX_RANKED)))
     starts = np.arange(0, len(indices), batch_size)
     estimates = _estimated_slots(samples.lengths[indices], starts, layout, batch_size)
-    candidates = np.argsort(-estimates, kind="stable")[: max(16, MAX_LAID_OUT // batch_size)]
+    num_candidates = max(16, MAX_LAID_OUT // batch_size)
+    candidates = np.argsort(-estimates, kind="stable")[:num_candidates]
 
     # the exact numbers, of the steps with the largest estimates
     rows = []

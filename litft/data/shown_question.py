@@ -50,7 +50,9 @@ def _user_message(render: RenderPrompt) -> _UserMessage | None:
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     try:
         head, found, tail = render([question]).partition(_MESSAGE)
-        later_head, found_later, later_tail = render([*earlier, question]).partition(_MESSAGE)
+        later_head, found_later, later_tail = render([*earlier, question]).partition(
+            _MESSAGE
+        )
         history = render([question, *earlier[1:], earlier[0]])
     except ValueError:  # raised by the template
         return None

@@ -60,7 +60,9 @@ class File(NamedTuple):
 
     def digest(self) -> str:
         """Return the hash of the content."""
-        digests = [digest_of(require_file(Path(path))) for path in self.parts or (self.name,)]
+        digests = [
+            digest_of(require_file(Path(path))) for path in self.parts or (self.name,)
+        ]
         if len(digests) == 1:
             return digests[0]
         return digest_of_texts(digests)
@@ -91,7 +93,9 @@ class HubSplit(NamedTuple):
 
     def digest(self) -> str:
         """Return the hash of the content."""
-        return " ".join(digest_of(Path(file["filename"])) for file in self.dataset().cache_files)
+        return " ".join(
+            digest_of(Path(file["filename"])) for file in self.dataset().cache_files
+        )
 
 
 def source_digests(args: DataArgs) -> dict[str, str]:
@@ -103,7 +107,9 @@ def source_digests(args: DataArgs) -> dict[str, str]:
     return digests
 
 
-def find_sources(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File | HubSplit]]]:
+def find_sources(
+    args: DataArgs,
+) -> tuple[list[File | HubSplit], list[tuple[str, File | HubSplit]]]:
     """Return the training files, one for each path, and the validation files, possibly none, with
     the names of their sets.
 
@@ -148,7 +154,9 @@ def find_sources(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str,
             )
         reading = _reading(item)
         # --data.limit is about training examples; validation files are used whole
-        train.append(splits["train"]._replace(limit=item.limit or args.limit, reading=reading))
+        train.append(
+            splits["train"]._replace(limit=item.limit or args.limit, reading=reading)
+        )
         if "val" in splits:
             val.append(splits["val"]._replace(reading=reading))
     # a path may name the validation split as training examples
@@ -165,7 +173,9 @@ def find_sources(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str,
     return train, named
 
 
-def _with_names(named: list[tuple[str, File | HubSplit]]) -> list[tuple[str, File | HubSplit]]:
+def _with_names(
+    named: list[tuple[str, File | HubSplit]],
+) -> list[tuple[str, File | HubSplit]]:
     """Return the validation sets with a name for each: the given one, or else that of the file or
     the split.
 
@@ -217,7 +227,9 @@ def _val_source(item: DataPath, subset: str | None) -> File | HubSplit:
     return source._replace(limit=item.limit, reading=_reading(item))
 
 
-def _splits(path: str, subset: str | None, split: str | None) -> Mapping[str, File | HubSplit]:
+def _splits(
+    path: str, subset: str | None, split: str | None
+) -> Mapping[str, File | HubSplit]:
     """Return the training and validation splits that a path has, by "train" and "val".
 
     split: the training split of a data set on the hub, unless the path ends with one,
@@ -238,15 +250,7 @@ def _splits(path: str, subset: str | None, split: str | None) -> Mapping[str, Fi
         for file in files:
             if re.search(r"\d", file.stem):
                 numbered.append(file)
-        parts = _parts_of_splits(path, numbered)
-        for split in parts.keys() & named.keys():
-            whole = Path(named[split].name).name
-            part = Path(parts[split].parts[0]).name
-            raise ValueError(
-                f"{path} contains {whole} and {part}; name the file, or a pattern of the numbered "
-                "files, with --data.path"
-            )
-        return parts | named
+        return _one_of_each(path, named, _parts_of_splits(path, numbered))
 
     # a path that cannot be a data set on the hub is a file; if it is missing, reading it says so
     if not hub_dataset(path):
@@ -281,10 +285,27 @@ def _named_files(path: str, files: list[Path]) -> dict[str, File]:
                 matches.append(file)
         if len(matches) > 1:
             names = " and ".join(file.name for file in matches)
-            raise ValueError(f"{path} contains {names}; name the one to use with --data.path")
+            raise ValueError(
+                f"{path} contains {names}; name the one to use with --data.path"
+            )
         if matches:
             found[split] = File(str(matches[0]))
     return found
+
+
+def _one_of_each(
+    path: str, named: Mapping[str, File], parts: Mapping[str, File]
+) -> dict[str, File | HubSplit]:
+    """Return the splits of a folder; raise ValueError if it has one as a file and as numbered
+    files."""
+    for split in parts.keys() & named.keys():
+        whole = Path(named[split].name).name
+        part = Path(parts[split].parts[0]).name
+        raise ValueError(
+            f"{path} contains {whole} and {part}; name the file, or a pattern of the numbered "
+            "files, with --data.path"
+        )
+    return {**parts, **named}
 
 
 def is_pattern(path: str) -> bool:
@@ -373,7 +394,9 @@ def _split_of(file: Path) -> str:
 def hub_dataset(path: str) -> HubId | None:
     """Return the id of the data set on the hub that `path` names, without its split; None if it
     names a file or a folder."""
-    is_local = split_suffixes(Path(path))[0] in READERS or Path(path).exists() or is_pattern(path)
+    is_local = (
+        split_suffixes(Path(path))[0] in READERS or Path(path).exists() or is_pattern(path)
+    )
     if is_local:
         return None
     return hub_id(path.partition(":")[0])

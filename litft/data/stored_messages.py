@@ -58,7 +58,8 @@ def has_messages_as_text(record: dict[str, Any], where: str) -> bool:
     if not TABLE.search(where):
         return False
     return any(
-        isinstance(record.get(name), str) and BEGINNING.match(record[name]) for name in TEXTS
+        isinstance(record.get(name), str) and BEGINNING.match(record[name])
+        for name in TEXTS
     )
 
 
@@ -100,7 +101,12 @@ def _literal_of_numpy(text: str) -> Any:
     last = ""
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            if token.type in (
+                tokenize.NEWLINE,
+                tokenize.NL,
+                tokenize.INDENT,
+                tokenize.DEDENT,
+            ):
                 continue
             if last == "}" and token.string == "{":
                 pieces.append(",")

@@ -124,14 +124,21 @@ def _code_version() -> str:
     libraries' versions."""
     folder = Path(__file__).parent
     sources = sorted(folder.glob("*.py"))
-    libraries = [f"{name} {version(name)}" for name in ("jinja2", "tokenizers", "sentencepiece")]
+    libraries = [
+        f"{name} {version(name)}" for name in ("jinja2", "tokenizers", "sentencepiece")
+    ]
     return hashlib.sha256(
         b"".join([path.read_bytes() for path in sources]) + repr(libraries).encode()
     ).hexdigest()
 
 
 def _write(
-    file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float, folder: Path, lock: TextIO
+    file: File | HubSplit,
+    digest: str,
+    encoder: Encoder,
+    max_bad: float,
+    folder: Path,
+    lock: TextIO,
 ) -> None:
     """Write the cache entry, which becomes visible only when complete.
 
@@ -141,11 +148,14 @@ def _write(
     with atomic_folder(folder, folder.with_suffix(".partial")) as partial:
         counted_ids = encoder.tokenizer.special_ids | encoder.tokenizer.new_ids
         writer = TokenStoreWriter(partial, counted_ids)
-        with tqdm(desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3) as bar:
+        with tqdm(
+            desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3
+        ) as bar:
             for encoded in encode(file.records(), encoder, lock):
                 writer.add(encoded)
                 bar.update()
-                if writer.report.bad[0] == MAX_NAMED and not max_bad:  # enough to fix at once
+                # enough to fix at once
+                if writer.report.bad[0] == MAX_NAMED and not max_bad:
                     lines = "\n".join(writer.report.bad_lines())
                     hint = "--data.skip_bad allows a share of bad records"
                     raise ValueError(f"{lines}\nreading {file.label} stopped here; {hint}")
@@ -172,7 +182,9 @@ def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:
             percent = -(-100 * count // report.records)
             skip_hint = f"; --data.skip_bad {percent / 100:g} skips them"
         if count > 1 or max_bad:
-            share = f"\n{count:,} of {report.records:,} records of {name} are bad{skip_hint}"
+            share = (
+                f"\n{count:,} of {report.records:,} records of {name} are bad{skip_hint}"
+            )
         else:
             share = ""
         raise ValueError("\n".join(report.bad_lines()) + more + share)
@@ -218,7 +230,9 @@ def _in_parallel(
 ) -> Iterator[Encoded]:
     try:
         # a few chunks per process keep all of them busy, and the rest of the file out of memory
-        pending = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers))
+        pending = deque(
+            pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers)
+        )
         while pending:
             yield from pending.popleft().result()
             pending.extend(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 1))

@@ -141,7 +141,11 @@ class TokenStoreWriter:
 
     def _write_finding(self, finding: Finding) -> None:
         for record in finding.records:
-            line = {"finding": finding.note, "record": record.place, "earlier": record.earlier}
+            line = {
+                "finding": finding.note,
+                "record": record.place,
+                "earlier": record.earlier,
+            }
             self._findings.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def _usual_last_tokens(self) -> set[int]:
@@ -219,7 +223,9 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.report = EncodingReport(**json.loads((folder / "report.json").read_text("utf-8")))
+        self.report = EncodingReport(
+            **json.loads((folder / "report.json").read_text("utf-8"))
+        )
         self.offsets = np.load(folder / "offsets.npy")
         arrays = (np.load(folder / f"{name}.npy") for name in ARRAYS)
         (
@@ -393,8 +399,12 @@ class Samples(Sequence[Sample]):
 
     def followed_by(self, other: "Samples") -> "Samples":
         """Return these samples and then the others, each with its stores."""
-        joined = map(np.concatenate, zip(self.sample_index, other.sample_index, strict=True))
-        numbers = np.concatenate((self.store_numbers, other.store_numbers + len(self.stores)))
+        joined = map(
+            np.concatenate, zip(self.sample_index, other.sample_index, strict=True)
+        )
+        numbers = np.concatenate(
+            (self.store_numbers, other.store_numbers + len(self.stores))
+        )
         return Samples([*self.stores, *other.stores], numbers, SampleIndex(*joined))
 
     def __len__(self) -> int:
@@ -435,9 +445,12 @@ class Samples(Sequence[Sample]):
         answer = self._read(j)
 
         # the first target is where the prompt ends
-        starts = [int(np.flatnonzero(stored & SUPERVISED)[0]) for stored in (prompt, answer)]
+        starts = [
+            int(np.flatnonzero(stored & SUPERVISED)[0]) for stored in (prompt, answer)
+        ]
         return to_sample(
-            np.concatenate((prompt[: starts[0]], answer[starts[1] :]))[: limit + 1], desirable=True
+            np.concatenate((prompt[: starts[0]], answer[starts[1] :]))[: limit + 1],
+            desirable=True,
         )
 
     def _read(self, i: int) -> np.ndarray:

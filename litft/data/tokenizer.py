@@ -55,7 +55,9 @@ class Tokenizer:
         else:
             self.generation_folders = [folder, base]
         config = read_json(folder / "tokenizer_config.json")
-        self.special = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+        self.special = _special_tokens(
+            config, read_json(folder / "special_tokens_map.json")
+        )
         added = _added_tokens(config)
         self._has_new_tokens = False
         # those of --data.new_tokens, which the folder's vocabulary may have already
@@ -99,7 +101,9 @@ class Tokenizer:
                 "token (eos)"
             )
         if "eos_token" not in self.special:  # GPT-2's folder has only its id
-            self.special["eos_token"] = self._backend.decode(self.stop_ids[:1], skip_special=False)
+            self.special["eos_token"] = self._backend.decode(
+                self.stop_ids[:1], skip_special=False
+            )
         self.own_template, named_templates = _own_templates(folder, config)
         self.has_template = self.own_template is not None
         self.chat_template = ""
@@ -169,7 +173,9 @@ class Tokenizer:
     @property
     def end_tokens(self) -> EndTokens:
         """The special tokens as text, and those at which generation ends."""
-        stops = tuple(self.decode([number], skip_special=False).strip() for number in self.stop_ids)
+        stops = tuple(
+            self.decode([number], skip_special=False).strip() for number in self.stop_ids
+        )
         return EndTokens(self.special_texts, stops)
 
     @property
@@ -211,11 +217,15 @@ class Tokenizer:
         # the cache has which of them occur
         if self.new_ids:
             settings.append(sorted(self.new_ids))
-        return hashlib.sha256(self._backend.state() + json.dumps(settings).encode()).hexdigest()
+        return hashlib.sha256(
+            self._backend.state() + json.dumps(settings).encode()
+        ).hexdigest()
 
     def vocabulary_digest(self) -> str:
         """Return the hash of the tokens and their ids, independent of template and stop tokens."""
-        return hashlib.sha256(json.dumps(sorted(self.vocabulary().items())).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(sorted(self.vocabulary().items())).encode()
+        ).hexdigest()
 
     @property
     def added_ids(self) -> set[int]:
@@ -256,7 +266,12 @@ class Tokenizer:
             self._backend.add(new, special)
             self.special_ids |= {self._known_id(text) for text in special}
             # cached values that depend on the special tokens
-            for name in ("special_texts", "control_text", "structure_ids", "_special_text_by_id"):
+            for name in (
+                "special_texts",
+                "control_text",
+                "structure_ids",
+                "_special_text_by_id",
+            ):
                 self.__dict__.pop(name, None)
             self._has_new_tokens = True
         pieces_by_id = {}
@@ -350,7 +365,12 @@ class Tokenizer:
         ):
             messages = [with_arguments_as_text(message) for message in messages]
         return render(
-            self.template_for(tools), messages, tools, add_generation_prompt, self.day, **variables
+            self.template_for(tools),
+            messages,
+            tools,
+            add_generation_prompt,
+            self.day,
+            **variables,
         )
 
     def continued_chat(
@@ -388,7 +408,9 @@ class Tokenizer:
     def check_tools(self, tools: list | None) -> None:
         """Raise ValueError if the template would leave tools out."""
         if tools and "tools" not in self.template_for(tools):
-            raise ValueError("the model's chat template does not support tools; leave them out")
+            raise ValueError(
+                "the model's chat template does not support tools; leave them out"
+            )
 
     def choices(self) -> dict[str, Any]:
         """Return the settings that a run has changed from the folder's files."""
@@ -429,7 +451,12 @@ class Tokenizer:
         # a short conversation shows whether the template writes BOS itself
         probe = [{"role": "user", "content": "a"}]
         text = render(
-            source, probe, tools=None, add_generation_prompt=False, day=self.day, **self.special
+            source,
+            probe,
+            tools=None,
+            add_generation_prompt=False,
+            day=self.day,
+            **self.special,
         )
         if text.startswith(self.special["bos_token"]):
             return source
@@ -496,7 +523,9 @@ def _added_tokens(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return added
 
 
-def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
+def _own_templates(
+    folder: Path, config: dict[str, Any]
+) -> tuple[str | None, dict[str, str]]:
     """Return the folder's chat template, and others by name.
 
     They are files of their own, or in tokenizer_config.json: one text, or a list of several with

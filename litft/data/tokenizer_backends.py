@@ -44,7 +44,9 @@ class FastBackend:
         for text in sorted(missing, key=lambda text: added[text]["id"]):
             token = added[text]
             token_id = added[text]["id"]
-            self.backend.add_tokens([AddedToken(text, special=token["special"], **token["flags"])])
+            self.backend.add_tokens(
+                [AddedToken(text, special=token["special"], **token["flags"])]
+            )
             if self.backend.token_to_id(text) != token_id:
                 reason = (
                     f"tokenizer_config.json has the token {text!r} with the id {token_id}, but "
@@ -164,7 +166,14 @@ class SentencePieceBackend:
         # the longest first: a token may be the beginning of another one
         texts = sorted({**self.special, **self.added}, key=len, reverse=True)
         self.size = (
-            max([self.backend.vocab_size() - 1, *self.added.values(), *self.special.values()]) + 1
+            max(
+                [
+                    self.backend.vocab_size() - 1,
+                    *self.added.values(),
+                    *self.special.values(),
+                ]
+            )
+            + 1
         )
         if texts:
             self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")")
@@ -229,7 +238,9 @@ class SentencePieceBackend:
                 widths.append(int(byte[1], 16) & 0xC0 != 0x80)
             else:
                 widths.append(len(piece))
-        added_space = bool(pieces) and pieces[0].startswith("▁") and not text.startswith((" ", "▁"))
+        added_space = (
+            bool(pieces) and pieces[0].startswith("▁") and not text.startswith((" ", "▁"))
+        )
         if pieces:
             return accumulate(widths[1:], initial=widths[0] - added_space)
         return iter(())

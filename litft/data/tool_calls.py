@@ -121,7 +121,9 @@ def read_calls(text: str, tools: list[dict[str, Any]] | None = None) -> list[Too
 def _is_json(call: ToolCall) -> bool:
     """Return whether a call can be written as JSON in UTF-8."""
     try:
-        json.dumps([call.name, call.arguments], allow_nan=False, ensure_ascii=False).encode()
+        json.dumps(
+            [call.name, call.arguments], allow_nan=False, ensure_ascii=False
+        ).encode()
     except (TypeError, ValueError, RecursionError):
         return False
     return True

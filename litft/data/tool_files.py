@@ -45,7 +45,11 @@ def _tool_list(path: Path) -> list[Any] | None:
         return None
     for item in content:
         # an example may have a column `name`, but not alone
-        if not isinstance(item, dict) or item.keys() & {"messages", "conversations", "tools"}:
+        if not isinstance(item, dict) or item.keys() & {
+            "messages",
+            "conversations",
+            "tools",
+        }:
             return None
         if not item.keys() & {"function", "name"}:
             return None

@@ -42,9 +42,15 @@ def turn_end(
         common = tail[: _common_end(rendering, tail)]
         is_whole = common == tail
         found = _closing_tokens(common, is_whole or bool(rendering.calls), ends) or found
-        if rendering.calls and not is_whole and not any(token in ends.stops for token, _ in found):
+        if (
+            rendering.calls
+            and not is_whole
+            and not any(token in ends.stops for token, _ in found)
+        ):
             # no token is known to end the turn; what follows is the beginning of the next one
-            token, position = next((item for item in found if OPENS_TURN.search(item[0])), found[0])
+            token, position = next(
+                (item for item in found if OPENS_TURN.search(item[0])), found[0]
+            )
             position = beginning + len(tail[: position - len(token)].rstrip())
             return text[:position], position
     stops = [end for token, end in found if token in ends.stops]
@@ -61,7 +67,9 @@ def turn_end(
             return text[:beginning] + written, beginning + len(written)
         position = len(text.rstrip()) or len(text)
     if rendering.following and not found:
-        raise ValueError(f"the chat template does not show where a turn ends; {OTHER_TEMPLATE}")
+        raise ValueError(
+            f"the chat template does not show where a turn ends; {OTHER_TEMPLATE}"
+        )
     # what follows was only added to find the turn
     if rendering.following:
         text = text[:position]
@@ -79,7 +87,9 @@ def _ends_in(text: str, tokens: tuple[str, ...]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda item: item[1])
 
 
-def _closing_tokens(common: str, is_closing: bool, ends: EndTokens) -> list[tuple[str, int]]:
+def _closing_tokens(
+    common: str, is_closing: bool, ends: EndTokens
+) -> list[tuple[str, int]]:
     """Return the tokens that may end a turn in `common`, the part of a tail that is written if
     another message follows.
 

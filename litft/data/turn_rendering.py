@@ -17,7 +17,8 @@ CONTENT_MARK = "qzxcontentxzq"
 ARGUMENT_MARK = "qzxargumentxzq"
 
 OTHER_TEMPLATE = (
-    "pass another --data.template, such as the chat_template.jinja of a model that supports it"
+    "pass another --data.template, such as the chat_template.jinja of a "
+    "model that supports it"
 )
 
 
@@ -193,13 +194,17 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
     `Places`."""
     answer = rendering.answer
     if answer.answer.strip() not in span:
-        raise ValueError(f"the chat template leaves out the assistant's content; {OTHER_TEMPLATE}")
+        raise ValueError(
+            f"the chat template leaves out the assistant's content; {OTHER_TEMPLATE}"
+        )
     reasoning = answer.reasoning.strip()
     printed = not rendering.content_is_text and prints_parts(span)
     if reasoning and (reasoning not in span or printed or has_reasoning is False):
         name = answer.spelling if answer.spelling != INLINE else "reasoning"
         reason = f"the chat template leaves out the assistant's {name}"
-        raise ValueError(f"{reason}; train without it (--data.reasoning drop), or {OTHER_TEMPLATE}")
+        raise ValueError(
+            f"{reason}; train without it (--data.reasoning drop), or {OTHER_TEMPLATE}"
+        )
 
     # calls are rendered in their order: look for each one after the name of the previous one
     rest = span
@@ -210,7 +215,9 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
         if is_found and call["function"]["name"] in answer.answer:
             is_found = _changes_text(rendering, number)
         if not is_found:
-            reason = "the chat template leaves out a tool call (no built-in template has tools)"
+            reason = (
+                "the chat template leaves out a tool call (no built-in template has tools)"
+            )
             raise ValueError(f"{reason}; {OTHER_TEMPLATE}")
         rest = rest[position + len(call["function"]["name"]) :]
 

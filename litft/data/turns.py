@@ -85,7 +85,9 @@ def assistant_turns(
     templates read are tried. Raises ValueError if none of them works.
     """
     reasons = any(has_reasoning(message) for message in messages)
-    inline = any(ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages))
+    inline = any(
+        ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages)
+    )
     spells_inline = reasons and _writes_think_tags(render, tools)
     first_error = None
     # some templates write reasoning only where thinking is switched on
@@ -110,7 +112,9 @@ def assistant_turns(
                 plain = texts
                 plain_calls = variant.calls
                 break
-            if not any(_closes_unopened(turn) for rendered in texts for turn in rendered.turns):
+            if not any(
+                _closes_unopened(turn) for rendered in texts for turn in rendered.turns
+            ):
                 return _better(plain, texts, reasons)
     if plain is not None:
         return plain
@@ -164,7 +168,10 @@ def _writes_think_tags(render: Render, tools: list | None) -> bool:
     """Return whether a prompt of the template has <think>, or a system prompt that asks for it, in
     any mode."""
     rendering = TurnRendering(
-        render, [{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}, tools
+        render,
+        [{"role": "user", "content": "a"}],
+        {"role": "assistant", "content": "b"},
+        tools,
     )
     prompts = [rendering.prompt(**switch) for switch in ({}, *THINKING_ON, *THINKING_OFF)]
     return any(prompt is not None and "<think>" in prompt for prompt in prompts)
@@ -178,7 +185,9 @@ def _texts(
         if message["role"] == "assistant":
             rendering = TurnRendering(render, messages[:index], message, tools)
             if not _renders(rendering):
-                rendering = replace(rendering, following=_up_to_question(messages[index + 1 :]))
+                rendering = replace(
+                    rendering, following=_up_to_question(messages[index + 1 :])
+                )
             turns.append(_turn(rendering, ends))
     return _joined(turns, ends)
 
@@ -227,7 +236,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         # without a usual prompt, `_turn_start` returns the start of the message
         assert prompt is not None
         before = next(
-            (part for part in _before(text, places.first) if _ends_alike(prompt, part)), None
+            (part for part in _before(text, places.first) if _ends_alike(prompt, part)),
+            None,
         )
         if before is None:
             raise ValueError(
@@ -242,7 +252,9 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         places = replace(places, first=places.first + len(prompt) - start)
         start = len(prompt)
     has_thought = bool(rendering.answer.reasoning.strip())
-    opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and not CLOSES_THOUGHT.search(text, start)
+    opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and not CLOSES_THOUGHT.search(
+        text, start
+    )
     if opened and not has_thought and not rendering.following and not rendering.calls:
         # the prompt opens a thought that the last answer does not close; once others follow, the
         # template leaves it out
@@ -260,7 +272,9 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     if empty and empty.end() > places.first:
         empty = None
     if empty and EMPTY_THOUGHT.match(text, empty.end(), end):
-        raise ValueError(f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}")
+        raise ValueError(
+            f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}"
+        )
     if has_thought:
         _check_single_thought(text, start, has_empty=bool(empty))
         answer = _answer_start(rendering, text, max(start, places.first), ends)
@@ -329,7 +343,9 @@ def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
     Templates with marks of their own take inline reasoning for a part of the answer.
     """
     if has_empty:
-        raise ValueError(f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}")
+        raise ValueError(
+            f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}"
+        )
     if ENDS_IN_EMPTY_THOUGHT.search(text, max(start - 2 * MARK_LENGTH, 0), start):
         raise ValueError(
             "the prompt of the chat template has an empty thought before the reasoning; "
@@ -492,7 +508,9 @@ def _generated_texts(
     texts = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            turn = _generated_turn(TurnRendering(render, messages[:index], message, tools), ends)
+            turn = _generated_turn(
+                TurnRendering(render, messages[:index], message, tools), ends
+            )
             texts.append(RenderedTurns(turn.text, [turn]))
     return texts
 
@@ -524,4 +542,6 @@ def _thinking_prompt(rendering: TurnRendering) -> str:
         prompt = rendering.prompt(**switch)
         if prompt is not None and prompt.rstrip().endswith("<think>"):
             return prompt
-    raise ValueError(f"the chat template leaves out the assistant's reasoning; {OTHER_TEMPLATE}")
+    raise ValueError(
+        f"the chat template leaves out the assistant's reasoning; {OTHER_TEMPLATE}"
+    )

@@ -29,7 +29,9 @@ class DeviceMap(WeightPlacement):
     on the CPU.
     """
 
-    def __init__(self, devices: Sequence[torch.device], counts: Sequence[int] | None) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], counts: Sequence[int] | None
+    ) -> None:
         self.devices = list(devices)
         self.counts = counts
 
@@ -107,7 +109,9 @@ class PlacedBlock(nn.Module):
             query_scale = cos_sin.query_scale
             if query_scale is not None:
                 query_scale = query_scale.to(x.device)
-            cos_sin = CosSin(cos_sin.cos.to(x.device), cos_sin.sin.to(x.device), query_scale)
+            cos_sin = CosSin(
+                cos_sin.cos.to(x.device), cos_sin.sin.to(x.device), query_scale
+            )
         if documents is not None:
             documents = documents.to(lambda tensor: tensor.to(x.device))
         x = super().forward(x, cos_sin, documents, cache, *moved)

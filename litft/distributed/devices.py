@@ -69,7 +69,9 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
         supported = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         # bucket views avoid a second copy of all gradients; no initial sync, as all ranks have read
         # the same weights
-        ddp = partial(DDPStrategy, gradient_as_bucket_view=True, init_sync=False, timeout=timeout)
+        ddp = partial(
+            DDPStrategy, gradient_as_bucket_view=True, init_sync=False, timeout=timeout
+        )
         # broadcast_buffers is the name up to torch 2.12
         if "forward_sync_buffers" in supported:
             fabric_strategy = ddp(forward_sync_buffers=False)
@@ -96,12 +98,17 @@ def make_inference_fabric(accelerator: str, devices: int) -> "Fabric":
     )
 
 
-def _fabric(accelerator: str, devices: int, nodes: int, strategy: "Strategy | str") -> "Fabric":
+def _fabric(
+    accelerator: str, devices: int, nodes: int, strategy: "Strategy | str"
+) -> "Fabric":
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 
     # silence Fabric's banner; litft prints the relevant facts itself
-    for name in ("lightning_fabric.utilities.distributed", "lightning_fabric.utilities.rank_zero"):
+    for name in (
+        "lightning_fabric.utilities.distributed",
+        "lightning_fabric.utilities.rank_zero",
+    ):
         logging.getLogger(name).setLevel(logging.WARNING)
     check_devices(accelerator, devices)
     # without this, Fabric would treat any process within a SLURM job as started by srun
@@ -129,7 +136,9 @@ def check_devices(accelerator: str, devices: int) -> None:
         if devices > MAX_PROCESSES_PER_CORE * cores():
             raise ValueError(f"{reason}; pass at most {MAX_PROCESSES_PER_CORE * cores()}")
         if devices > cores():
-            print(f"warning: {reason}; the processes will compete for them", file=sys.stderr)
+            print(
+                f"warning: {reason}; the processes will compete for them", file=sys.stderr
+            )
     if accelerator == "cuda" and devices > torch.cuda.device_count():
         raise ValueError(
             f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs; pass at most "
@@ -161,9 +170,10 @@ def mesh_of(args: FinetuneArgs, strategy: str, device: torch.device) -> DeviceMe
 
 def num_shards(args: FinetuneArgs | PlanArgs, strategy: str) -> int:
     """Return the number of shards that the weights are split into."""
-    return {"fsdp": args.devices * args.num_nodes, "hsdp": args.shard_size or args.devices}.get(
-        strategy, 1
-    )
+    return {
+        "fsdp": args.devices * args.num_nodes,
+        "hsdp": args.shard_size or args.devices,
+    }.get(strategy, 1)
 
 
 # of torch's compiler, about what litft has chosen: fp32 stays fp32, and how it compiles a softmax
@@ -178,7 +188,9 @@ def pick_accelerator(accelerator: str) -> str:
     time.
     """
     if accelerator == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--accelerator cuda: torch finds no GPU; {_gpu_remedy()}, or use cpu")
+        raise ValueError(
+            f"--accelerator cuda: torch finds no GPU; {_gpu_remedy()}, or use cpu"
+        )
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator == "cuda":
@@ -241,7 +253,12 @@ def pick_generation_precision(
     in `pick_precision`. On an EPYC
     with AVX512-BF16, bf16 decodes 1.6 times as fast as fp32 (SmolLM2-135M, 1 and 8 rows).
     """
-    if precision == "auto" and device.type == "cpu" and stored == torch.bfloat16 and cpu_has_bf16():
+    if (
+        precision == "auto"
+        and device.type == "cpu"
+        and stored == torch.bfloat16
+        and cpu_has_bf16()
+    ):
         return "bf16"
     return pick_precision(precision, device, fits_fp16)
 
@@ -294,7 +311,8 @@ def limit_threads(model: nn.Module, rows: int) -> None:
     on_cpu = not any(parameter.is_cuda for parameter in parameters)
     if (
         on_cpu
-        and rows * sum(parameter.numel() for parameter in parameters) <= MAX_SINGLE_THREAD_WORK
+        and rows * sum(parameter.numel() for parameter in parameters)
+        <= MAX_SINGLE_THREAD_WORK
     ):
         torch.set_num_threads(1)
 

@@ -45,7 +45,9 @@ def shard(
         "shard_placement_fn": lambda parameter: placement(tuple(parameter.shape), width),
         "offload_policy": offload_policy,
     }
-    stored_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    stored_dtype = MixedPrecisionPolicy(
+        reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     cast = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
     # norms compute in fp32
     norms = []
@@ -76,7 +78,9 @@ def _frozen_integers() -> Iterator[None]:
     def new_frozen(
         cls: type, data: Tensor | None = None, requires_grad: bool = True
     ) -> nn.Parameter:
-        return original_new(cls, data, requires_grad and (data is None or data.is_floating_point()))
+        return original_new(
+            cls, data, requires_grad and (data is None or data.is_floating_point())
+        )
 
     nn.Parameter.__new__ = new_frozen
     try:

@@ -171,7 +171,9 @@ class CpuProcessGroup:
                         "other)"
                     )
             if differences:
-                reason = f"process {rank} differs from process 0 in {', '.join(differences[:5])}"
+                reason = (
+                    f"process {rank} differs from process 0 in {', '.join(differences[:5])}"
+                )
                 raise ValueError(f"{reason}; give all processes the same files and flags")
 
 

@@ -25,7 +25,15 @@ from litft.model.transformer import GPT
 # may have fewer heads than there are processes
 KEY_VALUE = ("k_proj", "v_proj", "k_norm")
 # sharded along the output dimension
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj")
+COLUMN_PARALLEL = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "q_b_proj",
+    "kv_b_proj",
+)
 ROW_PARALLEL = ("o_proj", "down_proj")  # sharded along the input dimension
 OUTPUT_DIM = {
     "weight": -2,
@@ -128,7 +136,10 @@ class TensorParallelPlacement(WeightPlacement):
         # the statistics of such a norm are over the heads of all processes
         if config.qk_norm and config.qk_norm_over == "all":
             for block in model.blocks:
-                for name, heads in (("q_norm", config.n_heads), ("k_norm", config.n_kv_heads)):
+                for name, heads in (
+                    ("q_norm", config.n_heads),
+                    ("k_norm", config.n_kv_heads),
+                ):
                     whole = Norm(config.qk_norm, heads, config.head_dim, num_dims=2)
                     norm = change_class(whole, NormOverAll)
                     norm.placement = self
@@ -244,7 +255,8 @@ class AllGatherHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         # all ranks gather the same size: the last one is padded, and its padding cut off again
-        return all_gather(F.pad(y, (0, self.rows_per_rank - y.size(-1))))[..., : self.out_features]
+        padded = F.pad(y, (0, self.rows_per_rank - y.size(-1)))
+        return all_gather(padded)[..., : self.out_features]
 
 
 class NormOverAll(nn.Module):
@@ -256,7 +268,8 @@ class NormOverAll(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         placement = self.placement
         heads = x.size(-2)
-        copies = placement.size * heads // self.shape[0]  # number of processes with the same heads
+        # number of processes with the same heads
+        copies = placement.size * heads // self.shape[0]
         # all heads, each `copies` times
         gathered = all_gather(x.transpose(-1, -2)).transpose(-1, -2)
         # one copy of each head is enough, and of the result only this process's heads are needed
@@ -285,6 +298,9 @@ def _gather(x: Tensor) -> Tensor:
     """Return x of all processes, stacked: (processes, *x.shape)."""
     stacked = x.new_empty((distributed.get_world_size(), *x.shape))
     # all_gather_single is the newer name; torch 2.11 does not have it
-    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather = (
+        getattr(distributed, "all_gather_single", None)
+        or distributed.all_gather_into_tensor
+    )
     gather(stacked.view(-1), x.contiguous().view(-1))
     return stacked

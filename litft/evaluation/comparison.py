@@ -60,9 +60,11 @@ class ScoredModel:
     # the examples whose answers the length limit has cut
     cut: set[Name] = field(default_factory=set)
     errors: dict[str, float] = field(default_factory=dict)  # standard errors of scores
-    harness: dict[str, Any] = field(default_factory=dict)  # the results as the harness returns them
+    # the results as the harness returns them
+    harness: dict[str, Any] = field(default_factory=dict)
     preferences: PreferenceScores | None = None
-    log_probs: dict[Name, list[float]] = field(default_factory=dict)  # by example: of its answers
+    # by example: of its answers
+    log_probs: dict[Name, list[float]] = field(default_factory=dict)
     # by score: what each example adds to it
     parts: dict[str, dict[Key, Part]] = field(default_factory=dict)
 
@@ -178,7 +180,9 @@ def _selected(candidates: Samples, names: set[Name]) -> Iterator[tuple[Name, Sam
 
 
 def _exact_match(
-    subject: ScoredModel, examples: Sequence[EvalExample], answers: Mapping[Name, Completion]
+    subject: ScoredModel,
+    examples: Sequence[EvalExample],
+    answers: Mapping[Name, Completion],
 ) -> dict[str, float]:
     """Return the number of answers, and the share of them that are the expected ones."""
     hits = []
@@ -247,7 +251,9 @@ def _texts(example: EvalExample, tokenizer: Tokenizer) -> dict[str, str]:
     texts[title] = example.expected
     if sample.documents:
         rejected = sample.split()[1].targets
-        texts["rejected"] = tokenizer.decode_answer(rejected[rejected != IGNORED].tolist()).strip()
+        texts["rejected"] = tokenizer.decode_answer(
+            rejected[rejected != IGNORED].tolist()
+        ).strip()
     return texts
 
 
@@ -274,7 +280,9 @@ def print_table(table: Table) -> None:
     print(*filter(str.strip, captured.get().splitlines()), sep="\n")
 
 
-def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, str]]) -> None:
+def print_results(
+    subjects: list[ScoredModel], examples: dict[Name, dict[str, str]]
+) -> None:
     """Print the scores as a Markdown table, and below it the answers."""
     table = Table(box=box.MARKDOWN)
     table.add_column("")
@@ -284,7 +292,10 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
     for name in dict.fromkeys(name for subject in subjects for name in subject.scores):
         table.add_row(
             name,
-            *(_cell(subject.scores.get(name), subject.errors.get(name)) for subject in subjects),
+            *(
+                _cell(subject.scores.get(name), subject.errors.get(name))
+                for subject in subjects
+            ),
         )
     print_table(table)
 
@@ -297,7 +308,9 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
             lines[name] = json.dumps(text, ensure_ascii=False)
         for subject in subjects:
             if example in subject.answers:
-                lines[subject.name] = json.dumps(subject.answers[example], ensure_ascii=False)
+                lines[subject.name] = json.dumps(
+                    subject.answers[example], ensure_ascii=False
+                )
                 if example in subject.cut:
                     lines[subject.name] += " ... (cut)"
             if example in subject.log_probs:
@@ -305,7 +318,9 @@ def print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, st
                     f"{v:.2f}" for v in subject.log_probs[example]
                 )
         width = max(map(len, lines)) + 2
-        print("", *(f"{name + ':':<{width}}{line}" for name, line in lines.items()), sep="\n")
+        print(
+            "", *(f"{name + ':':<{width}}{line}" for name, line in lines.items()), sep="\n"
+        )
 
 
 def compare_preferences(subjects: Sequence[ScoredModel]) -> None:
@@ -357,7 +372,8 @@ def results_as_json(
     ]
     scores = {
         subject.name: {
-            name: None if math.isnan(value) else value for name, value in subject.scores.items()
+            name: None if math.isnan(value) else value
+            for name, value in subject.scores.items()
         }
         for subject in subjects
     }
@@ -366,5 +382,7 @@ def results_as_json(
         "scores": scores,
         "verdicts": [asdict(verdict) | {"outcome": verdict.outcome} for verdict in found],
         "answers": answers,
-        "harness": {subject.name: subject.harness for subject in subjects if subject.harness},
+        "harness": {
+            subject.name: subject.harness for subject in subjects if subject.harness
+        },
     }

@@ -28,12 +28,23 @@ from litft.pretrained.folder import PretrainedFolder, resolve
 ANSWER_TOKENS = 256
 Name = tuple[int, int, int]
 # flags that determine the held-out examples
-SPLIT_FLAGS = ("val_path", "val_fraction", "seed", "subset", "split", "limit", "format", "columns")
+SPLIT_FLAGS = (
+    "val_path",
+    "val_fraction",
+    "seed",
+    "subset",
+    "split",
+    "limit",
+    "format",
+    "columns",
+)
 # larger than any token id: the model's vocabulary size is checked when it is scored
 ANY_VOCAB_SIZE = 1 << 30
 
 
-def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs, Path | None]:
+def resolve_data(
+    args: RunEvalArgs, source: PretrainedFolder
+) -> tuple[DataArgs, Path | None]:
     """Return the data flags to score with, and the run whose held-out part is scored; None for a
     file of its own.
 
@@ -78,7 +89,10 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
     if own_run is None:
         data = _with_own_columns(data, _run_of(source.folder))
     if own_run is not None:
-        print(f"reading {_names(data)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
+        print(
+            f"reading {_names(data)} as {own_run} did: {_scored_part(data)}",
+            file=sys.stderr,
+        )
         _warn_if_changed(data, own_run)
     return data, own_run
 
@@ -114,7 +128,9 @@ def note_on_base(source: PretrainedFolder, own_run: Path | None) -> str:
         (Path(start) / folder / ADAPTER_CONFIG).is_file() for folder in (".", "final")
     )
     if is_adapter:
-        note += f"; the run started from the adapter {start}: compare with --against {start}"
+        note += (
+            f"; the run started from the adapter {start}: compare with --against {start}"
+        )
     return note
 
 
@@ -127,7 +143,11 @@ def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
     names = [item.split("=", 1)[1] for item in trained_data.columns]
     # of the first record only, as the file may be large
     _, record = next(iter(find_sources(data)[0][0].records()), ("", {}))
-    if not names or not isinstance(record, dict) or any(name not in record for name in names):
+    if (
+        not names
+        or not isinstance(record, dict)
+        or any(name not in record for name in names)
+    ):
         return data
     print(
         f"reading {_names(data)} with the columns of {run}: {','.join(trained_data.columns)}",
@@ -174,7 +194,9 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
     Print a warning if the files of a run are not found.
     """
     folders = [source.folder] + (
-        [source_of(args.model(args.against)).folder] if args.against not in (None, "none") else []
+        [source_of(args.model(args.against)).folder]
+        if args.against not in (None, "none")
+        else []
     )
     run_data: dict[Path, DataArgs] = {}
 
@@ -197,7 +219,8 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
             if not args.data.path and run == _run_of(source.folder):
                 raise
             reason = (
-                f"{run} was trained on {_names(trained_data)}, which is not found from this folder"
+                f"{run} was trained on {_names(trained_data)}, which is not "
+                "found from this folder"
             )
             print(
                 f"warning: {reason}; start in the folder of the training, or scores may include "
@@ -271,7 +294,9 @@ def _apply_overrides(
         reason = f"{run} held out other examples ({_flag_text(name, getattr(trained_data, name))})"
         raise ValueError(f"{_flag_text(name, overrides[name])}: {reason}; leave it out")
     # how often training reads a file, and which tokens it adds, does not change what is held out
-    return replace(trained_data, **overrides | {"weights": [], "new_tokens": [], "replay": 0.0})
+    return replace(
+        trained_data, **overrides | {"weights": [], "new_tokens": [], "replay": 0.0}
+    )
 
 
 def _flag_text(name: str, value: Any) -> str:
@@ -291,7 +316,12 @@ def _run_of(folder: Path) -> Path | None:
     None."""
     folder = folder.resolve()
     return next(
-        (parent for parent in (folder.parent, folder.parent.parent) if run_dir.is_run(parent)), None
+        (
+            parent
+            for parent in (folder.parent, folder.parent.parent)
+            if run_dir.is_run(parent)
+        ),
+        None,
     )
 
 
@@ -316,7 +346,9 @@ def _scored_part(data: DataArgs) -> str:
     """Describe which part of the data is scored."""
     files = find_sources(data)[1]
     if files:
-        return f"scoring its validation examples, {', '.join(file.label for _, file in files)}"
+        return (
+            f"scoring its validation examples, {', '.join(file.label for _, file in files)}"
+        )
     if not data.val_fraction:
         return "nothing was held out, so it was trained on these examples"
     return (
@@ -353,9 +385,14 @@ def compared_sources(args: RunEvalArgs, source: PretrainedFolder) -> list[Pretra
 def with_shared_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataArgs:
     """Return the data flags with the smallest length limit of all models, so that all are scored on
     the same windows."""
-    limits = {length_limit(data.max_seq_length, source.config.max_positions) for source in sources}
+    limits = {
+        length_limit(data.max_seq_length, source.config.max_positions) for source in sources
+    }
     if len(limits) > 1:
-        print(f"--data.max_seq_length {min(limits)}, which all models can read", file=sys.stderr)
+        print(
+            f"--data.max_seq_length {min(limits)}, which all models can read",
+            file=sys.stderr,
+        )
     return replace(data, max_seq_length=min(limits))
 
 
@@ -366,7 +403,9 @@ def answer_tokens(args: RunEvalArgs) -> int:
     return args.max_new_tokens or min(ANSWER_TOKENS, limit // 2)
 
 
-def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: str) -> set[Name]:
+def readable_by_all(
+    args: RunEvalArgs, sources: list[PretrainedFolder], kind: str
+) -> set[Name]:
     """Return the names of the scored examples: the first --limit that every model can read within
     the length limit.
 
@@ -413,7 +452,8 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
     if len({tokenizer.vocabulary_digest() for tokenizer in tokenizers}) > 1:
         if has_texts and args.limit:
             reason = (
-                "models with different tokenizers would be scored on different parts of the text"
+                "models with different tokenizers would be scored on "
+                "different parts of the text"
             )
             raise ValueError(f"--limit {args.limit}: {reason}; leave it out")
         print(
@@ -434,7 +474,9 @@ def _note_lost(data: DataSplits, limit: int) -> None:
             if not count:
                 continue
             has_long = has_long or note != TOOLS_LOST
-            print(f"{label}: {count:,} of {report.records:,} records {note}", file=sys.stderr)
+            print(
+                f"{label}: {count:,} of {report.records:,} records {note}", file=sys.stderr
+            )
     if has_long:
         print(
             f"the limit is {limit:,} tokens; --data.max_seq_length sets another one",
@@ -447,7 +489,9 @@ def _is_text(name: Name) -> bool:
     return name[0] == 0
 
 
-def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[Name]) -> None:
+def warn_if_trained_on(
+    args: RunEvalArgs, source: PretrainedFolder, names: set[Name]
+) -> None:
     """Print a warning if the training data of a run contains some of the scored examples."""
     records = {record for record, _, _ in names}
     for run, trained_data in _training_runs(args, source).items():
@@ -456,7 +500,12 @@ def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[N
         kind = DATA_KINDS[finetune_args(run).objective]
         context = source.config.max_positions
         trained_names = load_data(
-            data, _tokenizer(source), ANY_VOCAB_SIZE, context, kind=kind, completion_tokens=1
+            data,
+            _tokenizer(source),
+            ANY_VOCAB_SIZE,
+            context,
+            kind=kind,
+            completion_tokens=1,
         ).train.names
         repeated = records & {record for record, _, _ in trained_names}
         if repeated:

@@ -75,7 +75,9 @@ def question_prompts(
     return prompts
 
 
-def answer_sample(prompt: Sequence[int], answer: Sequence[int], limit: int) -> Sample | None:
+def answer_sample(
+    prompt: Sequence[int], answer: Sequence[int], limit: int
+) -> Sample | None:
     """Return a prompt with an answer as a sample, with a loss on the answer only; None if nothing
     of the answer is within `limit` input tokens."""
     ids = torch.tensor([*prompt, *answer][: limit + 1])
@@ -86,7 +88,9 @@ def answer_sample(prompt: Sequence[int], answer: Sequence[int], limit: int) -> S
     return Sample(ids[:-1], targets)
 
 
-def answer_samples(pairs: Sequence[tuple[list[int], list[int]]], limit: int) -> list[Sample]:
+def answer_samples(
+    pairs: Sequence[tuple[list[int], list[int]]], limit: int
+) -> list[Sample]:
     """Return pairs (prompt, answer) as samples, without those of which nothing of the answer is
     within the limit."""
     samples = []
@@ -106,7 +110,9 @@ def loss_parts(
     before_batch: Callable[[], object] = lambda: None,
 ) -> dict[Key, Part]:
     """Return what each sample adds to the loss per token: every process takes part."""
-    log_probs, _ = sample_log_probs(model, samples, layout, model.device, rank, before_batch)
+    log_probs, _ = sample_log_probs(
+        model, samples, layout, model.device, rank, before_batch
+    )
     losses = sum_over_ranks(-log_probs).tolist()
     parts: dict[Key, Part] = {}
     for number, (loss, sample) in enumerate(zip(losses, samples, strict=True)):
@@ -151,6 +157,9 @@ class Remembered(NamedTuple):
             batches = -(-len(samples) // rows)
             with tqdm(total=batches, desc=score, unit=" batches", disable=None) as bar:
                 parts[score] = loss_parts(
-                    session.model, samples, layout, before_batch=lambda bar=bar: bar.update()
+                    session.model,
+                    samples,
+                    layout,
+                    before_batch=lambda bar=bar: bar.update(),
                 )
         return parts

@@ -21,7 +21,9 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
-    raise ValueError(f"--tasks needs the package {error.name}; pip install 'litft[eval]'") from None
+    raise ValueError(
+        f"--tasks needs the package {error.name}; pip install 'litft[eval]'"
+    ) from None
 
 from litft.args import Sampling
 from litft.inference.generation import Completion, Request
@@ -79,7 +81,9 @@ class HarnessModel(TemplateLM):
         Without a generation prompt, the last turn stays open.
         """
         if add_generation_prompt:
-            return self._tokenizer.apply_chat_template(chat_history, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(
+                chat_history, add_generation_prompt=True
+            )
         # the last turn is the beginning of the answer
         beginning = self._tokenizer.apply_chat_template(
             chat_history[:-1], add_generation_prompt=True
@@ -91,7 +95,9 @@ class HarnessModel(TemplateLM):
     ) -> list[int]:
         """Encode a text, with the BOS that the model's tokenizer adds unless the text already has
         one."""
-        return self._tokenizer.encode(string, bos=False if add_special_tokens is False else None)
+        return self._tokenizer.encode(
+            string, bos=False if add_special_tokens is False else None
+        )
 
     def _loglikelihood_tokens(
         self,
@@ -172,7 +178,11 @@ class HarnessModel(TemplateLM):
         for input_ids in sorted(pairs_by_input, key=len, reverse=True):
             length = max(len(pairs[number][1]) for number in pairs_by_input[input_ids])
             # elements of the logits, which take most of the memory
-            size = (len(batch) + 1) * max(longest, length) * self.session.model.config.vocab_size
+            size = (
+                (len(batch) + 1)
+                * max(longest, length)
+                * self.session.model.config.vocab_size
+            )
             if batch and (len(batch) == self.batch_size or size > MAX_LOGITS):
                 yield batch
                 batch = []
@@ -203,7 +213,9 @@ class HarnessModel(TemplateLM):
         )
         return logits.float().log_softmax(-1)
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[str]:
         """Return answers that end at one of the task's stop strings.
 
         Contexts that are too long lose their beginning.
@@ -250,7 +262,11 @@ class HarnessModel(TemplateLM):
         # settings of the harness without a field in Sampling are left out
         names = {item.name for item in fields(Sampling)}
         sampling = Sampling(
-            **{name: value for name, value in kwargs.items() if name in names and value is not None}
+            **{
+                name: value
+                for name, value in kwargs.items()
+                if name in names and value is not None
+            }
         )
         try:
             # a value of another type raises a TypeError
@@ -258,7 +274,9 @@ class HarnessModel(TemplateLM):
         except TypeError as error:
             problems = [str(error)]
         if problems:
-            raise ValueError(f"a task's generation_kwargs: {'; '.join(problems).replace('--', '')}")
+            raise ValueError(
+                f"a task's generation_kwargs: {'; '.join(problems).replace('--', '')}"
+            )
         return Request(
             self.tok_encode(context)[-max_prompt_length:],
             kwargs["max_gen_toks"],
@@ -304,10 +322,15 @@ def run_tasks(
     except Exception as error:
         # from a YAML file, a template, a task's code, the hub: any kind
         frames = traceback.extract_tb(error.__traceback__)
-        if any(frame.filename == __file__ and frame.name != run_tasks.__name__ for frame in frames):
+        if any(
+            frame.filename == __file__ and frame.name != run_tasks.__name__
+            for frame in frames
+        ):
             raise  # an error of this module
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (at {where})"
+        reason = (
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (at {where})"
+        )
         raise ValueError(
             f"--tasks: the harness failed with {reason}; look at the task's YAML file and its data"
         ) from None

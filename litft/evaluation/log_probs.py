@@ -56,7 +56,11 @@ def document_log_probs(
     For S samples with D documents each. Rows of samples that another rank computes are 0.
     """
     log_probs, lengths = torch.zeros(
-        2, len(samples), len(samples[0].document_lengths), dtype=torch.float64, device=device
+        2,
+        len(samples),
+        len(samples[0].document_lengths),
+        dtype=torch.float64,
+        device=device,
     )
     with eval_mode(model):
         for order, batch in sample_batches(samples, layout, rank):
@@ -83,7 +87,9 @@ def sample_log_probs(
     """
     # each its own sequence
     alone = [replace(sample, documents=(sample.tokens.numel(),)) for sample in samples]
-    log_probs, lengths = document_log_probs(model, alone, layout, device, rank, before_batch)
+    log_probs, lengths = document_log_probs(
+        model, alone, layout, device, rank, before_batch
+    )
     return log_probs[:, 0], lengths[:, 0]
 
 
@@ -118,7 +124,9 @@ def label_margins(rewards: Tensor, desirable: Tensor) -> Tensor:
     if num_desirable in (0, count):
         return torch.where(desirable, rewards, -rewards)
     return torch.where(
-        desirable, rewards * (count / num_desirable), -rewards * (count / (count - num_desirable))
+        desirable,
+        rewards * (count / num_desirable),
+        -rewards * (count / (count - num_desirable)),
     )
 
 

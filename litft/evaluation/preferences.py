@@ -26,14 +26,18 @@ class PreferenceScores:
     desirable: Tensor | None  # (N,) bool: the labels; None for pairs
 
     @classmethod
-    def of(cls, model: GPT, samples: list[Sample], rows: int, name: str) -> "PreferenceScores":
+    def of(
+        cls, model: GPT, samples: list[Sample], rows: int, name: str
+    ) -> "PreferenceScores":
         """Compute them. rows: examples per forward pass; name: the model's, for the progress
         bar."""
         if samples[0].documents:
             labels = None
         else:
             labels = torch.tensor([sample.desirable for sample in samples])
-        with tqdm(total=-(-len(samples) // rows), desc=f"{name}: preferences", disable=None) as bar:
+        with tqdm(
+            total=-(-len(samples) // rows), desc=f"{name}: preferences", disable=None
+        ) as bar:
             log_probs, lengths = document_log_probs(
                 model, samples, BatchLayout(rows), model.device, before_batch=bar.update
             )
@@ -63,7 +67,10 @@ class PreferenceScores:
             scores = {"accuracy": wins(margins), "margin": margins}
         else:
             scores = {"margin": label_margins(self.log_probs[:, 0], self.desirable)}
-        return {name: parts_of(names, map(Part, found.tolist())) for name, found in scores.items()}
+        return {
+            name: parts_of(names, map(Part, found.tolist()))
+            for name, found in scores.items()
+        }
 
     def _compare(self, values: Tensor) -> dict[str, float]:
         """Return how often, and by how much, chosen answers have higher values than rejected ones,
@@ -71,7 +78,10 @@ class PreferenceScores:
         if self.desirable is None:
             # pairs compare two answers to the same prompt
             margins = values[:, 0] - values[:, 1]
-            return {"accuracy": float(wins(margins).mean()), "margin": float(margins.mean())}
+            return {
+                "accuracy": float(wins(margins).mean()),
+                "margin": float(margins.mean()),
+            }
         labels = {"desirable": self.desirable, "undesirable": ~self.desirable}
         return {
             f"{name}: log-probability": float(values[mask].mean())

@@ -161,7 +161,9 @@ def greedy_completions(
             stop = min(start + ranks * rows, len(prompts))
             indices = range(start + fabric.global_rank, stop, ranks)
             with join_uneven(model, hosts):
-                answers = greedy_answers(model, tokenizer, [prompts[index] for index in indices])
+                answers = greedy_answers(
+                    model, tokenizer, [prompts[index] for index in indices]
+                )
             completed += zip(indices, answers, strict=True)
 
     # in the order of the prompts, the same on every rank
@@ -169,7 +171,9 @@ def greedy_completions(
     return [answer for _, answer in sorted(of_all, key=lambda numbered: numbered[0])]
 
 
-def answer_rows(layout: BatchLayout, samples: Sequence[Sample], min_new_tokens: int = 0) -> int:
+def answer_rows(
+    layout: BatchLayout, samples: Sequence[Sample], min_new_tokens: int = 0
+) -> int:
     """Return how many answers to the samples to generate at once; min_new_tokens: as in
     `validation_answers`.
 
@@ -198,13 +202,18 @@ class HardExample(NamedTuple):
 
 
 def hardest_examples(
-    tokenizer: Tokenizer, samples: Sequence[Sample], mean_losses: Sequence[float], count: int
+    tokenizer: Tokenizer,
+    samples: Sequence[Sample],
+    mean_losses: Sequence[float],
+    count: int,
 ) -> list[HardExample]:
     """Return the examples with the largest losses per target token, the largest first."""
     by_loss = sorted(range(len(samples)), key=lambda number: -mean_losses[number])
     hardest = []
     for number in by_loss[:count]:
-        hardest.append(_hard_example(samples[number], number, mean_losses[number], tokenizer))
+        hardest.append(
+            _hard_example(samples[number], number, mean_losses[number], tokenizer)
+        )
     return hardest
 
 
@@ -221,7 +230,9 @@ def question_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     return text
 
 
-def _hard_example(sample: Sample, number: int, loss: float, tokenizer: Tokenizer) -> HardExample:
+def _hard_example(
+    sample: Sample, number: int, loss: float, tokenizer: Tokenizer
+) -> HardExample:
     is_target = sample.targets != IGNORED
     # targets[i] is the token after tokens[i]
     first = int(is_target.nonzero()[0])
@@ -235,7 +246,9 @@ def _hard_example(sample: Sample, number: int, loss: float, tokenizer: Tokenizer
 
 def exact_match(answers: list[ValidationAnswer]) -> float:
     """Return the fraction of answers that have ended by themselves and are the expected ones."""
-    return sum(is_exact(item.answer, item.ended, item.expected) for item in answers) / len(answers)
+    return sum(is_exact(item.answer, item.ended, item.expected) for item in answers) / len(
+        answers
+    )
 
 
 def is_exact(answer: str, ended: bool, expected: str) -> bool:
@@ -285,7 +298,9 @@ def greedy_answers(
     if not requests:
         return []
     decoder = Decoder(
-        model, len(requests), max(len(request.ids) + request.max_new_tokens for request in requests)
+        model,
+        len(requests),
+        max(len(request.ids) + request.max_new_tokens for request in requests),
     )
     return generate_completions(decoder, tokenizer, requests)
 

@@ -117,7 +117,8 @@ def difference(first: RunsOfSetting, second: RunsOfSetting, score: str) -> Diffe
         over_examples=found[0] if found else None,
         over_seeds=_interval_over_seeds(first, second, score),
         is_comparable=(
-            of_first.keys() == of_second.keys() and not has_other_tokens(score, of_first, of_second)
+            of_first.keys() == of_second.keys()
+            and not has_other_tokens(score, of_first, of_second)
         ),
     )
 

@@ -154,12 +154,16 @@ def verdicts(first: Parts, second: Parts) -> list[Verdict]:
     return found
 
 
-def has_other_tokens(score: str, first: Mapping[Key, Part], second: Mapping[Key, Part]) -> bool:
+def has_other_tokens(
+    score: str, first: Mapping[Key, Part], second: Mapping[Key, Part]
+) -> bool:
     """Return whether two losses are of other tokens of the same examples, as with another template
     or tokenizer: they are not comparable."""
     if not score.startswith(LOSS):
         return False
-    return any(first[key].weight != part.weight for key, part in second.items() if key in first)
+    return any(
+        first[key].weight != part.weight for key, part in second.items() if key in first
+    )
 
 
 def _verdict(score: str, pairs: np.ndarray) -> Verdict:

@@ -27,7 +27,9 @@ class MergeDistance:
     """The difference between two models' predictions for the same texts."""
 
     divergence: float  # KL divergence from the first model to the second, nats per token
-    agreement: float  # share of the tokens after which both have the same most probable token
+    agreement: (
+        float  # share of the tokens after which both have the same most probable token
+    )
     num_tokens: int
 
     def __str__(self) -> str:
@@ -73,7 +75,9 @@ def merge_distance_line(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return "not compared with the adapter on the quantized base: the memory is too small"
+        return (
+            "not compared with the adapter on the quantized base: the memory is too small"
+        )
     return f"compared with the adapter on the quantized base: {distance(before, after)}"
 
 

@@ -98,13 +98,18 @@ def model_card(info: CardInfo) -> str:
     # the hub reads these fields
     header = {
         "base_model": info.base and info.base.name,
-        "base_model_relation": ("adapter" if is_adapter else "finetune") if info.base else None,
-        "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(
-            _peft_type(info), "litft"
-        ),
+        "base_model_relation": ("adapter" if is_adapter else "finetune")
+        if info.base
+        else None,
+        "library_name": {
+            None: "transformers",
+            "LORA": "peft",
+            "ADAPTION_PROMPT": "peft",
+        }.get(_peft_type(info), "litft"),
         "pipeline_tag": "text-generation",
         **info.licence,
-        "datasets": [dataset.name for path in paths if (dataset := hub_dataset(path))] or None,
+        "datasets": [dataset.name for path in paths if (dataset := hub_dataset(path))]
+        or None,
         "tags": ["litft", *filter(None, [info.method])],
     }
     values = {name: value for name, value in header.items() if value is not None}
@@ -115,7 +120,10 @@ def model_card(info: CardInfo) -> str:
         f"# {info.repo_id.rpartition('/')[2]}\n"
     )
     return (
-        "\n".join([title, *_about(info), *_results(info), *_settings(info), *_loading(info)]) + "\n"
+        "\n".join(
+            [title, *_about(info), *_results(info), *_settings(info), *_loading(info)]
+        )
+        + "\n"
     )
 
 
@@ -267,7 +275,9 @@ def _results(info: CardInfo) -> Iterator[str]:
                 f"{float(validations[-1]['val_margin']):.3g} |"
             )
         scored = [
-            row for row in validations if row.get("exact_match") and row["step"] == last["step"]
+            row
+            for row in validations
+            if row.get("exact_match") and row["step"] == last["step"]
         ]
         if scored:
             yield f"| exact match, at the end | {float(scored[-1]['exact_match']):.1%} |"
@@ -291,7 +301,9 @@ def _settings(info: CardInfo) -> Iterator[str]:
     yield "## Settings\n\n| flag | value |\n|---|---|"
     for name, value in values.items():
         group, _, leaf = name.rpartition(".")
-        is_changed = group in LISTED_GROUPS and value != defaults.get(name) and leaf not in UNLISTED
+        is_changed = (
+            group in LISTED_GROUPS and value != defaults.get(name) and leaf not in UNLISTED
+        )
         is_listed = (
             name in ALWAYS_LISTED
             or is_changed
@@ -357,7 +369,9 @@ def _loading(info: CardInfo) -> Iterator[str]:
             f'model = {auto_class}.from_pretrained("{repo_id}")',
         )
         yield _vllm(f"vllm serve {repo_id}", info)
-    elif info.adapter_config.get("use_dora") and info.adapter_config.get("target_parameters"):
+    elif info.adapter_config.get("use_dora") and info.adapter_config.get(
+        "target_parameters"
+    ):
         yield (
             "PEFT has no DoRA for stacked experts; merge the adapter first: `litft merge_lora "
             f"--checkpoint_dir {repo_id} --out_dir merged`\n"
@@ -409,7 +423,9 @@ def _vllm(command: str, info: CardInfo) -> str:
     text = f"vLLM:\n\n```bash\n{command}\n```\n"
     parser = _vllm_tool_parser(info)
     if parser:
-        text += f"\nFor tools, add `--enable-auto-tool-choice --tool-call-parser {parser}`.\n"
+        text += (
+            f"\nFor tools, add `--enable-auto-tool-choice --tool-call-parser {parser}`.\n"
+        )
     return text
 
 
@@ -440,7 +456,8 @@ def _vllm_tool_parser(info: CardInfo) -> str | None:
         return None
     # the template's text tells families with the same mark apart
     template = tokenizer.template_for([{}])
-    if answer_format.calls.opening == "<tool_call>":  # which several families fill differently
+    # which several families fill differently
+    if answer_format.calls.opening == "<tool_call>":
         if "<function=" in template:
             return "qwen3_coder"
         if "<arg_key>" in template:
@@ -486,6 +503,9 @@ def _resizing(info: CardInfo) -> list[str]:
 def _vllm_rank(info: CardInfo) -> int:
     """Return the adapter's largest rank, rounded up to a value that vLLM supports."""
     rank = max(
-        [info.adapter_config.get("r", 8), *(info.adapter_config.get("rank_pattern") or {}).values()]
+        [
+            info.adapter_config.get("r", 8),
+            *(info.adapter_config.get("rank_pattern") or {}).values(),
+        ]
     )
     return next((supported for supported in VLLM_RANKS if supported >= rank), rank)

@@ -19,7 +19,13 @@ from litft.families.wrappers import ONLY_WRAPPED
 from litft.methods import AdapterTensors, Method
 from litft.model.quantization import KINDS
 from litft.pretrained.folder import PretrainedFolder, resolve
-from litft.pretrained.save import Result, WeightChange, check_written, copy_tokenizer, write_result
+from litft.pretrained.save import (
+    Result,
+    WeightChange,
+    check_written,
+    copy_tokenizer,
+    write_result,
+)
 from litft.training.output import run_checkpoints
 from litft.training.run_setup import resolve_setup
 
@@ -109,7 +115,9 @@ def merge_result(
         return Result(*update)
     # trained on weights that were quantized while they were read
     if not dequantized:
-        target = "the original weights; --dequantized_base adds them to the dequantized weights"
+        target = (
+            "the original weights; --dequantized_base adds them to the dequantized weights"
+        )
         print(
             f"the base was quantized as {kind} in training; the updates are added to {target}",
             file=sys.stderr,
@@ -207,12 +215,16 @@ def _whole_model(source: PretrainedFolder, base_dir: str | None) -> PretrainedFo
 
 def _read_step(
     step: Path, base_dir: str | None
-) -> tuple[PretrainedFolder, tuple[Method, AdapterTensors], dict[str, Any], Tokenizer | None]:
+) -> tuple[
+    PretrainedFolder, tuple[Method, AdapterTensors], dict[str, Any], Tokenizer | None
+]:
     """Return the base, the method and its values, the recorded settings and the tokenizer of a
     checkpoint of a run."""
     run = step.resolve().parent.parent
     if not step.is_dir():
-        available = ", ".join(sorted(path.name for path in step.parent.glob("step-*"))) or "none"
+        available = (
+            ", ".join(sorted(path.name for path in step.parent.glob("step-*"))) or "none"
+        )
         raise ValueError(f"{step} does not exist; available checkpoints: {available}")
     if not run_dir.is_run(run):
         raise ValueError(

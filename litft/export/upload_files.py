@@ -45,8 +45,12 @@ def card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
     else:
         base = _hub_base_of_run(run_args) if run_args else None
     if source.adapter and base is None:
-        reason = f"{source.adapter} is an adapter for {source.base}, which is not on the hub"
-        raise ValueError(f"{reason}; pass its hub id as --base_model, or merge the adapter first")
+        reason = (
+            f"{source.adapter} is an adapter for {source.base}, which is not on the hub"
+        )
+        raise ValueError(
+            f"{reason}; pass its hub id as --base_model, or merge the adapter first"
+        )
     licence = {"license": args.licence} if args.licence else {}
     info = CardInfo(
         args.repository,
@@ -73,7 +77,9 @@ def _hub_base_of_run(args: FinetuneArgs) -> HubId | None:
 def _hub_base_of_adapter(source: PretrainedFolder, config: dict[str, Any]) -> HubId | None:
     """Return the base model of an adapter on the hub; None if it is unknown. config:
     adapter_config.json."""
-    return downloaded_from(source.base) or hub_id(config.get("base_model_name_or_path") or "")
+    return downloaded_from(source.base) or hub_id(
+        config.get("base_model_name_or_path") or ""
+    )
 
 
 def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:
@@ -94,7 +100,9 @@ def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:
     ):
         if name in files and private in (content := read_object(folder / name)):
             content.pop(private)
-            files[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+            files[name] = (
+                json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            ).encode()
 
     # the adapter's base by its name on the hub
     config = info.adapter_config
@@ -102,7 +110,9 @@ def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:
         # `card_info` refuses an adapter whose base is not on the hub
         assert base is not None
         settings = {
-            name: value for name, value in config.get("litft", {}).items() if name != "base_path"
+            name: value
+            for name, value in config.get("litft", {}).items()
+            if name != "base_path"
         }
         config = config | {
             "base_model_name_or_path": base.name,

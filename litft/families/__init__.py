@@ -101,7 +101,9 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     try:
         return found.text_config(hf)
     except KeyError as missing:
-        raise ValueError(f"config.json lacks the field {missing}; is the file complete?") from None
+        raise ValueError(
+            f"config.json lacks the field {missing}; is the file complete?"
+        ) from None
 
 
 def peft_rules(config: Config) -> list[Rule]:
@@ -153,7 +155,9 @@ def _check_convolutions(hf: dict[str, Any], config: Config) -> None:
 
     In transformers they have the activation of the MLP, or one of their own (Nemotron-H).
     """
-    if not any(isinstance(layer.mixer, Mamba2Config | DeltaNetConfig) for layer in config.layers):
+    if not any(
+        isinstance(layer.mixer, Mamba2Config | DeltaNetConfig) for layer in config.layers
+    ):
         return
     name = "mamba_hidden_act" if hf["model_type"] == "nemotron_h" else "hidden_act"
     activation = hf.get(name, "silu")

@@ -52,7 +52,9 @@ def config(hf: dict[str, Any]) -> Config:
     embed_scale = math.sqrt(base.dim) if hf.get("mup_enabled") else 1.0
     return replace(
         base,
-        layers=deepseek.sparse_layers({"first_k_dense_replace": num_dense}, layers, experts),
+        layers=deepseek.sparse_layers(
+            {"first_k_dense_replace": num_dense}, layers, experts
+        ),
         norm_position="both",
         qk_norm=base.norm,
         attention_gate=True,

@@ -12,13 +12,20 @@ from litft.model.config import Config
 # transformers' names first; some files have Llama's
 NORMS = {"attention_norm": "{attention_layernorm|input_layernorm}"}
 NORMS |= {"mlp_norm": "{feedforward_layernorm|post_attention_layernorm}"}
-ROPE = dict(rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192)
+ROPE = dict(
+    rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192
+)
 ROPE |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' ApertusConfig."""
-    hf = {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, **hf}
+    hf = {
+        "hidden_act": "xielu",
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        **hf,
+    }
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         # as in transformers, also beside a rope_theta
         hf["rope_parameters"] = ROPE

@@ -182,7 +182,11 @@ def fused_projection(mamba: Mamba2Config, stored: str, leaf: str) -> Split:
     width = mamba.n_heads * mamba.head_dim
     sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
     prefix = "blocks.{}.mixer."
-    names = (f"{prefix}gate_proj.{leaf}", f"{prefix}conv_proj.{leaf}", f"{prefix}step_proj.{leaf}")
+    names = (
+        f"{prefix}gate_proj.{leaf}",
+        f"{prefix}conv_proj.{leaf}",
+        f"{prefix}step_proj.{leaf}",
+    )
     return Split(f"{stored}.{leaf}", names, sizes)
 
 

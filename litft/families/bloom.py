@@ -66,7 +66,8 @@ def config(hf: dict[str, Any]) -> Config:
                 f"{value!r}"
             )
     sizes = dict(
-        intermediate_size=4 * hf["hidden_size"], max_position_embeddings=hf.get("max_seq_len", 2048)
+        intermediate_size=4 * hf["hidden_size"],
+        max_position_embeddings=hf.get("max_seq_len", 2048),
     )
     activation = "gelu_pytorch_tanh" if is_bloom else "gelu"
     base = llama.config(
@@ -111,7 +112,9 @@ def rules(config: Config) -> list[Rule]:
         outer = llama.embedding_and_head(config, "transformer.", "wte", "norm_f")
     return [
         *outer,
-        *llama.rename_modules({"embed_norm": "transformer.word_embeddings_layernorm"}, "", ""),
+        *llama.rename_modules(
+            {"embed_norm": "transformer.word_embeddings_layernorm"}, "", ""
+        ),
         *llama.rename_modules(NAMES[config.model_type], layers),
         *fused,
     ]

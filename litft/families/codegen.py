@@ -22,7 +22,10 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules for GPT-J's names, with q, v and k fused."""
     q, k, v = qkv_names("weight")
     fused = Split(
-        "transformer.h.{}.attn.qkv_proj.weight", (q, v, k), (config.dim // GROUPS,) * 3, GROUPS
+        "transformer.h.{}.attn.qkv_proj.weight",
+        (q, v, k),
+        (config.dim // GROUPS,) * 3,
+        GROUPS,
     )
     return [fused, *gptj.rules(config), Drop("transformer.h.{}.attn.causal_mask")]
 

@@ -71,7 +71,9 @@ def _with_experts(
     num_shared = hf.get("num_shared_experts") or 0
     scoring = hf.get("expert_selection_fn", "softmax")
     # the average of both outputs is half of their sum
-    is_average = num_shared and hf.get("shared_expert_combination_strategy", "average") == "average"
+    is_average = (
+        num_shared and hf.get("shared_expert_combination_strategy", "average") == "average"
+    )
     output_scale = 0.5 if is_average else 1.0
     experts = ExpertsConfig(
         hf.get("num_experts", 8),
@@ -82,7 +84,9 @@ def _with_experts(
         scoring=scoring,
         output_scale=output_scale,
     )
-    layers = list(deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts))
+    layers = list(
+        deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts)
+    )
     for number, layer in enumerate(layers):
         if not layer.experts:
             # a pattern of 1 has full attention in all of these
@@ -97,7 +101,9 @@ def _with_experts(
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with a single norm per layer."""
-    names = llama.ATTENTION | llama.QK_NORMS | llama.MLP | {"attention_norm": "input_layernorm"}
+    names = (
+        llama.ATTENTION | llama.QK_NORMS | llama.MLP | {"attention_norm": "input_layernorm"}
+    )
     if config.model_type == "cohere2_moe":
         mixture = deepseek.mixture_rules(config)
     else:

@@ -11,7 +11,10 @@ from litft.model.config import Config
 
 # CWM's RoPE if the file does not specify it
 ROPE = dict(
-    rope_type="llama3", factor=16.0, original_max_position_embeddings=8192, low_freq_factor=1.0
+    rope_type="llama3",
+    factor=16.0,
+    original_max_position_embeddings=8192,
+    low_freq_factor=1.0,
 )
 ROPE |= dict(high_freq_factor=4.0)
 
@@ -19,7 +22,10 @@ ROPE |= dict(high_freq_factor=4.0)
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' CwmConfig."""
     defaults = dict(
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
     )
     hf = {**defaults, "sliding_window": 8192, **hf}
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):

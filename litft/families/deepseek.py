@@ -17,7 +17,10 @@ from litft.model.config import Config, ExpertsConfig, LatentConfig, LayerConfig,
 # transformers' defaults, where they differ from those of the functions below
 DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(
-        first_k_dense_replace=0, n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407
+        first_k_dense_replace=0,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        moe_intermediate_size=1407,
     ),
     "deepseek_v3": dict(
         first_k_dense_replace=3,
@@ -97,9 +100,13 @@ def config(hf: dict[str, Any]) -> Config:
     # latent attention computes keys and values for every head; RoPE rotates a part of a head
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
     layer = replace(
-        base.layers[0], latent=latent, attention_scale=latent.head_dim**-0.5 * yarn_scale(hf)
+        base.layers[0],
+        latent=latent,
+        attention_scale=latent.head_dim**-0.5 * yarn_scale(hf),
     )
-    base = replace(base, rope_interleaved=hf.get("rope_interleave", model_type != "minicpm3"))
+    base = replace(
+        base, rope_interleaved=hf.get("rope_interleave", model_type != "minicpm3")
+    )
     # models without experts
     if model_type in ("minicpm3", "youtu"):
         base = replace(base, layers=(layer,) * len(base.layers))
@@ -137,7 +144,9 @@ def _with_rope_of_mistral4(hf: dict[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in hf.items():
         if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-            value = {key: part for key, part in value.items() if key != "partial_rotary_factor"}
+            value = {
+                key: part for key, part in value.items() if key != "partial_rotary_factor"
+            }
         if name != "partial_rotary_factor":
             kept[name] = value
     return kept
@@ -150,7 +159,12 @@ def latent_config(hf: dict[str, Any]) -> LatentConfig:
     nope = hf.get("qk_nope_head_dim", 128)
     rope = hf.get("qk_rope_head_dim", 64)
     return LatentConfig(
-        hf["kv_lora_rank"], hf["q_lora_rank"], nope, rope, value_dim, NormConfig("rms", 1e-6)
+        hf["kv_lora_rank"],
+        hf["q_lora_rank"],
+        nope,
+        rope,
+        value_dim,
+        NormConfig("rms", 1e-6),
     )
 
 
@@ -178,7 +192,8 @@ def _with_mup_scales(base: Config, hf: dict[str, Any]) -> Config:
     else:
         depth = hf.get("scale_depth", 1.4)
     scales = dict(
-        embed_scale=float(hf.get("scale_emb", 12)), residual_scale=depth / math.sqrt(num_layers)
+        embed_scale=float(hf.get("scale_emb", 12)),
+        residual_scale=depth / math.sqrt(num_layers),
     )
     # transformers divides by dim / base_dim, which is the same
     logit_scale = 1.0 if base_dim is None else base_dim / base.dim
@@ -239,7 +254,9 @@ LATENT = {
     "attention.kv_a_norm": "self_attn.kv_a_layernorm",
 }
 SHARED = llama.mlp_names("mlp.shared", "mlp.shared_experts")
-BIAS = Rename("model.layers.{}.mlp.gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias")
+BIAS = Rename(
+    "model.layers.{}.mlp.gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"
+)
 
 
 def rules(config: Config) -> list[Rule]:
@@ -253,7 +270,9 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
-def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = BIAS) -> list[Rule]:
+def mixture_rules(
+    config: Config, shared: dict[str, str] = SHARED, bias: Rule = BIAS
+) -> list[Rule]:
     """Return the rules of a mixture; shared: the names of the shared expert."""
     stored = "model.layers.{}.mlp.experts."
     experts = mixtral.experts_of(config)

@@ -15,7 +15,9 @@ def config(hf: dict[str, Any]) -> Config:
         num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=True
     )
     bias = bool(hf.get("use_bias"))
-    base = llama.config({**defaults, "max_position_embeddings": 131072, **hf}, rope_theta=500000.0)
+    base = llama.config(
+        {**defaults, "max_position_embeddings": 131072, **hf}, rope_theta=500000.0
+    )
     return replace(base, rope_interleaved=True, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 

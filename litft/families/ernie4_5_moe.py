@@ -41,7 +41,10 @@ def config(hf: dict[str, Any]) -> Config:
     # the head has a bias where the MLPs have one
     base = replace(base, head_bias=base.mlp_bias)
     return replace(
-        base, layers=deepseek.sparse_layers({"mlp_layer_types": kinds}, list(base.layers), experts)
+        base,
+        layers=deepseek.sparse_layers(
+            {"mlp_layer_types": kinds}, list(base.layers), experts
+        ),
     )
 
 

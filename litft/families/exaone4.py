@@ -14,7 +14,12 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Exaone4Config."""
     base = llama.config({"num_key_value_heads": 32, "rms_norm_eps": 1e-5, **hf})
     base = replace(
-        base, qkv_bias=False, o_bias=False, mlp_bias=False, norm_position="after", qk_norm=base.norm
+        base,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        norm_position="after",
+        qk_norm=base.norm,
     )
     return replace(base, layers=layers(hf, base))
 

@@ -14,7 +14,10 @@ from litft.model.rope_config import RopeConfig
 
 # where they differ from those of `llama.config`: of all, of Gemma 2 and 3, of Gemma 3
 DEFAULTS = dict(
-    head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192, num_key_value_heads=16
+    head_dim=256,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+    num_key_value_heads=16,
 )
 DEFAULTS2 = dict(
     num_key_value_heads=4,
@@ -136,7 +139,9 @@ def rules(config: Config) -> list[Rule]:
     if config.model_type == "gemma":
         return llama.rules(config)
     if config.model_type == "vaultgemma":
-        return llama.rules(config, norms=llama.NORMS | {"mlp_norm": "pre_feedforward_layernorm"})
+        return llama.rules(
+            config, norms=llama.NORMS | {"mlp_norm": "pre_feedforward_layernorm"}
+        )
     # Gemma 3 is published as a multimodal model, too
     head = "{|language_model.}lm_head"
     return [*llama.rules(config, MODEL_PREFIXES, head, POST_NORMS), Drop(OTHER_PARTS)]

@@ -55,7 +55,11 @@ def config(hf: dict[str, Any]) -> Config:
             "config.json: intermediate_size and activation_sparsity_pattern must list "
             f"{hf['num_hidden_layers']} values each"
         )
-    plain = {"rope_parameters": None, "rope_scaling": None, "hidden_act": hf["hidden_activation"]}
+    plain = {
+        "rope_parameters": None,
+        "rope_scaling": None,
+        "hidden_act": hf["hidden_activation"],
+    }
     # widths differ between layers; this one is only a default
     base = llama.config({**hf, **plain, "intermediate_size": widths[0]})
     layers = _layers(hf, base, widths, sparsity)

@@ -22,7 +22,9 @@ DEFAULTS = dict(
     vocab_size_per_layer_input=262144,
 )
 # Gemma 4 12B, whose layers have no inputs of their own
-UNIFIED = dict(hidden_size_per_layer_input=0, max_position_embeddings=262144, sliding_window=1024)
+UNIFIED = dict(
+    hidden_size_per_layer_input=0, max_position_embeddings=262144, sliding_window=1024
+)
 # transformers' defaults for each kind of layer
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -54,7 +56,9 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     if hf["model_type"] == "gemma4":
         return llama.text_model_config(hf, "gemma4_text", "Gemma4ForCausalLM")
     if hf["model_type"] == "gemma4_unified":
-        return llama.text_model_config(hf, "gemma4_unified_text", "Gemma4UnifiedForCausalLM")
+        return llama.text_model_config(
+            hf, "gemma4_unified_text", "Gemma4UnifiedForCausalLM"
+        )
     return hf
 
 
@@ -69,7 +73,12 @@ def config(hf: dict[str, Any]) -> Config:
         )
     # each kind of layer has a RoPE of its own, see `_layers`
     base = llama.config(
-        {**hf, "hidden_act": hf["hidden_activation"], "rope_parameters": None, "rope_scaling": None}
+        {
+            **hf,
+            "hidden_act": hf["hidden_activation"],
+            "rope_parameters": None,
+            "rope_scaling": None,
+        }
     )
     per_layer_dim = hf["hidden_size_per_layer_input"] or 0
     per_layer_vocab_size = hf["vocab_size_per_layer_input"] if per_layer_dim else 0
@@ -202,7 +211,9 @@ def rules(config: Config) -> list[Rule]:
     }
     mixture = llama.rename_modules(MIXTURE, LAYERS) if experts else []
     # files may have projections in layers that reuse keys and values, but nothing reads them
-    shared = llama.layers_with(config, lambda layer: layer.kv_sharing == "reuse", f"{MODEL}layers.")
+    shared = llama.layers_with(
+        config, lambda layer: layer.kv_sharing == "reuse", f"{MODEL}layers."
+    )
     drops: list[Rule] = []
     if any(layer.kv_sharing == "reuse" for layer in config.layers):
         for name in ("k_proj", "v_proj", "k_norm"):

@@ -15,12 +15,19 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GlmConfig and
     Glm4Config."""
     defaults = dict(
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1.5625e-7,
     )
     base = llama.config({**defaults, "attention_bias": True, **hf}, rope_fraction=0.5)
     norm_position = "both" if hf["model_type"] == "glm4" else "before"
     return replace(
-        base, rope_interleaved=True, norm_position=norm_position, o_bias=False, mlp_bias=False
+        base,
+        rope_interleaved=True,
+        norm_position=norm_position,
+        o_bias=False,
+        mlp_bias=False,
     )
 
 
@@ -33,7 +40,11 @@ def rules(config: Config) -> list[Rule]:
             "attention_post_norm": "post_self_attn_layernorm",
             "mlp_post_norm": "post_mlp_layernorm",
         }
-    return [*llama.embedding_and_head(config), *llama.rename_modules(names), *gate_up_rules(config)]
+    return [
+        *llama.embedding_and_head(config),
+        *llama.rename_modules(names),
+        *gate_up_rules(config),
+    ]
 
 
 FAMILY = Family(

@@ -37,7 +37,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
 }
 DEFAULTS["solar_open"] = DEFAULTS["glm4_moe"] | dict(
-    head_dim=128, moe_intermediate_size=1280, intermediate_size=1280, first_k_dense_replace=0
+    head_dim=128,
+    moe_intermediate_size=1280,
+    intermediate_size=1280,
+    first_k_dense_replace=0,
 )
 DEFAULTS["sarvam_moe"] = dict(
     num_key_value_heads=4,
@@ -84,7 +87,9 @@ def config(hf: dict[str, Any]) -> Config:
         first_window = hf.get("max_window_layers", 62)
         windows = llama.layer_windows(hf, lambda index: index >= first_window)
         layers = list(llama.windowed_layers(base, windows))
-    return replace(base, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf)))
+    return replace(
+        base, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf))
+    )
 
 
 def rules(config: Config) -> list[Rule]:

@@ -70,7 +70,11 @@ def embedding_and_head(config: Config) -> list[Rule]:
     """Return the rules outside of layers, and those that drop the causal masks in old files."""
     positions = llama.rename_modules({"embed_positions": "{transformer.|}wpe"}, "", "")
     masks = [Drop(f"{LAYERS}attn.{name}") for name in ("bias", "masked_bias")]
-    return [*llama.embedding_and_head(config, "{transformer.|}", "wte", "ln_f"), *positions, *masks]
+    return [
+        *llama.embedding_and_head(config, "{transformer.|}", "wte", "ln_f"),
+        *positions,
+        *masks,
+    ]
 
 
 def rules(config: Config) -> list[Rule]:
@@ -90,7 +94,9 @@ def conv1d_rules(config: Config, hf_prefix: str, norms: dict[str, str]) -> list[
         # before the plain rules, which are then for biases and norms only
         *transposed,
         *llama.rename_modules(LINEARS | norms, hf_prefix),
-        Split(f"{hf_prefix}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True),
+        Split(
+            f"{hf_prefix}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True
+        ),
         Split(f"{hf_prefix}attn.c_attn.bias", qkv_names("bias"), sizes),
     ]
 

@@ -30,7 +30,9 @@ def config(hf: dict[str, Any]) -> Config:
         if name in hf:
             gpt2_fields[gpt2_name] = hf[name]
     base = llama.config(
-        gpt2.standard_names({**hf, **gpt2_fields, "n_positions": hf["max_position_embeddings"]})
+        gpt2.standard_names(
+            {**hf, **gpt2_fields, "n_positions": hf["max_position_embeddings"]}
+        )
     )
 
     # [[kinds of layers, how often they repeat], ...]

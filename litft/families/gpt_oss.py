@@ -100,7 +100,12 @@ def _expert_rules(config: Config) -> list[Rename | Split]:
             config.hidden_dim,
             transposed=True,
         ),
-        Split(f"{hf_prefix}gate_up_proj_bias", gate_up_names("bias"), (1, 1), config.hidden_dim),
+        Split(
+            f"{hf_prefix}gate_up_proj_bias",
+            gate_up_names("bias"),
+            (1, 1),
+            config.hidden_dim,
+        ),
         Rename(f"{hf_prefix}down_proj", f"{prefix}down_proj.weight", transposed=True),
         Rename(f"{hf_prefix}down_proj_bias", f"{prefix}down_proj.bias"),
     ]

@@ -41,9 +41,15 @@ def rules(config: Config) -> list[Rule]:
         f"attention.{name}_proj": f"attn.{hf_name}_proj"
         for name, hf_name in zip("qkvo", ["q", "k", "v", "out"], strict=True)
     }
-    names |= {"mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out", "attention_norm": "ln_1"}
+    names |= {
+        "mlp.up_proj": "mlp.fc_in",
+        "mlp.down_proj": "mlp.fc_out",
+        "attention_norm": "ln_1",
+    }
     # causal masks and angles, which old files have
-    buffers = [Drop(f"{layers}attn.{name}") for name in ("bias", "masked_bias", "embed_positions")]
+    buffers = [
+        Drop(f"{layers}attn.{name}") for name in ("bias", "masked_bias", "embed_positions")
+    ]
     return [
         *llama.embedding_and_head(config, "transformer.", "wte", "ln_f"),
         *llama.rename_modules(names, layers),

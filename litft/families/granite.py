@@ -75,7 +75,9 @@ def _windowed_layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...
     for number, theta in enumerate(thetas):
         rope = layers[number].rope
         assert rope is not None
-        layers[number] = replace(layers[number], rope=replace(rope, theta=theta) if theta else None)
+        layers[number] = replace(
+            layers[number], rope=replace(rope, theta=theta) if theta else None
+        )
     return tuple(layers)
 
 
@@ -108,7 +110,10 @@ def rules(config: Config) -> list[Rule]:
     shared_prefix = "model.layers.{}.shared_mlp."
     shared_dim = config.layers[0].experts.shared_dim
     # gate and up of the shared expert are one tensor
-    shared = ("blocks.{}.mlp.shared.gate_proj.weight", "blocks.{}.mlp.shared.up_proj.weight")
+    shared = (
+        "blocks.{}.mlp.shared.gate_proj.weight",
+        "blocks.{}.mlp.shared.up_proj.weight",
+    )
     stacks = mixtral.fused_experts(
         config, moe_prefix, "output_linear.weight", "input_linear.weight"
     )
@@ -116,7 +121,9 @@ def rules(config: Config) -> list[Rule]:
         *llama.rules(config),
         router,
         Split(f"{shared_prefix}input_linear.weight", shared, (shared_dim,) * 2),
-        Rename(f"{shared_prefix}output_linear.weight", "blocks.{}.mlp.shared.down_proj.weight"),
+        Rename(
+            f"{shared_prefix}output_linear.weight", "blocks.{}.mlp.shared.down_proj.weight"
+        ),
         *stacks,
     ]
 

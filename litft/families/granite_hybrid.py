@@ -26,7 +26,12 @@ def config(hf: dict[str, Any]) -> Config:
     else:
         attention = replace(base.layers[0], rope=None)
     # older files have other names of the two kinds
-    kinds = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+    kinds = {
+        "mamba": True,
+        "linear_attention": True,
+        "attention": False,
+        "full_attention": False,
+    }
     is_mamba = llama.layer_kinds(hf, kinds, lambda index: True)
     layers = tuple(attention.with_mixer(mamba) if kind else attention for kind in is_mamba)
     return replace(base, layers=layers)

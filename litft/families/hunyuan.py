@@ -51,13 +51,15 @@ def _without_alpha(hf: dict[str, Any]) -> dict[str, Any]:
     place of a factor."""
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     scaling = hf.get(key) or {}
-    if not scaling.get("alpha") or scaling.get("rope_type", scaling.get("type")) != "dynamic":
+    if (
+        not scaling.get("alpha")
+        or scaling.get("rope_type", scaling.get("type")) != "dynamic"
+    ):
         return hf
     dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     # this base makes the lowest frequency smaller by the factor alpha
-    theta = scaling.get("rope_theta", hf.get("rope_theta") or 10000.0) * scaling["alpha"] ** (
-        dim / (dim - 2)
-    )
+    theta = scaling.get("rope_theta", hf.get("rope_theta") or 10000.0)
+    theta = theta * scaling["alpha"] ** (dim / (dim - 2))
     return {**hf, key: {"rope_type": "default", "rope_theta": theta}}
 
 
@@ -69,7 +71,9 @@ def rules(config: Config) -> list[Rule]:
         Rename("model.layers.{}.mlp.gate.wg.weight", "blocks.{}.mlp.router.weight"),
         *llama.rename_modules(names),
         *llama.rules(config),
-        *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", llama.PROJECTIONS),
+        *mixtral.stacked_experts(
+            config, "model.layers.{}.mlp.experts.{}.", llama.PROJECTIONS
+        ),
     ]
 
 

@@ -57,7 +57,9 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
     delta = _delta(hf, base.norm.eps)
     # the file counts layers from 1, the default rule of transformers from 0
-    full = [index - 1 for index in linear.get("full_attn_layers", ())] or range(4, num_layers, 4)
+    full = [index - 1 for index in linear.get("full_attn_layers", ())] or range(
+        4, num_layers, 4
+    )
     is_linear = llama.linear_layers(hf, lambda n: n not in full)
     # no RoPE: the delta nets show the order of the tokens
     attention = replace(base.layers[0], latent=latent, rope=None)

@@ -84,7 +84,9 @@ def rules(config: Config) -> list[Rule]:
     for name, hf_name in PROJECTIONS.items():
         names[f"mlp.{name}_proj"] = f"feed_forward.{hf_name}"
     layers = "model.layers.{}."
-    stacks = mixtral.stacked_experts(config, f"{layers}feed_forward.experts.{{}}.", PROJECTIONS)
+    stacks = mixtral.stacked_experts(
+        config, f"{layers}feed_forward.experts.{{}}.", PROJECTIONS
+    )
     return [
         *llama.embedding_and_head(config, norm="embedding_norm"),
         *llama.rename_modules(names),

@@ -11,7 +11,10 @@ from litft.model.config import Config, ShortConvConfig
 from litft.model.rope_config import RopeConfig
 
 DEFAULTS = dict(
-    num_key_value_heads=4, head_dim=128, max_position_embeddings=128000, tie_word_embeddings=True
+    num_key_value_heads=4,
+    head_dim=128,
+    max_position_embeddings=128000,
+    tie_word_embeddings=True,
 )
 # transformers' defaults for each kind of attention
 ROPES = {

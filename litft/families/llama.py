@@ -89,7 +89,9 @@ def layer_kinds(
     num_layers = hf["num_hidden_layers"]
     if types is None:
         return [default(index) for index in range(num_layers)]
-    if len(types) != num_layers or any(layer_type not in tuple(supported) for layer_type in types):
+    if len(types) != num_layers or any(
+        layer_type not in tuple(supported) for layer_type in types
+    ):
         raise ValueError(
             f"config.json: layer_types must list {num_layers} values from {', '.join(supported)}, "
             f"found {types!r:.300}"
@@ -110,7 +112,9 @@ def layers_with(
     return f"{prefix}{{{','.join(numbers or ['none'])}}}."
 
 
-def layer_windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int | None]:
+def layer_windows(
+    hf: dict[str, Any], is_sliding: Callable[[int], bool]
+) -> list[int | None]:
     """Return the sliding window of each layer, None for full attention. is_sliding: as in
     `sliding_layers`."""
     window = hf.get("sliding_window") or None
@@ -197,7 +201,10 @@ def embedding_and_head(
 
 
 def rules(
-    config: Config, model: str = "model.", head: str = "lm_head", norms: dict[str, str] = NORMS
+    config: Config,
+    model: str = "model.",
+    head: str = "lm_head",
+    norms: dict[str, str] = NORMS,
 ) -> list[Rule]:
     """Return the rules for Llama's names. model: prefix of all names except the head's; norms: as
     in NORMS."""
@@ -222,7 +229,9 @@ def drop_mtp(config: Config, prefix: str = "model.layers.", count: int = 3) -> l
     return [Drop(f"{prefix}{number}.{{*}}") for number in range(first, first + count)]
 
 
-def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:
+def text_model_config(
+    hf: dict[str, Any], model_type: str, architecture: str
+) -> dict[str, Any]:
     """Return the config.json of the language model, given that of the multimodal model around
     it."""
     shared = (
@@ -234,7 +243,12 @@ def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) ->
     for name in shared:
         if name in hf:
             outer[name] = hf[name]
-    return {"model_type": model_type, **hf["text_config"], **outer, "architectures": [architecture]}
+    return {
+        "model_type": model_type,
+        **hf["text_config"],
+        **outer,
+        "architectures": [architecture],
+    }
 
 
 FAMILY = Family(

@@ -59,7 +59,9 @@ def config(hf: dict[str, Any]) -> Config:
         qk_norm = None
     # layers without experts have an MLP of a width of their own
     dense = dict(
-        hidden_dim=hf.get("intermediate_size_mlp", 16384), rope_interleaved=True, mlp_bias=False
+        hidden_dim=hf.get("intermediate_size_mlp", 16384),
+        rope_interleaved=True,
+        mlp_bias=False,
     )
     return replace(base, layers=layers, qk_norm=qk_norm, qk_norm_after_rope=True, **dense)
 
@@ -85,7 +87,11 @@ def _scaling_without_rotation(hf: dict[str, Any]) -> RopeConfig:
     else:
         scale = 0.0
     return RopeConfig(
-        1.0, 0, original_max_positions=hf.get("floor_scale", 8192), query_beta=scale, query_offset=1
+        1.0,
+        0,
+        original_max_positions=hf.get("floor_scale", 8192),
+        query_beta=scale,
+        query_offset=1,
     )
 
 

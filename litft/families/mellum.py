@@ -23,7 +23,8 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {**DEFAULTS, **hf}
     base = llama.config({**hf, "rope_parameters": None})
     ropes = {**ROPES, **llama.ropes_by_type(hf)}
-    count = hf.get("num_local_experts", hf.get("num_experts", 64))  # the name in transformers 5
+    # the name in transformers 5
+    count = hf.get("num_local_experts", hf.get("num_experts", 64))
     experts = ExpertsConfig(
         count,
         hf.get("num_experts_per_tok", 8),

@@ -44,7 +44,8 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Mixtral's names."""
     bias = Rename(
-        "model.layers.{}.block_sparse_moe.e_score_correction_bias", "blocks.{}.mlp.correction_bias"
+        "model.layers.{}.block_sparse_moe.e_score_correction_bias",
+        "blocks.{}.mlp.correction_bias",
     )
     return [bias, *mixtral.rules(config)]
 

@@ -21,7 +21,10 @@ def config(hf: dict[str, Any]) -> Config:
     # attention is Mistral's, whose config tells its variants apart by their model type
     base = mistral.config({**hf, "model_type": "mistral"}, rope_theta=1e6)
     experts = ExpertsConfig(
-        hf["num_local_experts"], hf["num_experts_per_tok"], base.hidden_dim, renormalize=True
+        hf["num_local_experts"],
+        hf["num_experts_per_tok"],
+        base.hidden_dim,
+        renormalize=True,
     )
     layers = llama.changed_layers(base, experts=experts)
     return replace(base, model_type=hf["model_type"], layers=layers)
@@ -35,7 +38,9 @@ def rules(config: Config) -> list[Rule]:
         "model.layers.{}.block_sparse_moe.experts.{}.",
         {"gate": "w1", "up": "w3", "down": "w2"},
     )
-    router = Rename("model.layers.{}.block_sparse_moe.gate.weight", "blocks.{}.mlp.router.weight")
+    router = Rename(
+        "model.layers.{}.block_sparse_moe.gate.weight", "blocks.{}.mlp.router.weight"
+    )
     return [*llama.rules(config), router, *stacks]
 
 

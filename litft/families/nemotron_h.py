@@ -33,11 +33,15 @@ def config(hf: dict[str, Any]) -> Config:
     # names that some files have instead
     hf |= {name: hf[old] for old, name in FIELDS.items() if old in hf}
     if hf.get("moe_latent_size") is not None:
-        raise ValueError(f"config.json: moe_latent_size {hf['moe_latent_size']!r} is not supported")
+        raise ValueError(
+            f"config.json: moe_latent_size {hf['moe_latent_size']!r} is not supported"
+        )
     kinds = _kinds(hf)
     eps = hf.get("layer_norm_epsilon", 1e-5)
     bias = hf.get("use_bias", False)
-    hf |= dict(num_hidden_layers=len(kinds), hidden_act=hf["mlp_hidden_act"], rms_norm_eps=eps)
+    hf |= dict(
+        num_hidden_layers=len(kinds), hidden_act=hf["mlp_hidden_act"], rms_norm_eps=eps
+    )
     base = llama.config({"intermediate_size": 21504, **hf})
     mamba = Mamba2Config(
         hf.get("mamba_num_heads", 128),
@@ -126,7 +130,10 @@ def rules(config: Config, model: str = "backbone.") -> list[Rule]:
         projections = {"up": "up_proj", "down": "down_proj"}
         by_kind += [
             *llama.rename_modules(names, sparse),
-            Rename(f"{sparse}mixer.gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
+            Rename(
+                f"{sparse}mixer.gate.e_score_correction_bias",
+                "blocks.{}.mlp.correction_bias",
+            ),
             *mixtral.stacked_experts(config, f"{sparse}mixer.experts.{{}}.", projections),
         ]
     return [

@@ -55,7 +55,9 @@ def config(hf: dict[str, Any]) -> Config:
     if model_type == "olmo2":
         return base
     windows = llama.layer_windows(hf, lambda index: (index + 1) % 4 != 0)
-    return replace(base, layers=tuple(_olmo3_layer(base, hf, nested, window) for window in windows))
+    return replace(
+        base, layers=tuple(_olmo3_layer(base, hf, nested, window) for window in windows)
+    )
 
 
 def _olmo3_layer(
@@ -95,7 +97,9 @@ def rules(config: Config) -> list[Rule]:
     return [
         *dense_rules,
         router,
-        *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", llama.PROJECTIONS),
+        *mixtral.stacked_experts(
+            config, "model.layers.{}.mlp.experts.{}.", llama.PROJECTIONS
+        ),
     ]
 
 

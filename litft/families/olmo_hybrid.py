@@ -26,7 +26,9 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' OlmoHybridConfig."""
     base = llama.config({"max_position_embeddings": 65536, **hf, "head_dim": None})
     # null: no RoPE
-    has_rope = "rope_parameters" not in hf or bool((hf["rope_parameters"] or {}).get("rope_theta"))
+    has_rope = "rope_parameters" not in hf or bool(
+        (hf["rope_parameters"] or {}).get("rope_theta")
+    )
     heads = hf.get("linear_num_value_heads") or base.n_heads
     key_heads = hf.get("linear_num_key_heads") or base.n_heads
     key_dim = hf.get("linear_key_head_dim") or int(0.75 * base.dim / key_heads)
@@ -62,7 +64,10 @@ def rules(config: Config) -> list[Rule]:
     # transformers writes the norm after attention under
     # the name that it has before the MLP in other layers
     post_norm = "{feedforward_layer_norm|post_attention_layernorm}"
-    post_norms = {"attention_post_norm": post_norm, "mlp_post_norm": "post_feedforward_layernorm"}
+    post_norms = {
+        "attention_post_norm": post_norm,
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }
     convs = []
     for name, hf_name in (("query", "q"), ("key", "k"), ("value", "v")):
         stored = f"{mixer}{hf_name}_conv1d.weight"

@@ -12,7 +12,10 @@ from litft.model.config import Config, NormConfig
 
 # the same names mean norms before attention and MLP, or after the sums
 NORMS = {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
-POST_NORMS = {"attention_post_norm": "self_attn_layer_norm", "mlp_post_norm": "final_layer_norm"}
+POST_NORMS = {
+    "attention_post_norm": "self_attn_layer_norm",
+    "mlp_post_norm": "final_layer_norm",
+}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -71,7 +74,9 @@ def config(hf: dict[str, Any]) -> Config:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename."""
-    model = {"opt": "model.decoder.", "biogpt": "biogpt.", "xglm": "model."}[config.model_type]
+    model = {"opt": "model.decoder.", "biogpt": "biogpt.", "xglm": "model."}[
+        config.model_type
+    ]
     if config.model_type == "opt":
         final_norm = "final_layer_norm"
     else:

@@ -36,7 +36,13 @@ def config(hf: dict[str, Any]) -> Config:
     norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True)
     qk_norm = norm if hf.get("qk_layernorm", True) else None
     return replace(
-        base, norm=norm, qk_norm=qk_norm, gated=False, qkv_bias=True, o_bias=True, mlp_bias=True
+        base,
+        norm=norm,
+        qk_norm=qk_norm,
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
     )
 
 

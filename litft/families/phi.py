@@ -43,7 +43,10 @@ def rules(config: Config) -> list[Rule]:
         "attention.q_norm": "self_attn.q_layernorm",
         "attention.k_norm": "self_attn.k_layernorm",
     }
-    return [*llama.embedding_and_head(config, norm="final_layernorm"), *llama.rename_modules(names)]
+    return [
+        *llama.embedding_and_head(config, norm="final_layernorm"),
+        *llama.rename_modules(names),
+    ]
 
 
 FAMILY = Family(

@@ -37,7 +37,9 @@ def rules(config: Config) -> list[Rule]:
     return [
         *llama.embedding_and_head(config),
         *llama.rename_modules(names | llama.NORMS),
-        Split("model.layers.{}.self_attn.qkv_proj.weight", qkv_names("weight"), (q, kv, kv)),
+        Split(
+            "model.layers.{}.self_attn.qkv_proj.weight", qkv_names("weight"), (q, kv, kv)
+        ),
         *gate_up_rules(config),
     ]
 
@@ -45,7 +47,11 @@ def rules(config: Config) -> list[Rule]:
 def qkv_names(leaf: str) -> tuple[str, str, str]:
     """Return the litft names of the tensors in a fused q/k/v Linear; leaf: weight or bias."""
     attention = "blocks.{}.attention."
-    return (f"{attention}q_proj.{leaf}", f"{attention}k_proj.{leaf}", f"{attention}v_proj.{leaf}")
+    return (
+        f"{attention}q_proj.{leaf}",
+        f"{attention}k_proj.{leaf}",
+        f"{attention}v_proj.{leaf}",
+    )
 
 
 def fused_qkv(hf_name: str, sizes: tuple[int, ...], groups: int = 1) -> list[Rule]:

@@ -11,7 +11,12 @@ from litft.model.config import Config, ExpertsConfig, NormConfig
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' PhimoeConfig."""
-    hf = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **hf}
+    hf = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        **hf,
+    }
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     scaling = dict(hf.get(key) or {})
     # the factors of short and long texts; RopeConfig has one

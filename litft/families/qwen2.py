@@ -12,7 +12,12 @@ from litft.model.config import Config
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Qwen2Config and
     Qwen3Config."""
-    hf = {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096, **hf}
+    hf = {
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "sliding_window": 4096,
+        **hf,
+    }
     if hf["model_type"] == "qwen3":
         hf = {"head_dim": 128, **hf}
     # files have the size of the window even where it is switched off

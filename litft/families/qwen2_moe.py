@@ -20,7 +20,10 @@ DEFAULTS = {
         qkv_bias=True,
     ),
     "qwen3_moe": dict(
-        num_key_value_heads=4, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128
+        num_key_value_heads=4,
+        moe_intermediate_size=768,
+        num_experts_per_tok=8,
+        num_experts=128,
     ),
 }
 
@@ -44,7 +47,9 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(hf)
     windows = llama.layer_windows(
         hf,
-        lambda index: not has_shared_expert or (index % 2 == 0 and index < hf["max_window_layers"]),
+        lambda index: (
+            not has_shared_expert or (index % 2 == 0 and index < hf["max_window_layers"])
+        ),
     )
     by_layer = layer_experts(hf, has_shared_expert)
     layers = []
@@ -56,7 +61,9 @@ def config(hf: dict[str, Any]) -> Config:
     return replace(base, qk_norm=base.norm)
 
 
-def layer_experts(hf: dict[str, Any], has_shared_expert: bool) -> list[ExpertsConfig | None]:
+def layer_experts(
+    hf: dict[str, Any], has_shared_expert: bool
+) -> list[ExpertsConfig | None]:
     """Return the experts of each layer, None for dense layers."""
     shared_dim = hf["shared_expert_intermediate_size"] if has_shared_expert else 0
     experts = ExpertsConfig(
@@ -72,7 +79,9 @@ def layer_experts(hf: dict[str, Any], has_shared_expert: bool) -> list[ExpertsCo
     step = hf.get("decoder_sparse_step", 1)
     by_layer: list[ExpertsConfig | None] = []
     for number in range(hf["num_hidden_layers"]):
-        is_sparse = number not in dense_layers and (number + 1) % step == 0 and experts.count
+        is_sparse = (
+            number not in dense_layers and (number + 1) % step == 0 and experts.count
+        )
         by_layer.append(experts if is_sparse else None)
     return by_layer
 
@@ -83,7 +92,9 @@ def rules(config: Config, model: str = "model.") -> list[Rule]:
     layers = f"{model}layers.{{}}."
     names = {"mlp.router": "mlp.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
     names |= llama.mlp_names("mlp.shared", "mlp.shared_expert")
-    stacks = mixtral.stacked_experts(config, f"{layers}mlp.experts.{{}}.", llama.PROJECTIONS)
+    stacks = mixtral.stacked_experts(
+        config, f"{layers}mlp.experts.{{}}.", llama.PROJECTIONS
+    )
     return [*llama.rules(config, model), *llama.rename_modules(names, layers), *stacks]
 
 
@@ -100,9 +111,15 @@ def experts_of_qwen3_vl(config: Config, shape: ShapeOf) -> list[Rule]:
     first = next(number for number, layer in enumerate(config.layers) if layer.experts)
     name = f"model.language_model.layers.{first}.mlp.experts."
     # if one of the two is square, the other is not
-    if shape(f"{name}down_proj") == (experts.count, config.dim, experts.hidden_dim) and shape(
-        f"{name}gate_up_proj"
-    ) == (experts.count, 2 * experts.hidden_dim, config.dim):
+    if shape(f"{name}down_proj") == (
+        experts.count,
+        config.dim,
+        experts.hidden_dim,
+    ) and shape(f"{name}gate_up_proj") == (
+        experts.count,
+        2 * experts.hidden_dim,
+        config.dim,
+    ):
         return mixtral.fused_experts(config, stored)
     ours = "blocks.{}.mlp.experts."
     gate_up = (f"{ours}gate_proj.weight", f"{ours}up_proj.weight")

@@ -74,11 +74,20 @@ def rules(config: Config) -> list[Rule]:
     prefix = "blocks.{}.mixer."
     q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
     widths = _projected_widths(delta)
-    convs = (f"{prefix}query_conv.weight", f"{prefix}key_conv.weight", f"{prefix}value_conv.weight")
+    convs = (
+        f"{prefix}query_conv.weight",
+        f"{prefix}key_conv.weight",
+        f"{prefix}value_conv.weight",
+    )
     layers = f"{MODEL}layers.{{}}."
     linear = f"{layers}linear_attn."
     return [
-        Split(f"{layers}self_attn.q_proj.weight", q_gate, (config.head_dim,) * 2, config.n_heads),
+        Split(
+            f"{layers}self_attn.q_proj.weight",
+            q_gate,
+            (config.head_dim,) * 2,
+            config.n_heads,
+        ),
         *_projection_rules(config, linear, prefix),
         Split(f"{linear}conv1d.weight", convs, widths, squeezed=1),
         Rename(f"{linear}A_log", f"{prefix}log_rate"),
@@ -105,11 +114,18 @@ def _projection_rules(config: Config, linear: str, prefix: str) -> list[Rule]:
     if config.model_type == "qwen3_next":
         # for each key head: its query, its key, then the values and gates of its value heads
         values = delta.n_heads // delta.n_key_heads
-        sizes = (delta.key_dim, delta.key_dim, values * delta.value_dim, values * delta.value_dim)
+        sizes = (
+            delta.key_dim,
+            delta.key_dim,
+            values * delta.value_dim,
+            values * delta.value_dim,
+        )
         decays = (f"{prefix}beta_proj.weight", f"{prefix}decay_proj.weight")
         return [
             Split(f"{linear}in_proj_qkvz.weight", tuple(parts), sizes, delta.n_key_heads),
-            Split(f"{linear}in_proj_ba.weight", decays, (values, values), delta.n_key_heads),
+            Split(
+                f"{linear}in_proj_ba.weight", decays, (values, values), delta.n_key_heads
+            ),
         ]
     names = {
         "mixer.gate_proj": "in_proj_z",
@@ -133,7 +149,13 @@ def delta_of(config: Config) -> DeltaNetConfig:
 
 
 FAMILY = Family(
-    model_types=("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+    model_types=(
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_5",
+        "qwen3_5_moe",
+    ),
     config=config,
     rules=rules,
     text_config=text_config,

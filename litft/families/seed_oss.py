@@ -11,13 +11,22 @@ from litft.model.config import Config
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "seed_oss": dict(
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, attention_bias=True
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=524288,
+        attention_bias=True,
     ),
     "internlm3": dict(
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
     ),
     "helium": dict(
-        num_key_value_heads=20, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-8
+        num_key_value_heads=20,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-8,
     ),
 }
 
@@ -29,7 +38,11 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {**DEFAULTS.get(model_type, {}), **hf}
     # published files have other names for the two flags
     if model_type == "internlm3":
-        hf = {"attention_bias": hf.get("qkv_bias", False), "mlp_bias": hf.get("bias", False), **hf}
+        hf = {
+            "attention_bias": hf.get("qkv_bias", False),
+            "mlp_bias": hf.get("bias", False),
+            **hf,
+        }
     rope_theta = 1e5 if model_type == "helium" else 1e4
     base = llama.config(hf, rope_theta=rope_theta)
     if model_type == "seed_oss":

@@ -24,7 +24,9 @@ def config(hf: dict[str, Any]) -> Config:
         hf["sliding_window"] = None
     windows = llama.layer_windows(hf, lambda index: not uses_rope[index])
     layers = []
-    for layer, has_rope in zip(llama.windowed_layers(base, windows), uses_rope, strict=True):
+    for layer, has_rope in zip(
+        llama.windowed_layers(base, windows), uses_rope, strict=True
+    ):
         if not has_rope:
             layer = replace(layer, rope=None)
         layers.append(layer)

@@ -42,10 +42,14 @@ def rules(config: Config) -> list[Rule]:
     prefix = "blocks.{}.attention."
     qk_norms = [
         Stack(
-            f"{hf_prefix}q_layernorm.norms.{{}}.weight", f"{prefix}q_norm.weight", config.n_heads
+            f"{hf_prefix}q_layernorm.norms.{{}}.weight",
+            f"{prefix}q_norm.weight",
+            config.n_heads,
         ),
         Stack(
-            f"{hf_prefix}k_layernorm.norms.{{}}.weight", f"{prefix}k_norm.weight", config.n_kv_heads
+            f"{hf_prefix}k_layernorm.norms.{{}}.weight",
+            f"{prefix}k_norm.weight",
+            config.n_kv_heads,
         ),
     ]
     return [

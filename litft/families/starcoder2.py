@@ -12,7 +12,9 @@ from litft.model.config import Config, NormConfig
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Starcoder2Config."""
-    defaults = dict(hidden_act="gelu_pytorch_tanh", num_key_value_heads=2, tie_word_embeddings=True)
+    defaults = dict(
+        hidden_act="gelu_pytorch_tanh", num_key_value_heads=2, tie_word_embeddings=True
+    )
     base = llama.config({**defaults, "max_position_embeddings": 4096, **hf})
     bias = hf.get("use_bias", True)
     return replace(
@@ -29,7 +31,9 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename."""
     names = (
-        llama.ATTENTION | {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"} | llama.NORMS
+        llama.ATTENTION
+        | {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+        | llama.NORMS
     )
     return [*llama.embedding_and_head(config), *llama.rename_modules(names)]
 

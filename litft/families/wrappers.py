@@ -59,7 +59,8 @@ OF_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
 DEFAULT_SIZES = {
     "llama": OF_7B | dict(vocab_size=32000, intermediate_size=11008),
     "mistral": OF_7B | dict(vocab_size=32000, intermediate_size=14336),
-    "qwen2": OF_7B | dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32),
+    "qwen2": OF_7B
+    | dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32),
 }
 QWEN2_VL = dict(
     vocab_size=152_064,
@@ -146,7 +147,9 @@ WRAPPERS = {
     ),
     "qwen2_5_vl": Wrapper("qwen2", defaults=QWEN2_VL),
     "qwen2_vl": Wrapper("qwen2", defaults=QWEN2_VL),
-    "qwen3_vl": Wrapper("qwen3", defaults=dict(rope_theta=5e5, max_position_embeddings=128_000)),
+    "qwen3_vl": Wrapper(
+        "qwen3", defaults=dict(rope_theta=5e5, max_position_embeddings=128_000)
+    ),
     "qwen3_vl_moe": Wrapper(
         "qwen3_moe",
         defaults=dict(rope_theta=5e5, norm_topk_prob=True),
@@ -191,7 +194,9 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     }
     text = {**defaults, **text, "model_type": model_type}
     if wrapper.heads_divide_size and text.get("head_dim") is None:
-        text["head_dim"] = _divided(text.get("hidden_size"), text.get("num_attention_heads"))
+        text["head_dim"] = _divided(
+            text.get("hidden_size"), text.get("num_attention_heads")
+        )
     # the three positions of M-RoPE are one for text, so it is RoPE
     for name in ("rope_scaling", "rope_parameters"):
         scaling = text.get(name)
@@ -218,7 +223,9 @@ def _without_sections(scaling: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def wrapped_rules(model_type: str, rules: list[Rule], config: Config, shape: ShapeOf) -> list[Rule]:
+def wrapped_rules(
+    model_type: str, rules: list[Rule], config: Config, shape: ShapeOf
+) -> list[Rule]:
     """Return the rules for the files of a multimodal model, given those of its language model."""
     wrapper = WRAPPERS.get(model_type)
     # the other families know the names of their multimodal files
@@ -234,7 +241,9 @@ def wrapped_rules(model_type: str, rules: list[Rule], config: Config, shape: Sha
 def _with_prefixes(rule: Rule, prefixes: str) -> Rule:
     """Return a rule that also matches the names in a multimodal file."""
     if isinstance(rule, Dequantize):
-        return Dequantize(replace(rule.rule, hf_name=_wrapped_name(rule.rule.hf_name, prefixes)))
+        return Dequantize(
+            replace(rule.rule, hf_name=_wrapped_name(rule.rule.hf_name, prefixes))
+        )
     return replace(rule, hf_name=_wrapped_name(rule.hf_name, prefixes))
 
 

@@ -29,12 +29,16 @@ def count_finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
     if path is None or not path.exists() or args.overwrite:
         return 0
     if not args.resume:
-        raise ValueError(f"--out {path} exists; --resume continues it, --overwrite replaces it")
+        raise ValueError(
+            f"--out {path} exists; --resume continues it, --overwrite replaces it"
+        )
     # a line that a crash has cut short is generated again
     complete = path.read_bytes().rpartition(b"\n")
     lines = complete[0].split(b"\n") if complete[1] else []
     for number, line in enumerate(lines):
-        if number >= len(records) or not _is_answer(line, records[number], args.num_samples):
+        if number >= len(records) or not _is_answer(
+            line, records[number], args.num_samples
+        ):
             reason = (
                 f"line {number + 1} of {path} does not answer {args.prompts} with --num_samples "
                 f"{args.num_samples}"

@@ -53,7 +53,9 @@ class Conversation:
         self.tokenizer = session.tokenizer
         self.decoder = session.decoder(1, INITIAL_CAPACITY)
         self.tools = tools
-        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages: list[Message] = (
+            [{"role": "system", "content": system}] if system else []
+        )
         # text and token ids up to the end of the last answer
         self.history: tuple[str, list[int]] = ("", [])
         self.num_questions = 0
@@ -164,7 +166,9 @@ class Conversation:
         parser = answer_parser(self.tokenizer, self.prompt_text, self.tools)
         parsed = ParsedAnswer()
         try:
-            for _, chunk in generate_batch(self.decoder, self.tokenizer, [request], self.drafter):
+            for _, chunk in generate_batch(
+                self.decoder, self.tokenizer, [request], self.drafter
+            ):
                 tokens += chunk.tokens
                 self.last_chunk = chunk
                 parts = parser.push(chunk)
@@ -188,7 +192,10 @@ class Conversation:
             # template adds one: its ids cannot be continued.
             complete = bool(tokens) and tokens[-1] in self.tokenizer.special_ids
             if complete:
-                self.history = (self.prompt_text + self.output_text, [*request.ids, *tokens])
+                self.history = (
+                    self.prompt_text + self.output_text,
+                    [*request.ids, *tokens],
+                )
             else:
                 self.history = ("", [])
 
@@ -246,7 +253,9 @@ class Conversation:
     def _render(self, messages: list[Message]) -> str:
         """Return the prompt for the answer to messages."""
         readable = readable_history(self.tokenizer, messages, self.tools)
-        return self.tokenizer.apply_chat_template(readable, self.tools, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            readable, self.tools, add_generation_prompt=True
+        )
 
     def base_answer(self, question: str) -> Generator[AnswerStep, None, None]:
         """Stream the answer of the model without its adapter; the messages stay unchanged."""
@@ -269,7 +278,9 @@ class Conversation:
 class Chat:
     """The interactive loop: answers messages and runs commands, which start with /."""
 
-    def __init__(self, conversation: Conversation, screen: ChatScreen, debug: bool = False) -> None:
+    def __init__(
+        self, conversation: Conversation, screen: ChatScreen, debug: bool = False
+    ) -> None:
         self.conversation = conversation
         self.screen = screen
         self.debug = debug
@@ -284,7 +295,8 @@ class Chat:
     def run(self) -> None:
         """Run until the user quits or the input ends."""
         self.screen.notice(
-            "Type a message; /help lists the commands, /quit or Ctrl-D quits.", terminal_only=True
+            "Type a message; /help lists the commands, /quit or Ctrl-D quits.",
+            terminal_only=True,
         )
         while (line := self.screen.read()) is not None:
             try:
@@ -486,7 +498,9 @@ class Chat:
             "max_new_tokens": session.max_new_tokens
         }
         self.screen.notice(
-            "\n".join([*lines, ", ".join(f"{name}={value}" for name, value in settings.items())])
+            "\n".join(
+                [*lines, ", ".join(f"{name}={value}" for name, value in settings.items())]
+            )
         )
 
     def do_base(self, rest: str) -> None:

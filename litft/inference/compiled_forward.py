@@ -83,7 +83,9 @@ class TokenGraphs:
 class RecordedPass:
     """A CUDA graph of one pass, with the tensors that it reads and writes."""
 
-    def __init__(self, model: GPT, inputs: dict[str, Tensor], cache: KVCache, pool: Any) -> None:
+    def __init__(
+        self, model: GPT, inputs: dict[str, Tensor], cache: KVCache, pool: Any
+    ) -> None:
         self.inputs = {}
         for name, tensor in inputs.items():
             # In inference mode, a normal tensor is copied to an inference tensor. Blocks would be

@@ -94,7 +94,9 @@ class Decoder:
     def _allocate(self, rows: int, capacity: int) -> None:
         self.capacity = min(capacity, self.model.config.max_positions)
         devices = self.model.block_devices
-        self.cache = KVCache(self.model.config, rows, self.capacity, devices, self.model.dtype)
+        self.cache = KVCache(
+            self.model.config, rows, self.capacity, devices, self.model.dtype
+        )
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
         # views of some rows, made once: a step would spend time on new views of every layer
         self._span_views = {}
@@ -118,7 +120,9 @@ class Decoder:
         if isinstance(self._forward_token, TokenGraphs):
             self._forward_token.forget()
 
-    def prefill(self, row: int, ids: Sequence[int], max_length: int | None = None) -> Tensor:
+    def prefill(
+        self, row: int, ids: Sequence[int], max_length: int | None = None
+    ) -> Tensor:
         """Replace the text of a row by `ids` and return the logits (V,) after the last token, in
         fp32.
 
@@ -180,7 +184,9 @@ class Decoder:
             self.clear(row)
             raise BrokenModel(NOT_A_NUMBER)
 
-    def _has_prompt(self, newest: PromptLogits, ids: Sequence[int], max_length: int) -> bool:
+    def _has_prompt(
+        self, newest: PromptLogits, ids: Sequence[int], max_length: int
+    ) -> bool:
         """Return whether a prompt is the newest one, and its row still has it."""
         if newest.ids != list(ids) or newest.rope_length != self._rope_length(max_length):
             return False
@@ -198,10 +204,14 @@ class Decoder:
             if self.model(tokens).isnan().any():
                 raise BrokenModel(NOT_A_NUMBER)
 
-    def num_cached(self, row: int, ids: Sequence[int], max_length: int | None = None) -> int:
+    def num_cached(
+        self, row: int, ids: Sequence[int], max_length: int | None = None
+    ) -> int:
         """Return how many tokens of a text `prefill` with the same arguments would copy rather than
         compute."""
-        return self._longest_prefix(row, ids, min(max_length or self.capacity, self.capacity))[1]
+        return self._longest_prefix(
+            row, ids, min(max_length or self.capacity, self.capacity)
+        )[1]
 
     def _longest_prefix(
         self, row: int, ids: Sequence[int], max_length: int
@@ -219,7 +229,8 @@ class Decoder:
             return best_start(self.states, prefix_lengths, len(ids), row)
         # of equal prefixes, that of the row itself, which needs no copy
         source_row = max(
-            range(len(prefix_lengths)), key=lambda other: (prefix_lengths[other], other == row)
+            range(len(prefix_lengths)),
+            key=lambda other: (prefix_lengths[other], other == row),
         )
         # the last token is computed in any case: its logits are needed
         return source_row, min(prefix_lengths[source_row], len(ids) - 1), None
@@ -355,7 +366,9 @@ class Decoder:
             positions = torch.tensor(lengths)[:, None].to(self.device, non_blocking=True)
             cache.key_positions = self._key_positions(max(lengths) + 1)
         if self._length_rope is not None:
-            cache.max_length = torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
+            cache.max_length = (
+                torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
+            )
 
         logits = self._forward(
             self._forward_token, tokens[rows, None], positions=positions, cache=cache
@@ -464,7 +477,9 @@ def check_prompt(model: GPT, ids: Sequence[int]) -> None:
             "shorten it"
         )
     if max(ids) >= config.vocab_size:
-        reason = f"token id {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
+        reason = (
+            f"token id {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
+        )
         raise ValueError(
             f"{reason}; the tokenizer belongs to another model; copy the right one into the folder"
         )

@@ -12,7 +12,10 @@ from litft.model.linear import Linear
 from litft.model.mlp import GatedMLP
 from litft.model.transformer import GPT
 
-SHARED_INPUTS = {Attention: ("q_proj", "k_proj", "v_proj"), GatedMLP: ("gate_proj", "up_proj")}
+SHARED_INPUTS = {
+    Attention: ("q_proj", "k_proj", "v_proj"),
+    GatedMLP: ("gate_proj", "up_proj"),
+}
 
 
 class FusedLinears(nn.Module):

@@ -74,7 +74,9 @@ class GenerationStats:
             drafts = f", {self.accepted} of {self.drafted} draft tokens accepted"
         else:
             drafts = ""
-        return f"{text} (prompt: {self.prompt_tokens}, prefill: {self.prefill_tokens}){drafts}"
+        return (
+            f"{text} (prompt: {self.prompt_tokens}, prefill: {self.prefill_tokens}){drafts}"
+        )
 
 
 class ChosenToken(NamedTuple):
@@ -170,7 +172,9 @@ class Answer:
             visible = token in request.shown_special_ids
             self.pending.append(TextPiece(self.tokenizer.special_text(token), visible))
         else:
-            self._add_text(self.detokenizer.push(token, last=self.finish_reason is not None))
+            self._add_text(
+                self.detokenizer.push(token, last=self.finish_reason is not None)
+            )
         return self._next_chunk()
 
     def _add_text(self, text: str) -> None:
@@ -279,7 +283,9 @@ def generate_completions(
         if chunk.finish_reason:
             ended[number] = chunk.finish_reason == "stop"
             done()
-    return [Completion(*fields) for fields in zip(texts, ended, tokens, logprobs, strict=True)]
+    return [
+        Completion(*fields) for fields in zip(texts, ended, tokens, logprobs, strict=True)
+    ]
 
 
 @dataclass
@@ -366,7 +372,9 @@ class Batch:
             prefill.num_cached = min(start + max_tokens, size)
 
         try:
-            logits = self.decoder.prefill(row, request.ids[: prefill.num_cached], max_length)
+            logits = self.decoder.prefill(
+                row, request.ids[: prefill.num_cached], max_length
+            )
         except ValueError:
             del self.prefilling[row]
             raise
@@ -501,9 +509,9 @@ class PendingTokens:
         self.event = None
         # the copy is asynchronous only into pinned memory
         if packed.is_cuda:
-            self.on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(
-                packed, non_blocking=True
-            )
+            self.on_host = torch.empty(
+                packed.shape, dtype=packed.dtype, pin_memory=True
+            ).copy_(packed, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
 

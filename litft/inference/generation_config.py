@@ -12,7 +12,9 @@ from litft.model.config_file import read_object
 
 MAX_NEW_TOKENS = 256
 # settings that the file may hold, and their types
-SETTING_TYPES = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float))
+SETTING_TYPES = dict.fromkeys(
+    ("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)
+)
 SETTING_TYPES |= {"top_k": (int,), "max_new_tokens": (int,)}
 
 
@@ -91,7 +93,9 @@ def read_generation_config(folders: Sequence[Path]) -> GenerationConfig:
 
     problems = Sampling(**settings).problems()
     if problems:
-        raise ValueError(f"{path}: {'; '.join(problems).replace('--', '')}; fix or remove it")
+        raise ValueError(
+            f"{path}: {'; '.join(problems).replace('--', '')}; fix or remove it"
+        )
     return GenerationConfig(
         path=path,
         sampling=settings,
@@ -159,7 +163,8 @@ def _ignored_settings(config: dict[str, Any]) -> list[str]:
         value = config.get(name)
         if value is None or value in neutral:
             continue
-        if name == "length_penalty" and config.get("num_beams", 1) == 1:  # of beam search alone
+        # of beam search alone
+        if name == "length_penalty" and config.get("num_beams", 1) == 1:
             continue
         ignored.append(f"{name} {str(value)[:40]}")
     return ignored

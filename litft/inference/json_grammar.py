@@ -113,7 +113,9 @@ class JsonGrammars:
             source: Any = content.decode(errors="replace")
         else:
             source = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
-        self.backend = LLTokenizer(source, n_vocab=vocab_size, eos_token=list(tokenizer.stop_ids))
+        self.backend = LLTokenizer(
+            source, n_vocab=vocab_size, eos_token=list(tokenizer.stop_ids)
+        )
 
     def constraint(
         self, schema: dict[str, Any], trigger: re.Pattern[str] | None = None
@@ -124,7 +126,10 @@ class JsonGrammars:
         """
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
         constraint = SchemaConstraint(
-            LLMatcher(self.backend, grammar, log_level=0), self.tokenizer, self.vocab_size, trigger
+            LLMatcher(self.backend, grammar, log_level=0),
+            self.tokenizer,
+            self.vocab_size,
+            trigger,
         )
         constraint.matcher.compute_bitmask()  # shows errors of the schema
         problem = constraint.problem()

@@ -77,7 +77,9 @@ class TokenSampler:
             self.bias[row] = 0
             bias = settings.logit_bias
             ids = torch.tensor(list(bias), dtype=torch.int64, device=self.device)
-            values = torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device)
+            values = torch.tensor(
+                list(bias.values()), dtype=torch.float32, device=self.device
+            )
             self.bias[row, ids] = values
 
     def select_rows(self, rows: slice) -> None:
@@ -160,7 +162,9 @@ class TokenSampler:
             assert self.counts is not None
             in_text, in_answer = self.counts[:, self.rows]
             # a penalty above 1 lowers both positive and negative logits
-            penalized = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+            penalized = torch.where(
+                logits > 0, logits / self.repetition, logits * self.repetition
+            )
             logits = (
                 torch.where(in_text > 0, penalized, logits)
                 - self.presence * (in_answer > 0)
@@ -179,7 +183,9 @@ class TokenSampler:
                 continue
             # the caller's logits give the log-probabilities
             logits = logits.clone()
-            logits[index].masked_fill_(~allowed.to(self.device, non_blocking=True), -torch.inf)
+            logits[index].masked_fill_(
+                ~allowed.to(self.device, non_blocking=True), -torch.inf
+            )
         return logits
 
     def distribution(self, logits: Tensor) -> Tensor:

@@ -51,9 +51,13 @@ class PromptLookup:
             suffix = text[-size:]
             # the latest occurrence; comparing the last token first is faster than slicing each time
             for start in range(len(text) - size - 1, -1, -1):
-                if text[start + size - 1] == suffix[-1] and text[start : start + size] == suffix:
+                if (
+                    text[start + size - 1] == suffix[-1]
+                    and text[start : start + size] == suffix
+                ):
                     return Draft(
-                        list(text[start + size : start + size + self.num_draft_tokens]), None
+                        list(text[start + size : start + size + self.num_draft_tokens]),
+                        None,
                     )
         return Draft([], None)
 
@@ -64,7 +68,9 @@ class DraftModel:
     Its logits are cut or padded to `vocab_size`.
     """
 
-    def __init__(self, decoder: Decoder, vocab_size: int, num_draft_tokens: int = 4) -> None:
+    def __init__(
+        self, decoder: Decoder, vocab_size: int, num_draft_tokens: int = 4
+    ) -> None:
         self.decoder = decoder
         self.vocab_size = vocab_size
         self.num_draft_tokens = num_draft_tokens

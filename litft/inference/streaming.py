@@ -50,7 +50,9 @@ def generate(
         messages = _require_messages(prompt)
     checked_tools = read_tools(tools, "tools")
     messages = readable_history(tokenizer, messages, checked_tools)
-    text = tokenizer.apply_chat_template(messages, checked_tools, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        messages, checked_tools, add_generation_prompt=True
+    )
     parser = answer_parser(tokenizer, text, checked_tools)
     parsed = ParsedAnswer()
     for chunk in stream(model, tokenizer, messages, tools=tools, **settings):

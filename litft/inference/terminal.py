@@ -121,13 +121,18 @@ class ChatTerminal(ChatScreen):
         from rich.live import Live
 
         live = Live(
-            console=self.console, refresh_per_second=12, transient=True, vertical_overflow="crop"
+            console=self.console,
+            refresh_per_second=12,
+            transient=True,
+            vertical_overflow="crop",
         )
         with no_echo(), live:
             blocks = Blocks()
 
             def show(part: AnswerPart) -> None:
-                for block in blocks.push(shown_text(part), is_thought=part.kind == "reasoning"):
+                for block in blocks.push(
+                    shown_text(part), is_thought=part.kind == "reasoning"
+                ):
                     self.console.print(render_block(block))
                 live.update(Tail(render_block(blocks.pending)))
 

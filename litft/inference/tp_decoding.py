@@ -129,9 +129,13 @@ class TensorParallelDecoder:
         if not self._in_call:
             self.defer(number, name, *inputs)
 
-    def decoder(self, model: GPT, rows: int, capacity: int, compiled: bool) -> "LeadingDecoder":
+    def decoder(
+        self, model: GPT, rows: int, capacity: int, compiled: bool
+    ) -> "LeadingDecoder":
         """Create a decoder on every rank."""
-        return LeadingDecoder(self, next(self._decoder_numbers), model, rows, capacity, compiled)
+        return LeadingDecoder(
+            self, next(self._decoder_numbers), model, rows, capacity, compiled
+        )
 
     def _send_calls(self) -> None:
         calls = self._pending_calls
@@ -163,7 +167,12 @@ class TensorParallelDecoder:
             os._exit(0)  # rank 0 has exited
 
     def _repeat_call(
-        self, model: GPT, decoders: dict[int, Decoder], number: int, name: str, inputs: list[Any]
+        self,
+        model: GPT,
+        decoders: dict[int, Decoder],
+        number: int,
+        name: str,
+        inputs: list[Any],
     ) -> None:
         """Repeat one call of rank 0."""
         if name == "open":
@@ -178,7 +187,9 @@ class TensorParallelDecoder:
             if name == "step":
                 # tokens are on the device in rank 0, so they
                 # are broadcast there rather than sent as text
-                tokens = torch.empty(len(decoder.texts), dtype=torch.long, device=self.device)
+                tokens = torch.empty(
+                    len(decoder.texts), dtype=torch.long, device=self.device
+                )
                 distributed.broadcast(tokens, 0)
                 inputs = [tokens, *inputs]
             # rank 0 raises and reports the same error
@@ -217,7 +228,9 @@ class LeadingDecoder(Decoder):
         with self.tp_decoder.call(self.number, "reserve", tokens):
             super().reserve(tokens)
 
-    def prefill(self, row: int, ids: Sequence[int], max_length: int | None = None) -> Tensor:
+    def prefill(
+        self, row: int, ids: Sequence[int], max_length: int | None = None
+    ) -> Tensor:
         """Replace the text of a row on every rank; return the logits (V,), see
         `Decoder.prefill`."""
         with self.tp_decoder.call(self.number, "prefill", row, list(ids), max_length):

@@ -24,7 +24,16 @@ from litft.methods.llama_adapter import Adapter, AdapterV2
 from litft.methods.lora import LoRA
 from litft.methods.mixins import detach, disabled
 
-__all__ = ["Adapter", "AdapterTensors", "AdapterV2", "Full", "LoRA", "Method", "detach", "disabled"]
+__all__ = [
+    "Adapter",
+    "AdapterTensors",
+    "AdapterV2",
+    "Full",
+    "LoRA",
+    "Method",
+    "detach",
+    "disabled",
+]
 
 # the flags of a fine-tuning command -> its method
 METHODS = {

@@ -157,7 +157,9 @@ class Method:
 
     def values(self, model: GPT) -> AdapterTensors:
         """Return the current values of `parameters`, detached but not copied."""
-        return {name: parameter.detach() for name, parameter in self.parameters(model).items()}
+        return {
+            name: parameter.detach() for name, parameter in self.parameters(model).items()
+        }
 
     def load(
         self, model: GPT, values: AdapterTensors, placement: WeightPlacement = SINGLE_DEVICE
@@ -168,7 +170,11 @@ class Method:
             placement.copy_in(name, parameter, values[name].__getitem__)
 
     def write(
-        self, folder: Path, source: BaseFolder, values: AdapterTensors, record: dict[str, Any]
+        self,
+        folder: Path,
+        source: BaseFolder,
+        values: AdapterTensors,
+        record: dict[str, Any],
     ) -> None:
         """Write an adapter folder; `record` is added to the method's fields in
         adapter_config.json."""
@@ -210,7 +216,9 @@ class Method:
     def token_rows(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return the rows of new tokens by name: one parameter if the head is tied, otherwise
         two."""
-        return {name: model.get_parameter(name) for name in self.token_row_names(model.config)}
+        return {
+            name: model.get_parameter(name) for name in self.token_row_names(model.config)
+        }
 
     def token_row_names(self, config: Config) -> tuple[str, ...]:
         """Return the names of the rows of new tokens in a network; none without new tokens."""
@@ -226,17 +234,25 @@ class Method:
 
         One that gets rows then has max(V, largest new id + 1) of them.
         """
-        if not self.tokens or name not in ("embed.weight", "lm_head.weight", "lm_head.bias"):
+        if not self.tokens or name not in (
+            "embed.weight",
+            "lm_head.weight",
+            "lm_head.bias",
+        ):
             return weight
         # a shared parameter is stored under the embedding's name
-        rows = values.get(f"{name.partition('.')[0]}.token_rows", values[TOKEN_ROW_PARAMETERS[0]])
+        rows = values.get(
+            f"{name.partition('.')[0]}.token_rows", values[TOKEN_ROW_PARAMETERS[0]]
+        )
         # a bias has no trained rows: it is only extended by zeros
         if name.endswith("bias"):
             rows = None
         return extend_table(weight, list(self.tokens), rows)
 
 
-def match_patterns(patterns: Iterable[str], hf_names: dict[str, str]) -> dict[str, list[str]]:
+def match_patterns(
+    patterns: Iterable[str], hf_names: dict[str, str]
+) -> dict[str, list[str]]:
     """Return the litft names that each pattern matches; hf_names maps litft names to the
     checkpoint's names."""
     matches: dict[str, list[str]] = {}

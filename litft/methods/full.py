@@ -44,13 +44,15 @@ class Full(Method):
         ids = list(self.tokens)
         pieces = list(self.tokens.values())
         for module in (
-            ([model.embed] if model.config.tied else [model.embed, model.lm_head]) if ids else ()
+            ([model.embed] if model.config.tied else [model.embed, model.lm_head])
+            if ids
+            else ()
         ):
             with summon_full(module):
                 # the mean of the base's rows alone: new rows have no values yet
-                module.weight[ids] = initial_rows(module.weight[: self.base_vocab_size], pieces).to(
-                    module.weight.dtype
-                )
+                module.weight[ids] = initial_rows(
+                    module.weight[: self.base_vocab_size], pieces
+                ).to(module.weight.dtype)
                 bias = getattr(module, "bias", None)
                 if bias is not None:
                     bias[self.base_vocab_size :] = 0

@@ -50,7 +50,9 @@ class PrefixAttention(Mixin):
         # o_proj exists in every kind of attention; its output has the size of the residual stream
         weight = self.o_proj.weight
         dim = self.o_proj.out_features
-        self.adaption_prompt = nn.Parameter(torch.empty(1, length, dim, device=weight.device))
+        self.adaption_prompt = nn.Parameter(
+            torch.empty(1, length, dim, device=weight.device)
+        )
         self.adaption_gate = nn.Parameter(torch.empty(1, device=weight.device))
 
     def reset_parameters(self) -> None:
@@ -73,7 +75,9 @@ class PrefixAttention(Mixin):
         keys, values = self.keys_values(self.adaption_prompt.to(q.dtype))  # (1, K, P, D)
         # every query sees the whole prefix
         mask = torch.ones(1, keys.size(2), dtype=torch.bool, device=q.device)
-        prefix_output = eager_attention(q, keys, values, mask, self.softcap, scale=self.scale)
+        prefix_output = eager_attention(
+            q, keys, values, mask, self.softcap, scale=self.scale
+        )
         # a gate of 0 leaves y bitwise unchanged at the start
         return y + (self.adaption_gate * prefix_output).to(y.dtype)
 
@@ -165,7 +169,9 @@ class Adapter(Method):
             self.layers = []
         # v2 may run without prefixes, since it trains more than them
         if self.needs_prefix and self.args.prompt_length and not self.layers:
-            reason = "no layer from there on has attention, to which a prefix could be added"
+            reason = (
+                "no layer from there on has attention, to which a prefix could be added"
+            )
             raise ValueError(
                 f"--adapter.start_layer {start}: {reason}; choose a smaller number, or lora.py"
             )
@@ -191,7 +197,11 @@ class Adapter(Method):
         return {name: model.get_parameter(name) for name in names} | self.token_rows(model)
 
     def write(
-        self, folder: Path, source: BaseFolder, values: AdapterTensors, record: dict[str, Any]
+        self,
+        folder: Path,
+        source: BaseFolder,
+        values: AdapterTensors,
+        record: dict[str, Any],
     ) -> None:
         """Write PEFT's two files, or, if PEFT would compute another output, files with a
         `peft_type` that PEFT rejects."""
@@ -257,7 +267,8 @@ class Adapter(Method):
         for key, value in values.items():
             if key.endswith(".adaption_gate") and value.any():
                 reason = (
-                    "its prefixes change attention, which no weights of the base model can express"
+                    "its prefixes change attention, which no weights of the "
+                    "base model can express"
                 )
                 raise ValueError(
                     f"this adapter cannot be merged: {reason}; open it with its base model instead"
@@ -291,7 +302,9 @@ class AdapterV2(Adapter):
         """Add scales and biases, and make the norms trainable."""
         # also in quantized modules, which are subclasses of nn.Linear and ExpertLinear
         for name in self.linears:
-            AffineLinear.convert_module(model.get_submodule(name)).add_affine(self.args.bias)
+            AffineLinear.convert_module(model.get_submodule(name)).add_affine(
+                self.args.bias
+            )
         make_trainable(model, self.norms, keep=keep)
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
@@ -302,7 +315,9 @@ class AdapterV2(Adapter):
             if self.args.bias:
                 names.append(f"{name}.adapter_bias")
         names += self.norms
-        return super().parameters(model) | {name: model.get_parameter(name) for name in names}
+        return super().parameters(model) | {
+            name: model.get_parameter(name) for name in names
+        }
 
     def select_extra(self, model: GPT, values: AdapterTensors) -> None:
         """Select all Linears and norms; train biases if the adapter file has any."""
@@ -330,7 +345,9 @@ class AdapterV2(Adapter):
             else:
                 shift = values.get(f"{module}.adapter_bias", 0)
             base_weight = weight
-            weight = (weight.float() + shift) * (scale[..., None] if leaf == "weight" else scale)
+            weight = (weight.float() + shift) * (
+                scale[..., None] if leaf == "weight" else scale
+            )
             # the logit of a new token is not scaled and keeps the base's bias
             if name == "lm_head.bias":
                 ids = []
@@ -368,13 +385,17 @@ def _is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= LARGEST_SIZE
 
 
-def _check_values(values: AdapterTensors, parameters: dict[str, nn.Parameter], path: Path) -> None:
+def _check_values(
+    values: AdapterTensors, parameters: dict[str, nn.Parameter], path: Path
+) -> None:
     """Raise ValueError if the values of a file do not fit the parameters, or are not finite."""
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     stored = {name: tuple(value.shape) for name, value in values.items()}
     for name in sorted(expected.keys() | stored.keys()):
         if expected.get(name) != stored.get(name):
-            reason = f"{name} should have shape {expected.get(name)}, found {stored.get(name)}"
+            reason = (
+                f"{name} should have shape {expected.get(name)}, found {stored.get(name)}"
+            )
             raise ValueError(f"{path}: the adapter does not fit its base model: {reason}")
     for name, value in values.items():
         if not value.isfinite().all():

@@ -74,7 +74,9 @@ class LoRA(Method):
         matches nothing."""
         # litft name -> name in the checkpoint, for every
         # module that PEFT can adapt; patterns match both
-        hf_names = {name: target.name for name, target in peft_targets(model, rules).items()}
+        hf_names = {
+            name: target.name for name, target in peft_targets(model, rules).items()
+        }
         saved_modules = self._modules_to_save(model, rules)
         excluded = set(saved_modules)
         # a tied head has the weight of the embedding
@@ -155,7 +157,9 @@ class LoRA(Method):
         checkpoint names."""
         for flag in ("rank_pattern", "alpha_pattern"):
             # NAME -> NAME=NUMBER, for messages
-            flag_values = {text.rpartition("=")[0]: text for text in getattr(self.args, flag)}
+            flag_values = {
+                text.rpartition("=")[0]: text for text in getattr(self.args, flag)
+            }
             for pattern, matches in match_patterns(flag_values, adapted).items():
                 if not matches:
                     reason = (
@@ -241,7 +245,11 @@ class LoRA(Method):
         return LoraWeights(a, b, self.specs[name].scale, values.get(f"{name}.lora_m"))
 
     def write(
-        self, folder: Path, source: BaseFolder, values: AdapterTensors, record: dict[str, Any]
+        self,
+        folder: Path,
+        source: BaseFolder,
+        values: AdapterTensors,
+        record: dict[str, Any],
     ) -> None:
         """Write PEFT's two files, adapter_config.json and adapter_model.safetensors."""
         values = {name: value.cpu() for name, value in values.items()}
@@ -350,7 +358,9 @@ class LoRA(Method):
                 "--data.new_tokens with --lora.dora: no other program opens DoRA of "
                 f"{' and '.join(tables)} with them"
             )
-            raise ValueError(f"{reason}; leave embed_tokens and lm_head out of --lora.targets")
+            raise ValueError(
+                f"{reason}; leave embed_tokens and lm_head out of --lora.targets"
+            )
 
     def unties_head(self) -> bool:
         """Return whether the embedding or the head is changed without the other."""

@@ -41,7 +41,12 @@ class LoRALinear(Mixin, LowRankUpdate):
     base_row_squares: Tensor | None = None
 
     def add_factors(
-        self, r: int, scale: float, dropout: float, dora: bool = False, init: str = "default"
+        self,
+        r: int,
+        scale: float,
+        dropout: float,
+        dora: bool = False,
+        init: str = "default",
     ) -> None:
         """Register A (R, in) and B (out, R) on the weight's device, in torch's default dtype, which
         is fp32 while methods attach.
@@ -57,7 +62,8 @@ class LoRALinear(Mixin, LowRankUpdate):
 
         def empty_parameter(*shape: int, trained: bool = True) -> nn.Parameter:
             return nn.Parameter(
-                torch.empty(*stack, *shape, device=self.weight.device), requires_grad=trained
+                torch.empty(*stack, *shape, device=self.weight.device),
+                requires_grad=trained,
             )
 
         self.lora_a = empty_parameter(r, in_dim)
@@ -228,7 +234,8 @@ class LoRALinear(Mixin, LowRankUpdate):
         weight = self.weight_matrix()
         # w A^T, (out, R); the weight is not copied to fp32
         cross = (weight @ a.to(weight.dtype).mT).to(a.dtype)
-        assert self.base_row_squares is not None  # set with the magnitudes, which use the norms
+        # set with the magnitudes, which use the norms
+        assert self.base_row_squares is not None
         squares = (
             self.base_row_squares.to(b.device)
             + 2 * scale * (cross * b).sum(-1)
@@ -276,7 +283,9 @@ class LoRAExpertLinear(LoRALinear):
             return y
         a, b = self.factors(x.dtype)
         # (N, R)
-        projected = expert_linear(F.dropout(x, self.lora_dropout, self.training), a, None, grouping)
+        projected = expert_linear(
+            F.dropout(x, self.lora_dropout, self.training), a, None, grouping
+        )
         return y + expert_linear(projected, b, None, grouping)
 
     def broadcast_rows(self, values: Tensor, grouping: Grouping) -> Tensor:

@@ -60,7 +60,9 @@ class TokenEmbedding(TokenRows):
         # (B, T), -1 for tokens that use the base's row
         row = self.row_of[tokens]
         return torch.where(
-            (row >= 0)[..., None], F.embedding(row.clamp(min=0), self.token_rows).to(y.dtype), y
+            (row >= 0)[..., None],
+            F.embedding(row.clamp(min=0), self.token_rows).to(y.dtype),
+            y,
         )
 
     def remove(self) -> None:
@@ -97,9 +99,8 @@ class TokenHead(TokenRows):
         new_logits = F.linear(x, self.token_rows.to(x.dtype))  # (..., N)
         # new tokens within the padding keep the base's bias
         if self.bias is not None:
-            new_logits = new_logits + F.pad(self.bias, (0, self.num_beyond))[self.token_ids].to(
-                x.dtype
-            )
+            bias = F.pad(self.bias, (0, self.num_beyond))[self.token_ids]
+            new_logits = new_logits + bias.to(x.dtype)
         # index_copy: the base's logits of these ids are replaced
         return F.pad(logits, (0, self.num_beyond)).index_copy(
             -1, self.token_ids, new_logits.to(logits.dtype)
@@ -143,7 +144,9 @@ def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
     return sorted(untrained)
 
 
-def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]], untied: bool = False) -> None:
+def add_tokens(
+    model: GPT, ids: list[int], pieces: list[list[int]], untied: bool = False
+) -> None:
     """Add trained rows for the tokens `ids`. pieces: the ids that each token's text was encoded as
     before.
 

@@ -96,7 +96,8 @@ class AltUpBlock(Block):
         extra: BlockExtra,
     ) -> Tensor:
         """Return the streams (B, T, S C) of x (B, T, S C)."""
-        predictions = self.altup.predict(x.unflatten(-1, (self.altup.streams, -1)))  # (B, T, S, C)
+        # (B, T, S, C)
+        predictions = self.altup.predict(x.unflatten(-1, (self.altup.streams, -1)))
         # attention and MLP compute the active stream alone
         active = predictions[:, :, self.altup.active]
         normed = self.attention_norm(active)
@@ -125,8 +126,12 @@ class Streams(nn.Module):
         super().__init__()
         others = range(altup.streams - 1)
         self.streams = altup.streams
-        self.expansions = nn.ModuleList(Linear(config.dim, config.dim, bias=False) for _ in others)
-        self.reductions = nn.ModuleList(Linear(config.dim, config.dim, bias=False) for _ in others)
+        self.expansions = nn.ModuleList(
+            Linear(config.dim, config.dim, bias=False) for _ in others
+        )
+        self.reductions = nn.ModuleList(
+            Linear(config.dim, config.dim, bias=False) for _ in others
+        )
 
     def expand(self, x: Tensor) -> Tensor:
         """Return the streams (B, T, S C) of an embedding x (B, T, C), all of the same magnitude."""

@@ -75,36 +75,75 @@ def attend(
         v = v[:, :, -window:]
         window = None
 
-    # queries and keys are the same tokens; otherwise the queries are the last of the keys' tokens
-    square = q.size(2) == k.size(2)
-    on_cpu = device_type(q) == "cpu"
-    # softcaps and sinks: compiled FlexAttention if masks were built for it, else plain products
     if softcap is not None or sinks is not None:
-        if documents is not None and documents.masks and square:
+        return _attend_capped(q, k, v, documents, window, softcap, sinks, scale)
+    # whole sequences, without a cache or with an empty one
+    if q.size(2) == k.size(2) > 1:
+        return _attend_whole(q, k, v, documents, window, scale)
+    return _attend_plain(q, k, v, documents, window, scale)
+
+
+def _attend_capped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: PackedSequences | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Compute `attend` with a softcap or sinks: by compiled FlexAttention if masks were built for
+    it, else by plain products."""
+    if documents is not None and q.size(2) == k.size(2):
+        if documents.masks:
             return _attend_flex(q, k, v, documents.masks[window], softcap, sinks, scale)
-        if documents is not None and square and on_cpu:
+        if device_type(q) == "cpu":
             return eager_attend_documents(q, k, v, documents, window, softcap, sinks, scale)
-        return _masked_attention(
-            q, k, v, attention_mask(q, k, documents, window), softcap, sinks, scale
-        )
+    mask = attention_mask(q, k, documents, window)
+    return _masked_attention(q, k, v, mask, softcap, sinks, scale)
 
-    # whole sequences, without a cache or with an empty one: kernels that skip hidden scores
-    if square and q.size(2) > 1:
-        # the kernels for whole sequences take one size; zeros add nothing
-        if v.size(3) != q.size(3):
-            width = max(q.size(3), v.size(3))
-            wide_q, wide_k, wide_v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
-            y = attend(wide_q, wide_k, wide_v, documents, window, scale=scale)
-            return y[..., : v.size(3)]
-        if on_cpu:
-            return attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)[0]
-        if (documents is not None or window is not None) and runs_flash_attention(q, q.size(3)):
-            return _attend_varlen(q, k, v, documents, window, scale)
 
-    # no mask tensor is needed: a single query sees every key, and torch's kernel can be causal
+def _attend_whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: PackedSequences | None,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Compute `attend` where queries and keys are the same tokens, by kernels that skip hidden
+    scores."""
+    # these kernels take one size; zeros add nothing
+    if v.size(3) != q.size(3):
+        width = max(q.size(3), v.size(3))
+        wide_q, wide_k, wide_v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
+        y = _attend_whole(wide_q, wide_k, wide_v, documents, window, scale)
+        return y[..., : v.size(3)]
+    if device_type(q) == "cpu":
+        y, _ = attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)
+        return y
+    has_hidden_keys = documents is not None or window is not None
+    if has_hidden_keys and runs_flash_attention(q, q.size(3)):
+        return _attend_varlen(q, k, v, documents, window, scale)
+    return _attend_plain(q, k, v, documents, window, scale)
+
+
+def _attend_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: PackedSequences | None,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Compute `attend` by torch's kernel, with a mask tensor where one is needed."""
+    square = q.size(2) == k.size(2)
+    # a single query sees every key, and torch's kernel can be causal
     if documents is None and window is None and (square or q.size(2) == 1):
         return _scaled_dot_product(q, k, v, None, scale, causal=square and q.size(2) > 1)
-    return _masked_attention(q, k, v, attention_mask(q, k, documents, window), None, None, scale)
+    mask = attention_mask(q, k, documents, window)
+    return _masked_attention(q, k, v, mask, None, None, scale)
 
 
 def _attend_shared(
@@ -164,9 +203,9 @@ def _scaled_dot_product(
     """
     if q.size(2) == 1 and q.size(1) != k.size(1):
         grouped = q.view(q.size(0), k.size(1), -1, q.size(3))  # (B, K, H / K, D)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(
-            *q.shape[:3], -1
-        )
+        return F.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=mask, scale=scale
+        ).reshape(*q.shape[:3], -1)
     # with dynamic shapes a comparison of sizes is symbolic: sdpa raises a TypeError for it, and
     # Dynamo then runs the whole function uncompiled without a warning; `bool()` leaves it symbolic,
     # a branch does not
@@ -191,7 +230,9 @@ MAX_BUFFER_ENTRIES = 2**31
 def check_packed_backward(config: Config, tokens: int, documents: int) -> None:
     """Raise ValueError if packed rows have too many tokens and documents for the backward pass of
     FlashAttention: it would write outside of its buffer, which has 128 rows for each document."""
-    head_dim = max((layer.head_dim or config.head_dim for layer in config.layers), default=0)
+    head_dim = max(
+        (layer.head_dim or config.head_dim for layer in config.layers), default=0
+    )
     width = config.n_heads * (head_dim + -head_dim % 32)
     entries = (tokens + 128 * documents) * width
     if entries >= MAX_BUFFER_ENTRIES:

@@ -237,7 +237,9 @@ def attend_documents_backward(
         inputs = [part.view(*shape, -1, width).transpose(1, 2) for part in parts]
         inputs.append(lse_rows.view(*shape, heads).transpose(1, 2))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        gradients.append(backward(*inputs, 0.0, **_mask_arguments(inputs[1], window), scale=scale))
+        gradients.append(
+            backward(*inputs, 0.0, **_mask_arguments(inputs[1], window), scale=scale)
+        )
     return _joined(groups, gradients, batch)
 
 
@@ -257,7 +259,9 @@ def _mask_arguments(q: Tensor, window: int) -> dict[str, bool | Tensor | None]:
     hidden = ~attention_mask(q, q, None, window)
     return {
         "is_causal": False,
-        "attn_mask": torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf),
+        "attn_mask": torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(
+            hidden, -torch.inf
+        ),
     }
 
 

@@ -16,7 +16,8 @@ def attention_mask(
     differ by row."""
     key_positions = torch.arange(k.size(2), device=q.device)
     # the last query is the token of the last key
-    mask = causal_mask(key_positions[None, k.size(2) - q.size(2) :], key_positions, window)[0, 0]
+    query_positions = key_positions[None, k.size(2) - q.size(2) :]
+    mask = causal_mask(query_positions, key_positions, window)[0, 0]
     if documents is not None:
         mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])
     return mask
@@ -41,7 +42,8 @@ def eager_attention(
     groups = q.size(1) // k.size(1)
     k = k.repeat_interleave(groups, dim=1)
     v = v.repeat_interleave(groups, dim=1)
-    scores = (q @ k.transpose(-2, -1)).float() * (scale or q.size(-1) ** -0.5)  # (B, H, T, S)
+    # (B, H, T, S)
+    scores = (q @ k.transpose(-2, -1)).float() * (scale or q.size(-1) ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, float("-inf"))

@@ -123,7 +123,8 @@ class Attention(nn.Module):
 
         # with a cache, the later layers read the keys from there
         if self.kv_sharing == "store" and cache is None:
-            assert extra is not None  # `GPT.block_extras` gives it to layers that share keys
+            # `GPT.block_extras` gives it to layers that share keys
+            assert extra is not None
             extra.shared.by_window[self.window] = k, v
 
         y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2)
@@ -146,7 +147,8 @@ class Attention(nn.Module):
         q = self.rotate(q, cos_sin.cos, cos_sin.sin)
         mask = None
         if cache is None:
-            assert extra is not None  # `GPT.block_extras` gives it to layers that share keys
+            # `GPT.block_extras` gives it to layers that share keys
+            assert extra is not None
             k, v = extra.shared.by_window[self.window]
         else:
             k, v, mask = cache.read(self.window)
@@ -154,7 +156,9 @@ class Attention(nn.Module):
         k = k.to(q.device)
         v = v.to(q.device)
         mask = mask if mask is None else mask.to(q.device)
-        y = attend(q, k, v, documents, self.window, self.softcap, scale=self.scale, mask=mask)
+        y = attend(
+            q, k, v, documents, self.window, self.softcap, scale=self.scale, mask=mask
+        )
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def apply_rotary(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, ...]:
@@ -188,7 +192,9 @@ class Attention(nn.Module):
                 positions = cache.positions(q.device)
             assert self.scale is not None  # the constructor sets it for ALiBi
             q, k = add_alibi(q, k, positions, self.alibi_slopes, self.scale)
-        return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
+        return attend(
+            q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale
+        )
 
     def add_attended(self, q: Tensor, y: Tensor) -> Tensor:
         """Return the attention output y (B, H, T, D); overridden where queries attend to more, such
@@ -209,7 +215,9 @@ class Attention(nn.Module):
         assert self.k_proj is not None  # only layers with keys of their own get a prefix
         k = self.split(self.k_proj(x))
         v = k if self.v_proj is None else self.split(self.v_proj(x))
-        return self.heads(apply_norm(self.k_norm, k)), self.heads(apply_norm(self.v_norm, v))
+        return self.heads(apply_norm(self.k_norm, k)), self.heads(
+            apply_norm(self.v_norm, v)
+        )
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, heads * D) -> (B, T, heads, D)"""
@@ -274,7 +282,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the residual stream after the block, (B, T, C), for x (B, T, C)."""
         if self.attention is not None or self.mixer is not None:
-            y = self.mix(apply_norm(self.attention_norm, x), cos_sin, documents, cache, extra)
+            y = self.mix(
+                apply_norm(self.attention_norm, x), cos_sin, documents, cache, extra
+            )
             x = x + scaled(apply_norm(self.attention_post_norm, y), self.scale)
         if self.mlp is not None:
             y = self.mlp(apply_norm(self.mlp_norm, x))
@@ -302,7 +312,8 @@ class Block(nn.Module):
         in the same shape."""
         extras = () if extra is None else (extra,)
         if self.mixer is None:
-            assert self.attention is not None  # `forward` asks only a block with one of the two
+            # `forward` asks only a block with one of the two
+            assert self.attention is not None
             return self.attention(x, cos_sin, documents, cache, *extras)
         y = self.mixer(x, documents, cache)
         if self.attention is None:
@@ -310,7 +321,9 @@ class Block(nn.Module):
         return y + self.attention(x, cos_sin, documents, cache, *extras)
 
 
-def make_attention(config: Config, layer: LayerConfig) -> Attention | LatentAttention | None:
+def make_attention(
+    config: Config, layer: LayerConfig
+) -> Attention | LatentAttention | None:
     """Build the attention of a layer, or return None if it has none."""
     if not layer.attention:
         return None

@@ -176,7 +176,11 @@ class Mamba2Config:
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a text's state: inputs of the convolution, and the matrices."""
         channels = self.n_heads * self.head_dim + 2 * self.n_groups * self.state_dim
-        return (self.conv_width - 1, channels), (self.n_heads, self.state_dim, self.head_dim)
+        return (self.conv_width - 1, channels), (
+            self.n_heads,
+            self.state_dim,
+            self.head_dim,
+        )
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_groups:
@@ -370,7 +374,10 @@ class Config:
         # the latest earlier layer with the same window that keeps its keys and values for others
         stores = []
         for n in range(index):
-            if self.layers[n].kv_sharing == "store" and self.layers[n].window == layer.window:
+            if (
+                self.layers[n].kv_sharing == "store"
+                and self.layers[n].window == layer.window
+            ):
                 stores.append(n)
         return stores[-1]
 

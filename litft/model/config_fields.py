@@ -31,7 +31,9 @@ class FieldType:
         def is_valid(value: Any) -> bool:
             return value is None or self.is_valid(value)
 
-        return FieldType(f"{self.description}, or null", is_valid, self.fields, self.entries)
+        return FieldType(
+            f"{self.description}, or null", is_valid, self.fields, self.entries
+        )
 
 
 def _is_whole(value: Any) -> bool:
@@ -41,7 +43,9 @@ def _is_whole(value: Any) -> bool:
 def _whole(lowest: int, highest: int) -> FieldType:
     """Return the type of whole numbers in a range."""
     description = f"a whole number from {lowest} to {highest:,}"
-    return FieldType(description, lambda value: _is_whole(value) and lowest <= value <= highest)
+    return FieldType(
+        description, lambda value: _is_whole(value) and lowest <= value <= highest
+    )
 
 
 def _number(description: str, is_in_range: Callable[[float], bool]) -> FieldType:
@@ -72,7 +76,9 @@ def _list_of(entry: FieldType, description: str, length: int | None = None) -> F
 def _either(*types: FieldType) -> FieldType:
     """Return the union of types."""
     description = " or ".join(option.description for option in types)
-    return FieldType(description, lambda value: any(option.is_valid(value) for option in types))
+    return FieldType(
+        description, lambda value: any(option.is_valid(value) for option in types)
+    )
 
 
 def _object(
@@ -80,7 +86,9 @@ def _object(
 ) -> FieldType:
     """Return the type of objects. fields: by name; entries: the type of all values, whatever their
     names."""
-    return FieldType("an object", lambda value: isinstance(value, dict), fields or {}, entries)
+    return FieldType(
+        "an object", lambda value: isinstance(value, dict), fields or {}, entries
+    )
 
 
 def _all(field_type: FieldType, names: str) -> dict[str, FieldType]:
@@ -126,7 +134,9 @@ def _is_attention_type(value: Any) -> bool:
         return False
     kinds, repeats = value
     return (
-        TEXTS.is_valid(kinds) and COUNT.is_valid(repeats) and len(kinds) * repeats <= LONGEST_LIST
+        TEXTS.is_valid(kinds)
+        and COUNT.is_valid(repeats)
+        and len(kinds) * repeats <= LONGEST_LIST
     )
 
 
@@ -144,11 +154,17 @@ ROPE_FIELDS = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
     "partial_rotary_factor": SHARE.or_null(),
     "truncate": FLAG.or_null(),
-    **_all(_list_of(POSITIVE, "a list of numbers above 0").or_null(), "short_factor long_factor"),
+    **_all(
+        _list_of(POSITIVE, "a list of numbers above 0").or_null(),
+        "short_factor long_factor",
+    ),
 }
 # transformers 5 writes the parameters of each kind of layer
 ROPE = _object(
-    {**ROPE_FIELDS, **_all(_object(ROPE_FIELDS).or_null(), "full_attention sliding_attention")}
+    {
+        **ROPE_FIELDS,
+        **_all(_object(ROPE_FIELDS).or_null(), "full_attention sliding_attention"),
+    }
 )
 
 MPT_ATTENTION = _object(
@@ -184,7 +200,10 @@ FIELD_TYPES: dict[str, FieldType] = {
         "word_embed_proj_dim moe_latent_size",
     ),
     **_all(DIMENSIONS.or_null(), "intermediate_size moe_intermediate_size"),
-    **_all(_whole(0, 1_000_000).or_null(), "hidden_size_per_layer_input shared_intermediate_size"),
+    **_all(
+        _whole(0, 1_000_000).or_null(),
+        "hidden_size_per_layer_input shared_intermediate_size",
+    ),
     **_all(WIDTH, "linear_conv_kernel_dim mamba_d_conv conv_L_cache conv_kernel"),
     "mamba_d_head": _either(DIMENSION, FieldType('"auto"', lambda value: value == "auto")),
     # numbers of layers, heads and experts
@@ -214,7 +233,9 @@ FIELD_TYPES: dict[str, FieldType] = {
     "moe_layer_end_index": _whole(-1, 10_000),
     "sliding_window_pattern": _either(COUNT_OR_0, TEXT).or_null(),
     # lengths in tokens
-    **_all(LENGTH, "max_position_embeddings n_positions max_seq_len window_size floor_scale"),
+    **_all(
+        LENGTH, "max_position_embeddings n_positions max_seq_len window_size floor_scale"
+    ),
     **_all(LENGTH.or_null(), "attention_chunk_size model_max_length"),
     "original_max_position_embeddings": ORIGINAL_LENGTH,
     "sliding_window": _whole(0, 10**9).or_null(),
@@ -253,15 +274,21 @@ FIELD_TYPES: dict[str, FieldType] = {
     ),
     # transformers 4.51 wrote a number
     "attn_temperature_tuning": _either(FLAG, COUNT_OR_0),
-    **_all(FLAG.or_null(), "is_causal use_qk_norm alibi new_decoder_architecture parallel_attn"),
-    "use_bidirectional_attention": _instance("true, false, text or null", bool, str, type(None)),
+    **_all(
+        FLAG.or_null(), "is_causal use_qk_norm alibi new_decoder_architecture parallel_attn"
+    ),
+    "use_bidirectional_attention": _instance(
+        "true, false, text or null", bool, str, type(None)
+    ),
     # texts
     **_all(
         TEXT,
         "model_type hidden_act activation_function activation afn mlp_hidden_act mamba_hidden_act "
         "topk_method expert_selection_fn shared_expert_combination_strategy",
     ),
-    **_all(TEXT.or_null(), "hidden_activation position_embedding_type hybrid_override_pattern"),
+    **_all(
+        TEXT.or_null(), "hidden_activation position_embedding_type hybrid_override_pattern"
+    ),
     # lists
     **_all(TEXTS.or_null(), "layer_types layers_block_type mlp_layer_types"),
     **_all(
@@ -269,10 +296,14 @@ FIELD_TYPES: dict[str, FieldType] = {
         "mlp_only_layers no_rope_layers moe_layers attn_layer_indices full_attn_idxs",
     ),
     "layer_rope_theta": _list_of(NOT_NEGATIVE, "a list of numbers of at least 0").or_null(),
-    "activation_sparsity_pattern": _list_of(SPARSITY, "a list of shares in [0, 1)").or_null(),
+    "activation_sparsity_pattern": _list_of(
+        SPARSITY, "a list of shares in [0, 1)"
+    ).or_null(),
     "ssm_multipliers": _list_of(POSITIVE, "a list of 5 numbers above 0", 5).or_null(),
     "mlp_multipliers": _list_of(POSITIVE, "a list of 2 numbers above 0", 2).or_null(),
-    "time_step_limit": _list_of(STEP_LIMIT, "a list of 2 numbers of at least 0", 2).or_null(),
+    "time_step_limit": _list_of(
+        STEP_LIMIT, "a list of 2 numbers of at least 0", 2
+    ).or_null(),
     "attention_types": _list_of(ATTENTION_TYPE, "a list of pairs").or_null(),
     # objects
     **_all(ROPE.or_null(), "rope_scaling rope_parameters"),

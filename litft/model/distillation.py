@@ -113,13 +113,23 @@ def distillation_loss(
     for chunk in chunks(hidden):
         part = how._replace(teacher=how.teacher.part(chunk))
         total = total + checkpoint(
-            _head_losses, head, hidden[chunk], targets[chunk], part, softcap, use_reentrant=False
+            _head_losses,
+            head,
+            hidden[chunk],
+            targets[chunk],
+            part,
+            softcap,
+            use_reentrant=False,
         )
     return torch.cat([total[:1], total[1:].detach()])
 
 
 def _head_losses(
-    head: nn.Module, hidden: Tensor, targets: Tensor, how: Distillation, softcap: float | None
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    how: Distillation,
+    softcap: float | None,
 ) -> Tensor:
     """Return (3,): the sums of a chunk with a head that computes its own logits."""
     return summed_losses(apply_softcap(head(hidden).float(), softcap), targets, how)
@@ -130,7 +140,9 @@ def summed_losses(logits: Tensor, targets: Tensor, how: Distillation) -> Tensor:
     teacher's."""
     losses = F.cross_entropy(logits, targets, reduction="none") * how.teacher.is_label
     log_probs = F.log_softmax(logits / how.temperature, dim=-1)
-    differences = divergence(_events(log_probs, how.teacher), how.teacher.log_probs, how.beta)
+    differences = divergence(
+        _events(log_probs, how.teacher), how.teacher.log_probs, how.beta
+    )
     sums = torch.stack([losses.sum(), differences.sum()])
     return _with_total(sums, how)
 
@@ -152,7 +164,11 @@ def _events(log_probs: Tensor, teacher: TeacherTargets) -> Tensor:
 
 
 def _losses_and_gradient(
-    logits: Tensor, targets: Tensor, how: Distillation, softcap: float | None, training: bool
+    logits: Tensor,
+    targets: Tensor,
+    how: Distillation,
+    softcap: float | None,
+    training: bool,
 ) -> Tensor:
     """Return (3,) of a chunk's logits (n, V); in training, replace the logits by their gradient.
 

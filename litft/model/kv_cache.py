@@ -49,7 +49,9 @@ class LayerCache:
     """One layer's keys and values, (B, K, S, D) each, and the states of a recurrent mixer, (B, ...)
     each."""
 
-    def __init__(self, cache: "KVCache", keys: Tensor, values: Tensor, *states: Tensor) -> None:
+    def __init__(
+        self, cache: "KVCache", keys: Tensor, values: Tensor, *states: Tensor
+    ) -> None:
         """Keep the keys and values (B, K, S, D), and the states (B, ...), that belong to one layer.
 
         The sizes are those of `Config.cache_shape`: K is 0 without attention, and latent attention
@@ -140,7 +142,8 @@ class KVCache:
             storage[index] = storage[config.kv_source(index)]
         for layer, tensors, on in zip(config.layers, storage, devices, strict=True):
             state_shapes = layer.mixer.state_shapes if layer.mixer else ()
-            tensors += [torch.zeros(batch, *shape, device=on) for shape in state_shapes]  # fp32
+            # fp32
+            tensors += [torch.zeros(batch, *shape, device=on) for shape in state_shapes]
         self._set_storage(storage, config)
 
     def _set_storage(self, storage: list[list[Tensor]], config: Config) -> None:
@@ -180,7 +183,9 @@ class KVCache:
         view = KVCache.__new__(KVCache)
         storage = []
         for layer in self.layers:
-            storage.append([x[start:stop] for x in (layer.keys, layer.values, *layer.states)])
+            storage.append(
+                [x[start:stop] for x in (layer.keys, layer.values, *layer.states)]
+            )
         view._set_storage(storage, self.config)
         return view
 
@@ -276,7 +281,9 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
     if device.type != "cuda":
         return torch.zeros(shape, device=device, dtype=dtype)
     batch, heads, capacity, size = shape
-    return torch.zeros(batch, capacity, heads, size, device=device, dtype=dtype).transpose(1, 2)
+    return torch.zeros(batch, capacity, heads, size, device=device, dtype=dtype).transpose(
+        1, 2
+    )
 
 
 def _unmasked_windows(config: Config, keys: Tensor) -> set[int | Chunk | None]:
@@ -298,7 +305,9 @@ def _unmasked_windows(config: Config, keys: Tensor) -> set[int | Chunk | None]:
     return windows - masked
 
 
-def causal_mask(positions: Tensor, key_positions: Tensor, window: int | Chunk | None) -> Tensor:
+def causal_mask(
+    positions: Tensor, key_positions: Tensor, window: int | Chunk | None
+) -> Tensor:
     """Return which keys, at positions (N,), the tokens at positions (B, T) see: booleans (B, 1, T,
     N)."""
     query_positions = positions[:, None, :, None]

@@ -48,13 +48,17 @@ class LatentAttention(nn.Module):
             self.q_b_proj = Linear(latent.query_dim, width, bias=False)
 
         # the output is the latent vector, followed by the rotated key that all heads share
-        self.kv_a_proj = Linear(config.dim, latent.dim + latent.rope_dim, bias=config.qkv_bias)
+        self.kv_a_proj = Linear(
+            config.dim, latent.dim + latent.rope_dim, bias=config.qkv_bias
+        )
         self.kv_a_norm = Norm(norm, latent.dim)
         self.kv_b_proj = Linear(
             latent.dim, config.n_heads * (latent.nope_dim + latent.value_dim), bias=False
         )
         self.kv_b_proj.reads_weight = True  # `absorbed` reads it
-        self.o_proj = Linear(config.n_heads * latent.value_dim, config.dim, bias=config.o_bias)
+        self.o_proj = Linear(
+            config.n_heads * latent.value_dim, config.dim, bias=config.o_bias
+        )
 
     def forward(
         self,
@@ -64,25 +68,37 @@ class LatentAttention(nn.Module):
         cache: LayerCache | None,
     ) -> Tensor:
         """Return (B, T, C) for x (B, T, C)."""
-        q = self.queries(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, N + D)
+        # (B, H, T, N + D)
+        q = self.queries(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         # only a part of each head carries the position: latent vectors do not depend on it
         q_nope, q_rope = q.split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
-        latents, k_rope = self.kv_a_proj(x).split((self.latent.dim, self.latent.rope_dim), dim=-1)
+        latents, k_rope = self.kv_a_proj(x).split(
+            (self.latent.dim, self.latent.rope_dim), dim=-1
+        )
         latents = apply_norm(self.kv_a_norm, latents)[:, None]
         k_rope = k_rope[:, None]  # (B, 1, T, R), (B, 1, T, D)
         if cos_sin is not None:
-            q_rope, k_rope = (self.rotate(x, cos_sin.cos, cos_sin.sin) for x in (q_rope, k_rope))
+            q_rope, k_rope = (
+                self.rotate(x, cos_sin.cos, cos_sin.sin) for x in (q_rope, k_rope)
+            )
             if cos_sin.query_scale is not None:
                 q_nope = q_nope * cos_sin.query_scale
                 q_rope = q_rope * cos_sin.query_scale
 
         # With an adapter or quantization, the weight of kv_b_proj is not all of its function, and
         # it must be called.
-        if cache is not None and x.size(1) <= MAX_ABSORBED and type(self.kv_b_proj) is Linear:
+        if (
+            cache is not None
+            and x.size(1) <= MAX_ABSORBED
+            and type(self.kv_b_proj) is Linear
+        ):
             y = self.absorbed(q_nope, q_rope, torch.cat((latents, k_rope), -1), cache)
         else:
             y = self.expanded(
-                torch.cat((q_nope, q_rope), -1), torch.cat((latents, k_rope), -1), documents, cache
+                torch.cat((q_nope, q_rope), -1),
+                torch.cat((latents, k_rope), -1),
+                documents,
+                cache,
             )
         y = self.add_attended(torch.cat((q_nope, q_rope), -1), y)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -93,8 +109,12 @@ class LatentAttention(nn.Module):
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return unrotated keys (B, H, T, N + D) and values (B, H, T, V) of x (B, T, C)."""
-        latents, k_rope = self.kv_a_proj(x).split((self.latent.dim, self.latent.rope_dim), dim=-1)
-        return self.expand(torch.cat((apply_norm(self.kv_a_norm, latents), k_rope), -1)[:, None])
+        latents, k_rope = self.kv_a_proj(x).split(
+            (self.latent.dim, self.latent.rope_dim), dim=-1
+        )
+        return self.expand(
+            torch.cat((apply_norm(self.kv_a_norm, latents), k_rope), -1)[:, None]
+        )
 
     def expand(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys (B, H, S, N + D) and values (B, H, S, V) of every head, given latent
@@ -111,7 +131,11 @@ class LatentAttention(nn.Module):
         return self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
 
     def expanded(
-        self, q: Tensor, keys: Tensor, documents: PackedSequences | None, cache: LayerCache | None
+        self,
+        q: Tensor,
+        keys: Tensor,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
     ) -> Tensor:
         """Attend with q (B, H, T, N + D) to keys and values of every head, expanded from `keys` (B,
         1, T, R + D) and those of the cache; return (B, H, T, V)."""
@@ -120,9 +144,13 @@ class LatentAttention(nn.Module):
             # the cache holds latent vectors and shared keys;
             # values are a part of them, so their size is 0
             keys, _, mask = cache.update(keys, keys[..., :0], self.window)
-        return attend(q, *self.expand(keys), documents, self.window, scale=self.scale, mask=mask)
+        return attend(
+            q, *self.expand(keys), documents, self.window, scale=self.scale, mask=mask
+        )
 
-    def absorbed(self, q_nope: Tensor, q_rope: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
+    def absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, keys: Tensor, cache: LayerCache
+    ) -> Tensor:
         """Attend to the latent vectors: (q W_k) k = q (W_k k), and W_v is applied to their weighted
         sum.
 

@@ -20,7 +20,9 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, (..., out), for x (..., in)."""
         if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(
+                x, self.weight, self.bias, "none", [], ""
+            )
         return F.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
@@ -77,7 +79,9 @@ def apply_linears(x: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 def can_pack(weight: Tensor) -> bool:
     """Return whether oneDNN is available and has kernels for this weight (out, in)."""
-    supported = torch.backends.mkldnn.is_available() and weight.is_cpu and not weight.requires_grad
+    supported = (
+        torch.backends.mkldnn.is_available() and weight.is_cpu and not weight.requires_grad
+    )
     # not every CPU has kernels for bf16
     if weight.dtype == torch.bfloat16:
         return supported and torch.ops.mkldnn._is_mkldnn_bf16_supported()

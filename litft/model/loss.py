@@ -109,7 +109,9 @@ def token_cross_entropy(
         return _ChunkedTokenLoss.apply(
             hidden, head.weight, bias, targets, softcap, training, compiled and training
         )
-    losses = _head_losses(head, hidden, targets, softcap, smoothing=0.0, temperature=temperature)
+    losses = _head_losses(
+        head, hidden, targets, softcap, smoothing=0.0, temperature=temperature
+    )
     return torch.cat(list(losses))
 
 
@@ -197,7 +199,9 @@ def _softmax_loss(
     # gradient of the logits: softmax minus the target distribution
     if training:
         scores /= sums
-        scores[torch.arange(len(targets), device=targets.device), targets] -= 1.0 - smoothing
+        scores[torch.arange(len(targets), device=targets.device), targets] -= (
+            1.0 - smoothing
+        )
         if smoothing:
             scores -= smoothing / scores.size(-1)
         if softcap_slope is not None:
@@ -324,7 +328,9 @@ class HeadGradients:
         ctx.dtypes = self.inputs[1].dtype, bias.dtype if bias is not None else None
 
 
-def scaled_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def scaled_gradients(
+    ctx, grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of a head's input, weight and bias, which are saved for a loss with
     weight 1, for one with the gradient `grad`."""
     d_hidden, d_weight, d_bias = ctx.saved_tensors

@@ -221,7 +221,8 @@ def route(
     else:
         priority = scores + correction_bias
     if experts.groups > 1:
-        grouped = priority.unflatten(-1, (experts.groups, -1))  # (tokens, groups, E / groups)
+        # (tokens, groups, E / groups)
+        grouped = priority.unflatten(-1, (experts.groups, -1))
         if experts.group_score == "top2":
             group_scores = grouped.topk(2, dim=-1).values.sum(-1)
         else:
@@ -290,7 +291,9 @@ class ExpertLinear(nn.Module):
         return expert_linear(x, self.weight, self.bias, grouping)
 
 
-def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
+def expert_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping
+) -> Tensor:
     """Apply each expert's weight (E, out, in) and bias (E, out) to its rows of x (N, in), sorted by
     expert."""
     y = grouped_product(x, weight.mT, grouping.ends)
@@ -308,7 +311,10 @@ def looped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat(
-        [rows @ matrix for rows, matrix in zip(x.split(counts), weight.unbind(), strict=True)]
+        [
+            rows @ matrix
+            for rows, matrix in zip(x.split(counts), weight.unbind(), strict=True)
+        ]
     )
 
 
@@ -318,7 +324,10 @@ def looped_outer_product(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     of `looped_product`'s weight."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.stack(
-        [rows.mT @ others for rows, others in zip(x.split(counts), y.split(counts), strict=True)]
+        [
+            rows.mT @ others
+            for rows, others in zip(x.split(counts), y.split(counts), strict=True)
+        ]
     )
 
 
@@ -390,8 +399,12 @@ class PlainExperts(nn.Module):
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
         self.activation = activation(config)
-        self.up_proj = ExpertLinear(experts.count, config.dim, experts.hidden_dim, experts.bias)
-        self.down_proj = ExpertLinear(experts.count, experts.hidden_dim, config.dim, experts.bias)
+        self.up_proj = ExpertLinear(
+            experts.count, config.dim, experts.hidden_dim, experts.bias
+        )
+        self.down_proj = ExpertLinear(
+            experts.count, experts.hidden_dim, config.dim, experts.bias
+        )
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply the experts to x (N, C), sorted by expert; return (N, C)."""
@@ -490,7 +503,9 @@ class ScaledMoE(MoE):
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__(config, experts)
-        self.router_norm = Norm(NormConfig("rms", config.norm.eps, weight=False), config.dim)
+        self.router_norm = Norm(
+            NormConfig("rms", config.norm.eps, weight=False), config.dim
+        )
         self.router_scale = nn.Parameter(torch.ones(config.dim))
         self.expert_scale = nn.Parameter(torch.ones(experts.count))
         self.norm = Norm(config.norm, config.dim)
@@ -499,7 +514,11 @@ class ScaledMoE(MoE):
         """Return the weights and indices of the experts of each token of flat (B T, C),
         (B T, top_k) each; see MoE."""
         # the router's input has a root mean square of 1 / sqrt(C), times a trained scale
-        inputs = self.router_norm(flat) * self.router_scale.to(flat.dtype) * flat.size(-1) ** -0.5
+        inputs = (
+            self.router_norm(flat)
+            * self.router_scale.to(flat.dtype)
+            * flat.size(-1) ** -0.5
+        )
         weights, chosen = route(self.router(inputs), self.config)
         return weights * self.expert_scale.to(weights.dtype)[chosen], chosen
 

@@ -64,7 +64,9 @@ class Norm(nn.Module):
             num_dims = len(self.normalized_shape)
             eps = self.norm.eps
             return recomputable(
-                lambda x, weight: _RMSNorm.apply(x, weight, eps, num_dims), x, copied=(weight,)
+                lambda x, weight: _RMSNorm.apply(x, weight, eps, num_dims),
+                x,
+                copied=(weight,),
             )
         if self.shape == self.normalized_shape:
             return self.normalize(x.float(), weight, bias).to(x.dtype)
@@ -143,7 +145,9 @@ class _RMSNorm(torch.autograd.Function):
         ctx.count = math.prod(x.shape[-num_dims:])
         # vector_norm reads x once and stores no squares
         compute_dtype = torch.promote_types(x.dtype, torch.float32)
-        row_norm = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=compute_dtype)
+        row_norm = torch.linalg.vector_norm(
+            x, dim=ctx.dims, keepdim=True, dtype=compute_dtype
+        )
         mean_square = row_norm.square_().div_(ctx.count)
         inverse_rms = torch.rsqrt(mean_square.add_(eps))
         ctx.save_for_backward(x, weight, inverse_rms)
@@ -168,6 +172,14 @@ class _RMSNorm(torch.autograd.Function):
         # With n = x / rms and h = grad * weight, d_x = (h - n mean(h n)) / rms. `radial` is -mean(h
         # n) / rms, the factor of x.
         radial = (
-            (d_x * x_fp32).sum(ctx.dims, keepdim=True).mul_(inverse_rms.square()).div_(-ctx.count)
+            (d_x * x_fp32)
+            .sum(ctx.dims, keepdim=True)
+            .mul_(inverse_rms.square())
+            .div_(-ctx.count)
         )
-        return d_x.addcmul_(x_fp32, radial).mul_(inverse_rms).to(x.dtype), d_weight, None, None
+        return (
+            d_x.addcmul_(x_fp32, radial).mul_(inverse_rms).to(x.dtype),
+            d_weight,
+            None,
+            None,
+        )

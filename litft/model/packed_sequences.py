@@ -23,7 +23,9 @@ class SharedPrompts(NamedTuple):
 
     def to(self, move: Callable[[Tensor], Tensor]) -> "SharedPrompts":
         """Return a copy on a device; move: as in `PackedSequences.to`."""
-        return SharedPrompts(self.documents.to(move), move(self.expand), move(self.collapse))
+        return SharedPrompts(
+            self.documents.to(move), move(self.expand), move(self.collapse)
+        )
 
 
 class PackedSequences(NamedTuple):
@@ -57,7 +59,9 @@ class PackedSequences(NamedTuple):
         """Build from document ids (B, T); a document never continues in the next row."""
         # the first token of each row always starts a document
         is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
-        cu_seqlens = F.pad(is_start.nonzero()[:, 0], (0, 1), value=ids.numel()).to(torch.int32)
+        cu_seqlens = F.pad(is_start.nonzero()[:, 0], (0, 1), value=ids.numel()).to(
+            torch.int32
+        )
         if ids.is_cuda:
             # reading the lengths would wait for the GPU
             return cls(ids, cu_seqlens)
@@ -118,7 +122,9 @@ class PackedSequences(NamedTuple):
         without a sync."""
         batch, length = self.ids.shape
 
-        def is_visible(window: int | None, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def is_visible(
+            window: int | None, row: Tensor, query: Tensor, key: Tensor
+        ) -> Tensor:
             visible = (key <= query) & (self.ids[row, query] == self.ids[row, key])
             if window is None:
                 return visible
@@ -150,7 +156,8 @@ def document_starts(ids: Tensor) -> Tensor:
 
 def document_lengths(ids: Tensor) -> Tensor:
     """Return the number of tokens (B, T) of each token's document, from document ids (B, T)."""
-    ends = ids.size(1) - document_starts(ids.flip(1)).flip(1)  # the index after the last token
+    # the index after the last token
+    ends = ids.size(1) - document_starts(ids.flip(1)).flip(1)
     return ends - document_starts(ids)
 
 

@@ -56,7 +56,9 @@ class PerLayerEmbedding(nn.Module):
             -1, (self.num_layers, self.dim)
         )
         # the factor keeps the variance of a sum of two independent vectors
-        vectors = (self.norm(projected) + rows.unflatten(-1, (self.num_layers, self.dim))) * 2**-0.5
+        vectors = (
+            self.norm(projected) + rows.unflatten(-1, (self.num_layers, self.dim))
+        ) * 2**-0.5
         return vectors.movedim(2, 0)
 
 

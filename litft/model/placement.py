@@ -138,7 +138,11 @@ def summon_full(module: nn.Module, *excluded: str) -> Iterator[None]:
         if isinstance(p, DTensor) and n not in excluded:
             sharded[n] = p
     for name, parameter in sharded.items():
-        setattr(module, name, nn.Parameter(parameter.detach().full_tensor(), requires_grad=False))
+        setattr(
+            module,
+            name,
+            nn.Parameter(parameter.detach().full_tensor(), requires_grad=False),
+        )
 
     try:
         yield

@@ -31,7 +31,9 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-max_bias * (head + 1) / power) for head in range(power)]
-    longer = [2 ** (-max_bias * (head + 1) / (2 * power)) for head in range(0, 2 * power, 2)]
+    longer = [
+        2 ** (-max_bias * (head + 1) / (2 * power)) for head in range(0, 2 * power, 2)
+    ]
     return tuple(slopes + longer[: num_heads - power])
 
 

@@ -62,7 +62,9 @@ def bitsandbytes(needed_by: str = "quantized weights need") -> ModuleType:
         return import_module("bitsandbytes")
     except ImportError:
         remedy = "pip install bitsandbytes, or build it from source if your platform has no wheel"
-        raise ValueError(f"{needed_by} bitsandbytes, which is not installed; {remedy}") from None
+        raise ValueError(
+            f"{needed_by} bitsandbytes, which is not installed; {remedy}"
+        ) from None
     finally:
         logger.disabled = False
         del sys.modules["kernels"]
@@ -89,7 +91,9 @@ class QuantizedTensor:
         # "dq": double quantization, the scales are quantized, too
         name, _, nested = kind.partition("-")
         return cls(
-            *functional.quantize_4bit(weight, quant_type=name, compress_statistics=bool(nested))
+            *functional.quantize_4bit(
+                weight, quant_type=name, compress_statistics=bool(nested)
+            )
         )
 
     @classmethod
@@ -158,7 +162,11 @@ class QuantizedTensor:
         else:
             nested = []
         # height, width, weights per scale; with double quantization also scales per nested scale
-        numbers = [*state.shape, state.blocksize, *([inner.blocksize] if state.nested else [])]
+        numbers = [
+            *state.shape,
+            state.blocksize,
+            *([inner.blocksize] if state.nested else []),
+        ]
         return [state.absmax, state.code, *nested], numbers, state.quant_type
 
     @classmethod
@@ -188,7 +196,9 @@ class QuantizedTensor:
             offset = None
             inner = None
         shape = torch.Size((height, width))
-        state = make_state(absmax, shape, code, block_size, kind, torch.float32, offset, inner)
+        state = make_state(
+            absmax, shape, code, block_size, kind, torch.float32, offset, inner
+        )
         return cls(data, state)
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
@@ -248,7 +258,9 @@ def quantized_matmul(
     (N, in) or (N, out). This is a single operator for the compiler, which cannot trace
     dequantization.
     """
-    weight = QuantizedTensor.from_components(data, statistics, numbers, kind).dequantize(x.dtype)
+    weight = QuantizedTensor.from_components(data, statistics, numbers, kind).dequantize(
+        x.dtype
+    )
     if ends is None:
         if transpose:
             return x @ weight
@@ -303,7 +315,8 @@ class QuantizedModule(nn.Module):
         """Copy the quantized data into the weight, and keep its statistics."""
         # the same bytes, in the dtype and shape of the storage
         copy_into_local(
-            self.weight, quantized.data.view(self.weight.dtype).view(self.weight.shape).__getitem__
+            self.weight,
+            quantized.data.view(self.weight.dtype).view(self.weight.shape).__getitem__,
         )
         self.state = quantized.state
 
@@ -367,7 +380,9 @@ class QuantizedExpertLinear(QuantizedModule, ExpertLinear):
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply to x (N, in), sorted by expert; return (N, out)."""
-        y = quantized_matmul(x, self.weight, *self.components(x.device), grouping.ends, False)
+        y = quantized_matmul(
+            x, self.weight, *self.components(x.device), grouping.ends, False
+        )
         if self.bias is None:
             return y
         return y + by_expert(self.bias.to(y.dtype), grouping)

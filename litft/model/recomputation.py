@@ -75,7 +75,9 @@ class Recomputations:
         if original._version != version or tensor.dtype != original.dtype:
             return tensor
         recomputation.uses += 1
-        return Packed(recomputation, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return Packed(
+            recomputation, tensor.size(), tensor.stride(), tensor.storage_offset()
+        )
 
 
 def _unpack(saved: Tensor | Packed) -> Tensor:

@@ -109,7 +109,9 @@ class RotaryEmbedding(nn.Module):
             self._compute(self.short.device)
         return self
 
-    def forward(self, positions: Tensor, max_length: Tensor | int, dtype: torch.dtype) -> CosSin:
+    def forward(
+        self, positions: Tensor, max_length: Tensor | int, dtype: torch.dtype
+    ) -> CosSin:
         """Return cos and sin for positions (B, T).
 
         max_length: where the frequencies depend on it (`RopeConfig.depends_on_length`), the length
@@ -123,7 +125,9 @@ class RotaryEmbedding(nn.Module):
                 max_length > self.rope.original_max_positions, self.long, self.short
             )
         elif self.rope.rope_type == "dynamic":
-            frequencies = self._dynamic(torch.as_tensor(max_length, device=positions.device))
+            frequencies = self._dynamic(
+                torch.as_tensor(max_length, device=positions.device)
+            )
 
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
         cos = angles.cos()
@@ -160,7 +164,8 @@ class RotaryEmbedding(nn.Module):
         # the lowest frequency, theta^(-(dim - 2) / dim), is divided by `stretch`
         theta = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
         return 1.0 / theta ** (
-            torch.arange(0, rope.dim, 2, device=max_length.device, dtype=torch.float32) / rope.dim
+            torch.arange(0, rope.dim, 2, device=max_length.device, dtype=torch.float32)
+            / rope.dim
         )
 
 

@@ -128,7 +128,13 @@ class RopeConfig:
 
 
 # named as in the file; what it leaves out keeps the default of the dataclass
-_TYPE_SPECIFIC = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+_TYPE_SPECIFIC = (
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+)
 
 
 def _rotated_share(
@@ -141,7 +147,9 @@ def _rotated_share(
     share = default
     # otherwise the family rotates whole heads, and partial_rotary_factor is ignored
     if default is not None or rope_type != "default":
-        share = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor") or default)
+        share = scaling.get(
+            "partial_rotary_factor", hf.get("partial_rotary_factor") or default
+        )
     if share is None:
         share = 1.0
     if not 0 < share <= 1:  # rotary_dim divided by head_dim
@@ -177,7 +185,11 @@ def scaled_context(hf: dict[str, Any], max_positions: int) -> int:
     rope_type = scaling.get("rope_type") or scaling.get("type")
     factor = scaling.get("factor")
 
-    if "gemma3" in str(hf.get("model_type")) or rope_type not in ("linear", "dynamic", "yarn"):
+    if "gemma3" in str(hf.get("model_type")) or rope_type not in (
+        "linear",
+        "dynamic",
+        "yarn",
+    ):
         return max_positions
     if factor is None or not 1 <= factor <= LARGEST_FACTOR:
         return max_positions
@@ -196,9 +208,9 @@ def _check_rope(scaling: dict[str, Any], dim: int) -> None:
     rotated entries."""
     problems = []
     # yarn divides by the logarithm of theta, llama3 by the difference of the two factors
-    if scaling.get("rope_theta", 2) == 1 or scaling.get("low_freq_factor", 1) == scaling.get(
-        "high_freq_factor", 4
-    ):
+    if scaling.get("rope_theta", 2) == 1 or scaling.get(
+        "low_freq_factor", 1
+    ) == scaling.get("high_freq_factor", 4):
         problems.append("rope_theta 1 or low_freq_factor equal to high_freq_factor")
     for name in ("short_factor", "long_factor"):
         if name in scaling and len(scaling[name]) != dim // 2:
@@ -232,5 +244,7 @@ def _attention_factor(
     mscale = scaling.get("mscale")
     all_dim = scaling.get("mscale_all_dim")
     if mscale and all_dim:
-        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
+        return (0.1 * mscale * math.log(factor) + 1) / (
+            0.1 * all_dim * math.log(factor) + 1
+        )
     return 0.1 * math.log(factor) + 1

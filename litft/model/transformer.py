@@ -19,7 +19,12 @@ from litft.model.device_type import device_type
 from litft.model.distillation import Distillation, distillation_loss
 from litft.model.kv_cache import KVCache
 from litft.model.linear import Linear
-from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy, token_cross_entropy
+from litft.model.loss import (
+    IGNORED,
+    apply_softcap,
+    summed_cross_entropy,
+    token_cross_entropy,
+)
 from litft.model.norm import Norm, apply_norm, scaled
 from litft.model.packed_sequences import PackedSequences, document_lengths, document_starts
 from litft.model.per_layer_input import BlockExtra, PerLayerEmbedding, SharedKeys
@@ -62,7 +67,9 @@ class GPT(nn.Module):
             self.per_layer = None
         self.streams = Streams(config, config.altup) if config.altup else None
 
-        self.blocks = nn.ModuleList(block_class(config)(config, layer) for layer in config.layers)
+        self.blocks = nn.ModuleList(
+            block_class(config)(config, layer) for layer in config.layers
+        )
         if config.final_norm is True:
             self.norm = Norm(config.norm, config.dim)
         elif config.final_norm:
@@ -99,7 +106,9 @@ class GPT(nn.Module):
     @property
     def block_devices(self) -> list[torch.device]:
         """The compute device of each block."""
-        return [self.compute_device or next(block.parameters()).device for block in self.blocks]
+        return [
+            self.compute_device or next(block.parameters()).device for block in self.blocks
+        ]
 
     def set_vocabulary(self, size: int) -> None:
         """Set the config's vocabulary size after embedding and head were resized."""
@@ -196,10 +205,14 @@ class GPT(nn.Module):
         # further inputs of each block, and the documents as it sees them
         extras = self.block_extras(tokens, x)
         x = x if self.streams is None else self.streams.expand(x)
-        block_documents = self.layer_documents(self.prepare_documents(documents, tokens), tokens)
+        block_documents = self.layer_documents(
+            self.prepare_documents(documents, tokens), tokens
+        )
 
         # x: (B, T, C), or (B, T, S C) with S residual streams
-        for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
+        for index, (block, rotary) in enumerate(
+            zip(self.blocks, self.rotary_indices, strict=True)
+        ):
             layer_cache = cache.layers[index] if cache else None
             rotation = cos_sin[rotary] if rotary is not None else None
             x = block(x, rotation, block_documents[index], layer_cache, *extras[index])
@@ -364,7 +377,9 @@ def add_neftune_noise(
         lengths = document_lengths(document_ids)
     # (B, 1), or (B, T) with documents
     bound = alpha / (lengths * x.size(2)).sqrt()
-    return x + ((torch.rand_like(x, dtype=torch.float32) * 2 - 1) * bound[..., None]).to(x.dtype)
+    return x + ((torch.rand_like(x, dtype=torch.float32) * 2 - 1) * bound[..., None]).to(
+        x.dtype
+    )
 
 
 def text_lengths(positions: Tensor, document_ids: Tensor | None) -> Tensor:

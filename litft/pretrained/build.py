@@ -20,9 +20,9 @@ def base_model(
     placement: WeightPlacement = SINGLE_DEVICE,
 ) -> GPT:
     """Load the base model in eval mode, with all parameters frozen."""
-    model = unfilled_model(source, precision, quantize, unquantized, placement).requires_grad_(
-        False
-    )
+    model = unfilled_model(
+        source, precision, quantize, unquantized, placement
+    ).requires_grad_(False)
     fill_model(source, model, precision, device, placement)
     return model.eval()
 
@@ -43,7 +43,11 @@ def unfilled_model(
     if kind:
         quantize_modules(
             model,
-            list(packed_modules(model, source.checkpoint, source.checked_mappings, unquantized)),
+            list(
+                packed_modules(
+                    model, source.checkpoint, source.checked_mappings, unquantized
+                )
+            ),
             kind,
         )
     return model
@@ -72,12 +76,18 @@ def fill_model(
     The network may be sharded and have a method."""
     placement.allocate(model, device)
     load_weights(
-        model, source.checkpoint, source.checked_mappings, source.dtype(precision), placement
+        model,
+        source.checkpoint,
+        source.checked_mappings,
+        source.dtype(precision),
+        placement,
     )
     # a method has untied them
     if source.config.tied and model.lm_head.weight is not model.embed.weight:
         placement.copy_in(
-            "lm_head.weight", model.lm_head.weight, source.tensor("embed.weight").__getitem__
+            "lm_head.weight",
+            model.lm_head.weight,
+            source.tensor("embed.weight").__getitem__,
         )
     _check_filled(source, model)
     model.rotaries.to_empty(device=device)  # cos/sin tables are computed, not loaded
@@ -94,7 +104,9 @@ def _check_filled(source: PretrainedFolder, model: GPT) -> None:
             filled.add(id(getattr(model.get_submodule(module), leaf, None)))
     if source.config.tied:
         filled.add(id(model.lm_head.weight))
-    base_names = {name for name, _ in source.outline.named_parameters(remove_duplicate=False)}
+    base_names = {
+        name for name, _ in source.outline.named_parameters(remove_duplicate=False)
+    }
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in base_names and id(parameter) not in filled:
             raise RuntimeError(

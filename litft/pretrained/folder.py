@@ -13,7 +13,12 @@ import torch
 
 from litft import run_dir
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
-from litft.checkpoints.base_folder import find_base, gguf_remedy, local_folder, read_config_json
+from litft.checkpoints.base_folder import (
+    find_base,
+    gguf_remedy,
+    local_folder,
+    read_config_json,
+)
 from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, untransposed
 from litft.checkpoints.hub import HubId, downloaded_from
 from litft.checkpoints.peft_names import TEXT_NAMES, ModuleNames
@@ -165,7 +170,9 @@ class PretrainedFolder:
     def tokenizer(self) -> Tokenizer | None:
         """Return the adapter's tokenizer, else that of the base model; None if neither exists."""
         for folder in (self.folder, self.base):
-            if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            if any(
+                (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")
+            ):
                 return Tokenizer(folder, self.base)
         return None
 
@@ -178,7 +185,9 @@ class PretrainedFolder:
                     return self.checkpoint.meta(mapping.sources[0]).dtype
             return self.checkpoint.meta(self.checkpoint.names[0]).dtype
         if precision not in DTYPES:
-            raise ValueError(f"precision {precision!r} is not supported; use {', '.join(DTYPES)}")
+            raise ValueError(
+                f"precision {precision!r} is not supported; use {', '.join(DTYPES)}"
+            )
         return DTYPES[precision]
 
     def meta_model(
@@ -222,9 +231,9 @@ class PretrainedFolder:
         """Read the base model's tensor by its litft name, in the dtype of the file."""
         # a fused tensor has several targets
         mapping = next(mapping for mapping in self.mappings if name in mapping.targets)
-        return mapping.convert([self.checkpoint.read(source) for source in mapping.sources])[
-            mapping.targets.index(name)
-        ]
+        return mapping.convert(
+            [self.checkpoint.read(source) for source in mapping.sources]
+        )[mapping.targets.index(name)]
 
     def quantization(self, requested: str | None = None) -> str | None:
         """Return the quantization as requested or as stored in the folder; raise ValueError if the
@@ -260,7 +269,9 @@ class PretrainedFolder:
         """Raise ValueError if a base model is named, but this folder is no adapter, which would
         have one."""
         if base_dir and self.adapter is None:
-            reason = f"{self.folder} is no adapter, so it has no base model; leave the flag out"
+            reason = (
+                f"{self.folder} is no adapter, so it has no base model; leave the flag out"
+            )
             raise ValueError(f"--base_dir {base_dir}: {reason}")
 
     def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
@@ -426,4 +437,8 @@ def base_record(source: PretrainedFolder, folder: Path) -> dict[str, Any]:
         "base_fingerprint": fingerprint(source.checkpoint),
     }
     repo = downloaded_from(source.base) or HubId(str(base))
-    return {"base_model_name_or_path": repo.name, "revision": repo.revision, "litft": record}
+    return {
+        "base_model_name_or_path": repo.name,
+        "revision": repo.revision,
+        "litft": record,
+    }

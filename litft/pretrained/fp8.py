@@ -43,7 +43,9 @@ def fp8_entries(entries: list[LazyTensor], linears: set[str]) -> list[LazyTensor
     scales (O, 1) in the dtype of the weight."""
     written = []
     for entry in entries:
-        if entry.name.removesuffix(".weight") not in linears or not entry.name.endswith(".weight"):
+        if entry.name.removesuffix(".weight") not in linears or not entry.name.endswith(
+            ".weight"
+        ):
             written.append(entry)
             continue
         rows = entry.like.size(0)

@@ -48,8 +48,10 @@ def load_models(
     kind = sources[0].quantization(quantize)
     if unquantized and kind and len(sources) > 1:
         # the head, the embedding and norms are never quantized
-        outline = sources[0].meta_model()
-        unquantized = {name for name in unquantized if is_quantizable(f"{name}.weight", outline)}
+        outline = sources[0].outline
+        unquantized = {
+            name for name in unquantized if is_quantizable(f"{name}.weight", outline)
+        }
     if unquantized and kind and len(sources) > 1:
         reason = (
             f"{len(unquantized)} modules ({min(unquantized)}) are trained in full by one adapter "
@@ -71,7 +73,10 @@ def share_weights(model: GPT) -> GPT:
     """Copy the network's modules but share its tensors, so that a method only changes the modules
     of the copy."""
     # deepcopy takes what is in the memo as it is
-    memo = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    memo = {
+        id(tensor): tensor
+        for tensor in itertools.chain(model.parameters(), model.buffers())
+    }
     return copy.deepcopy(model, memo)
 
 

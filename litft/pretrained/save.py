@@ -163,7 +163,11 @@ def _rounded(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """Return a tensor in the dtype that it is written in; raise ValueError if fp16 has no such
     numbers."""
     rounded = tensor.to(stored_dtype(name, dtype))
-    if rounded.dtype == torch.float16 and rounded.isinf().any() and not tensor.isinf().any():
+    if (
+        rounded.dtype == torch.float16
+        and rounded.isinf().any()
+        and not tensor.isinf().any()
+    ):
         largest = float(tensor.abs().max())
         raise ValueError(
             f"{name} contains {largest:.3g}, which is out of range for fp16; pass --precision bf16"
@@ -218,7 +222,9 @@ def write_result(
     else:
         hf = _written_config(source.hf, source.config, after)
         hf["torch_dtype"] = dtype_name
-    (folder / "config.json").write_text(json.dumps(hf | quantization, indent=2) + "\n", "utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(hf | quantization, indent=2) + "\n", "utf-8"
+    )
     return entries
 
 
@@ -238,7 +244,9 @@ def _written_config(hf: dict[str, Any], before: Config, after: Config) -> dict[s
     return written
 
 
-def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> list[LazyTensor]:
+def _with_other_parts(
+    entries: list[LazyTensor], whole: PretrainedFolder
+) -> list[LazyTensor]:
     """Return the language model's tensors under the names of the multimodal checkpoint, and its
     other tensors unchanged.
 
@@ -271,7 +279,9 @@ def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> lis
     read = whole.checkpoint.read
     for name in whole.checkpoint.names:
         if name not in language_model and not name.endswith("lm_head.weight"):
-            written.append(LazyTensor(name, whole.checkpoint.meta(name), partial(read, name)))
+            written.append(
+                LazyTensor(name, whole.checkpoint.meta(name), partial(read, name))
+            )
     return written
 
 
@@ -282,7 +292,9 @@ def check_written(folder: Path, source: PretrainedFolder) -> None:
     source: the base. An adapter's keys must be names in the class that opens the base: PEFT and
     vLLM pass over others.
     """
-    fault = "this is a fault of litft, please report it; the training state is in checkpoints/"
+    fault = (
+        "this is a fault of litft, please report it; the training state is in checkpoints/"
+    )
     if not (folder / ADAPTER_CONFIG).is_file():
         resolve(folder).check()
         return

@@ -105,7 +105,9 @@ class Engine:
             # a second token, since the first one needs the prompt alone
             request = Request(session.tokenizer.encode("a")[-1:], 2, Sampling(0.0))
             self.submit(name, [(request, chunks.put)])
-            while not isinstance(chunk := chunks.get(), Exception) and not chunk.finish_reason:
+            while (
+                not isinstance(chunk := chunks.get(), Exception) and not chunk.finish_reason
+            ):
                 pass
             if isinstance(chunk, Exception):
                 raise chunk

@@ -89,7 +89,9 @@ class Reply:
         """
         entries = []
         for chunk in chunks:
-            for token, logprob, top in zip(chunk.tokens, chunk.logprobs, chunk.top, strict=True):
+            for token, logprob, top in zip(
+                chunk.tokens, chunk.logprobs, chunk.top, strict=True
+            ):
                 alternatives = [(other, finite_logprob(value)) for other, value in top]
                 # the sampled token is shown even if it is not among the likeliest
                 if top and token not in dict(top):
@@ -171,7 +173,12 @@ class ChatReply(Reply):
                 reason = None
             logprobs = self._logprobs([chunk]) if is_last else None
             choices.append(
-                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+                {
+                    "index": index,
+                    "delta": delta,
+                    "logprobs": logprobs,
+                    "finish_reason": reason,
+                }
             )
         return choices
 

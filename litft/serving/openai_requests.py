@@ -183,7 +183,9 @@ class ApiRequest(BaseModel):
         requests = []
         for ids in self._checked_prompts(session, capacity):
             # limits that are not set are None
-            max_tokens = min(filter(None, (capacity - len(ids), self.max_new_tokens, limit)))
+            max_tokens = min(
+                filter(None, (capacity - len(ids), self.max_new_tokens, limit))
+            )
             for number in range(self.n or 1):
                 # different seeds, or all answers to a prompt would be the same
                 seed = None if first_seed is None else first_seed + number
@@ -241,7 +243,9 @@ class ApiRequest(BaseModel):
     def _sampling(self, session: Session) -> Sampling:
         """Return the sampling settings of the request, with those of the server as defaults."""
         names = [item.name for item in fields(Sampling)]
-        settings = {name: value for name in names if (value := getattr(self, name)) is not None}
+        settings = {
+            name: value for name in names if (value := getattr(self, name)) is not None
+        }
         vocab_size = session.model.config.vocab_size
 
         # logit_bias, whose limits are those of OpenAI's API
@@ -261,7 +265,9 @@ class ApiRequest(BaseModel):
         ]
         if invalid_biases:
             raise ApiError(
-                400, f"logit_bias {invalid_biases[0]}: must lie in [-100, 100]", param="logit_bias"
+                400,
+                f"logit_bias {invalid_biases[0]}: must lie in [-100, 100]",
+                param="logit_bias",
             )
 
         # biases of the server stay for other tokens
@@ -332,7 +338,9 @@ class ChatRequest(ApiRequest):
             self._continued = str(messages[-1]["content"])
         else:
             opens_answer = self.add_generation_prompt is not False
-            self._prompt = tokenizer.apply_chat_template(messages, tools, opens_answer, **variables)
+            self._prompt = tokenizer.apply_chat_template(
+                messages, tools, opens_answer, **variables
+            )
         self._tools = tools
         return [self.encode(tokenizer, self._prompt, capacity, bos=False)]
 
@@ -362,7 +370,9 @@ class ChatRequest(ApiRequest):
         try:
             return json_grammars(session).constraint(schema, trigger)
         except ValueError as error:
-            raise ApiError(400, f"response_format: {error}", param="response_format") from None
+            raise ApiError(
+                400, f"response_format: {error}", param="response_format"
+            ) from None
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -376,16 +386,25 @@ class ChatRequest(ApiRequest):
 
     def unsupported(self) -> Iterator[tuple[str, str]]:
         if self.tool_choice not in (None, "none", "auto"):
-            yield "tool_choice", "the model decides whether to call a tool; use auto or none"
+            yield (
+                "tool_choice",
+                "the model decides whether to call a tool; use auto or none",
+            )
         kinds = ("text", "json_object", "json_schema")
         if self.response_format and self.response_format.get("type") not in kinds:
             yield "response_format", f"its type must be one of {', '.join(kinds)}"
-        if self.response_format and self.response_format.get("type") != "text" and self.tools:
+        if (
+            self.response_format
+            and self.response_format.get("type") != "text"
+            and self.tools
+        ):
             yield (
                 "response_format",
                 "the answer may be a tool call; leave out the tools, or the format",
             )
-        has_format = bool(self.response_format) and self.response_format.get("type") != "text"
+        has_format = (
+            bool(self.response_format) and self.response_format.get("type") != "text"
+        )
         if has_format and self.continue_final_message:
             yield (
                 "response_format",
@@ -429,7 +448,9 @@ class CompletionRequest(ApiRequest):
     @property
     def _prompt_list(self) -> list[Any]:
         # a list of numbers is a single prompt
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+        if isinstance(self.prompt, str) or (
+            self.prompt and isinstance(self.prompt[0], int)
+        ):
             return [self.prompt]
         return list(self.prompt)
 
@@ -474,12 +495,16 @@ class CompletionRequest(ApiRequest):
             yield "best_of", "all generated answers are returned; use n"
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
-        return CompletionReply(name, tokenizer, self.n or 1, self.num_top_logprobs is not None)
+        return CompletionReply(
+            name, tokenizer, self.n or 1, self.num_top_logprobs is not None
+        )
 
 
 def _too_long(tokens: str, capacity: int, field: str) -> ApiError:
     """Return the error of a prompt that leaves no room for an answer."""
-    reason = f"the prompt has {tokens} tokens, but prompt plus answer are limited to {capacity}"
+    reason = (
+        f"the prompt has {tokens} tokens, but prompt plus answer are limited to {capacity}"
+    )
     return ApiError(400, f"{reason}; shorten it", "context_length_exceeded", field)
 
 
@@ -504,7 +529,8 @@ def parse_request(request_type: type[ApiRequest], body: bytes) -> ApiRequest:
         return request_type.model_validate_json(body)
     except ValidationError as error:
         # one error is enough, and values are not repeated in it
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        first = errors[0]
         param = str(first["loc"][0]) if first["loc"] else None
         prefix = "" if param is None else f"{param}: "
         if first["type"] == "extra_forbidden":

@@ -38,7 +38,9 @@ class PrefillTurns:
         is_alone = len(batch.prefilling) == 1 and not batch.running
         if not is_alone and not self._keeps_a_younger_answer(batch, row):
             return PREFILL_CHUNK
-        tokens = round(self.tokens_per_second * SLICE_SECONDS / SLICE_MULTIPLE) * SLICE_MULTIPLE
+        tokens = (
+            round(self.tokens_per_second * SLICE_SECONDS / SLICE_MULTIPLE) * SLICE_MULTIPLE
+        )
         return min(max(tokens, SMALLEST_SLICE), PREFILL_CHUNK)
 
     def next_row(self, batch: Batch) -> int | None:
@@ -58,7 +60,9 @@ class PrefillTurns:
             return new[0]
         self.last_was_new = False
         # of those that have begun, the one with the least time so far
-        row = min(begun, key=lambda row: self.seconds.get(batch.prefilling[row].number, 0.0))
+        row = min(
+            begun, key=lambda row: self.seconds.get(batch.prefilling[row].number, 0.0)
+        )
         if self.owed > 0 and self._keeps_a_younger_answer(batch, row):
             return None
         return row
@@ -67,7 +71,8 @@ class PrefillTurns:
         """Return whether an answer runs that has had less time than the prompt of a row."""
         prompt_seconds = self.seconds.get(batch.prefilling[row].number, 0.0)
         return any(
-            self.seconds.get(number, 0.0) < prompt_seconds for number, _ in batch.running.values()
+            self.seconds.get(number, 0.0) < prompt_seconds
+            for number, _ in batch.running.values()
         )
 
     def prefill(self, batch: Batch, row: int) -> int:

@@ -85,7 +85,9 @@ class Endpoint:
         # a model's time of creation is a field of OpenAI's API; here: when it was loaded
         self.created = int(time.time())
         self.page_files = {
-            path.name: path.read_bytes() for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES
+            path.name: path.read_bytes()
+            for path in PAGE.rglob("*")
+            if path.suffix in MEDIA_TYPES
         }
 
     def app(self) -> Starlette:
@@ -107,8 +109,14 @@ class Endpoint:
                 methods=["POST"],
             ),
         ]
-        handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _unexpected}
-        return Starlette(routes=routes, middleware=self._middleware(), exception_handlers=handlers)
+        handlers = {
+            HTTPException: _http_error,
+            ApiError: _api_error,
+            Exception: _unexpected,
+        }
+        return Starlette(
+            routes=routes, middleware=self._middleware(), exception_handlers=handlers
+        )
 
     def _middleware(self) -> list[Middleware]:
         """Return what requests pass before they reach a handler: the check of their host, and CORS
@@ -150,19 +158,24 @@ class Endpoint:
         if name not in self.page_files:
             raise HTTPException(404, "not a file of the chat page")
         return Response(
-            self.page_files[name], headers=HEADERS, media_type=MEDIA_TYPES[Path(name).suffix]
+            self.page_files[name],
+            headers=HEADERS,
+            media_type=MEDIA_TYPES[Path(name).suffix],
         )
 
     async def health(self, request: HttpRequest) -> Response:
         """Return whether the engine runs, and its request counts."""
         alive = self.engine.alive
         return JSONResponse(
-            {"status": "ok" if alive else "failed", **self.engine.counts}, 200 if alive else 503
+            {"status": "ok" if alive else "failed", **self.engine.counts},
+            200 if alive else 503,
         )
 
     async def list_models(self, request: HttpRequest) -> Response:
         """List the models that requests can name."""
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.models]})
+        return JSONResponse(
+            {"object": "list", "data": [self._model(name) for name in self.models]}
+        )
 
     async def show_model(self, request: HttpRequest) -> Response:
         """Return one model's entry."""
@@ -175,7 +188,12 @@ class Endpoint:
             "top_p": sampling.top_p,
             "max_tokens": self.limit,
         }
-        entry = {"id": name, "object": "model", "created": self.created, "owned_by": "litft"}
+        entry = {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "litft",
+        }
         return entry | {"max_model_len": self.capacity, "defaults": defaults}
 
     def _check_model(self, name: str) -> str:
@@ -184,7 +202,9 @@ class Endpoint:
             raise ApiError(404, reason, "model_not_found", "model")
         return name
 
-    async def answer(self, request_type: type[ApiRequest], request: HttpRequest) -> Response:
+    async def answer(
+        self, request_type: type[ApiRequest], request: HttpRequest
+    ) -> Response:
         """Answer a request, as one response or a stream.
 
         A client's disconnect cancels its answers.
@@ -196,7 +216,9 @@ class Endpoint:
             name = next(iter(self.models))
         session = self.models[name]
         # in a thread, because tokenizing long prompts would block other requests
-        requests = await asyncio.to_thread(api_request.requests, session, self.capacity, self.limit)
+        requests = await asyncio.to_thread(
+            api_request.requests, session, self.capacity, self.limit
+        )
         # it would never be accepted, however long the client waits
         if len(requests) > self.engine.max_requests:
             raise ApiError(
@@ -217,7 +239,9 @@ class Endpoint:
 
     async def _body(self, request: HttpRequest) -> bytes:
         """Read a JSON body. Raise ApiError if it is too long, without reading the rest."""
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        content_type = (
+            request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        )
         # other sites cannot send this type without a CORS preflight
         if content_type != "application/json":
             raise ApiError(415, f"content type {content_type!r}: send application/json")
@@ -225,7 +249,9 @@ class Endpoint:
             return await asyncio.wait_for(self._read(request), REQUEST_TIMEOUT)
         except asyncio.TimeoutError:
             raise ApiError(
-                408, f"the request was not complete within {REQUEST_TIMEOUT} seconds", "timeout"
+                408,
+                f"the request was not complete within {REQUEST_TIMEOUT} seconds",
+                "timeout",
             ) from None
         except (ClientDisconnect, asyncio.CancelledError):  # or the server stops
             # not sent: the client is gone
@@ -240,12 +266,15 @@ class Endpoint:
         110 MiB.
         """
         length = 0
-        with mmap.mmap(-1, self.max_bytes + 1) as buffer:  # takes memory only where it is written
+        # takes memory only where it is written
+        with mmap.mmap(-1, self.max_bytes + 1) as buffer:
             async for part in request.stream():
                 length += len(part)
                 # refused before the rest is read
                 if length > self.max_bytes:
-                    reason = f"the request is longer than {self.max_bytes:,} bytes; shorten it"
+                    reason = (
+                        f"the request is longer than {self.max_bytes:,} bytes; shorten it"
+                    )
                     raise ApiError(413, reason, "request_too_large")
                 buffer.write(part)
             return buffer[:length]
@@ -281,7 +310,9 @@ class HostCheck:
             f"the host name {host!r} is not allowed; start the server with --allow_host "
             f"{host.split(':')[0]}"
         )
-        await JSONResponse(ApiError(400, reason, "invalid_host").body, 400)(scope, receive, send)
+        await JSONResponse(ApiError(400, reason, "invalid_host").body, 400)(
+            scope, receive, send
+        )
 
 
 class Choices:
@@ -363,7 +394,10 @@ async def _collect(choices: Choices, reply: Reply) -> dict[str, Any]:
 
 
 async def _events(
-    choices: Choices, reply: Reply, first_chunk: tuple[int, GenerationChunk], wants_usage: bool
+    choices: Choices,
+    reply: Reply,
+    first_chunk: tuple[int, GenerationChunk],
+    wants_usage: bool,
 ) -> AsyncIterator[str]:
     """Yield the server-sent events of a stream; the last one is [DONE]."""
     last_chunks: dict[int, GenerationChunk] = {}
@@ -376,14 +410,19 @@ async def _events(
             # OpenAI's API has the field in every chunk if
             # usage is requested, and its value in the last one
             for choice in (*opening, *reply.deltas(index, chunk)):
-                yield _event(reply.chunk([choice], **({"usage": None} if wants_usage else {})))
+                yield _event(
+                    reply.chunk([choice], **({"usage": None} if wants_usage else {}))
+                )
             if not choices.num_unfinished:
                 break
             indexed_chunk = await choices.next()
         if wants_usage:
             yield _event(
                 reply.chunk(
-                    [], usage=reply.usage([last_chunks[index] for index in sorted(last_chunks)])
+                    [],
+                    usage=reply.usage(
+                        [last_chunks[index] for index in sorted(last_chunks)]
+                    ),
                 )
             )
         yield "data: [DONE]\n\n"
@@ -395,7 +434,9 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-async def _run_until_disconnect(request: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
+async def _run_until_disconnect(
+    request: HttpRequest, work: Coroutine[Any, Any, Any]
+) -> Any:
     """Return the result of `work`. It is cancelled if the client disconnects."""
     task = asyncio.create_task(work)
     disconnect = asyncio.create_task(_disconnected(request))
@@ -425,13 +466,17 @@ def _as_api_error(error: Exception) -> ApiError:
         return ApiError(500, str(error), "broken_model")
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
-    return ApiError(500, f"generation failed ({type(error).__name__}); see the server's log")
+    return ApiError(
+        500, f"generation failed ({type(error).__name__}); see the server's log"
+    )
 
 
 async def _api_error(request: HttpRequest, error: Exception) -> Response:
     # the app calls a handler for errors of its class alone
     assert isinstance(error, ApiError)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(
+        error.status, {}
+    )
     return JSONResponse(error.body, error.status, headers)
 
 
@@ -440,8 +485,12 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     reason = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 404 and request.url.path.startswith("/v1/"):
         reason += "; this server has /v1/chat/completions, /v1/completions and /v1/models"
-    return JSONResponse(ApiError(error.status_code, reason).body, error.status_code, error.headers)
+    return JSONResponse(
+        ApiError(error.status_code, reason).body, error.status_code, error.headers
+    )
 
 
 async def _unexpected(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, "internal server error; see the server's log").body, 500)
+    return JSONResponse(
+        ApiError(500, "internal server error; see the server's log").body, 500
+    )

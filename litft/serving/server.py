@@ -194,7 +194,9 @@ def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> s
     address = f"http://{host}:{port}"
     lines = [f"serving {', '.join(engine.models)} at {address}"]
     if args.with_base:
-        lines.append(f"to compare both: {address}/?compare={quote(list(engine.models)[-1])}")
+        lines.append(
+            f"to compare both: {address}/?compare={quote(list(engine.models)[-1])}"
+        )
 
     # the limits of the server
     lines += [

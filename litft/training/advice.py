@@ -75,7 +75,9 @@ def _rank_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     learned = int(schedule.data.train.supervised.sum()) * BITS_PER_TOKEN
     rank = setup.args.lora.r
     parameters = sum(math.prod(shape) for shape in setup.shapes().values())
-    enough = next((r for r in RANKS if parameters * r / rank * BITS_PER_PARAMETER >= learned), None)
+    enough = next(
+        (r for r in RANKS if parameters * r / rank * BITS_PER_PARAMETER >= learned), None
+    )
     if enough is None:
         usual = f"more than {RANKS[-1]}, or full fine-tuning,"
     else:

@@ -38,7 +38,11 @@ class KLPairs(Sequence[Sample]):
     """The prompts of samples, each with the answer of another one; read on access."""
 
     def __init__(
-        self, samples: Samples, partners: Callable[[int], tuple[int, int]], limit: int, size: int
+        self,
+        samples: Samples,
+        partners: Callable[[int], tuple[int, int]],
+        limit: int,
+        size: int,
     ) -> None:
         # partners: from a position to the sample with the prompt, and the one with the answer
         self.samples = samples
@@ -120,11 +124,16 @@ class Batches:
         self.parts: dict[str, tuple[Sequence[Sample], Sequence[int]]] = {}
         if objective.needs_reference:
             train_indices = schedule.distinct_indices()
-            self.parts = {"train": (data.train, train_indices), "val": (data.val, val_indices)}
+            self.parts = {
+                "train": (data.train, train_indices),
+                "val": (data.val, val_indices),
+            }
 
         # training pairs positions of the stream, validation pairs examples
         if objective.needs_mismatches:
-            of_train = KLPairs(data.train, self._train_partners, data.limit, schedule.samples)
+            of_train = KLPairs(
+                data.train, self._train_partners, data.limit, schedule.samples
+            )
             of_val = KLPairs(
                 data.val,
                 lambda index: (index, (index + 1) % len(data.val)),
@@ -171,7 +180,10 @@ class Batches:
         return self._referenced("val", self.schedule.data.val, mismatches)
 
     def _referenced(
-        self, name: str, samples: Sequence[Sample], mismatches: SamplesWithReference | None = None
+        self,
+        name: str,
+        samples: Sequence[Sample],
+        mismatches: SamplesWithReference | None = None,
     ) -> Sequence[Sample]:
         if name in self.teacher:
             return SamplesWithTeacher(samples, self.teacher[name])

@@ -93,7 +93,9 @@ class ComparedTexts:
     rewards: Sequence[Part] = ()  # of the completions of prompts
 
     def __bool__(self) -> bool:
-        return self.forgetting or any(map(len, (self.examples, self.preferences, self.rewards)))
+        return self.forgetting or any(
+            map(len, (self.examples, self.preferences, self.rewards))
+        )
 
 
 class BeforeAfter:
@@ -211,7 +213,9 @@ class BeforeAfter:
             counts.append([document.supervised for document in sample.split()])
         lengths = torch.tensor(counts, dtype=torch.float64)
         measured: dict[str, Mapping[Key, Part]] = {}
-        for name, values in texts.objective.scores_of_each(samples, log_probs, lengths).items():
+        for name, values in texts.objective.scores_of_each(
+            samples, log_probs, lengths
+        ).items():
             measured[name] = parts_of(texts.names, map(Part, values.tolist()))
         return measured
 
@@ -248,7 +252,9 @@ class BeforeAfter:
                 rows=_answers_at_once(self.model, layout, max(map(len, prompts))),
                 before_batch=self.before_batch,
             )
-        return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+        return [
+            (prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
 
     def lines(self) -> list[str]:
         """Return the verdicts as text, and what was not measured; nothing if nothing was measured
@@ -263,7 +269,9 @@ class BeforeAfter:
             return
         found = []
         for verdict in self.verdicts:
-            found.append(asdict(verdict) | {"outcome": verdict.outcome, "text": str(verdict)})
+            found.append(
+                asdict(verdict) | {"outcome": verdict.outcome, "text": str(verdict)}
+            )
         content = {
             "verdicts": found,
             "before": stored_parts(self.before),

@@ -109,11 +109,14 @@ def _held_out_lines(schedule: Schedule) -> Iterator[str]:
                 "raise it"
             )
             if len(set(data.train.digests.tolist())) == 1:
-                cause = "the examples are all the same, and equal ones are held out together"
+                cause = (
+                    "the examples are all the same, and equal ones are held out together"
+                )
         answers = ""
         if schedule.answers_prompts:
             answers = (
-                "; the sample answers are to trained questions, unless --eval.prompts has others"
+                "; the sample answers are to trained questions, unless "
+                "--eval.prompts has others"
             )
         yield f"nothing is held out for validation: {cause}{answers}"
 

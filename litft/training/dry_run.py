@@ -16,7 +16,11 @@ from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_
 from litft.model.mixers import kernels
 from litft.training.advice import advice_lines, warnings_of_settings
 from litft.training.data_report import count_of, data_lines, data_report
-from litft.training.intervals import FEWEST_VALIDATIONS, validation_cost, validation_interval
+from litft.training.intervals import (
+    FEWEST_VALIDATIONS,
+    validation_cost,
+    validation_interval,
+)
 from litft.training.memory.choose import MemorySettings, PlannedRun
 from litft.training.memory.communication import UTILIZATION
 from litft.training.memory.flops import chip_peak_flops, peak_flops
@@ -107,18 +111,26 @@ def description(run: PlannedRun, peak: float | None) -> list[str]:
     lines += _device_lines(setup, run.settings)
     lines += [*data_lines(schedule, setup.tokenizer), *plan_lines(run, peak)]
     if setup.source.adapter:
-        lines.append("training continues from this adapter, with its ranks, targets and tokens")
+        lines.append(
+            "training continues from this adapter, with its ranks, targets and tokens"
+        )
         lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
 
     lines += warnings_of_settings(setup, schedule)
     lines += _notes_on_flags(setup, schedule)
-    if setup.quantize != "none" and run.settings.device.type == "cpu" and args.eval.max_new_tokens:
+    if (
+        setup.quantize != "none"
+        and run.settings.device.type == "cpu"
+        and args.eval.max_new_tokens
+    ):
         lines.append(
             "note: on a CPU, quantized weights are dequantized again for each token, so the sample "
             "answers take long; --eval.max_new_tokens 0 leaves them out"
         )
     if args.eval.exact_match and not len(schedule.data.val):
-        lines.append("note: --eval.exact_match has no effect: nothing is held out for validation")
+        lines.append(
+            "note: --eval.exact_match has no effect: nothing is held out for validation"
+        )
 
     # tokens that the method cannot teach
     tokens = setup.untrained_tokens(schedule.data.special_ids)
@@ -182,7 +194,9 @@ def num_validations(args: FinetuneArgs, schedule: Schedule) -> int:
     return 1
 
 
-def plan_lines(run: PlannedRun, peak: float | None, chip: str | None = None) -> Iterator[str]:
+def plan_lines(
+    run: PlannedRun, peak: float | None, chip: str | None = None
+) -> Iterator[str]:
     """What the run needs: parameters, strategy, memory and time on this machine, or on another
     chip.
 

@@ -43,7 +43,9 @@ def validation_cost(args: FinetuneArgs, data: DataSplits) -> float:
     return answer_tokens * DECODED_TOKEN_COST / step_tokens
 
 
-def validation_interval(args: FinetuneArgs, steps: int, cost: float, has_losses: bool) -> int:
+def validation_interval(
+    args: FinetuneArgs, steps: int, cost: float, has_losses: bool
+) -> int:
     """Return the steps between validations; 0 for none in between.
 
     The default gives about ten validations, fewer if they would take more than half as long as the

@@ -24,6 +24,7 @@ def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
         "linear": 1 - progress,
         "constant": 1.0,
-        "wsd": 1 - math.sqrt(max(0, step - steps + tail) / max(1, tail)),  # arXiv 2405.18392
+        "wsd": 1
+        - math.sqrt(max(0, step - steps + tail) / max(1, tail)),  # arXiv 2405.18392
     }[train.lr_schedule]
     return rate * (train.min_lr_ratio + (1 - train.min_lr_ratio) * decay)

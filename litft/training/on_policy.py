@@ -11,7 +11,12 @@ from litft.data.sample import Sample, TeacherValues
 from litft.distributed.process_group import Processes
 from litft.inference.generation import Completion
 from litft.model.transformer import GPT
-from litft.training.completions import CompletionWriter, Draw, DrawSettings, completed_sample
+from litft.training.completions import (
+    CompletionWriter,
+    Draw,
+    DrawSettings,
+    completed_sample,
+)
 from litft.training.objectives.distill import ROWS
 from litft.training.run_setup import RunSetup
 from litft.training.teacher import Teacher
@@ -21,7 +26,12 @@ class OwnAnswers:
     """Replaces the answers of some samples by the student's own. Every process takes part."""
 
     def __init__(
-        self, processes: Processes, setup: RunSetup, model: GPT, teacher: Teacher, limit: int
+        self,
+        processes: Processes,
+        setup: RunSetup,
+        model: GPT,
+        teacher: Teacher,
+        limit: int,
     ) -> None:
         # limit: the most tokens of a sample
         self.fabric = processes.fabric
@@ -53,14 +63,18 @@ class OwnAnswers:
         of columns of metrics.csv."""
         start = time.perf_counter()
         result = list(samples)
-        chosen = [place for place in range(len(samples)) if self._is_own(step, place, samples)]
+        chosen = [
+            place for place in range(len(samples)) if self._is_own(step, place, samples)
+        ]
         answers = self._answers(step, samples, chosen)
         own = []
         for place, answer in answers.items():
             sample = completed_sample(samples[place].prompt_ids, answer)
             own.append(replace(sample, is_own=True))
         answered = time.perf_counter()
-        for place, sample, values in zip(answers, own, self._judged(own, layout), strict=True):
+        for place, sample, values in zip(
+            answers, own, self._judged(own, layout), strict=True
+        ):
             result[place] = replace(sample, teacher=values)
         facts = {
             "own_answers": len(own) / len(samples),

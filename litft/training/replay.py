@@ -63,7 +63,10 @@ def _path(args: FinetuneArgs, setup: RunSetup, count: int) -> Path:
     files = list(setup.source.weight_files)
     # an adapter that training continues answers otherwise than its base
     if setup.source.adapter:
-        files += [setup.source.adapter / ADAPTER_CONFIG, setup.source.adapter / ADAPTER_WEIGHTS]
+        files += [
+            setup.source.adapter / ADAPTER_CONFIG,
+            setup.source.adapter / ADAPTER_WEIGHTS,
+        ]
     weights = [digest_of(file) for file in files]
     decided_by = [weights, setup.tokenizer.digest(), count, args.seed, args.quantize]
     key = hashlib.sha256(json.dumps(decided_by).encode()).hexdigest()[:32]
@@ -113,7 +116,9 @@ def own_answers(session: Session, count: int, seed: int) -> list[tuple[str, str]
         for number in range(drawn, drawn + min(missing, len(questions))):
             index = number % len(questions)
             asked.append(questions[index])
-            requests.append(_request(session, prompts[index], hash64(f"{seed}, replay, {number}")))
+            requests.append(
+                _request(session, prompts[index], hash64(f"{seed}, replay, {number}"))
+            )
         drawn += len(requests)
         answers = session.generate(requests, ROWS, "answers for --data.replay")
         for question, answer in zip(asked, answers, strict=True):

@@ -26,7 +26,12 @@ from litft.evaluation.verdict import Part
 from litft.inference.generation import Completion
 from litft.model.loss import IGNORED
 from litft.model.transformer import GPT
-from litft.training.completions import CompletionWriter, Draw, DrawSettings, completed_sample
+from litft.training.completions import (
+    CompletionWriter,
+    Draw,
+    DrawSettings,
+    completed_sample,
+)
 from litft.training.frozen_copy import FrozenCopy
 from litft.training.memory_saving.compile import uncompiled
 from litft.training.objectives.grpo import GRPO, spread
@@ -65,9 +70,8 @@ class Rated:
         values = self.values.clone()
         rewards = self.rewards.clone()
         for number, place in enumerate(places):
-            completions[place * size : (place + 1) * size] = drawn.completions[
-                number * size : (number + 1) * size
-            ]
+            group = drawn.completions[number * size : (number + 1) * size]
+            completions[place * size : (place + 1) * size] = group
             values[place] = drawn.values[number]
             rewards[place] = drawn.rewards[number]
         return Rated(
@@ -106,7 +110,9 @@ class Rollouts:
         self.objective = objective
         self.args = objective.grpo
         self.rewards = objective.rewards
-        settings = DrawSettings(self.args.temperature, self.args.top_p, self.args.rollout_rows)
+        settings = DrawSettings(
+            self.args.temperature, self.args.top_p, self.args.rollout_rows
+        )
         self.writer = CompletionWriter(processes, model, tokenizer, settings, seed, retries)
         self.scorer = RewardScorer(self.rewards, self.args.reward_timeout_seconds)
 
@@ -122,7 +128,9 @@ class Rollouts:
         samples = []
         for prompt, completion in zip(prompts, rated.completions, strict=True):
             is_masked = self.args.mask_truncated and not completion.ended
-            samples.append(_sample(prompt, completion, is_masked, self.args.temperature == 1.0))
+            samples.append(
+                _sample(prompt, completion, is_masked, self.args.temperature == 1.0)
+            )
 
         rewards = rated.rewards
         if rewards.isnan().all() and not self.has_warned:
@@ -172,7 +180,8 @@ class Rollouts:
         if self.objective.needs_old:
             old = self._log_probs(learned, layout)
             changed = [
-                replace(sample, old=values) for sample, values in zip(changed, old, strict=True)
+                replace(sample, old=values)
+                for sample, values in zip(changed, old, strict=True)
             ]
         if self.args.beta:
             with self._as_reference():
@@ -181,7 +190,9 @@ class Rollouts:
                 replace(sample, reference_tokens=values)
                 for sample, values in zip(changed, reference, strict=True)
             ]
-        by_identity = {id(before): after for before, after in zip(learned, changed, strict=True)}
+        by_identity = {
+            id(before): after for before, after in zip(learned, changed, strict=True)
+        }
         return [by_identity.get(id(sample), sample) for sample in samples]
 
     def _as_reference(self) -> AbstractContextManager[None]:
@@ -267,7 +278,9 @@ class Rollouts:
     def _weighted(self, values: Tensor) -> Tensor:
         """Return the weighted sum over the functions, (P, G), of their values (P, G, F); NaN where
         none applies."""
-        weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
+        weights = torch.tensor(
+            [reward.weight for reward in self.rewards], dtype=torch.float64
+        )
         sums = (values * weights).nansum(2)
         return sums.masked_fill(values.isnan().all(2), torch.nan)
 
@@ -284,7 +297,9 @@ class Rollouts:
             group, index = divmod(number, self.args.group_size)
             place = places[group]
             prompt_ids = prompts[number].prompt_ids
-            draws.append(Draw(f"{name}, {place}, {index}", prompt_ids, self.args.max_new_tokens))
+            draws.append(
+                Draw(f"{name}, {place}, {index}", prompt_ids, self.args.max_new_tokens)
+            )
         return self.writer.write(draws)
 
     def _own_rewards(
@@ -301,7 +316,9 @@ class Rollouts:
             values = self.scorer.score(items)
         except RewardError as error:
             return [], str(error)
-        return [[torch.nan if value is None else value for value in row] for row in values], None
+        return [
+            [torch.nan if value is None else value for value in row] for row in values
+        ], None
 
     def _log_probs(self, samples: list[Sample], layout: BatchLayout) -> list[Tensor]:
         """Return the log-probabilities of the targets of each sample, (N,), on every process."""
@@ -319,7 +336,8 @@ class Rollouts:
             "reward": rated.rewards.nanmean(),
             "reward_std": deviations.mean(),
             "equal_rewards": (deviations < EQUAL_REWARDS).double().mean(),
-            "completion_tokens": sum(len(item.tokens) for item in completions) / len(completions),
+            "completion_tokens": sum(len(item.tokens) for item in completions)
+            / len(completions),
             "truncated": sum(not item.ended for item in completions) / len(completions),
             "rollout_seconds": rated.rollout_seconds,
             "reward_seconds": rated.reward_seconds,
@@ -370,7 +388,9 @@ def _divergences(samples: Sequence[Sample]) -> Tensor:
     return torch.stack(divergences)
 
 
-def _sample(prompt: Sample, completion: Completion, is_masked: bool, is_plain: bool) -> Sample:
+def _sample(
+    prompt: Sample, completion: Completion, is_masked: bool, is_plain: bool
+) -> Sample:
     """Return a completion as a sample, whose targets are its tokens; none if it is masked.
 
     is_plain: it was drawn from the probabilities that the decoder reports.

@@ -27,8 +27,8 @@ from litft.training.usual_rates import default_lora_rate
 
 # flags that a resumed run must share with its beginning, or it would silently become another run
 FLAGS_FIXED_ON_RESUME = (
-    "global_batch_size learning_rate lr_schedule warmup_fraction warmup_steps min_lr_ratio".split()
-)
+    "global_batch_size learning_rate lr_schedule warmup_fraction warmup_steps min_lr_ratio"
+).split()
 FLAGS_FIXED_ON_RESUME += (
     "weight_decay betas eps max_grad_norm freeze label_smoothing neftune_alpha".split()
 )
@@ -87,7 +87,9 @@ class RunSetup:
                 model_type = model.config.model_type
                 return f"activations of {model_type} models are beyond the range of fp16"
         if self.args.train.optimizer_in_backward:
-            return "--train.optimizer_in_backward steps weights before all gradients are known"
+            return (
+                "--train.optimizer_in_backward steps weights before all gradients are known"
+            )
         if sharded:
             return "sharded weights (FSDP) would skip updates on some of the devices alone"
         return None
@@ -114,7 +116,11 @@ class RunSetup:
     def shares_prompts(self) -> bool:
         """Whether completions of one prompt share its computation in a training pass."""
         is_plain = not self.args.train.neftune_alpha
-        return self.args.objective == "grpo" and is_plain and self.source.config.can_share_prompts
+        return (
+            self.args.objective == "grpo"
+            and is_plain
+            and self.source.config.can_share_prompts
+        )
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with its beginning, of what the command and the model's
@@ -134,10 +140,14 @@ class RunSetup:
                     objective[f"grpo.{name}"] = value
         if self.teacher is not None:
             objective["teacher"] = fingerprint(self.teacher.checkpoint)
-            objective["config.json of the teacher"] = file_hash(self.teacher.base / "config.json")
+            objective["config.json of the teacher"] = file_hash(
+                self.teacher.base / "config.json"
+            )
             if self.teacher.adapter:
                 objective["teacher's adapter"] = adapter_digest(self.teacher.adapter)
-            objective |= {f"distill.{name}": value for name, value in flags["distill"].items()}
+            objective |= {
+                f"distill.{name}": value for name, value in flags["distill"].items()
+            }
         return {
             "method": self.method.title,
             "quantize": self.quantize,
@@ -173,7 +183,9 @@ def resolve_setup(
     method.frozen = _frozen(args, source, method)
     teacher = _teacher(args, tokenizer)
     if teacher is not None:
-        args = _with_top_k(args, method.vocab_size(source.config), teacher.config.vocab_size)
+        args = _with_top_k(
+            args, method.vocab_size(source.config), teacher.config.vocab_size
+        )
     objective = objective_of(args, rewards)
     args = _with_defaults(args, objective, source)
     if method.saves_full_model and quantize != "none":
@@ -207,7 +219,9 @@ def _teacher(args: FinetuneArgs, tokenizer: Tokenizer) -> PretrainedFolder | Non
     try:
         teacher = resolve(args.teacher, args.distill.teacher_base_dir)
     except ValueError as error:
-        raise ValueError(str(error).replace("--base_dir", "--distill.teacher_base_dir")) from None
+        raise ValueError(
+            str(error).replace("--base_dir", "--distill.teacher_base_dir")
+        ) from None
     teacher.check()
     own = teacher.tokenizer()
     if own is None:
@@ -227,7 +241,9 @@ def _teacher(args: FinetuneArgs, tokenizer: Tokenizer) -> PretrainedFolder | Non
     return teacher
 
 
-def default_rate(args: FinetuneArgs, objective: Objective, source: PretrainedFolder) -> float:
+def default_rate(
+    args: FinetuneArgs, objective: Objective, source: PretrainedFolder
+) -> float:
     """Return the learning rate of a run without --train.learning_rate."""
     method = method_of(args).name
     if method == "lora":
@@ -243,13 +259,17 @@ def _with_defaults(
     """Return the flags with the defaults that depend on objective, method and model."""
     if args.train.learning_rate is None:
         rate = default_rate(args, objective, source)
-        args = dataclasses.replace(args, train=dataclasses.replace(args.train, learning_rate=rate))
+        args = dataclasses.replace(
+            args, train=dataclasses.replace(args.train, learning_rate=rate)
+        )
     return dataclasses.replace(
         args, preference=dataclasses.replace(args.preference, beta=objective.beta_or_none)
     )
 
 
-def _method(args: FinetuneArgs, source: PretrainedFolder) -> tuple[Method, AdapterTensors | None]:
+def _method(
+    args: FinetuneArgs, source: PretrainedFolder
+) -> tuple[Method, AdapterTensors | None]:
     """Return the method, and the values of the adapter that training continues from."""
     method = method_of(args)
 
@@ -305,13 +325,17 @@ def _check_per_layer_table(config: Config, method: Method) -> None:
         )
 
 
-def _check_tokens_of_adapter(args: FinetuneArgs, tokenizer: Tokenizer, method: Method) -> None:
+def _check_tokens_of_adapter(
+    args: FinetuneArgs, tokenizer: Tokenizer, method: Method
+) -> None:
     """Raise ValueError for new tokens that an adapter does not have: it keeps its own, and takes no
     others."""
     for text in args.data.new_tokens:
         if tokenizer.token_id(text) not in method.tokens:
             reason = "an adapter goes on with the tokens that it has"
-            raise ValueError(f"--data.new_tokens {text!r}: {reason}; merge it first to add others")
+            raise ValueError(
+                f"--data.new_tokens {text!r}: {reason}; merge it first to add others"
+            )
 
 
 def _frozen(args: FinetuneArgs, source: PretrainedFolder, method: Method) -> set[str]:
@@ -344,7 +368,9 @@ def _frozen(args: FinetuneArgs, source: PretrainedFolder, method: Method) -> set
             )
         frozen |= matches
     if frozen == set(names):
-        raise ValueError(f"--train.freeze {','.join(args.train.freeze)}: nothing is left to train")
+        raise ValueError(
+            f"--train.freeze {','.join(args.train.freeze)}: nothing is left to train"
+        )
     return frozen | constants
 
 

@@ -28,7 +28,9 @@ def sample_prompts(
     Raises ValueError if the model cannot read one.
     """
     if not args.prompts:
-        samples, count = (data.val, 1) if len(data.val) else (data.train, NUM_TRAINED_PROMPTS)
+        samples, count = (
+            (data.val, 1) if len(data.val) else (data.train, NUM_TRAINED_PROMPTS)
+        )
         # several examples may share a question, also after different system prompts
         questions: dict[str, list[int]] = {}
         for sample in islice(samples, PROMPT_CANDIDATES):
@@ -51,9 +53,15 @@ def _prompts_of_records(
     and `tools`, as text and as token ids."""
     for where, record in read_prompts(path, out=None, key=""):
         # the system prompt of all examples, unless the record has one
-        if record.get("messages") is None and data.system_prompt and not record.get("system"):
+        if (
+            record.get("messages") is None
+            and data.system_prompt
+            and not record.get("system")
+        ):
             record = {**record, "system": data.system_prompt}
-        prompt = tokenize_prompt(tokenizer, where, record, in_template=not data.is_plain_text)
+        prompt = tokenize_prompt(
+            tokenizer, where, record, in_template=not data.is_plain_text
+        )
         yield question_text(tokenizer, prompt.ids), prompt.ids
 
 

@@ -49,7 +49,9 @@ class Schedule:
                 "times; lower it, or leave out --train.max_steps and --train.max_time"
             )
         self.samples = planned_samples(args.train, self.order.epoch_size) * group_size
-        self.layout = replace(initial_layout(args, data, ranks), shares_prompts=shares_prompts)
+        self.layout = replace(
+            initial_layout(args, data, ranks), shares_prompts=shares_prompts
+        )
         self.resume_at(0, 0)
 
     @property
@@ -166,7 +168,9 @@ def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> BatchLay
     """The layout that the flags ask for; without packing where no two samples fit into a row."""
     rows = args.train.micro_batch_size
     two_shortest = np.sort(data.train.lengths)[:2]
-    packs = args.data.packing and (len(two_shortest) < 2 or two_shortest.sum() <= data.limit)
+    packs = args.data.packing and (
+        len(two_shortest) < 2 or two_shortest.sum() <= data.limit
+    )
     if rows in (None, "auto"):
         if args.data.packing:
             rows = 1

@@ -20,7 +20,9 @@ MARKS = "⟦", "⟧"  # without colours
 def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
     """The first samples of the run, as the model reads them."""
     colour = (
-        sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        sys.stdout.isatty()
+        and "NO_COLOR" not in os.environ
+        and os.environ.get("TERM") != "dumb"
     )
     train = schedule.data.train
     last = schedule.group_size * min(count, schedule.order.epoch_size)

@@ -155,7 +155,9 @@ class TeacherFile:
         log_probs = np.frombuffer(content[bytes_of_ids:], np.float16)
         log_probs = log_probs.reshape(count, self.num_log_probs)
         # copies, since tensors of read-only memory are warned about
-        return TeacherValues(torch.from_numpy(ids.copy()), torch.from_numpy(log_probs.copy()))
+        return TeacherValues(
+            torch.from_numpy(ids.copy()), torch.from_numpy(log_probs.copy())
+        )
 
     def append(self, values: dict[int, TeacherValues]) -> None:
         """Add entries, by the number of the sample."""
@@ -202,7 +204,10 @@ class TeacherPass:
         data = schedule.data
         train_indices = schedule.distinct_indices()
         # by name: samples, and the indices that the run needs
-        self.parts = {"train": (data.train, train_indices), "val": (data.val, list(val_indices))}
+        self.parts = {
+            "train": (data.train, train_indices),
+            "val": (data.val, list(val_indices)),
+        }
         self.files: dict[str, TeacherFile] = {}
         # the network, where the steps need it, too
         self.teacher: Teacher | None = None
@@ -308,7 +313,9 @@ class TeacherPass:
         """Raise Interrupted on every process if one has caught a signal."""
         (caught,) = self.hosts.all_reduce_max(self.signals.caught)
         if caught:
-            command = run_dir.command(f"finetune/{method_name(type(self.run.setup.args))}.py")
+            command = run_dir.command(
+                f"finetune/{method_name(type(self.run.setup.args))}.py"
+            )
             resume = f"{command} --resume --out_dir {self.folder.folder}"
             raise Interrupted(int(caught), 0, resume)
 

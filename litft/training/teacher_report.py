@@ -89,7 +89,9 @@ def check_teacher(run: PlannedRun) -> None:
             f"up to {longest:,}; lower --data.max_seq_length to {positions}"
         )
     looked_at = range(min(LOOKED_AT, len(data.train)))
-    if setup.args.distill.on_policy and all(data.train[at].answer is None for at in looked_at):
+    if setup.args.distill.on_policy and all(
+        data.train[at].answer is None for at in looked_at
+    ):
         raise ValueError(
             f"--distill.on_policy {setup.args.distill.on_policy:g}: the examples have no questions "
             "that the student could answer; leave it out, or give prompts with answers"

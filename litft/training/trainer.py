@@ -40,7 +40,11 @@ from litft.training.memory.probe import MemoryProbe
 from litft.training.memory_saving.compile import is_compiled, uncompiled
 from litft.training.network import blocks_on_host, build_trained_network, prepare_blocks
 from litft.training.on_policy import open_own_answers
-from litft.training.optimizers.make import averaged_weights, make_optimizer, set_learning_rate
+from litft.training.optimizers.make import (
+    averaged_weights,
+    make_optimizer,
+    set_learning_rate,
+)
 from litft.training.output.recorder import Observers, Recorder
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import open_screen, shorten, shorten_left
@@ -102,14 +106,18 @@ class Trainer:
         # the network, built and filled before Fabric wraps it
         self.mesh = mesh_of(self.args, run.settings.strategy, fabric.device)
         with self.screen.showing_activity(f"reading the weights of {setup.source.folder}"):
-            network = build_trained_network(setup, run.settings.precision, fabric.device, self.mesh)
+            network = build_trained_network(
+                setup, run.settings.precision, fabric.device, self.mesh
+            )
         prepare_blocks(setup, network, run.settings.recomputed, fabric.device)
         self.model = network.model
         self.trained = network.trained
         self.flops = Flops(self.model)
         self.objective = setup.objective
         self.rollouts = open_rollouts(processes, setup, self.model, self.say)
-        self.own_answers = open_own_answers(processes, setup, self.model, teacher, self.data.limit)
+        self.own_answers = open_own_answers(
+            processes, setup, self.model, teacher, self.data.limit
+        )
 
         # the measurements, and the folder that records them
         self.num_measured = num_measured(self.args, self.data)  # examples in a validation
@@ -123,7 +131,9 @@ class Trainer:
         uniform = self.objective.uniform_loss(setup.source.config.vocab_size)
         guard = DivergenceGuard(self.args.train, self.schedule, uniform, folder, self.say)
         self.divergence = guard
-        self.updates = Updates(processes, run, network, self.probe, guard, self.metrics.data_ready)
+        self.updates = Updates(
+            processes, run, network, self.probe, guard, self.metrics.data_ready
+        )
         # finished steps, and those that were finished before this process began
         self.step = self.start_step = 0
         self.time_limit = parse_duration(self.args.train.max_time or "") or math.inf
@@ -234,7 +244,9 @@ class Trainer:
 
         # Fabric must not move offloaded blocks to the device
         on_host = blocks_on_host(self.setup, self.mesh is not None)
-        model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not on_host)
+        model, optimizer = self.fabric.setup(
+            self.model, optimizer, move_to_device=not on_host
+        )
         for line in [*warnings, *self.recorder.start_lines(self.start_step)]:
             self.say(line)
 
@@ -256,7 +268,9 @@ class Trainer:
         if self.start_step > self.schedule.steps:
             newest = f"{self.recorder.folder}/checkpoints/step-{self.start_step:06d}"
             reason = f"is beyond the run's {self.schedule.steps} steps"
-            raise ValueError(f"{newest} {reason}; raise --train.max_steps or --train.epochs")
+            raise ValueError(
+                f"{newest} {reason}; raise --train.max_steps or --train.epochs"
+            )
         self.elapsed = progress["elapsed"]
         self.saved_at = self.elapsed
         # the clock goes on from where the checkpoint was saved
@@ -273,9 +287,13 @@ class Trainer:
         samples = self.batches.step(step)
         of_rollouts: dict[str, float] = {}
         if self.rollouts is not None:
-            samples, of_rollouts = self.rollouts.collect(step, samples, self.schedule.layout)
+            samples, of_rollouts = self.rollouts.collect(
+                step, samples, self.schedule.layout
+            )
         if self.own_answers is not None:
-            samples, of_rollouts = self.own_answers.replaced(step, samples, self.schedule.layout)
+            samples, of_rollouts = self.own_answers.replaced(
+                step, samples, self.schedule.layout
+            )
         rate = learning_rate(self.args.train, step, self._projected_steps(step))
         set_learning_rate(optimizer, rate)
         values, norm = self.updates.step(model, optimizer, samples, step)
@@ -311,7 +329,9 @@ class Trainer:
                 self._validate(optimizer)
         if self._end_reason():
             return  # saved after the last validation
-        save = checkpoint_is_due(args, step, self.schedule.steps, self.elapsed - self.saved_at)
+        save = checkpoint_is_due(
+            args, step, self.schedule.steps, self.elapsed - self.saved_at
+        )
 
         # steps on a CPU are slow: a short run shows about fifty of them rather than every tenth
         on_cpu = self.fabric.device.type == "cpu"
@@ -501,7 +521,9 @@ class Trainer:
             if is_out_of_memory(error):
                 raise RankError(self.probe.out_of_memory(str(error))) from None
             # a process that hangs would never end by itself
-            if self.fabric.world_size > 1 and (reason := peer_failure(error, self.args.timeout)):
+            if self.fabric.world_size > 1 and (
+                reason := peer_failure(error, self.args.timeout)
+            ):
                 end_children(self.fabric)
                 raise RankError(f"{reason}; {self.recorder.newest_checkpoint()}") from None
             raise

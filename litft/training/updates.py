@@ -113,7 +113,9 @@ class Updates:
         norm = full_tensor(nn.utils.clip_grad_norm_(self.trained.values(), limit))
         if self._is_taken(values[0], norm, number):
             # stochastic rounding: ranks that hold the same weights round them the same way
-            torch.manual_seed(seed + (self.mesh.get_local_rank("shard") if self.mesh else 0))
+            torch.manual_seed(
+                seed + (self.mesh.get_local_rank("shard") if self.mesh else 0)
+            )
             optimizer.step()
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -156,10 +158,17 @@ class Updates:
                 # later, the time of the failed attempt would count as waiting for data
                 if is_first_attempt and counts_data:
                     self.data_ready()
-                self.objective.before_step(self.fabric, self.model, samples, self.schedule.layout)
+                self.objective.before_step(
+                    self.fabric, self.model, samples, self.schedule.layout
+                )
                 totals = self.objective.totals(samples)
                 return accumulate(
-                    self.fabric, self.objective, model, batches, totals, scale=self.scaler.scale
+                    self.fabric,
+                    self.objective,
+                    model,
+                    batches,
+                    totals,
+                    scale=self.scaler.scale,
                 )
             except RuntimeError as error:
                 # with several processes the others wait in a

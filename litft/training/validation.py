@@ -115,7 +115,9 @@ class Validation:
         # the objective's other scores and the losses of named sets, by step
         self.scores: dict[int, Row] = {}
         # by metric and step
-        self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}
+        self.metric_values: dict[str, dict[int, float]] = {
+            name: {} for name in self.metrics
+        }
         self.failures: dict[str, str] = {}  # errors of metrics, by name
         self.num_answers = 0  # examples with an answer to match
         # of these samples by index: whether the answer is the expected one, as last measured
@@ -169,7 +171,9 @@ class Validation:
     @property
     def titles(self) -> dict[str, str]:
         """The titles of the columns of named sets and of metrics that a report would not know."""
-        metrics = {name: name.replace("_", " ") for name in self.metrics if name != "exact_match"}
+        metrics = {
+            name: name.replace("_", " ") for name in self.metrics if name != "exact_match"
+        }
         if self.rollouts is not None:
             of_group = self.objective.validation_scores[-1]
             metrics[f"val_{of_group}"] = of_group.replace("_", "@")
@@ -196,7 +200,9 @@ class Validation:
     def _measured_sets(self, batch_size: int) -> dict[str, Selection]:
         """Return the samples that a validation measures, by set; see `measured_indices`."""
         measured = measured_indices(self.data, self.args, batch_size)
-        return {name: Selection(self.samples, indices) for name, indices in measured.items()}
+        return {
+            name: Selection(self.samples, indices) for name, indices in measured.items()
+        }
 
     def _measure_metrics(
         self, layout: BatchLayout, sets: Mapping[str, Selection]
@@ -226,7 +232,11 @@ class Validation:
         return measured
 
     def _answers(
-        self, samples: Sequence[Sample], layout: BatchLayout, room: int, limit: int | None = None
+        self,
+        samples: Sequence[Sample],
+        layout: BatchLayout,
+        room: int,
+        limit: int | None = None,
     ) -> list[ValidationAnswer]:
         """Return the model's answers to samples. room, limit: the tokens of `min_new_tokens` and
         `max_new_tokens` of `validation_answers`."""
@@ -407,7 +417,9 @@ class Validation:
 
         measured = [name for name in self.metrics if name in scores]
         for name in measured:
-            parts.append(f"{name.replace('_', ' ')} {metric_format(name).format(scores[name])}")
+            parts.append(
+                f"{name.replace('_', ' ')} {metric_format(name).format(scores[name])}"
+            )
         line = ", ".join(parts)
         if measured:
             line += f" ({self.num_answers} answers)"
@@ -424,7 +436,9 @@ class Validation:
                 (completion,) = greedy_answers(
                     self.model, self.tokenizer, [(ids, self.args.max_new_tokens)]
                 )
-            self.answers.append({"step": step, "prompt": text, **self._shown(ids, completion.text)})
+            self.answers.append(
+                {"step": step, "prompt": text, **self._shown(ids, completion.text)}
+            )
             yield self.answers[-1]
         if self.rollouts is not None and self.args.max_new_tokens and len(self.samples):
             self._add_rated(self.rollouts, step)
@@ -465,7 +479,9 @@ class Validation:
         if self.fabric.global_rank == 0 and (self.answers or self.path.is_file()):
             atomic_write(
                 self.path,
-                "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in self.answers),
+                "".join(
+                    json.dumps(item, ensure_ascii=False) + "\n" for item in self.answers
+                ),
             )
 
     @property
@@ -473,7 +489,9 @@ class Validation:
         """Return the first step with the lowest loss; None if no step has one."""
         # step 0 is the base, which is never the best
         return min(
-            filter(None, self.losses), key=lambda step: (self.losses[step], step), default=None
+            filter(None, self.losses),
+            key=lambda step: (self.losses[step], step),
+            default=None,
         )
 
     @property
@@ -492,7 +510,9 @@ class Validation:
         return sum(step > best for step in self.losses)
 
 
-def measured_indices(data: DataSplits, args: EvalArgs, batch_size: int) -> dict[str, Sequence[int]]:
+def measured_indices(
+    data: DataSplits, args: EvalArgs, batch_size: int
+) -> dict[str, Sequence[int]]:
     """Return the indices of the samples that a validation measures, by set; "" if there is one
     only.
 
@@ -548,7 +568,9 @@ def validation_scores(
         # the divergence that KTO subtracts is over all of these samples
         objective.before_step(fabric, model, samples, layout, before_batch)
         totals = objective.totals(samples)
-        values = torch.zeros(1 + len(objective.scores), dtype=torch.float64, device=fabric.device)
+        values = torch.zeros(
+            1 + len(objective.scores), dtype=torch.float64, device=fabric.device
+        )
         for batch in layout.iter_batches(
             samples, SAMPLES_PER_PASS * fabric.world_size, fabric.global_rank
         ):

@@ -38,7 +38,9 @@ class Setting:
         return f"{mode} {self.rows} x {self.prompt}, capacity {self.capacity:,}"
 
 
-def measure_decoding(figures: Figures, model: str, device: torch.device, folder: Path) -> None:
+def measure_decoding(
+    figures: Figures, model: str, device: torch.device, folder: Path
+) -> None:
     """One row and eight, short and long prompts, compiled and eager."""
     configs = Path(__file__).resolve().parent.parent / "configs"
     network = random_network(resolve(str(configs / model)), "bf16", device)

@@ -37,7 +37,9 @@ class Figures:
         """Write what a function measures, or its error; nothing is measured if less than `needs`
         seconds are left. Return whether there are figures."""
         if self.seconds_left < needs:
-            self.write(part, skipped=f"{self.seconds_left:.0f} s were left, {needs:.0f} needed")
+            self.write(
+                part, skipped=f"{self.seconds_left:.0f} s were left, {needs:.0f} needed"
+            )
             return False
         try:
             values = function()

@@ -37,7 +37,9 @@ class MeasureArgs:
         """Return the problems of the flags."""
         problems = []
         if not (SCRIPTS / "configs" / self.model / "config.json").is_file():
-            problems.append(f"--model {self.model}: no folder of scripts/configs has this name")
+            problems.append(
+                f"--model {self.model}: no folder of scripts/configs has this name"
+            )
         if not Path(self.out).is_dir():
             problems.append(f"--out {self.out}: the folder does not exist; create it")
         return problems

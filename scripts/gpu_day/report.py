@@ -26,7 +26,10 @@ from litft.cli import user_errors  # noqa: E402
 
 PAGE = ROOT / "tutorials" / "performance.md"
 # what stands between the marks is written by this script
-MARKS = "<!-- figures of a GPU: scripts/gpu_day/report.py -->", "<!-- end of the figures -->"
+MARKS = (
+    "<!-- figures of a GPU: scripts/gpu_day/report.py -->",
+    "<!-- end of the figures -->",
+)
 NONE_YET = "**No number of this guide was measured on a GPU yet.**"
 # published elsewhere, for the same kind of step
 PUBLISHED = (
@@ -124,7 +127,9 @@ def page(card: Card) -> list[str]:
     lines += _decoding_table(card)
     lines += _plan_line(card)
     if card.failed:
-        reasons = [f"{name} ({reason[:120]})" for name, reason in sorted(card.failed.items())]
+        reasons = [
+            f"{name} ({reason[:120]})" for name, reason in sorted(card.failed.items())
+        ]
         lines += [f"Not measured: {'; '.join(reasons)}.", ""]
     return lines
 

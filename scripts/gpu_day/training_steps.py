@@ -62,7 +62,9 @@ class Trained:
         return f"{self.model} {method} {'compiled' if self.compiled else 'eager'}"
 
 
-def prepare(model: str, quantize: str, device: torch.device, recomputed: str = "none") -> Trained:
+def prepare(
+    model: str, quantize: str, device: torch.device, recomputed: str = "none"
+) -> Trained:
     """Return a compiled model with random weights and a new adapter. model: a folder of
     scripts/configs."""
     configs = Path(__file__).resolve().parent.parent / "configs"
@@ -150,7 +152,9 @@ def kernel_table(step: Callable[[], Any], name: str, folder: Path) -> Values:
     span = max(ends, default=0) - min(starts, default=0)
     count = sum(launches.values())
 
-    lines = [f"\n== {name}: {count} launches, {total / 1000:.1f} ms in {span / 1000:.1f} ms"]
+    lines = [
+        f"\n== {name}: {count} launches, {total / 1000:.1f} ms in {span / 1000:.1f} ms"
+    ]
     for kernel, time_of in microseconds.most_common(SHOWN_KERNELS):
         share = f"{time_of / total:6.2%} {time_of / 1000:9.2f} ms"
         lines.append(f"{share} {launches[kernel]:6} x {kernel}")
@@ -159,7 +163,9 @@ def kernel_table(step: Callable[[], Any], name: str, folder: Path) -> Values:
     return {"launches": count, "kernel_ms": total / 1000, "span_ms": span / 1000}
 
 
-def measure_kernels(figures: Figures, title: str, step: Callable[[], Any], folder: Path) -> None:
+def measure_kernels(
+    figures: Figures, title: str, step: Callable[[], Any], folder: Path
+) -> None:
     """Write the kernels of a step; title: that of its other figures."""
     figures.measure(f"kernels of {title}", lambda: kernel_table(step, title, folder))
 
@@ -203,7 +209,9 @@ def measure_qlora(figures: Figures, model: str, device: torch.device, folder: Pa
             measure_kernels(figures, title, _step(trained, setting), folder)
 
 
-def measure_recomputation(figures: Figures, model: str, device: torch.device, folder: Path) -> None:
+def measure_recomputation(
+    figures: Figures, model: str, device: torch.device, folder: Path
+) -> None:
     """The first LoRA step, with gates and norms recomputed in the backward pass."""
     trained = prepare(model, "none", device, "elementwise")
     setting = Setting(4, 2048, 2048) if device.type == "cuda" else Setting(1, 64, 64)
@@ -235,7 +243,9 @@ def measure_ceilings(figures: Figures, device: torch.device) -> None:
 
 
 def _measure(figures: Figures, trained: Trained, setting: Setting) -> bool:
-    return figures.measure(f"{trained.title} {setting}", lambda: measure_steps(trained, setting))
+    return figures.measure(
+        f"{trained.title} {setting}", lambda: measure_steps(trained, setting)
+    )
 
 
 def _step(trained: Trained, setting: Setting) -> Callable[[], float]:

@@ -129,16 +129,24 @@ class Litft(Contender):
         storage = method.storage(setup["precision"])
         quantize = setup["quantize"]
         if setup["random"]:
-            model = random_model(source, storage, device, quantize, method.unquantized_modules())
+            model = random_model(
+                source, storage, device, quantize, method.unquantized_modules()
+            )
         else:
-            model = base_model(source, storage, device, quantize, method.unquantized_modules())
+            model = base_model(
+                source, storage, device, quantize, method.unquantized_modules()
+            )
         method.attach(model, keep=False)  # as in training
         method.set_compute_dtype(model, setup["precision"])
         return model, method, method.parameters(model)
 
     def transform_blocks(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:
         """Apply activation checkpointing, compilation and CPU offload as the setup says."""
-        if setup["compile"] or setup["recomputed"] != "none" or setup["cpu_offload"] != "none":
+        if (
+            setup["compile"]
+            or setup["recomputed"] != "none"
+            or setup["cpu_offload"] != "none"
+        ):
             saving = "litft.training.memory_saving"
             recompute = member(f"{saving}.activation_checkpointing", "recompute")
             compile_blocks = member(f"{saving}.compile", "compile_blocks")
@@ -152,7 +160,9 @@ class Litft(Contender):
     def samples(self, samples: list[Sample]) -> list[data.Sample]:
         """Return the samples as litft's data classes."""
         made = [
-            data.Sample(torch.tensor(tokens), torch.tensor(targets), documents=tuple(documents))
+            data.Sample(
+                torch.tensor(tokens), torch.tensor(targets), documents=tuple(documents)
+            )
             for tokens, targets, documents in ((*sample, ())[:3] for sample in samples)
         ]
         if not self.objective.needs_reference:
@@ -203,9 +213,9 @@ def random_model(
         reference = references.get_parameter(name)
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, QuantizedModule) and name.endswith(".weight"):
-            weights = torch.empty(reference.shape, dtype=reference.dtype, device=device).normal_(
-                std=0.02
-            )
+            weights = torch.empty(
+                reference.shape, dtype=reference.dtype, device=device
+            ).normal_(std=0.02)
             module.fill(QuantizedTensor.quantize(weights.flatten(0, -2), module.kind))
         elif reference.dim() > 1:
             parameter.normal_(std=0.02)

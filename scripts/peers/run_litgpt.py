@@ -40,7 +40,11 @@ class LitGPT(Contender):
             r = setup["lora"]["r"]
             alpha = setup["lora"]["alpha"]
             config = Config.from_file(
-                copy / "model_config.yaml", lora_r=r, lora_alpha=alpha, lora_dropout=0.0, **targets
+                copy / "model_config.yaml",
+                lora_r=r,
+                lora_alpha=alpha,
+                lora_dropout=0.0,
+                **targets,
             )
             with self.fabric.init_module():
                 model = GPT(config)
@@ -65,7 +69,9 @@ class LitGPT(Contender):
                 [torch.tensor(t) for _, t in batch], batch_first=True, padding_value=-100
             )
             targets = targets.to(self.fabric.device)
-            loss = chunked_cross_entropy(self.model(tokens, lm_head_chunk_size=128), targets)
+            loss = chunked_cross_entropy(
+                self.model(tokens, lm_head_chunk_size=128), targets
+            )
             self.fabric.backward(loss / num_batches)
             total += loss.detach() * (targets >= 0).sum() / count
         return total

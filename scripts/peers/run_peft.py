@@ -57,7 +57,8 @@ class Peft(Contender):
             )
         lora = setup["lora"]
         return get_peft_model(
-            base, LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules="all-linear")
+            base,
+            LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules="all-linear"),
         )
 
     def padding_collator(self, setup: dict[str, Any]) -> DataCollatorForSeq2Seq:

@@ -36,7 +36,12 @@ class Trl(Contender):
             gradient_checkpointing=False,
             report_to=[],
         )
-        record = {"prompt": "a", "chosen": " b", "rejected": " c"}  # only to build the trainer
+        # only to build the trainer
+        record = {
+            "prompt": "a",
+            "chosen": " b",
+            "rejected": " c",
+        }
         dataset = Dataset.from_list([record])
         self.trainer = DPOTrainer(
             model=model, args=config, train_dataset=dataset, processing_class=tokenizer
@@ -52,7 +57,10 @@ class Trl(Contender):
         for pair in pairs if self.precomputed else ():
             batch = self.trainer._prepare_inputs(self.trainer.data_collator([pair]))
             chosen, rejected = self.trainer.compute_ref_log_probs(self.model, batch)
-            pair |= {"ref_chosen_logps": float(chosen[0]), "ref_rejected_logps": float(rejected[0])}
+            pair |= {
+                "ref_chosen_logps": float(chosen[0]),
+                "ref_rejected_logps": float(rejected[0]),
+            }
         return pairs
 
     def accumulate(self, samples: list[dict[str, Any]], count: int) -> torch.Tensor:

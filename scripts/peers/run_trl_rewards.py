@@ -59,7 +59,9 @@ def main() -> None:
     clock = Clock()
     trainer = GRPOTrainer(
         model=setup["checkpoint_dir"],
-        reward_funcs=lambda completions, **_: [float(len(c[0]["content"])) for c in completions],
+        reward_funcs=lambda completions, **_: [
+            float(len(c[0]["content"])) for c in completions
+        ],
         args=args,
         train_dataset=Dataset.from_list(records),
         peft_config=LoraConfig(r=16, target_modules=["q_proj", "v_proj"]),

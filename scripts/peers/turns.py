@@ -56,7 +56,10 @@ def memory(device: str, kind: str = "VmHWM") -> float:
     current resident memory."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    return int(re.search(kind + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
+    return (
+        int(re.search(kind + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+        / 2**20
+    )
 
 
 def run_contender(contender_class: type[Contender]) -> None:
@@ -104,5 +107,8 @@ def run_contender(contender_class: type[Contender]) -> None:
         else:
             graphs = 0
         answer(
-            **row, flops=flops, graphs=graphs, memory_gib=memory(setup["device"]) - initial_memory
+            **row,
+            flops=flops,
+            graphs=graphs,
+            memory_gib=memory(setup["device"]) - initial_memory,
         )

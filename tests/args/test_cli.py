@@ -133,9 +133,15 @@ def test_help_is_fast(tmp_path):
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     )
-    assert done.stdout.count("usage: litft") == len(COMMANDS) and done.stdout.endswith("False\n")
+    assert done.stdout.count("usage: litft") == len(COMMANDS) and done.stdout.endswith(
+        "False\n"
+    )
 
 
 def documented_fields(cls: type) -> list[str]:
@@ -229,10 +235,24 @@ def test_without_a_model_the_demo_recipe_is_used():
 def test_a_folder_with_a_file_for_validation_is_named(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
     (tmp_path / "val.jsonl").write_text("{}")
-    words = ["--checkpoint_dir", "m", "--data.path", str(tmp_path), "--data.val_fraction", "0.3"]
+    words = [
+        "--checkpoint_dir",
+        "m",
+        "--data.path",
+        str(tmp_path),
+        "--data.val_fraction",
+        "0.3",
+    ]
     (note,) = ignored_flags(parse(flags.LoRAFinetuneArgs, words))
     assert f"val_fraction 0.3 has no effect: {tmp_path} has a file for validation" in note
-    words = ["--checkpoint_dir", "m", "--data.path", str(tmp_path), "--data.val_path", "b.jsonl"]
+    words = [
+        "--checkpoint_dir",
+        "m",
+        "--data.path",
+        str(tmp_path),
+        "--data.val_path",
+        "b.jsonl",
+    ]
     (note,) = ignored_flags(parse(flags.LoRAFinetuneArgs, words))
     assert f"the validation file in {tmp_path} has no effect" in note
 
@@ -261,11 +281,26 @@ def test_a_resumed_run_has_its_settings_beside_overwrite_false(tmp_path, monkeyp
             "--objective grpo --reward exact --grpo.clip_low 0.1",
             "--grpo.clip_low 0.1 has no effect",
         ),
-        ("--train.lr_schedule constant --train.min_lr_ratio 0", "min_lr_ratio 0.0 has no effect"),
-        ("--train.warmup_steps 3 --train.warmup_fraction 0.2", "--train.warmup_steps 3 counts"),
-        ("--data.val_path b --data.val_fraction 0.2", "--data.val_path names the validation"),
-        ("--data.val_path b --data.seed 3", "--data.seed 3 has no effect: --data.val_path names"),
-        ("--data.val_fraction 0 --data.seed 3", "--data.val_fraction 0 chooses no examples"),
+        (
+            "--train.lr_schedule constant --train.min_lr_ratio 0",
+            "min_lr_ratio 0.0 has no effect",
+        ),
+        (
+            "--train.warmup_steps 3 --train.warmup_fraction 0.2",
+            "--train.warmup_steps 3 counts",
+        ),
+        (
+            "--data.val_path b --data.val_fraction 0.2",
+            "--data.val_path names the validation",
+        ),
+        (
+            "--data.val_path b --data.seed 3",
+            "--data.seed 3 has no effect: --data.val_path names",
+        ),
+        (
+            "--data.val_fraction 0 --data.seed 3",
+            "--data.val_fraction 0 chooses no examples",
+        ),
         (
             "--objective distill --teacher t --distill.max_new_tokens 9",
             "--distill.max_new_tokens 9 has no effect: --distill.on_policy 0 learns the answers",
@@ -299,7 +334,10 @@ def test_flags_without_effect_are_named(words, note):
         ("stage: sft\nquantization_bit: 4\n", "nf4-dq"),
         ("stage: sft\nquantization_bit: 4\ndouble_quantization: false\n", "nf4"),
         ("load_in_4bit: true\nbnb_4bit_quant_type: fp4\nmodel_name_or_path: m\n", "fp4"),
-        ("load_in_4bit: true\nuse_bnb_nested_quant: true\nmodel_name_or_path: m\n", "nf4-dq"),
+        (
+            "load_in_4bit: true\nuse_bnb_nested_quant: true\nmodel_name_or_path: m\n",
+            "nf4-dq",
+        ),
         # the type alone quantizes nothing
         ("bnb_4bit_quant_type: fp4\nmodel_name_or_path: m\n", None),
     ],
@@ -318,17 +356,29 @@ def test_plan_takes_the_settings_of_a_recipe(tmp_path):
     assert (args.method, args.precision, args.strategy) == ("full", "bf16", "fsdp")
     assert (args.devices, args.micro_batch_size) == (8, 2)
     assert args.activation_checkpointing == "none"
-    long_rows = parse(flags.PlanArgs, ["--config", "qlora-8b-24gb", "--checkpoint_dir", "a"])
-    assert (long_rows.method, long_rows.quantize, long_rows.max_seq_length) == ("lora", "nf4", 8192)
+    long_rows = parse(
+        flags.PlanArgs, ["--config", "qlora-8b-24gb", "--checkpoint_dir", "a"]
+    )
+    assert (long_rows.method, long_rows.quantize, long_rows.max_seq_length) == (
+        "lora",
+        "nf4",
+        8192,
+    )
     # a copy of a recipe: what plan does not know is named
     copied = tmp_path / "mine.yaml"
-    copied.write_text("recipe: {method: lora}\nlora: {rr: 5}\ntrain: {micro_batch_size: auto}\n")
+    copied.write_text(
+        "recipe: {method: lora}\nlora: {rr: 5}\ntrain: {micro_batch_size: auto}\n"
+    )
     with pytest.raises(ValueError, match=r"--lora\.rr does not exist"):
         parse(flags.PlanArgs, ["--config", str(copied), "--checkpoint_dir", "a"])
-    copied.write_text("recipe: {method: lora}\nobjective: dpo\ntrain: {learning_rate: 0.1}\n")
+    copied.write_text(
+        "recipe: {method: lora}\nobjective: dpo\ntrain: {learning_rate: 0.1}\n"
+    )
     with pytest.raises(ValueError, match="plan does not know objective dpo"):
         parse(flags.PlanArgs, ["--config", str(copied), "--checkpoint_dir", "a"])
-    copied.write_text("recipe: {method: lora}\nlora: {r: 5}\ntrain: {micro_batch_size: auto}\n")
+    copied.write_text(
+        "recipe: {method: lora}\nlora: {r: 5}\ntrain: {micro_batch_size: auto}\n"
+    )
     planned = parse(flags.PlanArgs, ["--config", str(copied), "--checkpoint_dir", "a"])
     assert planned.lora.r == 5 and planned.micro_batch_size is None
     # flags win over the recipe
@@ -350,7 +400,9 @@ def test_print_config_can_be_passed_back(tmp_path):
     assert yaml.safe_load(done.stdout)["lora"]["r"] == 3
     (tmp_path / "a.yaml").write_text(done.stdout)
     args = parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
-    assert args == parse(flags.LoRAFinetuneArgs, ["--lora.r", "3", "--train.learning_rate", "1e-3"])
+    assert args == parse(
+        flags.LoRAFinetuneArgs, ["--lora.r", "3", "--train.learning_rate", "1e-3"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -363,7 +415,10 @@ def test_print_config_can_be_passed_back(tmp_path):
         ("--learning_rat 1", ["did you mean --train.learning_rate?"]),
         (
             "--lora.r many --devices x",
-            ["--lora.r many: expected a whole number", "--devices x: expected a whole number"],
+            [
+                "--lora.r many: expected a whole number",
+                "--devices x: expected a whole number",
+            ],
         ),
         ("--strategy magic", ["--strategy magic: expected auto or ddp"]),
         (
@@ -406,7 +461,10 @@ def test_all_mistakes_are_reported_at_once(words, messages):
             "--precision 'fp8': expected one of auto, bf16, fp16, fp32, found str",
         ),
         (dict(devices=True), "--devices True: expected int, found bool"),
-        (dict(train={"max_steps": 3}), "--train {'max_steps': 3}: expected TrainArgs, found dict"),
+        (
+            dict(train={"max_steps": 3}),
+            "--train {'max_steps': 3}: expected TrainArgs, found dict",
+        ),
     ],
 )
 def test_values_from_python_are_checked_like_flags(values, message):
@@ -426,7 +484,9 @@ def test_text_values_are_not_parsed_as_yaml():
     """Also text that YAML would read as null, a list or a comment."""
     for text in ("# Title", "---", "~", "a: b", "[1", "'", "1", "*x"):
         assert parse(flags.GenerateArgs, [f"--prompt={text}"]).prompt == text
-    assert parse(flags.LoRAFinetuneArgs, ["--lora.targets", "*_proj, mlp.*"]).lora.targets == [
+    assert parse(
+        flags.LoRAFinetuneArgs, ["--lora.targets", "*_proj, mlp.*"]
+    ).lora.targets == [
         "*_proj",
         "mlp.*",
     ]
@@ -541,8 +601,16 @@ BAD = {
         "",
         "'mamba' is not supported: it is a network with Mamba-1 layers",
     ),
-    "no weights": (remove("model.safetensors"), "", "holds no weights: expected model.safetensors"),
-    "truncated weights": (truncate, "", "(9,000 bytes) is truncated or not a safetensors file"),
+    "no weights": (
+        remove("model.safetensors"),
+        "",
+        "holds no weights: expected model.safetensors",
+    ),
+    "truncated weights": (
+        truncate,
+        "",
+        "(9,000 bytes) is truncated or not a safetensors file",
+    ),
     "no tokenizer": (remove("tokenizer.model"), "", "no tokenizer; copy tokenizer.json"),
     "missing data": (no_change, "--data.path nowhere.json", "nowhere.json does not exist"),
     "a syntax error": (
@@ -596,7 +664,9 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder):
     words = "--checkpoint_dir model --data.path data.json --train.max_steps 1 --out_dir"
     script("finetune/lora.py", *words.split(), "run", "--overwrite", cwd=folder)
     assert not (folder / "run" / "old").exists() and (folder / "run" / "final").is_dir()
-    done = script("finetune/lora.py", *words.split(), "model", "--overwrite", cwd=folder, code=2)
+    done = script(
+        "finetune/lora.py", *words.split(), "model", "--overwrite", cwd=folder, code=2
+    )
     assert (
         "is not empty and is not a litft run" in done.stderr
         and (folder / "model" / "config.json").is_file()
@@ -610,7 +680,9 @@ def test_gpu_memory_is_allocated_in_expandable_segments(tmp_path):
         "try: run('plan', ['--help'])\n"
         "except SystemExit: pass\n"
     )
-    code += "import sys; print(os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules)"
+    code += (
+        "import sys; print(os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules)"
+    )
     for user_env, expected in (
         ({}, "expandable_segments:True False"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "None False"),
@@ -619,7 +691,11 @@ def test_gpu_memory_is_allocated_in_expandable_segments(tmp_path):
             name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name
         } | user_env
         done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path
+            [sys.executable, "-c", code],
+            env=env,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
         )
         assert done.stdout.splitlines()[-1] == expected
 
@@ -627,7 +703,9 @@ def test_gpu_memory_is_allocated_in_expandable_segments(tmp_path):
 def test_flags_of_other_programs_are_translated(capsys):
     """The message has the flag and its value; every flag that it names exists."""
     types = {
-        name: kind for cls in FINETUNE.values() for name, kind in parser.types_of_flags(cls).items()
+        name: kind
+        for cls in FINETUNE.values()
+        for name, kind in parser.types_of_flags(cls).items()
     }
     assert len(ALIASES) >= 150
     for name, alias in ALIASES.items():
@@ -639,31 +717,42 @@ def test_flags_of_other_programs_are_translated(capsys):
         assert alias.flags.format(value=value, **BETAS) in hint_for_flag(name, "7")
     with pytest.raises(ValueError) as error:
         parser.parse(
-            LoRAFinetuneArgs, "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split()
+            LoRAFinetuneArgs,
+            "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split(),
         )
     lines = str(error.value).splitlines()
     assert lines[0] == "--lr does not exist; here it is --train.learning_rate 1e-4"
-    assert lines[1].startswith("--fsdp does not exist; here it is --strategy fsdp (--devices 2")
+    assert lines[1].startswith(
+        "--fsdp does not exist; here it is --strategy fsdp (--devices 2"
+    )
     assert lines[2] == "--load_in_4bit does not exist; here it is --quantize nf4"
     assert lines[3] == "--lora.rank does not exist; here it is --lora.r 3"
     off = {"bf16": "--precision fp32", "train_on_inputs": "--data.mask_prompt true"}
     for name, expected in off.items():
-        assert hint_for_flag(name, "false") == f"--{name} does not exist; here it is {expected}"
-    assert "--data.val_fraction VALUE (a fraction of the examples, not a count)" in hint_for_flag(
-        "val_set_size", "200"
+        assert (
+            hint_for_flag(name, "false")
+            == f"--{name} does not exist; here it is {expected}"
+        )
+    assert (
+        "--data.val_fraction VALUE (a fraction of the examples, not a count)"
+        in hint_for_flag("val_set_size", "200")
     )
     assert "--data.val_fraction 0.1 (" in hint_for_flag("val_set_size", "0.1")
     assert hint_for_flag("dataset_exact_deduplication", "true").startswith(
         "--dataset_exact_deduplication does not exist; here it is --data.dedup exact"
     )
-    assert hint_for_flag("load_in_4bit", "false") == "--load_in_4bit does not exist; leave it out"
+    assert (
+        hint_for_flag("load_in_4bit", "false")
+        == "--load_in_4bit does not exist; leave it out"
+    )
     assert hint_for_flag("use_dora", "false") == "--use_dora does not exist; leave it out"
     assert (
         hint_for_flag("flash_attention", "true")
         == "--flash_attention does not exist; leave it out (the fastest attention is chosen)"
     )
     args = parser.parse(
-        LoRAFinetuneArgs, "--lora_r 3 --train_max_steps 4 --optimizer adamw_bnb_8bit".split()
+        LoRAFinetuneArgs,
+        "--lora_r 3 --train_max_steps 4 --optimizer adamw_bnb_8bit".split(),
     )
     assert (args.lora.r, args.train.max_steps, args.train.optimizer) == (3, 4, "adamw_8bit")
 
@@ -721,7 +810,8 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
         and "--deepspeed does not exist; leave it out" in lines
     )
     assert (
-        "--datasets does not exist; here it is --data.path ... (a list whose items may" in problems
+        "--datasets does not exist; here it is --data.path ... (a list whose items may"
+        in problems
     )
     (tmp_path / "litft.yaml").write_text(converted)
     args = parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "litft.yaml")])
@@ -731,7 +821,11 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
         "./outputs/x",
         16,
     )
-    assert (args.train.global_batch_size, args.train.micro_batch_size, args.train.lr_schedule) == (
+    assert (
+        args.train.global_batch_size,
+        args.train.micro_batch_size,
+        args.train.lr_schedule,
+    ) == (
         8,
         2,
         "constant",
@@ -742,7 +836,9 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
         "auto",
     )
     assert (
-        args.precision == "auto" and args.lora.targets == ["all-linear"] and args.strategy == "auto"
+        args.precision == "auto"
+        and args.lora.targets == ["all-linear"]
+        and args.strategy == "auto"
     )
     assert [item.entry() for item in args.data.paths] == [
         {"path": "alpaca.jsonl", "format": "alpaca", "template": "alpaca"},
@@ -777,7 +873,12 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
             "datasets: [{path: a.jsonl, type: alpaca}]\n"
             "lr_scheduler: linear\n"
             "lora_target_modules: '[0-9]+.(q|v)_proj'",
-            {"data": {"path": [{"path": "a.jsonl", "format": "alpaca"}], "template": "alpaca"}}
+            {
+                "data": {
+                    "path": [{"path": "a.jsonl", "format": "alpaca"}],
+                    "template": "alpaca",
+                }
+            }
             | {"train": {"lr_schedule": "linear", "min_lr_ratio": 0.0}},
         ),
         # defaults of axolotl
@@ -906,12 +1007,14 @@ def test_what_differs_is_converted(text, expected, tmp_path):
         parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
     assert yaml.safe_load(str(error.value).partition("no counterpart:\n")[2]) == expected
     if "eval_steps" in text:
-        assert "eval_steps: 0.25 is no value of --eval.interval; set that flag instead" in str(
-            error.value
+        assert (
+            "eval_steps: 0.25 is no value of --eval.interval; set that flag instead"
+            in str(error.value)
         )
     if "template" in text:
-        assert "template: qwen is a name of LLaMA-Factory; the model's own template is used" in str(
-            error.value
+        assert (
+            "template: qwen is a name of LLaMA-Factory; the model's own template is used"
+            in str(error.value)
         )
     if text.startswith("datasets"):  # whose fields have other names here
         assert "here it is --data.path ... (a list whose items may" in str(error.value)
@@ -957,7 +1060,11 @@ def test_what_differs_is_converted(text, expected, tmp_path):
         ),
         (
             "model_name_or_path: m\nbeta: 0.3\ndesirable_weight: 1.5",
-            {"objective": "kto", "preference.beta": 0.3, "preference.desirable_weight": 1.5},
+            {
+                "objective": "kto",
+                "preference.beta": 0.3,
+                "preference.desirable_weight": 1.5,
+            },
             "",
         ),
         (
@@ -1034,7 +1141,9 @@ def test_settings_whose_meaning_depends_on_others(text, expected, note, tmp_path
     tree = yaml.safe_load(converted)
     for flag, value in expected.items():
         group, _, name = flag.rpartition(".")
-        assert tree.get(group, {}).get(name) == value if group else tree.get(name) == value, flag
+        assert (
+            tree.get(group, {}).get(name) == value if group else tree.get(name) == value
+        ), flag
     (tmp_path / "b.yaml").write_text(converted)
     words = [
         "--config",
@@ -1055,7 +1164,9 @@ def test_configs_of_other_commands_and_resume_in_a_file(tmp_path):
         ValueError, match=r"a\.yaml: resume continues the run in out_dir, which is missing"
     ):
         parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
-    (tmp_path / "a.yaml").write_text("checkpoint_dir: a\nquantize: nf4\ntrain: {max_steps: 3}\n")
+    (tmp_path / "a.yaml").write_text(
+        "checkpoint_dir: a\nquantize: nf4\ntrain: {max_steps: 3}\n"
+    )
     with pytest.raises(
         ValueError,
         match=r"these are flags of finetune/lora\.py; use finetune/lora\.py --config .* --dry_run$",
@@ -1093,13 +1204,29 @@ def test_hints_for_words_of_other_programs(words, message):
 @pytest.mark.parametrize(
     ("cls", "words", "message"),
     [
-        (flags.ChatArgs, ["--model", "m"], "--model does not exist; use --checkpoint_dir m"),
+        (
+            flags.ChatArgs,
+            ["--model", "m"],
+            "--model does not exist; use --checkpoint_dir m",
+        ),
         (flags.RunEvalArgs, ["--model_name_or_path", "m"], "use --checkpoint_dir m"),
-        (flags.MergeArgs, ["--output_dir", "o"], "--output_dir does not exist; use --out_dir o"),
+        (
+            flags.MergeArgs,
+            ["--output_dir", "o"],
+            "--output_dir does not exist; use --out_dir o",
+        ),
         # chat has no counterpart of this one
-        (flags.ChatArgs, ["--cutoff_len", "9"], "--cutoff_len does not exist; --help lists"),
+        (
+            flags.ChatArgs,
+            ["--cutoff_len", "9"],
+            "--cutoff_len does not exist; --help lists",
+        ),
         (flags.GgufExportArgs, ["--outtype", "Q4_K_M"], "write q4_k_m"),
-        (flags.GgufExportArgs, ["--outtype", "q3_k_s"], "llama.cpp's llama-quantize with Q3_K_S"),
+        (
+            flags.GgufExportArgs,
+            ["--outtype", "q3_k_s"],
+            "llama.cpp's llama-quantize with Q3_K_S",
+        ),
         (flags.PlanArgs, ["--method", "QLoRA"], "write --method lora --quantize nf4"),
         (flags.GenerateArgs, ["Hello"], "did you mean --prompt 'Hello'?"),
         (flags.PlanArgs, ["--tokens", "1,000"], "expected a whole number; write 1000"),
@@ -1152,7 +1279,12 @@ def test_a_flag_needs_its_group_only_where_several_have_it(tmp_path):
         str(config),
     ]
     args = parser.parse(LoRAFinetuneArgs, [*words, "--seed", "3"])
-    assert (args.train.learning_rate, args.data.path, args.lora.rslora, args.train.max_steps) == (
+    assert (
+        args.train.learning_rate,
+        args.data.path,
+        args.lora.rslora,
+        args.train.max_steps,
+    ) == (
         0.5,
         ["d"],
         True,

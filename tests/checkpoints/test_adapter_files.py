@@ -39,7 +39,11 @@ EXPERTS = [
     ("gpt_oss", "sinks, experts"),
     ("deepseek_v3", "groups, correction"),  # with dense layers and a shared expert
     ("glm4_moe", next(iter(ROWS["glm4_moe"][1]))),
-    ("llama4_text", "chunks, NoPE, experts"),  # stored as (E, in, out), which PEFT does not know
+    # stored as (E, in, out), which PEFT does not know
+    (
+        "llama4_text",
+        "chunks, NoPE, experts",
+    ),
     ("gemma3n_text", "four streams, shared keys"),  # modules that are named by numbers
 ]
 
@@ -49,7 +53,8 @@ CASES = [pytest.param(case, id=": ".join(case)) for case in FUSED + EXPERTS]
 THREE_LAYOUTS = [
     case
     for case in CASES
-    if case.values[0][0] in ("gpt_neox", "phi3", "qwen3_moe") and "tied" not in case.values[0][1]
+    if case.values[0][0] in ("gpt_neox", "phi3", "qwen3_moe")
+    and "tied" not in case.values[0][1]
 ]
 
 
@@ -71,7 +76,9 @@ def write_random_adapter(folder, out, **values):
     method.attach(model)
     perturb(method.parameters(model).values())
     out.mkdir(exist_ok=True)
-    method.write(out, source, method.values(model), {"base_model_name_or_path": str(folder)})
+    method.write(
+        out, source, method.values(model), {"base_model_name_or_path": str(folder)}
+    )
     return model, method, source
 
 
@@ -80,7 +87,9 @@ def test_experts_that_peft_finds_by_the_names_of_linears(make_model, tmp_path):
     """transformers 5 stacks experts, so PEFT writes gate_up_proj for gate_proj and up_proj."""
     from peft import LoraConfig, get_peft_model
 
-    _, folder = make_model(transformers.Qwen3MoeConfig, **ROWS["qwen3_moe"][1]["renormalized"])
+    _, folder = make_model(
+        transformers.Qwen3MoeConfig, **ROWS["qwen3_moe"][1]["renormalized"]
+    )
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=names)).eval()
@@ -123,7 +132,11 @@ def test_reads_what_peft_wrote(folder, tmp_path, rslora):
         if p.dim() == 3 and n.endswith(("gate_up_proj", "down_proj"))
     ]
     config = LoraConfig(
-        r=3, lora_alpha=7, target_modules="all-linear", target_parameters=stacks, use_rslora=rslora
+        r=3,
+        lora_alpha=7,
+        target_modules="all-linear",
+        target_parameters=stacks,
+        use_rslora=rslora,
     )
     # Llama 4's is a Linear that returns two tensors, which PEFT cannot wrap
     config.exclude_modules = ["router"]
@@ -160,21 +173,30 @@ def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
     model, method, source = write_random_adapter(folder, tmp_path, targets=targets)
     logits = model(TOKENS)
     assert (
-        relative(PeftModel.from_pretrained(load_hf(folder), tmp_path).eval()(TOKENS).logits, logits)
+        relative(
+            PeftModel.from_pretrained(load_hf(folder), tmp_path).eval()(TOKENS).logits,
+            logits,
+        )
         <= 1e-5
     )
     assert any(name.endswith(".router") for name in method.specs) == ("*.router" in targets)
     reread, values = LoRA.read(tmp_path, source)
     assert reread.specs == method.specs
     assert values.keys() == method.parameters(model).keys()
-    assert all(torch.equal(value, model.get_parameter(name)) for name, value in values.items())
+    assert all(
+        torch.equal(value, model.get_parameter(name)) for name, value in values.items()
+    )
 
 
 @torch.no_grad()
 @pytest.mark.halved
 def test_merged_equals_unmerged(folder, tmp_path):
     model, _, _ = write_random_adapter(folder, tmp_path / "adapter")
-    merge(MergeArgs(checkpoint_dir=[str(tmp_path / "adapter")], out_dir=str(tmp_path / "merged")))
+    merge(
+        MergeArgs(
+            checkpoint_dir=[str(tmp_path / "adapter")], out_dir=str(tmp_path / "merged")
+        )
+    )
     expected = model(TOKENS)
     assert relative(litft.load(tmp_path / "merged")[0](TOKENS), expected) <= 1e-5
     assert relative(load_hf(tmp_path / "merged")(TOKENS).logits, expected) <= 1e-5
@@ -201,7 +223,9 @@ def test_every_factor_gets_a_gradient(folder, tmp_path):
     loss, _ = model(TOKENS, targets=TOKENS.roll(-1, 1))
     loss.backward()
     for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None and parameter.grad.any()) == ("lora_" in name), name
+        assert (parameter.grad is not None and parameter.grad.any()) == ("lora_" in name), (
+            name
+        )
 
 
 @torch.no_grad()
@@ -226,11 +250,18 @@ def test_adapters_of_single_experts_from_before_transformers_5(make_model, tmp_p
                 tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
                 weight[expert] += 2.0 * b @ a
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["w1", "w2", "w3"]}
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["w1", "w2", "w3"],
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     model, _ = litft.load(tmp_path, base_dir=folder)
     assert relative(model(TOKENS), tuned(TOKENS).logits) <= 1e-5
-    del tensors["base_model.model.model.layers.1.block_sparse_moe.experts.2.w2.lora_B.weight"]
+    del tensors[
+        "base_model.model.model.layers.1.block_sparse_moe.experts.2.w2.lora_B.weight"
+    ]
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(
         ValueError,
@@ -276,7 +307,8 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if "gpt2" in n else [pytest.mark.slow]) for n in PUBLISHED]
+    "name",
+    [pytest.param(n, marks=[] if "gpt2" in n else [pytest.mark.slow]) for n in PUBLISHED],
 )
 @torch.no_grad()
 @pytest.mark.halved

@@ -23,7 +23,11 @@ from litft.training.run_setup import resolve_setup
 
 V = 1024
 SIZES = dict(
-    vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
+    vocab_size=V,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
 )
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=256)
 BASES = {
@@ -32,7 +36,10 @@ BASES = {
     "biases": ("Qwen2Config", SIZES | dict(tie_word_embeddings=False)),
     "experts": ("MixtralConfig", SIZES | dict(num_local_experts=4)),
     "lfm2": ("Lfm2Config", SIZES | dict(layer_types=["conv", "full_attention", "conv"])),
-    "gpt2": ("GPT2Config", dict(vocab_size=V, n_embd=64, n_layer=2, n_head=4, n_positions=256)),
+    "gpt2": (
+        "GPT2Config",
+        dict(vocab_size=V, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+    ),
 }
 QV = ["q_proj", "v_proj"]
 
@@ -60,7 +67,10 @@ KINDS = {
     "scales": kind("untied", alpha_pattern={"v_proj": 3}),
     "patterns": kind(
         "untied",
-        rank_pattern={r"layers\.[01]\.self_attn\.q_proj": 2, "^model.layers.2.self_attn.v_proj": 5},
+        rank_pattern={
+            r"layers\.[01]\.self_attn\.q_proj": 2,
+            "^model.layers.2.self_attn.v_proj": 5,
+        },
         alpha_pattern={r".*layers\.2.*": 9},
     ),
     "regex": kind("untied", targets=r".*\.(q_proj|down_proj)"),
@@ -70,14 +80,18 @@ KINDS = {
     "excluded": kind("untied", targets="all-linear", exclude_modules=["down_proj"]),
     "rslora": kind("tied", use_rslora=True),
     "dora": kind("tied", targets="all-linear", use_dora=True),
-    "dora, rslora": kind("untied", use_dora=True, use_rslora=True, rank_pattern={"q_proj": 2}),
+    "dora, rslora": kind(
+        "untied", use_dora=True, use_rslora=True, rank_pattern={"q_proj": 2}
+    ),
     "dora, saved head": kind("untied", use_dora=True, modules_to_save=["lm_head"]),
     "biases": kind("biases", bias="all"),
     "biases of targets": kind("biases", bias="lora_only"),
     "saved, tied together": kind(
         "tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True
     ),
-    "lora, tied together": kind("tied", targets=[*QV, "embed_tokens"], ensure_weight_tying=True),
+    "lora, tied together": kind(
+        "tied", targets=[*QV, "embed_tokens"], ensure_weight_tying=True
+    ),
     "init gaussian": kind("untied", init_lora_weights="gaussian"),
     "init orthogonal": kind("untied", init_lora_weights="orthogonal"),
     "init mica": kind("untied", init_lora_weights="mica"),
@@ -106,7 +120,9 @@ KINDS = {
     ),
     "gpt2 embedding": kind("gpt2", targets=["c_attn", "wte"], fan_in_fan_out=True),
     "tokens of the embedding, saved head": kind(
-        "untied", trainable_token_indices={"embed_tokens": [5, 9]}, modules_to_save=["lm_head"]
+        "untied",
+        trainable_token_indices={"embed_tokens": [5, 9]},
+        modules_to_save=["lm_head"],
     ),
     "tokens of the embedding, lora of the head": kind(
         "untied", targets=[*QV, "lm_head"], trainable_token_indices={"embed_tokens": [5, 9]}
@@ -137,7 +153,9 @@ for base in ("tied", "untied"):
         f"more rows, {base}": kind(base, 4),
         f"fewer rows, {base}": kind(base, -12),
         f"more rows, tokens, {base}": kind(base, 4, trainable_token_indices=[V, V + 2]),
-        f"more rows, saved, {base}": kind(base, 4, modules_to_save=["embed_tokens", "lm_head"]),
+        f"more rows, saved, {base}": kind(
+            base, 4, modules_to_save=["embed_tokens", "lm_head"]
+        ),
         f"more rows, lora of tables, {base}": kind(base, 4, targets=ALL),
     }
 REFUSED = {
@@ -162,7 +180,9 @@ def bases(tmp_path_factory):
         folders[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(folders[name])
         if name == "lfm2":
-            rename_field(folders[name] / "config.json", "tie_word_embeddings", "tie_embedding")
+            rename_field(
+                folders[name] / "config.json", "tie_word_embeddings", "tie_embedding"
+            )
         for path in DEMO.glob("base/*token*"):
             shutil.copy(path, folders[name])
     return folders
@@ -243,7 +263,8 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
     logits.square().mean().backward()
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     assert all(
-        parameter.grad is not None and parameter.grad.isfinite().all() for parameter in trained
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in trained
     )
 
     returned = tmp_path / "returned"
@@ -257,7 +278,9 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
     if size:
         model.resize_token_embeddings(size, mean_resizing=False)
     with torch.no_grad():
-        assert error(PeftModel.from_pretrained(model, returned).eval()(tokens).logits) <= 1e-5
+        assert (
+            error(PeftModel.from_pretrained(model, returned).eval()(tokens).logits) <= 1e-5
+        )
         assert error(litft.load(returned, base_dir=base)[0](tokens)) <= 1e-5
 
         flags = dict(checkpoint_dir=[str(folder)], base_dir=str(base), precision="fp32")
@@ -277,9 +300,12 @@ def test_an_initialization_that_changes_the_base_is_refused(bases, tmp_path, nam
     the result."""
     write_with_peft(bases["untied"], tmp_path, KINDS["ranks"])
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": REFUSED[name]}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"init_lora_weights": REFUSED[name]})
+    )
     with pytest.raises(
-        ValueError, match=f"init_lora_weights '{REFUSED[name]}' changes the weights of the base"
+        ValueError,
+        match=f"init_lora_weights '{REFUSED[name]}' changes the weights of the base",
     ):
         litft.load(tmp_path, base_dir=bases["untied"])
 
@@ -327,7 +353,10 @@ def test_files_that_do_not_fit_are_refused(bases, tmp_path, changes, message):
 NARROWED = [
     ({"target_modules": ["q_proj"]}, "target_modules leave out .*v_proj"),
     ({"target_modules": None}, "target_modules leave out"),
-    ({"target_modules": r".*\.layers\.0\..*"}, r"target_modules leave out model\.layers\.1"),
+    (
+        {"target_modules": r".*\.layers\.0\..*"},
+        r"target_modules leave out model\.layers\.1",
+    ),
     ({"layers_to_transform": [0]}, r"layers_to_transform leave out model\.layers\.1"),
     (
         {"layers_to_transform": 1, "layers_pattern": "layers"},
@@ -343,7 +372,9 @@ NARROWED = [
 
 
 @pytest.mark.parametrize("changes, message", NARROWED, ids=lambda value: str(value)[:30])
-def test_a_config_that_leaves_out_what_the_file_has_is_refused(bases, tmp_path, changes, message):
+def test_a_config_that_leaves_out_what_the_file_has_is_refused(
+    bases, tmp_path, changes, message
+):
     """PEFT ignores such weights, or does not open the folder."""
     write_with_peft(bases["untied"], tmp_path, kind("untied"))
     path = tmp_path / "adapter_config.json"
@@ -370,11 +401,21 @@ def test_invalid_modules_to_save_are_refused(bases, tmp_path, saved):
 
 
 def test_dora_of_a_table_with_new_tokens_is_refused_before_training(bases):
-    flags = ["--data.path", "x.jsonl", "--data.new_tokens", "<x1>,<x2>", "--lora.dora", "true"]
+    flags = [
+        "--data.path",
+        "x.jsonl",
+        "--data.new_tokens",
+        "<x1>,<x2>",
+        "--lora.dora",
+        "true",
+    ]
     args = parse(
-        LoRAFinetuneArgs, ["--checkpoint_dir", "x", *flags, "--lora.targets", "q_proj,embed_tokens"]
+        LoRAFinetuneArgs,
+        ["--checkpoint_dir", "x", *flags, "--lora.targets", "q_proj,embed_tokens"],
     )
-    with pytest.raises(ValueError, match=r"leave embed_tokens and lm_head out of --lora\.targets"):
+    with pytest.raises(
+        ValueError, match=r"leave embed_tokens and lm_head out of --lora\.targets"
+    ):
         resolve_setup(args, resolve(bases["untied"]))
 
 

@@ -103,7 +103,13 @@ def test_only_needed_files_are_transferred():
         "original/params.json",
         "a.gguf",
     ]
-    small = ["config.json", "tokenizer.json", "chat_template.jinja", "LICENSE.txt", "README.md"]
+    small = [
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "LICENSE.txt",
+        "README.md",
+    ]
     assert files_to_transfer([*small, *safetensors, *unneeded]) == [*small, *safetensors]
     assert files_to_transfer([*small, *unneeded]) == [*small, "pytorch_model.bin"]
     adapter = [
@@ -131,13 +137,19 @@ def test_a_model_is_loaded_by_its_hub_id(online, tiny):
     expected = run([*arguments, tiny], root, {}).stdout
     hub.requests.clear()
     assert run([*arguments, "me/tiny"], root, env).stdout == expected
-    fetched = {line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")}
-    expected_files = {path.name for path in tiny.iterdir() if path.name != "training_args.bin"}
+    fetched = {
+        line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")
+    }
+    expected_files = {
+        path.name for path in tiny.iterdir() if path.name != "training_args.bin"
+    }
     assert fetched == {*expected_files, "README.md"}
     # a cached commit is not requested again; without a network, the cached state of a branch is
     # used
     pinned, requests = f"me/tiny@{hub.commit('me/tiny')}", list(hub.requests)
-    assert run([*arguments, pinned], root, env).stdout == expected and hub.requests == requests
+    assert (
+        run([*arguments, pinned], root, env).stdout == expected and hub.requests == requests
+    )
     offline = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
     result = run([*arguments, "me/tiny"], root, offline)
     assert (
@@ -168,7 +180,11 @@ def test_a_run_records_the_commit_of_its_base_model(online, examples):
     config = json.loads((root / "run" / "final" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("me/tiny", commit)
     requests = list(hub.requests)
-    run(["finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "3"], root, env)
+    run(
+        ["finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "3"],
+        root,
+        env,
+    )
     arguments = [
         "generate/base.py",
         "--prompt",
@@ -184,11 +200,17 @@ def test_a_run_records_the_commit_of_its_base_model(online, examples):
     # an adapter moved to another folder downloads its base by the id in adapter_config.json
     shutil.copytree(root / "run" / "final", root / "moved" / "adapter")
     assert (
-        run([*arguments, "moved/adapter"], root, {**env, "HF_HOME": str(root / "other")}).stdout
+        run(
+            [*arguments, "moved/adapter"], root, {**env, "HF_HOME": str(root / "other")}
+        ).stdout
         == expected
     )
     step = root / "run" / "checkpoints" / "step-000003"
-    run(["scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", "early"], root, env)
+    run(
+        ["scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", "early"],
+        root,
+        env,
+    )
 
 
 @pytest.mark.slow
@@ -202,7 +224,9 @@ def test_an_interrupted_download_resumes(online):
     # within one download, huggingface_hub retries by itself
     hub.cut[weights] = 60_000
     run([*arguments, "models/cut"], root, env)
-    assert (root / "models" / "cut" / weights).read_bytes() == hub.models["me/tiny"][weights]
+    assert (root / "models" / "cut" / weights).read_bytes() == hub.models["me/tiny"][
+        weights
+    ]
     # a second download fetches only the incomplete files
     hub.cut[weights], hub.down_after = 60_000, weights
     result = run([*arguments, "models/tiny"], root, env, code=2)
@@ -213,15 +237,19 @@ def test_an_interrupted_download_resumes(online):
     hub.down_after, hub.is_down = None, False
     hub.requests.clear()
     result = run([*arguments, "models/tiny"], root, env)
-    assert [line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")] == [
-        weights
-    ]
+    assert [
+        line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")
+    ] == [weights]
     assert (
         result.stdout.strip() == "models/tiny"
         and f"downloaded me/tiny@{hub.commit('me/tiny')}" in result.stderr
     )
-    assert (root / "models" / "tiny" / weights).read_bytes() == hub.models["me/tiny"][weights]
-    assert downloaded_from(root / "models" / "tiny") == HubId("me/tiny", hub.commit("me/tiny"))
+    assert (root / "models" / "tiny" / weights).read_bytes() == hub.models["me/tiny"][
+        weights
+    ]
+    assert downloaded_from(root / "models" / "tiny") == HubId(
+        "me/tiny", hub.commit("me/tiny")
+    )
     files = {path.name for path in (root / "models" / "tiny").iterdir()}
     assert "pytorch_model.bin" not in files and "config.json" in files
 
@@ -270,7 +298,11 @@ for name, words in json.loads(sys.argv[1]).items():
 def test_refused_downloads_are_reported(online):
     hub, root, env = online
     huge = {"config.json": b"{}", "model.safetensors": b"few", "LICENSE.huge": b"much"}
-    hub.models |= {"me/gated": hub.models["me/tiny"], "me/huge": huge, "me/empty": {"a.txt": b""}}
+    hub.models |= {
+        "me/gated": hub.models["me/tiny"],
+        "me/huge": huge,
+        "me/empty": {"a.txt": b""},
+    }
     hub.gated.add("me/gated")
     hub.sizes["LICENSE.huge"] = 10**17
     run(["scripts/download.py", "--repo_id", "me/tiny", "--out_dir", "held"], root, env)
@@ -285,16 +317,22 @@ def test_refused_downloads_are_reported(online):
         cwd=root,
     )
     messages = re.split(r"(\w+) ended with 2\n", result.stderr)
-    assert dict(zip(messages[1::2], messages[::2], strict=False)).keys() == REFUSED.keys(), (
-        result.stderr
-    )
+    assert (
+        dict(zip(messages[1::2], messages[::2], strict=False)).keys() == REFUSED.keys()
+    ), result.stderr
     for text, name in zip(messages[::2], messages[1::2], strict=False):
         assert re.search(REFUSED[name][1], text), text
 
 
 @pytest.mark.parametrize(
     "answer",
-    [[], {}, {"sha": "short", "siblings": []}, {"sha": "a" * 40, "siblings": None}, "<html>"],
+    [
+        [],
+        {},
+        {"sha": "short", "siblings": []},
+        {"sha": "a" * 40, "siblings": None},
+        "<html>",
+    ],
 )
 def test_invalid_responses_are_reported(answer, tmp_path, monkeypatch):
     import huggingface_hub
@@ -333,9 +371,15 @@ def test_data_is_pinned_if_the_hub_is_reachable(online):
         "HubId('me/data', 'e' * 40)]))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], env={**CLEAN, **env}, capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", code],
+        env={**CLEAN, **env},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
-    assert result.stdout.split() == [f"me/data@{'d' * 40}", f"me/data@{'e' * 40}"], result.stderr
+    assert result.stdout.split() == [f"me/data@{'d' * 40}", f"me/data@{'e' * 40}"], (
+        result.stderr
+    )
     offline = {**CLEAN, **env, "HF_ENDPOINT": "http://127.0.0.1:9"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=offline, capture_output=True, text=True, cwd=ROOT
@@ -347,7 +391,14 @@ def test_data_is_pinned_if_the_hub_is_reachable(online):
 def tuned(online, examples) -> tuple[Hub, Path, dict[str, str]]:
     """Train the hub's model with LoRA and with full finetuning; return `online`."""
     _, root, env = online
-    flags = ["--checkpoint_dir", "me/tiny", "--data.path", examples, "--train.max_steps", "2"]
+    flags = [
+        "--checkpoint_dir",
+        "me/tiny",
+        "--data.path",
+        examples,
+        "--train.max_steps",
+        "2",
+    ]
     run(
         [
             "finetune/lora.py",
@@ -390,7 +441,9 @@ def test_the_model_card_describes_the_run(tuned, examples):
         "tags": ["litft", "lora"],
     }
     rows = (root / "lora" / "metrics.csv").read_text().splitlines()
-    values = [dict(zip(rows[0].split(","), row.split(","), strict=True)) for row in rows[1:]]
+    values = [
+        dict(zip(rows[0].split(","), row.split(","), strict=True)) for row in rows[1:]
+    ]
     last, first = values[-1], values[0]
     for text in (
         f"commit `{hub.commit('me/tiny')[:12]}`",
@@ -409,7 +462,9 @@ def test_the_model_card_describes_the_run(tuned, examples):
         assert text in result.stdout, text
     assert str(root) not in result.stdout and str(examples.parent) not in result.stdout
     uploads = [
-        line.split()[1] for line in result.stderr.splitlines() if re.match(r" +[\d,]+  \w", line)
+        line.split()[1]
+        for line in result.stderr.splitlines()
+        if re.match(r" +[\d,]+  \w", line)
     ]
     assert (
         uploads[0] == "README.md"
@@ -426,7 +481,11 @@ def test_the_model_card_describes_the_run(tuned, examples):
 @pytest.mark.slow
 def test_the_card_of_a_merged_model_describes_its_run(tuned, examples):
     _, root, env = tuned
-    run(["scripts/merge_lora.py", "--checkpoint_dir", "lora", "--out_dir", "merged"], root, env)
+    run(
+        ["scripts/merge_lora.py", "--checkpoint_dir", "lora", "--out_dir", "merged"],
+        root,
+        env,
+    )
     arguments = [
         "scripts/upload.py",
         "--checkpoint_dir",
@@ -455,11 +514,17 @@ def test_the_card_of_a_merged_model_describes_its_run(tuned, examples):
     # a run that continued the adapter has the same base
     flags = ["--checkpoint_dir", "lora", "--data.path", examples, "--train.max_steps", "1"]
     run(["finetune/lora.py", *flags, "--out_dir", "more"], root, env)
-    run(["scripts/merge_lora.py", "--checkpoint_dir", "more", "--out_dir", "both"], root, env)
+    run(
+        ["scripts/merge_lora.py", "--checkpoint_dir", "more", "--out_dir", "both"],
+        root,
+        env,
+    )
     arguments[2] = "both"
     card = run([*arguments, "--run", "more"], root, env).stdout
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "me/tiny"
-    assert "The training continued from an adapter" in card and "Licence: apache-2.0" in card
+    assert (
+        "The training continued from an adapter" in card and "Licence: apache-2.0" in card
+    )
     assert (
         "--run merged is not a run of litft"
         in run([*arguments, "--run", "merged"], root, env, code=2).stderr
@@ -476,11 +541,20 @@ def test_uploaded_models_load_with_the_code_on_their_card(tuned):
     hub, root, env = tuned
     config_file = root / "full" / "final" / "config.json"
     config_file.write_text(
-        json.dumps({**json.loads(config_file.read_text()), "_name_or_path": str(root / "secret")})
+        json.dumps(
+            {**json.loads(config_file.read_text()), "_name_or_path": str(root / "secret")}
+        )
     )
     for name, title in (("lora", "PEFT"), ("full", "transformers")):
         result = run(
-            ["scripts/upload.py", "--checkpoint_dir", name, "--repo_id", f"me/{name}", "--private"],
+            [
+                "scripts/upload.py",
+                "--checkpoint_dir",
+                name,
+                "--repo_id",
+                f"me/{name}",
+                "--private",
+            ],
             root,
             env,
         )
@@ -490,9 +564,7 @@ def test_uploaded_models_load_with_the_code_on_their_card(tuned):
             str(root).encode() in data or b"base_path" in data for data in files.values()
         )
         code = snippets(files["README.md"].decode())[title]
-        code += (
-            "\nimport torch\nprint(model(torch.arange(3, 40)[None]).logits.sum(-1).tolist()[0][-1])"
-        )
+        code += "\nimport torch\nprint(model(torch.arange(3, 40)[None]).logits.sum(-1).tolist()[0][-1])"
         fresh_env = {**env, "HF_HOME": str(root / f"other-{name}")}
         result = subprocess.run(
             [sys.executable, "-c", code],
@@ -514,7 +586,9 @@ def test_uploaded_models_load_with_the_code_on_their_card(tuned):
             text=True,
             cwd=root,
         )
-        assert float(result.stdout.split()[-1]) == pytest.approx(float(local.stdout), abs=1e-3)
+        assert float(result.stdout.split()[-1]) == pytest.approx(
+            float(local.stdout), abs=1e-3
+        )
         arguments = [
             "generate/base.py",
             "--prompt",
@@ -597,17 +671,28 @@ def test_the_card_of_the_best_step_describes_that_step(tmp_path):
     data = DataArgs(path=[str(tmp_path / "stories.jsonl")], val_fraction=0.2)
     train = TrainArgs(max_steps=8, learning_rate=0.1, warmup_fraction=1.0)
     args = LoRAFinetuneArgs(
-        str(STORIES), data=data, train=train, lora=LoRAArgs(r=2), out_dir=str(tmp_path / "first")
+        str(STORIES),
+        data=data,
+        train=train,
+        lora=LoRAArgs(r=2),
+        out_dir=str(tmp_path / "first"),
     )
-    args = replace(args, eval=EvalArgs(interval=1, max_new_tokens=0), save=SaveArgs(best=True))
+    args = replace(
+        args, eval=EvalArgs(interval=1, max_new_tokens=0), save=SaveArgs(best=True)
+    )
     rows = rows_of(litft.finetune(args).folder)
     best = min((row for row in rows if row["step"]), key=lambda row: row["val_loss"])
     assert 0 < best["step"] < 8
     upload = UploadArgs(
-        checkpoint_dir=str(tmp_path / "first" / "best"), repo_id="me/mine", base_model="me/base"
+        checkpoint_dir=str(tmp_path / "first" / "best"),
+        repo_id="me/mine",
+        base_model="me/base",
     )
     card = model_card(card_info(resolve(upload.checkpoint_dir), upload))
-    assert f"| steps, samples, tokens | {best['step']:.0f}," in card and "`--lora.r` | 2" in card
+    assert (
+        f"| steps, samples, tokens | {best['step']:.0f}," in card
+        and "`--lora.r` | 2" in card
+    )
     assert f"| validation loss, at the end | {best['val_loss']:.4f} |" in card
     second = replace(
         args,
@@ -617,6 +702,8 @@ def test_the_card_of_the_best_step_describes_that_step(tmp_path):
     )
     litft.finetune(second)
     upload = UploadArgs(
-        checkpoint_dir=str(tmp_path / "second" / "final"), repo_id="me/mine", base_model="me/base"
+        checkpoint_dir=str(tmp_path / "second" / "final"),
+        repo_id="me/mine",
+        base_model="me/base",
     )
     assert "`--lora" not in model_card(card_info(resolve(upload.checkpoint_dir), upload))

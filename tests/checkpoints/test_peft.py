@@ -48,7 +48,9 @@ def attached(folder, precision=None, **values):
 def test_reads_what_peft_wrote(tiny, tmp_path, values):
     reference = write_adapter(tiny, tmp_path, **values)
     model, _ = litft.load(tmp_path)
-    torch.testing.assert_close(model(TOKENS), reference.eval()(TOKENS).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        model(TOKENS), reference.eval()(TOKENS).logits, rtol=0, atol=1e-4
+    )
     with disabled(model):
         assert torch.equal(model(TOKENS), litft.load(tiny)[0](TOKENS))
 
@@ -68,9 +70,13 @@ def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
 
     model, method, source = attached(tiny, r=3, alpha=5, targets=targets)
     perturb(method.parameters(model).values())
-    method.write(tmp_path, source, method.values(model), {"base_model_name_or_path": str(tiny)})
+    method.write(
+        tmp_path, source, method.values(model), {"base_model_name_or_path": str(tiny)}
+    )
     reference = PeftModel.from_pretrained(load_hf(tiny), tmp_path).eval()
-    assert sum("lora_A" in name for name, _ in reference.named_parameters()) == len(method.specs)
+    assert sum("lora_A" in name for name, _ in reference.named_parameters()) == len(
+        method.specs
+    )
     torch.testing.assert_close(model(TOKENS), reference(TOKENS).logits, rtol=0, atol=1e-4)
     reread, _ = litft.load(tmp_path)
     assert torch.equal(reread(TOKENS), model(TOKENS))
@@ -82,7 +88,11 @@ def test_scales_equal_pefts(tiny, tmp_path, rslora):
     reference = write_adapter(tiny, tmp_path, use_rslora=rslora, **patterns)
     expected = [m.scaling["default"] for m in reference.modules() if hasattr(m, "lora_A")]
     flags = dict(
-        r=4, alpha=8, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=32"], rslora=rslora
+        r=4,
+        alpha=8,
+        rank_pattern=["down_proj=2"],
+        alpha_pattern=["v_proj=32"],
+        rslora=rslora,
     )
     method = attached(tiny, **flags)[1]
     assert [site.scale for site in method.specs.values()] == pytest.approx(expected)
@@ -91,7 +101,10 @@ def test_scales_equal_pefts(tiny, tmp_path, rslora):
 
 @pytest.mark.parametrize(
     "values",
-    [dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}), dict(use_rslora=True)],
+    [
+        dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}),
+        dict(use_rslora=True),
+    ],
 )
 @torch.no_grad()
 def test_reading_and_writing_an_adapter_preserves_it(tiny, tmp_path, values):
@@ -101,8 +114,12 @@ def test_reading_and_writing_an_adapter_preserves_it(tiny, tmp_path, values):
     source = resolve(tmp_path / "first")
     method, values = source.read_adapter()
     (tmp_path / "second").mkdir()
-    method.write(tmp_path / "second", source, values, {"base_model_name_or_path": str(tiny)})
-    logits = PeftModel.from_pretrained(load_hf(tiny), tmp_path / "second").eval()(TOKENS).logits
+    method.write(
+        tmp_path / "second", source, values, {"base_model_name_or_path": str(tiny)}
+    )
+    logits = (
+        PeftModel.from_pretrained(load_hf(tiny), tmp_path / "second").eval()(TOKENS).logits
+    )
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
@@ -113,7 +130,9 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path):
     for path in tiny.glob("*token*"):
         (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
     _, tokenizer = litft.load(tmp_path / "adapter")
-    samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train
+    samples = load_data(
+        DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256
+    ).train
     expected = peft_losses(reference, samples, 0.007, 10)
     flags = (
         f"--checkpoint_dir adapter --data.path {examples} --data.val_fraction 0 --out_dir run "
@@ -200,7 +219,8 @@ def test_the_loss_includes_new_tokens_of_a_trained_head(tiny):
     loss, _ = model(tokens[:, :-1], targets=tokens[:, 1:])
     logits = model(tokens[:, :-1]).flatten(0, 1)
     torch.testing.assert_close(
-        loss, torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+        loss,
+        torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum"),
     )
     loss.backward()
     assert model.lm_head.token_rows.grad.any()
@@ -228,20 +248,27 @@ def test_invalid_ranks_and_unknown_modules_are_reported(tiny):
         (dict(r=65, init="pissa"), "--lora.r 65: --lora.init pissa allows at most rank 32"),
     ):
         with pytest.raises(ValueError, match=message):
-            LoRA(LoRAArgs(**values)).select_targets(source.meta_model(), source.adapter_rules)
+            LoRA(LoRAArgs(**values)).select_targets(
+                source.meta_model(), source.adapter_rules
+            )
 
 
 @pytest.mark.parametrize(
     "targets, message",
     [
-        (["nothing"], "nothing: no Linear of this model has that name; choose from down_proj"),
+        (
+            ["nothing"],
+            "nothing: no Linear of this model has that name; choose from down_proj",
+        ),
         (["norm"], "norm: no Linear"),
     ],
 )
 def test_an_unknown_target_is_reported(tiny, targets, message):
     source = resolve(tiny)
     with pytest.raises(ValueError, match=message):
-        LoRA(LoRAArgs(targets=targets)).select_targets(source.meta_model(), source.adapter_rules)
+        LoRA(LoRAArgs(targets=targets)).select_targets(
+            source.meta_model(), source.adapter_rules
+        )
 
 
 @pytest.mark.parametrize(
@@ -313,13 +340,17 @@ def test_models_on_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
     ]
     sources = [resolve(folder, base) for folder in folders]
     tokens = torch.randint(0, 500, (2, 9), generator=torch.Generator().manual_seed(0))
-    separate_logits = [load_network(source, "fp32", "cpu", quantize)(tokens) for source in sources]
+    separate_logits = [
+        load_network(source, "fp32", "cpu", quantize)(tokens) for source in sources
+    ]
     models = load_models(sources, "fp32", "cpu", quantize)
     assert all(
         torch.equal(model(tokens), expected)
         for model, expected in zip(models, separate_logits, strict=True)
     )
-    assert len({model.blocks[0].attention.o_proj.weight.data_ptr() for model in models}) == 1
+    assert (
+        len({model.blocks[0].attention.o_proj.weight.data_ptr() for model in models}) == 1
+    )
     pack_weights(models)
     for model, expected in zip(models, separate_logits, strict=True):
         torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
@@ -328,10 +359,14 @@ def test_models_on_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
     assert quantize or packed[0].is_mkldnn
 
 
-def test_fully_trained_modules_on_a_quantized_base_must_be_loaded_alone(checkpoints, tmp_path):
+def test_fully_trained_modules_on_a_quantized_base_must_be_loaded_alone(
+    checkpoints, tmp_path
+):
     base = checkpoints["stories"]
     adapter = adapted(
-        base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"]))
+        base,
+        tmp_path / "whole",
+        LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"])),
     )
     with pytest.raises(
         ValueError, match=r"5 modules .* nf4 for the others; load that adapter alone"

@@ -26,7 +26,10 @@ VARIANTS = {
         LoRAArgs(r=3, dora=True, rslora=True, targets=["v_proj", "up_proj"]),
         dict(use_dora=True, use_rslora=True),
     ),
-    "ends": (LoRAArgs(r=3, targets=["q_proj", "embed", "lm_head"]), dict(adapt_embeddings=True)),
+    "ends": (
+        LoRAArgs(r=3, targets=["q_proj", "embed", "lm_head"]),
+        dict(adapt_embeddings=True),
+    ),
     "dora of ends": (
         LoRAArgs(r=3, dora=True, targets=["embed", "o_proj"]),
         dict(adapt_embeddings=True, use_dora=True),
@@ -35,7 +38,10 @@ VARIANTS = {
         LoRAArgs(r=3, targets=["q_proj", "up_proj"], bias="lora"),
         dict(bias="lora_only"),
     ),
-    "all biases": (LoRAArgs(r=3, targets=["v_proj", "o_proj"], bias="all"), dict(bias="all")),
+    "all biases": (
+        LoRAArgs(r=3, targets=["v_proj", "o_proj"], bias="all"),
+        dict(bias="all"),
+    ),
     "whole ends, norm": (
         LoRAArgs(r=3, targets=["k_proj"], modules_to_save=["embed", "lm_head", "norm"]),
         dict(save_modules=True),
@@ -70,9 +76,9 @@ def folders(make_model):
     def folder(name):
         if name not in folder_by_name:
             config_class = ROWS[name.partition(",")[0]][0]
-            folder_by_name[name] = make_model(getattr(transformers, config_class), **FOLDERS[name])[
-                1
-            ]
+            folder_by_name[name] = make_model(
+                getattr(transformers, config_class), **FOLDERS[name]
+            )[1]
         return folder_by_name[name]
 
     return folder
@@ -96,7 +102,9 @@ def test_peft_reads_what_we_wrote(folders, tmp_path, family, variant):
 
     folder, method = folders(family), LoRA(VARIANTS[variant][0])
     model, source = attached(folder, method)
-    method.write(tmp_path, source, method.values(model), {"base_model_name_or_path": str(folder)})
+    method.write(
+        tmp_path, source, method.values(model), {"base_model_name_or_path": str(folder)}
+    )
     reference = PeftModel.from_pretrained(load_hf(folder), tmp_path).eval()
     assert relative(reference(TOKENS).logits, model(TOKENS)) <= 1e-5
     assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
@@ -109,9 +117,9 @@ def test_reads_what_peft_wrote(folders, tmp_path, family, variant):
 
     folder, values = folders(family), dict(VARIANTS[variant][1])
     base = load_hf(folder)
-    embed = next(n for n, m in base.named_modules() if m is base.get_input_embeddings()).rpartition(
-        "."
-    )[2]
+    embed = next(
+        n for n, m in base.named_modules() if m is base.get_input_embeddings()
+    ).rpartition(".")[2]
     head = next(n for n, m in base.named_modules() if m is base.get_output_embeddings())
     norm = (
         "model.norm"
@@ -132,7 +140,10 @@ def test_reads_what_peft_wrote(folders, tmp_path, family, variant):
         values.pop("save_modules", False),
     )
     settings = dict(
-        r=3, lora_alpha=7, target_modules=[*inner, embed] if adapt_embeddings else inner, **values
+        r=3,
+        lora_alpha=7,
+        target_modules=[*inner, embed] if adapt_embeddings else inner,
+        **values,
     )
     if save_modules:
         settings |= dict(
@@ -162,7 +173,9 @@ def test_new_tokens_match_pefts_trainable_tokens(folders, tmp_path, family):
     folder, method = folders(family), LoRA(LoRAArgs(r=3))
     method.tokens = {96: [5, 6], 97: [7], 40: [40]}
     model, source = attached(folder, method)
-    method.write(tmp_path, source, method.values(model), {"base_model_name_or_path": str(folder)})
+    method.write(
+        tmp_path, source, method.values(model), {"base_model_name_or_path": str(folder)}
+    )
     base = load_hf(folder)
     base.resize_token_embeddings(98, mean_resizing=False)
     tokens = TOKENS.clone()
@@ -209,8 +222,12 @@ def test_adapter_matches_pefts_adaption_prompt(make_model, tmp_path, config_clas
     assert len(parameters) == 4
     # a gate's own may cancel
     largest = max(float(parameter.grad.abs().max()) for parameter in parameters)
-    for (_, reference_parameter), parameter in zip(prompts(reference), parameters, strict=True):
-        assert float((parameter.grad - reference_parameter.grad).abs().max()) <= 1e-5 * largest
+    for (_, reference_parameter), parameter in zip(
+        prompts(reference), parameters, strict=True
+    ):
+        assert (
+            float((parameter.grad - reference_parameter.grad).abs().max()) <= 1e-5 * largest
+        )
     with torch.no_grad():
         assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
         assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
@@ -229,7 +246,9 @@ def test_adapter_matches_pefts_adaption_prompt(make_model, tmp_path, config_clas
     )
 
 
-def test_adapters_that_peft_would_compute_differently_are_not_offered_to_it(folders, tmp_path):
+def test_adapters_that_peft_would_compute_differently_are_not_offered_to_it(
+    folders, tmp_path
+):
     """PEFT adds a Llama's o_proj bias twice and supports few families: other adapters have a type
     that PEFT rejects."""
     from peft import PeftConfig
@@ -239,8 +258,13 @@ def test_adapters_that_peft_would_compute_differently_are_not_offered_to_it(fold
         model, source = attached(folder, method)
         out = tmp_path / str(number)
         out.mkdir()
-        method.write(out, source, method.values(model), {"base_model_name_or_path": str(folder)})
-        assert json.loads((out / "adapter_config.json").read_text())["peft_type"] == "LITFT_ADAPTER"
+        method.write(
+            out, source, method.values(model), {"base_model_name_or_path": str(folder)}
+        )
+        assert (
+            json.loads((out / "adapter_config.json").read_text())["peft_type"]
+            == "LITFT_ADAPTER"
+        )
         with pytest.raises(KeyError, match="LITFT_ADAPTER"):
             PeftConfig.from_pretrained(out)
 
@@ -255,7 +279,10 @@ TEN_STEPS = {
     "rslora": ("", dict(use_rslora=True, r=6, lora_alpha=3)),
     "dora": ("", dict(use_dora=True)),
     "pissa": ("--lora.init pissa", dict(init_lora_weights="pissa")),
-    "olora": ("--lora.init olora --lora.alpha 4", dict(init_lora_weights="olora", lora_alpha=4)),
+    "olora": (
+        "--lora.init olora --lora.alpha 4",
+        dict(init_lora_weights="olora", lora_alpha=4),
+    ),
 }
 
 
@@ -280,7 +307,9 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
     settings = dict(r=4, lora_alpha=8, target_modules="all-linear") | values
     if variant in ("pissa", "olora"):
         flags += " --lora.r 4" + (" --lora.alpha 8" if variant == "pissa" else "")
-    reference = get_peft_model(load_hf(tiny), LoraConfig(task_type="CAUSAL_LM", **settings)).train()
+    reference = get_peft_model(
+        load_hf(tiny), LoraConfig(task_type="CAUSAL_LM", **settings)
+    ).train()
     checkpoint = tiny
     if "init_lora_weights" not in values:
         generator = torch.Generator().manual_seed(1)
@@ -297,7 +326,9 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
             )
         )
     _, tokenizer = litft.load(tiny)
-    samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train
+    samples = load_data(
+        DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256
+    ).train
     expected = peft_losses(reference, samples, 0.003, 10, decay=0.0)
     command = f"--checkpoint_dir {checkpoint} --data.path {examples} --out_dir run {FLAGS} {flags}"
     script("finetune/lora.py", *command.split(), cwd=tmp_path)

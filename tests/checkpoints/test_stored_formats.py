@@ -16,7 +16,11 @@ from litft.checkpoints.stored_formats import AWQ_ORDER, dequantize_packed
 from litft.commands.convert_hf_checkpoint import convert
 
 SIZES = dict(
-    hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
 )
 GROUP = 32
 
@@ -144,7 +148,8 @@ def write(folder, base, out, quantize, settings):
         if name.endswith("_proj.weight"):
             stored, value = quantize(tensor)
             tensors |= {
-                name.removesuffix("weight") + part: x.contiguous() for part, x in stored.items()
+                name.removesuffix("weight") + part: x.contiguous()
+                for part, x in stored.items()
             }
             meant[name] = value
         else:
@@ -171,7 +176,10 @@ FORMATS = {
 }
 PACKED = {
     "symmetric": (to_packed, packed_settings()),
-    "asymmetric": (lambda w: to_packed(w, symmetric=False), packed_settings(symmetric=False)),
+    "asymmetric": (
+        lambda w: to_packed(w, symmetric=False),
+        packed_settings(symmetric=False),
+    ),
     "8 bits": (lambda w: to_packed(w, bits=8), packed_settings(bits=8)),
     "act order": (lambda w: to_packed(w, permuted=True), packed_settings()),
 }
@@ -218,14 +226,18 @@ def test_integers_are_read_as_they_are_meant(base, tmp_path, name):
     reference, folder = base
     quantize, settings = FORMATS[name]
     meant = write(folder, reference, tmp_path / "model", quantize, settings)
-    weights = {n: x.half().float() if n.endswith("_proj.weight") else x for n, x in meant.items()}
+    weights = {
+        n: x.half().float() if n.endswith("_proj.weight") else x for n, x in meant.items()
+    }
     reference.load_state_dict(weights, strict=False)
     model, _ = litft.load(tmp_path / "model", precision="fp32")
     tokens = draw(1, 20, seed=1)
     assert relative(model(tokens), reference(tokens).logits) <= 1e-5
     out = convert(
         ConvertArgs(
-            checkpoint_dir=str(tmp_path / "model"), out_dir=str(tmp_path / "out"), precision="fp32"
+            checkpoint_dir=str(tmp_path / "model"),
+            out_dir=str(tmp_path / "out"),
+            precision="fp32",
         )
     )
     written = load_file(out / "model.safetensors")
@@ -241,7 +253,10 @@ def test_integers_are_read_as_they_are_meant(base, tmp_path, name):
 def test_fp8_blocks_equal_transformers(base, tmp_path, block):
     reference, folder = base
     settings = dict(
-        quant_method="fp8", activation_scheme="dynamic", weight_block_size=list(block), fmt="e4m3"
+        quant_method="fp8",
+        activation_scheme="dynamic",
+        weight_block_size=list(block),
+        fmt="e4m3",
     )
     write(folder, reference, tmp_path, lambda w: (to_fp8(w, block), w), settings)
     config = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=block)
@@ -250,7 +265,9 @@ def test_fp8_blocks_equal_transformers(base, tmp_path, block):
     )
     model, _ = litft.load(tmp_path, precision="bf16")
     for index, layer in enumerate(expected.model.layers):
-        assert torch.equal(model.blocks[index].mlp.down_proj.weight, layer.mlp.down_proj.weight)
+        assert torch.equal(
+            model.blocks[index].mlp.down_proj.weight, layer.mlp.down_proj.weight
+        )
         assert torch.equal(
             model.blocks[index].attention.q_proj.weight, layer.self_attn.q_proj.weight
         )
@@ -307,7 +324,10 @@ STORED = {
     name: (lambda weight, to=quantize: to(weight)[0], settings)
     for name, (quantize, settings) in FORMATS.items()
 }
-STORED["packed"] = (lambda weight: to_packed(weight, symmetric=False)[0], packed_settings(False))
+STORED["packed"] = (
+    lambda weight: to_packed(weight, symmetric=False)[0],
+    packed_settings(False),
+)
 STORED["fp8"] = (lambda weight: to_fp8(weight, (32, 16)), FP8_BLOCKS)
 
 
@@ -371,5 +391,7 @@ def test_groups_that_do_not_exist_are_refused(base, tmp_path, shift):
         return stored | {"g_idx": stored["g_idx"] + shift}, weight
 
     write(folder, reference, tmp_path, shifted, settings)
-    with pytest.raises(ValueError, match=r"g_idx: expected groups from 0 to [12], found others"):
+    with pytest.raises(
+        ValueError, match=r"g_idx: expected groups from 0 to [12], found others"
+    ):
         litft.load(tmp_path)

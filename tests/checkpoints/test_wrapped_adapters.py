@@ -29,7 +29,9 @@ LLAMA4_TOWER = TOWER | dict(
     projector_output_dim=16,
     pixel_shuffle_ratio=0.5,
 )
-PER_LAYER = dict(global_head_dim=12, hidden_size_per_layer_input=10, vocab_size_per_layer_input=96)
+PER_LAYER = dict(
+    global_head_dim=12, hidden_size_per_layer_input=10, vocab_size_per_layer_input=96
+)
 # for language models whose heads divide the hidden size
 WITHOUT_HEAD_DIM = {name: value for name, value in TEXT.items() if name != "head_dim"}
 GLM_TOWER = TOWER | dict(depth=1, num_heads=2, out_hidden_size=32)
@@ -75,7 +77,9 @@ WRAPPERS = {
     "Llama4": (TEXT | EXPERTS, LLAMA4_TOWER, {}),
     "Qwen2_5_VL": (
         TEXT | dict(rope_parameters=MROPE),
-        dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=24),
+        dict(
+            depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=24
+        ),
         dict(tie_word_embeddings=False),
     ),
     "Qwen3VL": (TEXT | dict(rope_parameters=MROPE), QWEN_TOWER, {}),
@@ -84,8 +88,16 @@ WRAPPERS = {
 }
 # the same; each with one kind of adapters
 MORE_WRAPPERS = {
-    "AyaVision": (WITHOUT_HEAD_DIM | dict(model_type="cohere2", sliding_window=6), SIGLIP, {}),
-    "Cohere2Vision": (WITHOUT_HEAD_DIM | dict(model_type="cohere2", sliding_window=6), SIGLIP, {}),
+    "AyaVision": (
+        WITHOUT_HEAD_DIM | dict(model_type="cohere2", sliding_window=6),
+        SIGLIP,
+        {},
+    ),
+    "Cohere2Vision": (
+        WITHOUT_HEAD_DIM | dict(model_type="cohere2", sliding_window=6),
+        SIGLIP,
+        {},
+    ),
     "Exaone4_5_": (
         TEXT | dict(model_type="exaone4", sliding_window=6),
         GLM_TOWER | dict(window_size=28),
@@ -98,7 +110,9 @@ MORE_WRAPPERS = {
     ),
     "Glm4v": (WITHOUT_HEAD_DIM | dict(rope_parameters=GLM_ROPE), GLM_TOWER, {}),
     "Glm4vMoe": (
-        TEXT | SPARSE | dict(rope_parameters=GLM_ROPE, n_routed_experts=4, n_shared_experts=1),
+        TEXT
+        | SPARSE
+        | dict(rope_parameters=GLM_ROPE, n_routed_experts=4, n_shared_experts=1),
         GLM_TOWER,
         {},
     ),
@@ -129,7 +143,11 @@ MORE_WRAPPERS = {
         dict(depth=1, hidden_size=32, num_heads=2, embed_dim=16),
         {},
     ),
-    "Qwen3VLMoe": (TEXT | SPARSE | dict(num_experts=4, rope_parameters=MROPE), QWEN_TOWER, {}),
+    "Qwen3VLMoe": (
+        TEXT | SPARSE | dict(num_experts=4, rope_parameters=MROPE),
+        QWEN_TOWER,
+        {},
+    ),
     "VipLlava": (TEXT | dict(model_type="llama"), CLIP, {}),
     # transformers' wrapper leaves out logits_scaling, which is 1 here
     "LlavaNext, Granite": (
@@ -175,7 +193,9 @@ def as_published(folder):
     which it cannot read."""
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        tensors[name.replace("language_model.model.blocks", "language_model.model.layers")] = tensor
+        tensors[
+            name.replace("language_model.model.blocks", "language_model.model.layers")
+        ] = tensor
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -206,7 +226,9 @@ def write_random_adapter(folder, out, tokens=0, text_names=False, **flags):
     method.attach(model)
     perturb(method.parameters(model).values())
     out.mkdir(exist_ok=True)
-    method.write(out, source, method.values(model), {"base_model_name_or_path": str(folder)})
+    method.write(
+        out, source, method.values(model), {"base_model_name_or_path": str(folder)}
+    )
     return model, source
 
 
@@ -256,7 +278,9 @@ def pairs_of_wrappers_and_kinds():
     return pairs
 
 
-@pytest.mark.parametrize(("wrapper", "kind"), pairs_of_wrappers_and_kinds(), indirect=["wrapper"])
+@pytest.mark.parametrize(
+    ("wrapper", "kind"), pairs_of_wrappers_and_kinds(), indirect=["wrapper"]
+)
 @torch.no_grad()
 @pytest.mark.halved
 def test_the_wrapper_applies_what_we_wrote(wrapper, tmp_path, kind):
@@ -272,7 +296,10 @@ def test_the_wrapper_applies_what_we_wrote(wrapper, tmp_path, kind):
         name, folder, tmp_path / "adapter", transformers.AutoModelForImageTextToText, tokens
     )
     assert relative(logits, expected) <= 1e-5
-    assert relative(litft.load(tmp_path / "adapter", base_dir=folder)[0](TOKENS), expected) <= 1e-5
+    assert (
+        relative(litft.load(tmp_path / "adapter", base_dir=folder)[0](TOKENS), expected)
+        <= 1e-5
+    )
     if name == "Gemma3":  # AutoModelForCausalLM opens the wrapper too
         logits = peft_logits(
             name, folder, tmp_path / "adapter", transformers.AutoModelForCausalLM, tokens
@@ -287,7 +314,10 @@ def test_an_adapter_for_the_text_class(wrapper, tmp_path):
     model, _ = write_random_adapter(folder, tmp_path / "adapter", text_names=True)
     expected = model(TOKENS)
     assert not any("language_model" in key for key in read_tensors(tmp_path / "adapter"))
-    assert relative(litft.load(tmp_path / "adapter", base_dir=folder)[0](TOKENS), expected) <= 1e-5
+    assert (
+        relative(litft.load(tmp_path / "adapter", base_dir=folder)[0](TOKENS), expected)
+        <= 1e-5
+    )
     source = resolve(folder)
     if name not in ("Llama4", "Qwen3_5"):
         # transformers' class for causal language models opens the whole model
@@ -295,7 +325,9 @@ def test_an_adapter_for_the_text_class(wrapper, tmp_path):
             source.check_text_names("--text_names")
     else:
         source.check_text_names("--text_names")
-        logits = peft_logits(name, folder, tmp_path / "adapter", transformers.AutoModelForCausalLM)
+        logits = peft_logits(
+            name, folder, tmp_path / "adapter", transformers.AutoModelForCausalLM
+        )
         assert relative(logits, expected) <= 1e-5
 
 
@@ -305,7 +337,9 @@ def test_adapters_that_peft_wrote_for_a_wrapper(wrapper, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     name, folder = wrapper
-    base = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    base = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32
+    )
     prefix = MODULES.get(name, r"model\.language_model")
     first = "q_b_proj" if hasattr(base.config.text_config, "q_lora_rank") else "q_proj"
     second = {"Lfm2Vl": "out_proj", "Lfm3Vl": "out_proj"}.get(name, "o_proj")
@@ -331,13 +365,17 @@ def test_the_language_model_and_the_whole_model_are_written(wrapper, tmp_path):
     name, folder = wrapper
     export(ExportArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "text")))
     expected = litft.load(folder)[0](TOKENS)
-    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype="float32")
+    text = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "text", dtype="float32"
+    )
     assert relative(text(TOKENS).logits, expected) <= 1e-5
     # of Muse Glimmer's text, transformers has only a class without a head
     if name != "MuseGlimmer":
         assert text.config.architectures == [type(text).__name__]
 
-    flags = ExportArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "whole"), multimodal=True)
+    flags = ExportArgs(
+        checkpoint_dir=str(folder), out_dir=str(tmp_path / "whole"), multimodal=True
+    )
     export(flags)
     before = Checkpoint(folder)
     after = Checkpoint(tmp_path / "whole")

@@ -20,7 +20,9 @@ def plan_args(recipe: Recipe) -> PlanArgs:
     """Return the flags of `plan` for a recipe and its model."""
     args = parse(FINETUNE[recipe.method], ["--config", recipe.name, *USES])
     return PlanArgs(
-        checkpoint_dir=str(CONFIGS / recipe.model.split("/")[1].lower().removesuffix("-instruct")),
+        checkpoint_dir=str(
+            CONFIGS / recipe.model.split("/")[1].lower().removesuffix("-instruct")
+        ),
         method=recipe.method,
         precision="bf16-true" if args.precision == "bf16-true" else "bf16",
         quantize=args.quantize,
@@ -41,7 +43,10 @@ def test_a_recipe_fits_into_its_memory_and_states_it(recipe):
     prints."""
     args = plan_args(recipe)
     fit = plan_on_paper(args).fit
-    assert (fit.rows, fit.recomputed) == (args.micro_batch_size, args.activation_checkpointing)
+    assert (fit.rows, fit.recomputed) == (
+        args.micro_batch_size,
+        args.activation_checkpointing,
+    )
     assert (fit.quantize, fit.cpu_offload) == (args.quantize, "none")
     assert fit.plan.memory.peak <= USABLE_FRACTION * parse_size(recipe.memory_of_gpu)
     stated = float(recipe.planned_peak.removesuffix(" GiB")) * 2**30
@@ -50,7 +55,9 @@ def test_a_recipe_fits_into_its_memory_and_states_it(recipe):
 
 
 def test_recipes_cover_the_common_gpus():
-    single = {recipe.memory_of_gpu for recipe in recipes() if recipe.flags.get("devices", 1) == 1}
+    single = {
+        recipe.memory_of_gpu for recipe in recipes() if recipe.flags.get("devices", 1) == 1
+    }
     assert single == {"8GB", "12GB", "16GB", "24GB", "48GB", "80GB"}
     assert {"lora", "full"} == {
         recipe.method for recipe in recipes() if recipe.flags.get("devices") == 8
@@ -59,7 +66,8 @@ def test_recipes_cover_the_common_gpus():
 
 def test_a_recipe_is_read_like_a_file_and_later_flags_win(tmp_path):
     args = parse(
-        FINETUNE["lora"], ["--config", "qlora-8b-24gb", *USES, "--train.micro_batch_size", "1"]
+        FINETUNE["lora"],
+        ["--config", "qlora-8b-24gb", *USES, "--train.micro_batch_size", "1"],
     )
     assert (args.quantize, args.data.max_seq_length, args.train.micro_batch_size) == (
         "nf4",
@@ -68,7 +76,9 @@ def test_a_recipe_is_read_like_a_file_and_later_flags_win(tmp_path):
     )
     copy = tmp_path / "mine.yaml"
     copy.write_text((RECIPES / "qlora-8b-24gb.yaml").read_text())
-    assert parse(FINETUNE["lora"], ["--config", str(copy), *USES]).data.max_seq_length == 8192
+    assert (
+        parse(FINETUNE["lora"], ["--config", str(copy), *USES]).data.max_seq_length == 8192
+    )
     for description in ("recipe: mine\n", "recipe:\n  title: mine\n"):
         copy.write_text(f"{description}quantize: nf4\n")
         assert parse(FINETUNE["lora"], ["--config", str(copy), *USES]).quantize == "nf4"
@@ -82,8 +92,16 @@ def test_a_recipe_is_read_like_a_file_and_later_flags_win(tmp_path):
             ["qlora-8b-24gb", *USES],
             "--config qlora-8b-24gb is a recipe of finetune/lora.py; use that command",
         ),
-        ("lora", ["qlora-8b-24", *USES], "no such file or recipe; did you mean qlora-8b-24gb?"),
-        ("lora", ["qlora-8b-24gb", "--resume", "false"], "is a recipe; add the model and the data"),
+        (
+            "lora",
+            ["qlora-8b-24", *USES],
+            "no such file or recipe; did you mean qlora-8b-24gb?",
+        ),
+        (
+            "lora",
+            ["qlora-8b-24gb", "--resume", "false"],
+            "is a recipe; add the model and the data",
+        ),
         (
             "lora",
             ["qlora-8b-24gb"],
@@ -105,7 +123,8 @@ def test_the_list_names_every_recipe_with_its_memory(tmp_path):
             and f"{recipe.planned_peak} of {recipe.memory_of_gpu}" in line
         )
     smaller_first = [
-        (recipe.flags.get("devices", 1), int(recipe.memory_of_gpu[:-2])) for recipe in recipes()
+        (recipe.flags.get("devices", 1), int(recipe.memory_of_gpu[:-2]))
+        for recipe in recipes()
     ]
     assert all(first <= second for first, second in pairwise(smaller_first))
     shown = script("scripts/recipes.py", "--show", "full-8b-8x80gb", cwd=tmp_path).stdout

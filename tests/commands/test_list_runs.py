@@ -37,7 +37,9 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
         save=SaveArgs(interval=1),
     )
     outcome = litft.finetune(args)
-    whole, stopped, begun = (tmp_path / "out" / name for name in ("whole", "stopped", "begun"))
+    whole, stopped, begun = (
+        tmp_path / "out" / name for name in ("whole", "stopped", "begun")
+    )
     for folder in (stopped, begun):
         shutil.copytree(whole, folder)
         shutil.rmtree(folder / "final")
@@ -60,17 +62,29 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
     )
     # the verdict of a run that was continued is of its earlier result
     assert runs["whole"].verdict and not runs["stopped"].verdict
-    assert runs["begun"].state == "not finished; no checkpoint yet" and not runs["begun"].losses
+    assert (
+        runs["begun"].state == "not finished; no checkpoint yet"
+        and not runs["begun"].losses
+    )
     with locked_folder(begun):
         assert read_run(begun).state.startswith(f"running: process {os.getpid()} on ")
-    expected = {"loss": outcome.metrics["loss"], "validation loss": outcome.metrics["val_loss"]}
+    expected = {
+        "loss": outcome.metrics["loss"],
+        "validation loss": outcome.metrics["val_loss"],
+    }
     for name, value in expected.items():
         assert abs(runs["stopped"].losses[name] - value) < 1e-6
     config = (whole / "config.yaml").read_text()
     (whole / "config.yaml").write_text(config.replace(str(tiny), "models/smol/base"))
     assert read_run(whole).model == "smol/base"
     lines = command("runs", cwd=tmp_path).splitlines()
-    assert len(lines) == 4 and lines[0].split()[:5] == ["run", "last", "start", "method", "model"]
+    assert len(lines) == 4 and lines[0].split()[:5] == [
+        "run",
+        "last",
+        "start",
+        "method",
+        "model",
+    ]
     assert "has no runs" in command("runs", "--folder", "nothing", cwd=tmp_path, code=2)
 
 
@@ -88,7 +102,9 @@ def test_the_version_is_printed(tmp_path):
         assert f"no command '{other}'; did you mean litft {ours}? `litft --help`" in message
         # the hint does not scroll away
         assert message.count("\n") == 1
-    assert "it needs a method: litft finetune lora" in command("finetune", cwd=tmp_path, code=2)
+    assert "it needs a method: litft finetune lora" in command(
+        "finetune", cwd=tmp_path, code=2
+    )
     message = command("finetune", "qlora", cwd=tmp_path, code=2)
     assert "use litft finetune lora --quantize nf4; `litft --help`" in message
     usage = command("finetune", "--help", cwd=tmp_path)

@@ -44,7 +44,9 @@ def test_the_schema_accepts_recipes(path, capsys):
 @pytest.mark.parametrize("method", FINETUNE)
 def test_the_schema_accepts_the_flags_that_a_run_writes(method, capsys):
     document = schema(capsys, "--command", f"finetune {method}")
-    Draft202012Validator(document).validate(yaml.safe_load((DEMO / f"{method}.yaml").read_text()))
+    Draft202012Validator(document).validate(
+        yaml.safe_load((DEMO / f"{method}.yaml").read_text())
+    )
     with pytest.raises(SystemExit):
         run(f"finetune {method}", ["--print_config"])
     Draft202012Validator(document).validate(yaml.safe_load(capsys.readouterr().out))
@@ -89,5 +91,6 @@ def test_a_command_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         run("schema", ["--command", "train"])
     assert (
-        "--command train: no such command; there are all, finetune lora" in capsys.readouterr().err
+        "--command train: no such command; there are all, finetune lora"
+        in capsys.readouterr().err
     )

@@ -48,7 +48,9 @@ def test_the_grid_is_run_and_compared(base, capsys):
     for name in names:
         runs = [folder / f"{name.replace(', ', '_')}_seed={seed}" for seed in (1, 2)]
         assert all(run_dir.finished(run) for run in runs)
-        last = [list(run_dir.metrics_rows(run / "metrics.csv"))[-1]["val_loss"] for run in runs]
+        last = [
+            list(run_dir.metrics_rows(run / "metrics.csv"))[-1]["val_loss"] for run in runs
+        ]
         found = [item["scores"]["loss"] for item in figures["settings"][name]]
         assert found == pytest.approx([float(loss) for loss in last])
     # a rate of 0 learns nothing: both seeds have the loss of the base
@@ -71,7 +73,9 @@ def test_another_base_is_not_mixed_with_finished_runs(base, capsys):
     flags = ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "sweep"]
     command("sweep", flags)
     capsys.readouterr()
-    (base / "base.yaml").write_text((base / "base.yaml").read_text() + "save: {interval: 0}\n")
+    (base / "base.yaml").write_text(
+        (base / "base.yaml").read_text() + "save: {interval: 0}\n"
+    )
     assert "started with another --config" in refused("sweep", *flags, capsys=capsys)
 
 
@@ -92,7 +96,9 @@ def test_another_model_or_reward_is_not_mixed_with_finished_runs(base, tiny, cap
     """Folders and files may have another content under the same name."""
     shutil.copytree(tiny, base / "model")
     (base / "r.py").write_text("def f(completion): return 1.0")
-    words = "--checkpoint_dir model --objective grpo --reward r.py:f --eval.exact_match false"
+    words = (
+        "--checkpoint_dir model --objective grpo --reward r.py:f --eval.exact_match false"
+    )
     flags = ["--config", "base.yaml", f"--flags={words}", "--out_dir", "sweep"]
     flags += ["--grid", "lora.r=2"]
     args = parse(SweepArgs, flags)
@@ -132,10 +138,16 @@ def test_a_run_that_fails_does_not_end_the_others(base, capsys):
         (["--grid", "lora.r+lora.alpha=2+"], "a value is empty"),
         (["--grid", "lora.r+lora.alpha=2+4,2 + 4"], "a value is there twice"),
         (["--grid", "lora.r+lora.alpha=2+4,8"], "8 has 1 of 2 values; write one for"),
-        (["--grid", "lora.r=2", "lora.r+lora.alpha=2+4"], "--grid lora.r: the flag is there twice"),
+        (
+            ["--grid", "lora.r=2", "lora.r+lora.alpha=2+4"],
+            "--grid lora.r: the flag is there twice",
+        ),
         (["--grid", "lora.r=two"], "--lora.r two: expected a whole number"),
         (["--grid", "=4,8"], "expected FLAG=VALUE,VALUE"),
-        (["--grid", "lora.r=2", "--flags=--x 'y"], "No closing quotation; close the quotation"),
+        (
+            ["--grid", "lora.r=2", "--flags=--x 'y"],
+            "No closing quotation; close the quotation",
+        ),
         (["--grid", "lora.r=2", "--method", "dora"], "--method dora: expected one of"),
         (["--grid", "lora.r=2", "--seeds", "0"], "--seeds"),
         (["--grid", "lora.r=2", "--config", "none.yaml"], "none.yaml"),
@@ -148,7 +160,10 @@ def test_mistakes_are_found_before_the_first_run(base, capsys, flags, message):
 
 def test_values_with_commas_are_divided_by_bars():
     args = SweepArgs(grid=["lora.targets=q_proj", "v_proj|q_proj", "lora.r=2", "4"])
-    assert args.axes() == {"lora.targets": ["q_proj,v_proj", "q_proj"], "lora.r": ["2", "4"]}
+    assert args.axes() == {
+        "lora.targets": ["q_proj,v_proj", "q_proj"],
+        "lora.r": ["2", "4"],
+    }
     assert len(args.settings()) == 4
 
 
@@ -193,7 +208,9 @@ def test_an_interrupted_sweep_saves_its_run_and_goes_on(base, number):
 def test_a_run_that_is_still_running_is_not_started_again(base, capsys):
     """A sweep that was killed leaves it."""
     with locked_folder(base / "sweep" / "r=2_seed=1"), pytest.raises(SystemExit):
-        command("sweep", ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "sweep"])
+        command(
+            "sweep", ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "sweep"]
+        )
     assert "failed: " in capsys.readouterr().out
 
 
@@ -209,7 +226,9 @@ def setting(name, losses, noise, seeds=3):
     """Return a setting: losses of examples, and what each seed adds to all of them."""
     runs = []
     for seed in range(seeds):
-        parts = {(n + 1,): Part(4 * (loss + noise[seed]), 4.0) for n, loss in enumerate(losses)}
+        parts = {
+            (n + 1,): Part(4 * (loss + noise[seed]), 4.0) for n, loss in enumerate(losses)
+        }
         scores = {"loss": float(np.mean(losses) + noise[seed])}
         runs.append(RunScores(seed + 1, scores, {"loss": parts}))
     return RunsOfSetting(name, runs)
@@ -235,7 +254,9 @@ def test_a_difference_is_real_over_examples_and_over_seeds():
     # equal settings differ in nothing
     assert not difference(best, best, "loss").is_real
     # the other way round, of few examples
-    few = difference(setting("a", losses[:5], noise), setting("b", losses[:5] + 1, noise), "loss")
+    few = difference(
+        setting("a", losses[:5], noise), setting("b", losses[:5] + 1, noise), "loss"
+    )
     assert not few.is_real
     assert [item.name for item in ranked([worse, best], "loss")] == ["best", "worse"]
     assert [item.name for item in ranked([worse, best], "exact_match")] == ["worse", "best"]
@@ -267,7 +288,8 @@ def test_other_tokens_of_the_same_examples_are_not_compared():
     runs = []
     for run in second.runs:
         parts = {
-            key: Part(2 * value, 2 * weight) for key, (value, weight) in run.parts["loss"].items()
+            key: Part(2 * value, 2 * weight)
+            for key, (value, weight) in run.parts["loss"].items()
         }
         runs.append(run._replace(parts={"loss": parts}))
     other = RunsOfSetting("other", runs)

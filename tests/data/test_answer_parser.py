@@ -39,7 +39,10 @@ SYNTAXES = {
         [CALL, SECOND],
     ),
     "arguments as text": ('{"name": "clock", "arguments": ""}', [SECOND]),
-    "Command": (f'[{{"tool_call_id": "0", "tool_name": "weather", "parameters": {JSON}}}]', [CALL]),
+    "Command": (
+        f'[{{"tool_call_id": "0", "tool_name": "weather", "parameters": {JSON}}}]',
+        [CALL],
+    ),
     "Apertus": (f'[{{"weather": {JSON}}}, {{"clock": {{}}}}]', [CALL, SECOND]),
     "Qwen 3 Coder": (
         '\n<function=weather>\n<parameter=town>\nKöln "x"\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n',
@@ -98,16 +101,25 @@ def test_values_without_quotes_have_their_declared_types():
         "days": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     }
     nullable = [
-        {"type": "function", "function": {"name": "weather", "parameters": {"properties": types}}}
+        {
+            "type": "function",
+            "function": {"name": "weather", "parameters": {"properties": types}},
+        }
     ]
-    assert read_calls(text, nullable) == [ToolCall("weather", {"town": "1984", "days": "2"})]
+    assert read_calls(text, nullable) == [
+        ToolCall("weather", {"town": "1984", "days": "2"})
+    ]
     assert read_calls(text.replace("1984", "null"), nullable) == [
         ToolCall("weather", {"town": None, "days": "2"})
     ]
     types["town"] = {"enum": ["1984", "2001"]}
-    assert read_calls(text, nullable) == [ToolCall("weather", {"town": "1984", "days": "2"})]
+    assert read_calls(text, nullable) == [
+        ToolCall("weather", {"town": "1984", "days": "2"})
+    ]
     nested = 'call:f{a:{b:[1,<|"|>x, y<|"|>,{c:true}],d:null}}'
-    assert read_calls(nested) == [ToolCall("f", {"a": {"b": [1, "x, y", {"c": True}], "d": None}})]
+    assert read_calls(nested) == [
+        ToolCall("f", {"a": {"b": [1, "x, y", {"c": True}], "d": None}})
+    ]
 
 
 NO_CALLS = [
@@ -164,7 +176,8 @@ def test_text_that_is_no_call_stays_as_it_is():
     answer = '{"name": "Ada", "age": 36}'
     assert make_parser(llama, tools=TOOLS).parse(answer) == ParsedAnswer(answer)
     call = '{"name": "clock", "parameters": {}}'
-    assert make_parser(llama).parse(call) == ParsedAnswer(call)  # without tools, JSON is content
+    # without tools, JSON is content
+    assert make_parser(llama).parse(call) == ParsedAnswer(call)
     assert make_parser(llama, tools=TOOLS).parse("<|python_tag|>" + call).calls == [SECOND]
 
 
@@ -184,10 +197,14 @@ def test_reasoning_and_content_keep_their_text():
         expected = ParsedAnswer("It  is", "Let me\n\nsee.", [SECOND])
         assert parsed_in_pieces(thoughtful, text, size) == expected
         assert (
-            parsed_in_pieces(thoughtful, text.removeprefix("<think>"), size, in_thought=True)
+            parsed_in_pieces(
+                thoughtful, text.removeprefix("<think>"), size, in_thought=True
+            )
             == expected
         )
-        assert parsed_in_pieces(thoughtful, "</think>\n\nYes.", size) == ParsedAnswer("Yes.")
+        assert parsed_in_pieces(thoughtful, "</think>\n\nYes.", size) == ParsedAnswer(
+            "Yes."
+        )
         assert parsed_in_pieces(thoughtful, "<think>never closed", size) == ParsedAnswer(
             "", "never closed"
         )
@@ -202,9 +219,13 @@ def test_channels():
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     call = f"{thought} to=functions.weather<|channel|>commentary json<|message|>{JSON}"
     for size in (1, 4, 1000):
-        assert parsed_in_pieces(channels, text, size) == ParsedAnswer("Eve likes white.", "Hm.")
+        assert parsed_in_pieces(channels, text, size) == ParsedAnswer(
+            "Eve likes white.", "Hm."
+        )
         assert parsed_in_pieces(channels, call, size) == ParsedAnswer("", "Hm.", [CALL])
-        assert parsed_in_pieces(channels, "no channels", size) == ParsedAnswer("no channels")
+        assert parsed_in_pieces(channels, "no channels", size) == ParsedAnswer(
+            "no channels"
+        )
 
 
 SHARED_TEMPLATES = """
@@ -271,10 +292,14 @@ def test_the_marks_of_a_template_are_found_by_what_it_writes():
         "c.function.arguments | tojson }}"
     )
     loop = (
-        "{%- for m in messages %}" + body + calls + "{%- endfor %}{{ '<|end|>\\n' }}{%- endfor %}"
+        "{%- for m in messages %}"
+        + body
+        + calls
+        + "{%- endfor %}{{ '<|end|>\\n' }}{%- endfor %}"
     )
     template = (
-        loop + "{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}{# tools #}"
+        loop
+        + "{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}{# tools #}"
     )
     ends = EndTokens(("<|end|>",), ("<|end|>",))
     assert answer_format(template, {}, ends).calls == CallMarks("[TOOL_CALLS]")
@@ -290,7 +315,10 @@ def test_templates_that_take_arguments_as_text_get_text(tiny):
         "%}{# tools #}"
     )
     messages = check_messages(
-        [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_entry(CALL)]}],
+        [
+            QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call_entry(CALL)]},
+        ],
         "the test",
     )
     for form in (
@@ -367,7 +395,9 @@ def test_channels_that_are_cut_or_continued():
     for size in (1, 5, 1000):
         assert parsed_in_pieces(channels, thought, size) == ParsedAnswer("", "Hm.")
         assert parsed_in_pieces(channels, plain, size) == ParsedAnswer(plain)
-        assert parsed_in_pieces(channels, both, size) == ParsedAnswer("Let me look.\n\nDone.")
+        assert parsed_in_pieces(channels, both, size) == ParsedAnswer(
+            "Let me look.\n\nDone."
+        )
     parser = make_parser(channels)
     parser.continue_message("<|start|>assistant<|channel|>final<|message|>Once upon")
     assert parser.parse(" a time").content == " a time"
@@ -386,16 +416,26 @@ def test_a_continued_answer_ends_with_its_content(tiny):
     }.items():
         tokenizer.use_template(source)
         for content in ("<", "|", "end", "turn", "Once upon a", "e"):
-            text = tokenizer.continued_chat([QUESTION, {"role": "assistant", "content": content}])
+            text = tokenizer.continued_chat(
+                [QUESTION, {"role": "assistant", "content": content}]
+            )
             prompt = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)
             assert text == prompt + content, (name, content)
-        for last in (QUESTION, {"role": "assistant", "content": " "}, ANSWERS["text and call"]):
+        for last in (
+            QUESTION,
+            {"role": "assistant", "content": " "},
+            ANSWERS["text and call"],
+        ):
             with pytest.raises(ValueError, match="cannot be continued"):
                 tokenizer.continued_chat([QUESTION, last])
 
 
 REPEATED = {
-    "a broken call": ("<tool_call>", "</tool_call>", '<tool_call>{"name": "weather"</tool_call>\n'),
+    "a broken call": (
+        "<tool_call>",
+        "</tool_call>",
+        '<tool_call>{"name": "weather"</tool_call>\n',
+    ),
     "an empty call": ("<tool_call>", "</tool_call>", "<tool_call></tool_call>"),
     "an opening mark": ("<tool_call>", "</tool_call>", "<tool_call>"),
     "a mark without an end": ("[TOOL_CALLS]", "", "[TOOL_CALLS]x"),

@@ -67,7 +67,9 @@ def encode_record(record, tokenizer, **settings):
 
 def make_sample(messages, tokenizer, mask_prompt=True):
     """Return the only sample of a conversation."""
-    (encoded,) = encode_record({"messages": messages}, tokenizer, mask_prompt=mask_prompt).samples
+    (encoded,) = encode_record(
+        {"messages": messages}, tokenizer, mask_prompt=mask_prompt
+    ).samples
     return to_sample(encoded)
 
 
@@ -79,7 +81,9 @@ def load(path, tokenizer, vocab_size=512, context=256, **settings):
 
 def supervised_text(sample, tokenizer) -> str:
     """Decode the supervised tokens."""
-    return tokenizer.decode(sample.targets[sample.targets != IGNORED].tolist(), skip_special=False)
+    return tokenizer.decode(
+        sample.targets[sample.targets != IGNORED].tolist(), skip_special=False
+    )
 
 
 NAMES = [
@@ -128,10 +132,14 @@ def test_plain_prompts_have_no_marks(tokenizer):
     and the end token."""
     plain = copy.copy(tokenizer)
     plain.use_template(STYLES["plain"])
-    (encoded,) = encode_record({"prompt": "Add: 2 + 2 =", "completion": " four"}, plain).samples
+    (encoded,) = encode_record(
+        {"prompt": "Add: 2 + 2 =", "completion": " four"}, plain
+    ).samples
     sample = to_sample(encoded)
     end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
-    whole = tokenizer.decode([*sample.tokens.tolist(), tokenizer.eos_id], skip_special=False)
+    whole = tokenizer.decode(
+        [*sample.tokens.tolist(), tokenizer.eos_id], skip_special=False
+    )
     assert (
         whole.removeprefix(tokenizer.special.get("bos_token", "")).strip()
         == f"Add: 2 + 2 = four{end}"
@@ -198,7 +206,8 @@ def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
     record = {"instruction": "a", "input": "", "output": "once upon a time " * 20}
     long = {"instruction": "once upon a time " * 30, "input": "", "output": "a"}
     path = write_records(
-        tmp_path / "a.jsonl", [record, long, {"instruction": "a", "input": "", "output": "b"}]
+        tmp_path / "a.jsonl",
+        [record, long, {"instruction": "a", "input": "", "output": "b"}],
     )
     data = load(path, tokenizer, max_seq_length=150)
     assert (len(data.train), data.count(CUT, CUT_AWAY), data.skipped) == (2, 2, 1)
@@ -214,7 +223,10 @@ def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
         load(path, tokenizer, max_seq_length=5)
 
 
-QUESTION, ANSWER = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
+QUESTION, ANSWER = (
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +288,9 @@ def test_turns_beyond_the_limit_are_not_rendered(tiny, monkeypatch, template, se
     tokenizer.use_template(STYLES.get(template) or QUIRKS[template])
     messages = [{"role": "system", "content": "Be brief."}]
     for number in range(1000):
-        thought = "<think>\n" + "hm " * 20 + "\n</think>\n\n" if "thought" in template else ""
+        thought = (
+            "<think>\n" + "hm " * 20 + "\n</think>\n\n" if "thought" in template else ""
+        )
         answer = f"{thought}answer {number}" + " so" * (number * 7 % 20)
         messages += [
             {"role": "user", "content": f"ask {number}"},
@@ -287,15 +301,19 @@ def test_turns_beyond_the_limit_are_not_rendered(tiny, monkeypatch, template, se
         for threshold in (40, 10_000):
             monkeypatch.setattr(encoder, "LONG_CONVERSATION", threshold)
             results.append(
-                Encoder(tokenizer, limit=limit, **settings)("here", {"messages": messages[:81]})
+                Encoder(tokenizer, limit=limit, **settings)(
+                    "here", {"messages": messages[:81]}
+                )
             )
         short, whole = results
         assert (
-            short.notes == whole.notes and short.turns == whole.turns and short.ends == whole.ends
+            short.notes == whole.notes
+            and short.turns == whole.turns
+            and short.ends == whole.ends
         )
-        assert all(map(np.array_equal, short.samples, whole.samples)) and len(short.samples) == len(
-            whole.samples
-        )
+        assert all(map(np.array_equal, short.samples, whole.samples)) and len(
+            short.samples
+        ) == len(whole.samples)
     monkeypatch.setattr(encoder, "LONG_CONVERSATION", 40)
     began = time.monotonic()
     Encoder(tokenizer, limit=400, **settings)("here", {"messages": messages})
@@ -310,7 +328,8 @@ def test_a_template_that_rewrites_history_gives_each_turn_a_sample(tiny):
     samples = [to_sample(encoded) for encoded in result.samples]
     assert len(samples) == 2 and len(set(result.units)) == 1
     assert all(
-        "1+1" in supervised_text(sample, tokenizer) and "two" in supervised_text(sample, tokenizer)
+        "1+1" in supervised_text(sample, tokenizer)
+        and "two" in supervised_text(sample, tokenizer)
         for sample in samples
     )
     second = tokenizer.decode(samples[1].tokens.tolist())
@@ -323,7 +342,10 @@ def test_a_text_becomes_windows_in_which_each_token_is_a_target_once(tmp_path, t
     (tmp_path / "a.txt").write_text(text)
     data = load(tmp_path / "a.txt", tokenizer, max_seq_length=64)
     ids = tokenizer.encode(text, eos=True)
-    assert data.train.lengths[:-1].tolist() == [64] * (len(data.train) - 1) and len(data.train) > 4
+    assert (
+        data.train.lengths[:-1].tolist() == [64] * (len(data.train) - 1)
+        and len(data.train) > 4
+    )
     assert torch.cat([sample.targets for sample in data.train]).tolist() == ids[1:]
     assert torch.cat([sample.tokens for sample in data.train]).tolist() == ids[:-1]
     split_data = load(tmp_path / "a.txt", tokenizer, max_seq_length=64, val_fraction=0.3)
@@ -338,13 +360,17 @@ def test_a_text_becomes_windows_in_which_each_token_is_a_target_once(tmp_path, t
     )
 
 
-@pytest.mark.parametrize("text", ["Once upon", "<s>Once upon", "Once upon</s>", "<s>Once upon</s>"])
+@pytest.mark.parametrize(
+    "text", ["Once upon", "<s>Once upon", "Once upon</s>", "<s>Once upon</s>"]
+)
 def test_a_text_has_one_bos_and_one_eos(tiny, text):
     """design.md 4.3: also if the text already contains them."""
     tokenizer = Tokenizer(tiny)
     (encoded,) = encode_record({"text": text}, tokenizer).samples
     ids = (encoded & ID_MASK).tolist()
-    assert ids == tokenizer.encode("Once upon", eos=True) and ids.count(tokenizer.bos_id) == 1
+    assert (
+        ids == tokenizer.encode("Once upon", eos=True) and ids.count(tokenizer.bos_id) == 1
+    )
 
 
 def test_splits(tmp_path, tiny):
@@ -355,7 +381,8 @@ def test_splits(tmp_path, tiny):
         load(path, tokenizer, val_fraction=0.25, seed=seed) for seed in (1, 1, 2)
     )
     val_tokens = [
-        {tuple(sample.tokens.tolist()) for sample in data.val} for data in (first, again, other)
+        {tuple(sample.tokens.tolist()) for sample in data.val}
+        for data in (first, again, other)
     ]
     assert (
         len(first.train) + len(first.val) == 20
@@ -422,7 +449,11 @@ def test_each_record_stays_in_its_split(tmp_path, tiny):
     assert 15 <= len(val) <= 45 and not train & val
     shuffled = random.Random(0).sample(records, len(records))
     questions = [
-        {"question": record["instruction"], "say": record["input"], "answer": record["output"]}
+        {
+            "question": record["instruction"],
+            "say": record["input"],
+            "answer": record["output"],
+        }
         for record in records
     ]
     for changed_records, settings in (
@@ -452,9 +483,9 @@ def test_each_record_stays_in_its_split(tmp_path, tiny):
         columns=["instruction=question", "output=answer"],
         **flags,
     )
-    assert record_numbers(renamed.val, tokenizer) & {int(text[3:]) for text in plain} == val & {
+    assert record_numbers(renamed.val, tokenizer) & {
         int(text[3:]) for text in plain
-    }
+    } == val & {int(text[3:]) for text in plain}
 
 
 def test_text_stays_in_its_split_for_every_window_length(tmp_path, tiny, checkpoints):
@@ -465,13 +496,20 @@ def test_text_stays_in_its_split_for_every_window_length(tmp_path, tiny, checkpo
     for folder, limit in ((tiny, 64), (tiny, 200), (checkpoints["demo"], 200)):
         tokenizer = Tokenizer(folder)
         data = load(
-            tmp_path / "a.txt", tokenizer, vocab_size=32000, max_seq_length=limit, val_fraction=0.1
+            tmp_path / "a.txt",
+            tokenizer,
+            vocab_size=32000,
+            max_seq_length=limit,
+            val_fraction=0.1,
         )
         targets = [
-            torch.cat([sample.targets for sample in split]) for split in (data.train, data.val)
+            torch.cat([sample.targets for sample in split])
+            for split in (data.train, data.val)
         ]
         texts = [tokenizer.decode(ids.tolist()) for ids in targets]
-        numbers.append([set(re.findall(r"were (\d+) girls", split_text)) for split_text in texts])
+        numbers.append(
+            [set(re.findall(r"were (\d+) girls", split_text)) for split_text in texts]
+        )
         assert (
             0.03 * len(text) < len(texts[1]) < 0.25 * len(text)
             and len(numbers[-1][0] & numbers[-1][1]) < 40
@@ -483,7 +521,12 @@ def test_text_stays_in_its_split_for_every_window_length(tmp_path, tiny, checkpo
 def test_extreme_val_fractions(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
     records = [{"instruction": f"No {n}", "output": "Yes."} for n in range(4)]
-    for count, fraction, val_count in ((4, 1e-9, 1), (4, 0.999999, 3), (1, 0.5, 0), (4, 0.0, 0)):
+    for count, fraction, val_count in (
+        (4, 1e-9, 1),
+        (4, 0.999999, 3),
+        (1, 0.5, 0),
+        (4, 0.0, 0),
+    ):
         data = load(
             write_records(tmp_path / f"{count}.json", records[:count]),
             tokenizer,
@@ -519,7 +562,8 @@ def test_only_the_first_records_of_each_path_are_read(tmp_path, tiny):
 def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
     answers = [
-        {"role": "assistant", "content": f"<think>\n{n}\n</think>\n\n{n}"} for n in range(40)
+        {"role": "assistant", "content": f"<think>\n{n}\n</think>\n\n{n}"}
+        for n in range(40)
     ]
     path = write_records(
         tmp_path / "a.json",
@@ -529,7 +573,8 @@ def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny):
     template.write_text(THOUGHTS_DROPPED)
     data = load(path, tokenizer, val_fraction=0.25, template=str(template))
     train_texts, val_texts = (
-        {supervised_text(sample, tokenizer) for sample in split} for split in (data.train, data.val)
+        {supervised_text(sample, tokenizer) for sample in split}
+        for split in (data.train, data.val)
     )
     assert (
         len(data.train) == 2 * len(train_texts)
@@ -556,7 +601,10 @@ def test_texts_with_a_common_start_are_not_duplicates(tmp_path, tiny):
         rest = "".join(f"{name} saw {n} dogs. " for n in range(300))
         (tmp_path / f"{name}.txt").write_text(start + rest)
     data = load(
-        tmp_path / "a.txt", tokenizer, val_path=[str(tmp_path / "b.txt")], max_seq_length=100
+        tmp_path / "a.txt",
+        tokenizer,
+        val_path=[str(tmp_path / "b.txt")],
+        max_seq_length=100,
     )
     val_tokens = {tuple(sample.tokens.tolist()) for sample in data.val}
     duplicates = [
@@ -564,7 +612,9 @@ def test_texts_with_a_common_start_are_not_duplicates(tmp_path, tiny):
         for number, sample in enumerate(data.train)
         if tuple(sample.tokens.tolist()) in val_tokens
     ]
-    assert data.duplicates.tolist() == duplicates and 2 < len(duplicates) < len(data.train) / 2
+    assert (
+        data.duplicates.tolist() == duplicates and 2 < len(duplicates) < len(data.train) / 2
+    )
 
 
 def test_names_of_answers_do_not_depend_on_the_template(tmp_path, tiny):
@@ -580,11 +630,16 @@ def test_names_of_answers_do_not_depend_on_the_template(tmp_path, tiny):
         tokenizer = Tokenizer(tiny)
         data = load(path, tokenizer, vocab_size=600, template=template).train
         answers.append(
-            {name: sample.answer[1].tolist() for name, sample in zip(data.names, data, strict=True)}
+            {
+                name: sample.answer[1].tolist()
+                for name, sample in zip(data.names, data, strict=True)
+            }
         )
     per_chat, per_turn = answers
     assert len(per_chat) == 2 and len(per_turn) == 4 and per_chat.keys() <= per_turn.keys()
-    assert {turn for _, turn, _ in per_chat} == {6} and {turn for _, turn, _ in per_turn} == {2, 6}
+    assert {turn for _, turn, _ in per_chat} == {6} and {
+        turn for _, turn, _ in per_turn
+    } == {2, 6}
 
 
 def test_an_example_with_a_truncated_answer_has_another_name(tmp_path, tiny):
@@ -597,7 +652,11 @@ def test_an_example_with_a_truncated_answer_has_another_name(tmp_path, tiny):
     turns = set()
     for length in (125, 200):
         samples = load(
-            path, Tokenizer(tiny), template="vicuna", val_fraction=0.0, max_seq_length=length
+            path,
+            Tokenizer(tiny),
+            template="vicuna",
+            val_fraction=0.0,
+            max_seq_length=length,
         ).train
         turns |= {turn for _, turn, _ in samples.names}
     assert turns == {2, 3}
@@ -624,7 +683,9 @@ def test_several_paths_with_weights(tmp_path, tiny):
     for epoch in range(3):
         drawn = sampler.indices(17 * epoch, 17 * (epoch + 1))
         counts = np.bincount(drawn, minlength=16)
-        assert counts[:10].sum() == 5 and counts[:10].max() == 1 and (counts[10:] == 2).all()
+        assert (
+            counts[:10].sum() == 5 and counts[:10].max() == 1 and (counts[10:] == 2).all()
+        )
     assert set(sampler.indices(0, 17)) != set(sampler.indices(17, 34))
 
 
@@ -659,7 +720,9 @@ def test_several_paths_with_weights(tmp_path, tiny):
         ),
     ],
 )
-def test_errors_name_the_file_and_the_line_or_record(tmp_path, tiny, name, content, message):
+def test_errors_name_the_file_and_the_line_or_record(
+    tmp_path, tiny, name, content, message
+):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load(tmp_path / name, Tokenizer(tiny))
@@ -676,7 +739,10 @@ def as_numpy_prints(value) -> str:
 @pytest.mark.parametrize("write", [json.dumps, str, as_numpy_prints])
 def test_messages_in_the_cells_of_a_table(tmp_path, tiny, write):
     """They are what the same lists are in a JSON file, not a text to learn."""
-    turns = [{"role": "user", "content": "It's?"}, {"role": "assistant", "content": 'A "b".'}]
+    turns = [
+        {"role": "user", "content": "It's?"},
+        {"role": "assistant", "content": 'A "b".'},
+    ]
     records = [{"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}]
     tokenizer = Tokenizer(tiny)
     for number, record in enumerate(records):
@@ -685,7 +751,9 @@ def test_messages_in_the_cells_of_a_table(tmp_path, tiny, write):
             rows = csv.writer(file)
             rows.writerow(record)
             rows.writerow(map(write, record.values()))
-        (expected,) = load(write_records(tmp_path / f"{number}.json", [record]), tokenizer).train
+        (expected,) = load(
+            write_records(tmp_path / f"{number}.json", [record]), tokenizer
+        ).train
         (sample,) = load(table, tokenizer).train
         assert sample.tokens.tolist() == expected.tokens.tolist()
         assert sample.targets.tolist() == expected.targets.tolist()
@@ -699,7 +767,8 @@ def test_messages_in_the_cells_of_a_table(tmp_path, tiny, write):
         assert '"role"' in supervised_text(sample, tokenizer)
     # an answer that is such a list after a question that is none stays a text
     answer = write_records(
-        tmp_path / "text.json", [{"prompt": "Invent a talk.", "completion": json.dumps(turns)}]
+        tmp_path / "text.json",
+        [{"prompt": "Invent a talk.", "completion": json.dumps(turns)}],
     )
     (sample,) = load(answer, tokenizer).train
     assert '"role"' in supervised_text(sample, tokenizer)
@@ -718,7 +787,9 @@ def test_answers_in_the_cells_of_a_table(tmp_path, tiny):
     with table.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(record)
-        rows.writerow([record["prompt"], *(as_numpy_prints(answer) for answer in answers.values())])
+        rows.writerow(
+            [record["prompt"], *(as_numpy_prints(answer) for answer in answers.values())]
+        )
     samples = []
     for path in (write_records(tmp_path / "pairs.json", [record]), table):
         args = DataArgs(path=[str(path)], val_fraction=0)
@@ -738,7 +809,9 @@ def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path, tiny, monkey
     with pytest.raises(ValueError, match=r"did you mean .*/faq_good\.jsonl\?"):
         load(tmp_path / "faq_god.jsonl", tokenizer)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=rf"^other\.csv does not exist in {tmp_path}; name a file"):
+    with pytest.raises(
+        ValueError, match=rf"^other\.csv does not exist in {tmp_path}; name a file"
+    ):
         load("other.csv", tokenizer)
     with pytest.raises(ValueError, match="there is no folder data either"):
         load("data/a.jsonl", tokenizer)
@@ -755,14 +828,19 @@ def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
     data = load(path, Tokenizer(tiny), skip_bad=0.1)
     count, first = data.reports[str(path)].bad
     assert (
-        len(data.train) == 18 and count == 2 and "record 18" in first[0] and "record 19" in first[1]
+        len(data.train) == 18
+        and count == 2
+        and "record 18" in first[0]
+        and "record 19" in first[1]
     )
     with pytest.raises(ValueError, match=r"2 of 20 records"):
         load(path, Tokenizer(tiny), skip_bad=0.05)  # also when read from the cache
     # 0.29 * 100 is less than 29 in floating point
     records = [{"instruction": "a", "output": "b"}] * 71 + [{"foo": 1}] * 29
     path = write_records(tmp_path / "b.json", records)
-    with pytest.raises(ValueError, match=r"29 of 100 records .* --data.skip_bad 0.29 skips"):
+    with pytest.raises(
+        ValueError, match=r"29 of 100 records .* --data.skip_bad 0.29 skips"
+    ):
         load(path, Tokenizer(tiny), skip_bad=0.28)
     assert len(load(path, Tokenizer(tiny), skip_bad=0.29).train) == 71
 
@@ -773,15 +851,21 @@ def test_a_format_and_columns_by_name(tmp_path, tiny):
     ((sample),) = load(path, tokenizer, columns=["prompt=text", "completion=label"]).train
     assert supervised_text(sample, tokenizer).split() == ["two</s>"]
     with pytest.raises(
-        ValueError, match=r"--data.columns foo=...: no format has that field; known: answer, "
+        ValueError,
+        match=r"--data.columns foo=...: no format has that field; known: answer, ",
     ):
         load(path, tokenizer, columns=["foo=text"])
     with pytest.raises(ValueError, match=r"is a folder; name a file of examples in it"):
         load(
-            path, tokenizer, val_path=[str(tmp_path)], columns=["prompt = text", "completion=label"]
+            path,
+            tokenizer,
+            val_path=[str(tmp_path)],
+            columns=["prompt = text", "completion=label"],
         )
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ValueError, match=r"is a pipe or a device, which can be read only once"):
+    with pytest.raises(
+        ValueError, match=r"is a pipe or a device, which can be read only once"
+    ):
         load(
             path,
             tokenizer,
@@ -789,14 +873,18 @@ def test_a_format_and_columns_by_name(tmp_path, tiny):
             columns=["prompt = text", "completion=label"],
         )
     with pytest.raises(
-        ValueError, match=r"record 0: --data.format alpaca needs the fields instruction, output"
+        ValueError,
+        match=r"record 0: --data.format alpaca needs the fields instruction, output",
     ):
         load(path, tokenizer, format="alpaca")
 
 
 def test_the_end_token_of_a_turn_becomes_a_stop_token(tmp_path, tokenizer_folder):
     """Also if only the template contains it, but never from a truncated example."""
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there, you"}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello there, you"},
+    ]
     path = write_records(tmp_path / "a.jsonl", [{"messages": chat}])
     for limit in (None, 10):
         tokenizer = Tokenizer(tokenizer_folder("header"))
@@ -836,10 +924,13 @@ def test_ids_outside_the_vocabulary_are_reported(tmp_path, tiny):
         match=r"record 0: token .* has the id \d+, but the model's vocabulary ends at 63",
     ):
         load(path, Tokenizer(tiny), 64)
-    largest = max(store.report.largest[0] for store in load(path, Tokenizer(tiny)).train.stores)
+    largest = max(
+        store.report.largest[0] for store in load(path, Tokenizer(tiny)).train.stores
+    )
     assert len(load(path, Tokenizer(tiny), largest + 1).train) == 1
     with pytest.raises(
-        ValueError, match=f"has the id {largest}, but the model's vocabulary ends at {largest - 1}"
+        ValueError,
+        match=f"has the id {largest}, but the model's vocabulary ends at {largest - 1}",
     ):
         load(path, Tokenizer(tiny), largest)
 
@@ -856,7 +947,9 @@ def cache_dir(tmp_path, monkeypatch):
 
 
 def cache_entries(folder) -> set[str]:
-    return {path.name for path in folder.iterdir() if path.is_dir() and path.name != "digests"}
+    return {
+        path.name for path in folder.iterdir() if path.is_dir() and path.name != "digests"
+    }
 
 
 def test_the_cache_key_contains_all_that_affects_the_tokens(tmp_path, tiny, cache_dir):
@@ -886,7 +979,9 @@ def test_the_cache_key_contains_all_that_affects_the_tokens(tmp_path, tiny, cach
     assert len(cache_entries(cache_dir)) == len(changes) + 3
 
 
-def test_another_version_of_the_code_tokenizes_again(tmp_path, tiny, cache_dir, monkeypatch):
+def test_another_version_of_the_code_tokenizes_again(
+    tmp_path, tiny, cache_dir, monkeypatch
+):
     path = write_records(tmp_path / "a.json", [{"messages": CHAT[1:]}])
     load(path, Tokenizer(tiny))
     monkeypatch.setattr(token_cache, "version", lambda name: "another")
@@ -906,9 +1001,9 @@ def test_parallel_tokenization_gives_the_same_samples(tokenizer_folder, tmp_path
         parallel = list(token_cache._in_parallel(chunks, pool, 2))
     assert [result.where for result in parallel] == [result.where for result in sequential]
     for one, other in zip(sequential, parallel, strict=True):
-        assert all(map(np.array_equal, one.samples, other.samples)) and len(one.samples) == len(
-            other.samples
-        )
+        assert all(map(np.array_equal, one.samples, other.samples)) and len(
+            one.samples
+        ) == len(other.samples)
 
 
 def test_one_process_tokenizes_where_processes_cannot_share_memory(tiny, tmp_path, capsys):
@@ -961,7 +1056,8 @@ def test_an_unchanged_file_is_hashed_once(tmp_path, cache_dir, monkeypatch):
     path.write_text("two")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (
-        path.stat().st_mtime_ns == times.st_mtime_ns and digest_of(path) == hash_file(path) != first
+        path.stat().st_mtime_ns == times.st_mtime_ns
+        and digest_of(path) == hash_file(path) != first
     )
     replacement = tmp_path / "b.json"
     replacement.write_text("six")
@@ -986,7 +1082,9 @@ def test_processes_that_prepare_at_the_same_time_do_not_collide(tmp_path, tiny, 
 
 
 @pytest.mark.slow
-def test_a_process_killed_during_preparation_does_not_block_the_next(tmp_path, tiny, cache_dir):
+def test_a_process_killed_during_preparation_does_not_block_the_next(
+    tmp_path, tiny, cache_dir
+):
     path = write_records(
         tmp_path / "a.jsonl",
         [{"instruction": str(n), "output": "once upon a time " * 30} for n in range(6000)],
@@ -1009,7 +1107,14 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-DAMAGES = ["tokens cut", "tokens gone", "no report", "half a report", "empty report", "no units"]
+DAMAGES = [
+    "tokens cut",
+    "tokens gone",
+    "no report",
+    "half a report",
+    "empty report",
+    "no units",
+]
 DAMAGES += ["a bit of the tokens", "a bit of the counts"]
 
 
@@ -1067,7 +1172,9 @@ def test_an_unwritable_cache_raises_with_a_remedy(tmp_path, tiny, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     path = write_records(tmp_path / "a.json", [{"messages": CHAT[1:]}])
-    with pytest.raises(ValueError, match="Not a directory; set XDG_CACHE_HOME to another folder"):
+    with pytest.raises(
+        ValueError, match="Not a directory; set XDG_CACHE_HOME to another folder"
+    ):
         load(path, Tokenizer(tiny))
 
 
@@ -1097,12 +1204,16 @@ def test_every_style_supervises_each_answer_and_its_end_token(tiny, style):
             "<end_of_turn>" * 2,
             "<|end|>" * 2,
         )
-        assert texts.count("</s>") == 2 and "Hello?" not in texts and "Be brief" not in texts
+        assert (
+            texts.count("</s>") == 2 and "Hello?" not in texts and "Be brief" not in texts
+        )
 
 
 def test_guanaco_texts_are_conversations(tmp_path, tiny):
     """The detected format determines how --eval.prompts are formatted."""
-    path = write_records(tmp_path / "a.jsonl", [{"text": "### Human: once### Assistant: upon"}] * 2)
+    path = write_records(
+        tmp_path / "a.jsonl", [{"text": "### Human: once### Assistant: upon"}] * 2
+    )
     (report,) = load(path, Tokenizer(tiny)).reports.values()
     assert report.formats == {"guanaco": 2}
 
@@ -1116,7 +1227,9 @@ def test_a_supervised_prompt_is_supervised_once(tiny):
         {"messages": [QUESTION, answer, QUESTION, answer]}, tokenizer, mask_prompt=False
     ).samples
     common_length = next(
-        i for i, (a, b) in enumerate(zip(first & ID_MASK, second & ID_MASK, strict=False)) if a != b
+        i
+        for i, (a, b) in enumerate(zip(first & ID_MASK, second & ID_MASK, strict=False))
+        if a != b
     )
     assert (first & SUPERVISED).all() and not (second[:common_length] & SUPERVISED).any()
     assert (second[common_length:] & SUPERVISED).all() and common_length > 5
@@ -1160,10 +1273,18 @@ def test_token_ids_and_labels_are_used_as_they_are(tiny, tmp_path):
     for sample in expected:
         ids = [*sample.tokens.tolist(), int(sample.targets[-1])]
         records.append(
-            {"input_ids": ids, "labels": [IGNORED, *sample.targets.tolist()], "text": "not read"}
+            {
+                "input_ids": ids,
+                "labels": [IGNORED, *sample.targets.tolist()],
+                "text": "not read",
+            }
         )
     padded = [
-        {**record, "input_ids": [0, *record["input_ids"]], "labels": [IGNORED, *record["labels"]]}
+        {
+            **record,
+            "input_ids": [0, *record["input_ids"]],
+            "labels": [IGNORED, *record["labels"]],
+        }
         for record in records
     ]
     padded = [
@@ -1171,7 +1292,9 @@ def test_token_ids_and_labels_are_used_as_they_are(tiny, tmp_path):
         for record in padded
     ]
     for name, variant in {"plain": records, "padded": padded}.items():
-        data = load(write_records(tmp_path / f"{name}.jsonl", variant), tokenizer, format="tokens")
+        data = load(
+            write_records(tmp_path / f"{name}.jsonl", variant), tokenizer, format="tokens"
+        )
         for ours, theirs in zip(data.train, expected, strict=True):
             assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(
                 ours.targets, theirs.targets
@@ -1219,7 +1342,8 @@ def test_a_cut_record_of_token_ids_adds_no_stop_token(tokenizer_folder, tmp_path
     stops = list(tokenizer.stop_ids)
     end, cut = (tokenizer.token_id(text) for text in ("<|eot_id|>", "<|start_header_id|>"))
     records = [
-        {"input_ids": [5, 6, 7, end], "labels": [IGNORED, IGNORED, 7, end]} for _ in range(20)
+        {"input_ids": [5, 6, 7, end], "labels": [IGNORED, IGNORED, 7, end]}
+        for _ in range(20)
     ]
     records[3] = {"input_ids": [5, 6, 7, cut], "labels": [IGNORED, IGNORED, 7, cut]}
     path = write_records(tmp_path / "a.jsonl", records)
@@ -1250,7 +1374,10 @@ def test_token_ids_are_cut_and_masked(tiny, tmp_path):
     ("record", "message"),
     [
         ({"input_ids": [1, 2], "labels": [1]}, "must have the same length"),
-        ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids and loss_mask must have the same"),
+        (
+            {"input_ids": [1, 2], "loss_mask": [1]},
+            "input_ids and loss_mask must have the same",
+        ),
         (
             {"input_ids": [1, 2], "labels": [-100, 3]},
             "the label 3 is neither -100 nor the token id",
@@ -1285,9 +1412,13 @@ def test_a_weight_that_leaves_no_example_of_a_file_is_refused(tmp_path, tiny):
         records = [{"instruction": name, "output": str(n)} for n in range(4)]
         paths.append(str(write_records(tmp_path / f"{name}.jsonl", records)))
     args = DataArgs(path=paths, weights=[1, 0.1], val_fraction=0.0)
-    with pytest.raises(ValueError, match=r"--data.weights 0.1: an epoch would have none of the 4 "):
+    with pytest.raises(
+        ValueError, match=r"--data.weights 0.1: an epoch would have none of the 4 "
+    ):
         load_data(args, Tokenizer(tiny), 512, 256)
-    assert len(load_data(replace(args, weights=[1, 0]), Tokenizer(tiny), 512, 256).train) == 8
+    assert (
+        len(load_data(replace(args, weights=[1, 0]), Tokenizer(tiny), 512, 256).train) == 8
+    )
 
 
 def test_the_answer_to_compare_is_one_that_is_learned(tmp_path, tiny):
@@ -1297,6 +1428,8 @@ def test_the_answer_to_compare_is_one_that_is_learned(tmp_path, tiny):
         {"role": "user", "content": "2"},
         {"role": "assistant", "content": "two", "train": False},
     ]
-    data = load(write_records(tmp_path / "a.jsonl", [{"messages": messages}]), Tokenizer(tiny))
+    data = load(
+        write_records(tmp_path / "a.jsonl", [{"messages": messages}]), Tokenizer(tiny)
+    )
     _, answer = data.train[0].answer
     assert data.tokenizer.decode_answer(answer.tolist()).strip() == "one"

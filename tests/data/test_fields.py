@@ -74,8 +74,12 @@ def test_reasoning_is_learned_masked_or_dropped(tokenizer, field):
 def test_a_dry_run_counts_empty_thoughts_and_fields_that_are_not_used(tokenizer, tmp_path):
     records = [chat() | {"source": "web", "empty": None} for _ in range(12)]
     records[3]["messages"][0]["audio"] = "a.wav"
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = load_data(DataArgs([str(tmp_path / "data.jsonl")]), tokenizer, tokenizer.vocab_size, 500)
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
+    data = load_data(
+        DataArgs([str(tmp_path / "data.jsonl")]), tokenizer, tokenizer.vocab_size, 500
+    )
     line = file_line(next(iter(data.reports.values())))
     assert "12 of 12 answers have an empty thought: not learned" in line
     assert line.endswith(
@@ -91,17 +95,24 @@ def test_variables_of_the_template_come_with_the_record(tokenizer):
         "quick else '') + ': ' }}{% endif %}"
     )
     encoder = Encoder(tokenizer, 500)
-    for value in ({"quick": True}, json.dumps({"quick": True}), {"quick": True, "slow": None}):
+    for value in (
+        {"quick": True},
+        json.dumps({"quick": True}),
+        {"quick": True, "slow": None},
+    ):
         (sample,) = encoder("here", chat() | {"chat_template_kwargs": value}).samples
         text = tokenizer.decode([int(x & 0x0FFFFFFF) for x in sample], skip_special=False)
         assert "user quick: And?<|end|>assistant quick: Warm.<|end|>" in text
-    assert "must be an object" in encoder("here", chat() | {"chat_template_kwargs": 3}).error
+    assert (
+        "must be an object" in encoder("here", chat() | {"chat_template_kwargs": 3}).error
+    )
 
 
 def test_earlier_turns_of_alpaca():
     record = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}
     roles = [
-        (message["role"], message["content"]) for message in to_example(record, "here", "").messages
+        (message["role"], message["content"])
+        for message in to_example(record, "here", "").messages
     ]
     assert roles == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     with pytest.raises(ValueError, match="history must be a list of pairs"):
@@ -121,7 +132,10 @@ def test_openais_older_calls_are_read():
         "name": "weather",
         "arguments": {"town": "Bonn"},
     }
-    assert example.messages[1]["content"] == "Let me see." and example.messages[2]["role"] == "tool"
+    assert (
+        example.messages[1]["content"] == "Let me see."
+        and example.messages[2]["role"] == "tool"
+    )
 
 
 def test_parts_with_a_thought_are_read():
@@ -146,7 +160,9 @@ def test_answers_in_the_prompt_are_not_learned(tokenizer):
 
 @pytest.mark.parametrize("empty", ["", None, " "])
 def test_an_empty_prompt_is_counted(tokenizer, empty):
-    assert learned(tokenizer, {"prompt": empty, "completion": "d"})[1].notes == [EMPTY_PROMPT]
+    assert learned(tokenizer, {"prompt": empty, "completion": "d"})[1].notes == [
+        EMPTY_PROMPT
+    ]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +207,12 @@ def test_blank_reasoning_is_none(tokenizer, reasoning):
         ({"reasoning_content": ["step"]}, "reasoning_content must be text, found an array"),
         ({"reasoning": "a", "thinking": "b"}, "different reasoning in two fields"),
         (
-            {"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]},
+            {
+                "content": [
+                    {"type": "text", "text": "a"},
+                    {"type": "thinking", "thinking": "b"},
+                ]
+            },
             "reasoning in several places",
         ),
     ],
@@ -204,13 +225,19 @@ def test_reasoning_that_cannot_be_read_is_an_error(tokenizer, fields, message):
 def test_reserved_variables_are_an_error_of_the_record(tokenizer, name):
     assert (
         "cannot set"
-        in Encoder(tokenizer, 500)("here", chat() | {"chat_template_kwargs": {name: []}}).error
+        in Encoder(tokenizer, 500)(
+            "here", chat() | {"chat_template_kwargs": {name: []}}
+        ).error
     )
 
 
 def test_variables_that_the_template_does_not_have_are_named(tokenizer):
     record = chat() | {
-        "chat_template_kwargs": {"enable_thinkin": False, "documents": [], "enable_thinking": True}
+        "chat_template_kwargs": {
+            "enable_thinkin": False,
+            "documents": [],
+            "enable_thinking": True,
+        }
     }
     assert learned(tokenizer, record)[1].unused == [
         f"chat_template_kwargs.{name}" for name in ("enable_thinkin", "documents")
@@ -225,7 +252,9 @@ def test_a_joined_answer_is_found_after_its_reasoning(tokenizer):
     ]
     assert learned(tokenizer, {"conversations": turns})[0] == "More<|end|>"
     call = json.dumps({"name": "weather", "arguments": ""})
-    calls = [{"from": "function_call", "value": call, "weight": weight} for weight in (1, 0)]
+    calls = [
+        {"from": "function_call", "value": call, "weight": weight} for weight in (1, 0)
+    ]
     tokenizer.use_template(QUIRKS["plain"])
     record = {
         "conversations": [turns[0], {"from": "gpt", "value": "b", "weight": 0}, *calls],
@@ -245,6 +274,10 @@ def test_a_second_system_prompt_is_named(tokenizer):
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
     ]
-    assert learned(tokenizer, {"messages": messages, "system": "Be long."})[1].unused == ["system"]
+    assert learned(tokenizer, {"messages": messages, "system": "Be long."})[1].unused == [
+        "system"
+    ]
     assert learned(tokenizer, {"messages": messages, "system": "Be brief."})[1].unused == []
-    assert learned(tokenizer, {"messages": messages[1:], "system": "Be long."})[1].unused == []
+    assert (
+        learned(tokenizer, {"messages": messages[1:], "system": "Be long."})[1].unused == []
+    )

@@ -38,7 +38,9 @@ def write(path: Path, records: list[dict]) -> Path:
             writer.writerows(records)
         data = path.read_bytes()
     elif suffix == ".jsonl":
-        data = "\n".join(json.dumps(record, ensure_ascii=False) for record in records).encode()
+        data = "\n".join(
+            json.dumps(record, ensure_ascii=False) for record in records
+        ).encode()
     else:
         data = json.dumps(records, ensure_ascii=False, indent=1).encode()
     if compression == ".gz":
@@ -116,12 +118,19 @@ def test_null_fields_added_by_arrow_are_removed(tmp_path):
         {"tools": [{"name": "f", "arguments": {"x": 1}}]},
         {"tools": [{"name": "g", "arguments": {"y": "a"}}]},
     ]
-    assert [record for _, record in read_records(write(tmp_path / "a.parquet", records))] == records
+    assert [
+        record for _, record in read_records(write(tmp_path / "a.parquet", records))
+    ] == records
 
 
 def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
-    assert [record["text"] for _, record in read_records(tmp_path / "a.jsonl")] == ["a", "b"]
+    (tmp_path / "a.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n'
+    )
+    assert [record["text"] for _, record in read_records(tmp_path / "a.jsonl")] == [
+        "a",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
@@ -142,7 +151,9 @@ def test_utf_16_with_a_byte_order_mark(tmp_path, encoding):
 
 
 def test_a_table_that_excel_writes_with_semicolons(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfQuestion;Answer\r\n"Bread; or rolls?";1,20\r\n')
+    (tmp_path / "a.csv").write_bytes(
+        b'\xef\xbb\xbfQuestion;Answer\r\n"Bread; or rolls?";1,20\r\n'
+    )
     assert [record for _, record in read_records(tmp_path / "a.csv")] == [
         {"Question": "Bread; or rolls?", "Answer": "1,20"}
     ]
@@ -178,7 +189,9 @@ def test_a_text_is_read_completely_in_parts(tmp_path, size):
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".json.gz"])
 def test_a_file_larger_than_memory_is_streamed(tmp_path, suffix):
     """A file of 64 MB is read with 12 MB of memory."""
-    path = write(tmp_path / f"a{suffix}", [{"text": f"{n} " + "x" * 16_000} for n in range(4000)])
+    path = write(
+        tmp_path / f"a{suffix}", [{"text": f"{n} " + "x" * 16_000} for n in range(4000)]
+    )
     tracemalloc.start()
     count = sum(1 for _ in read_records(path))
     peak = tracemalloc.get_traced_memory()[1]
@@ -199,7 +212,11 @@ def test_a_file_larger_than_memory_is_streamed(tmp_path, suffix):
             '[{"text": "a"} {"text": "b"}]',
             "line 1: invalid JSON .Expecting ',' delimiter, column 16",
         ),
-        ("a.json", '{"text": "a"}\n{"text": "b"}', "one object per line must be named .jsonl"),
+        (
+            "a.json",
+            '{"text": "a"}\n{"text": "b"}',
+            "one object per line must be named .jsonl",
+        ),
         ("a.json", '[{"text": "a"}', "line 1: invalid JSON"),
         ("a.json", '[{"text": "a"}] x', "line 1: invalid JSON .Extra data, column 17"),
         ("a.json", "[" * 5000, "invalid JSON"),
@@ -302,7 +319,11 @@ def test_a_zst_file_with_a_long_window_is_not_called_damaged(tmp_path):
 ODD_FILES = [
     ("a.csv", b"sep=;\nquestion;answer\nq;a;b\n", "line 3: 3 cells for 2 columns"),
     ("a.csv", b"question,answer\rq,a\r", "a lone carriage return ends a line here"),
-    ("a.csv", "question,answer\nq,a\n".encode("utf-32"), "is UTF-32 text; save it as UTF-8"),
+    (
+        "a.csv",
+        "question,answer\nq,a\n".encode("utf-32"),
+        "is UTF-32 text; save it as UTF-8",
+    ),
 ]
 
 
@@ -316,7 +337,9 @@ def test_odd_text_files_are_named_as_what_they_are(tmp_path, name, content, mess
 
 
 def test_files_that_were_joined_have_several_byte_order_marks(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n')
+    (tmp_path / "a.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n'
+    )
     assert [record for _, record in read_records(tmp_path / "a.jsonl")] == [
         {"text": "a"},
         {"text": "b"},

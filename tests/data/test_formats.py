@@ -34,7 +34,10 @@ SHAREGPT = [
     {"from": "observation", "value": "3"},
     {"from": "gpt", "value": "Three."},
 ]
-ARGUMENTS_AS_TEXT = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ARGUMENTS_AS_TEXT = {
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1}'},
+}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,12 @@ ARGUMENTS_AS_TEXT = {"type": "function", "function": {"name": "add", "arguments"
         ),
         (
             "dolly",
-            {"instruction": "Add 1 and 2.", "context": "", "response": "3", "category": "qa"},
+            {
+                "instruction": "Add 1 and 2.",
+                "context": "",
+                "response": "3",
+                "category": "qa",
+            },
             CHAT,
         ),
         ("prompt", {"prompt": "Add 1 and 2.", "completion": "3"}, CHAT),
@@ -110,10 +118,16 @@ def test_dialogues_and_plain_text():
         and example.messages[1]["content"] == "They greet."
     )
     assert to_example({"text": "Once upon a time"}, "here", "").text == "Once upon a time"
-    older = {"from": "gpt", "value": "", "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    older = {
+        "from": "gpt",
+        "value": "",
+        "function_call": {"name": "add", "arguments": '{"a": 1}'},
+    }
     turns = [SHAREGPT[0], older, *SHAREGPT[2:]]
     assert to_example({"conversations": turns}, "here", "").messages == TOOL_CHAT
-    tools = to_example({"conversations": SHAREGPT, "tools": json.dumps([TOOL])}, "here", "").tools
+    tools = to_example(
+        {"conversations": SHAREGPT, "tools": json.dumps([TOOL])}, "here", ""
+    ).tools
     assert tools == [{"type": "function", "function": TOOL}]
     for record in (
         {"prompt": "Add 1 and 2.", "completion": "3"},
@@ -155,7 +169,9 @@ def test_consecutive_turns_of_one_speaker_are_joined():
 
 
 def test_no_content_is_lost():
-    guanaco = to_example({"text": "### System: Be nice\n### Human: a### Assistant: b"}, "here", "")
+    guanaco = to_example(
+        {"text": "### System: Be nice\n### Human: a### Assistant: b"}, "here", ""
+    )
     assert guanaco.messages[0] == {"role": "system", "content": "Be nice"}
     from_lists = to_example(
         {"prompt": CHAT[:1], "completion": CHAT[1:], "system": "Be brief."}, "here", ""
@@ -207,8 +223,14 @@ def test_capitals_and_spaces_of_field_names_do_not_matter():
             {"messages": [{"role": "robot", "content": "a"}]},
             "message 0 has the role 'robot'; known: system",
         ),
-        ({"messages": [{"role": "human", "content": "a"}]}, "the role 'human'; write 'user'"),
-        ({"messages": [{"role": "Bot", "content": "a"}]}, "the role 'Bot'; write 'assistant'"),
+        (
+            {"messages": [{"role": "human", "content": "a"}]},
+            "the role 'human'; write 'user'",
+        ),
+        (
+            {"messages": [{"role": "Bot", "content": "a"}]},
+            "the role 'Bot'; write 'assistant'",
+        ),
         (
             {"instruction": "a", "answer_text": "b"},
             "no known format has the fields 'instruction', 'answer_text'; [^(]*$",
@@ -228,9 +250,18 @@ def test_capitals_and_spaces_of_field_names_do_not_matter():
         ),
         ({"messages": CHAT, "tools": "{"}, "tools: invalid JSON"),
         ({"messages": CHAT, "tools": {"a": 1}}, "tools must be a list of objects"),
-        ({"conversations": [{"from": "cat", "value": "a"}]}, "turn 0 is from 'cat'; known: human"),
-        ({"conversations": [{"from": "gpt"}]}, "turn 0 must have text as its 'value', found null"),
-        ({"conversations": [{"from": "function_call", "value": "add"}]}, "turn 0: invalid JSON"),
+        (
+            {"conversations": [{"from": "cat", "value": "a"}]},
+            "turn 0 is from 'cat'; known: human",
+        ),
+        (
+            {"conversations": [{"from": "gpt"}]},
+            "turn 0 must have text as its 'value', found null",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "add"}]},
+            "turn 0: invalid JSON",
+        ),
         ({"conversations": []}, "at least one turn"),
         ({"prompt": 1, "completion": "a"}, "field 'prompt' must be text, found a number"),
     ],

@@ -32,7 +32,10 @@ CHAT = [
 SEEDS = [
     {"messages": CHAT, "tools": [{"name": "f", "parameters": {}}]},
     {
-        "conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}],
+        "conversations": [
+            {"from": "human", "value": "Hi?"},
+            {"from": "gpt", "value": "Ho."},
+        ],
         "system": "Be brief.",
     },
     {"conversations": ["Hi?", "Ho."]},
@@ -158,7 +161,9 @@ def test_mutated_records(encoder):
         for n in range(1000)
     ]
     print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
-    assert all(outcomes.count(outcome) > 5 for outcome in ("learned", "skipped", "explained"))
+    assert all(
+        outcomes.count(outcome) > 5 for outcome in ("learned", "skipped", "explained")
+    )
 
 
 def random_record(rng: random.Random) -> Any:
@@ -171,7 +176,9 @@ def random_record(rng: random.Random) -> Any:
     )
 
 
-FLAT = [{"instruction": f"Say {n}.", "input": "", "output": f'{n}, "said"\n'} for n in range(4)]
+FLAT = [
+    {"instruction": f"Say {n}.", "input": "", "output": f'{n}, "said"\n'} for n in range(4)
+]
 
 
 def damage(rng: random.Random, data: bytes) -> bytes:
@@ -181,7 +188,11 @@ def damage(rng: random.Random, data: bytes) -> bytes:
         end = min(len(data), start + rng.choice([1, 1, 2, 8, 100]))
         kind = rng.randrange(5)
         if kind == 0:
-            data = data[:start] + bytes(rng.randrange(256) for _ in range(end - start)) + data[end:]
+            data = (
+                data[:start]
+                + bytes(rng.randrange(256) for _ in range(end - start))
+                + data[end:]
+            )
         elif kind == 1:
             data = data[:start] + data[end:]
         elif kind == 2:
@@ -243,7 +254,10 @@ def test_damaged_files(tmp_path, tiny, suffix, count):
             assert str(path) in str(error), error
             outcomes.append("refused")
     print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
-    assert outcomes.count("refused") + outcomes.count("explained") > count / 10 or suffix == ".txt"
+    assert (
+        outcomes.count("refused") + outcomes.count("explained") > count / 10
+        or suffix == ".txt"
+    )
 
 
 def test_a_compressed_file_with_one_huge_line_is_read(tmp_path):

@@ -17,7 +17,9 @@ CHAT = [
     {"role": "user", "content": "And?"},
 ]
 # a template that reads one field, and one that takes reasoning inline
-READS = "{%- for m in messages %}[{{ m.role }}]{{ m.FIELD or '' }}|{{ m.content }}{%- endfor %}"
+READS = (
+    "{%- for m in messages %}[{{ m.role }}]{{ m.FIELD or '' }}|{{ m.content }}{%- endfor %}"
+)
 INLINE = (
     "{# <think> #}{%- for m in messages %}[{{ m.role }}]{{ m.content }}{%- endfor %}"
     "{%- if add_generation_prompt %}[assistant]{% endif %}"
@@ -40,7 +42,10 @@ def test_reasoning_is_in_the_field_that_the_template_reads(field):
 
 def test_reasoning_is_inline_where_the_template_takes_it_so():
     text = rendered(INLINE, CHAT)
-    assert "[assistant]<think>\nThe town matters.\n</think>\n\nWarm.[user]And?[assistant]" in text
+    assert (
+        "[assistant]<think>\nThe town matters.\n</think>\n\nWarm.[user]And?[assistant]"
+        in text
+    )
 
 
 def test_inline_reasoning_is_read_as_in_training():
@@ -60,7 +65,9 @@ def test_a_system_prompt_that_the_template_leaves_out_is_refused():
         "{%- for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}"
         "{% endif %}{%- endfor %}"
     )
-    with pytest.raises(ValueError, match="leaves out the system prompt; write it into the first"):
+    with pytest.raises(
+        ValueError, match="leaves out the system prompt; write it into the first"
+    ):
         rendered(without, chat)
     assert "French" in rendered(INLINE, chat)
 
@@ -68,7 +75,9 @@ def test_a_system_prompt_that_the_template_leaves_out_is_refused():
 def test_a_template_without_reasoning_gets_none():
     assert "town" not in rendered(QUIRKS["plain"], CHAT)
     # as a program may send it
-    parts = [{"role": "assistant", "content": [{"type": "text", "text": "a"}], "thinking": "b"}]
+    parts = [
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}], "thinking": "b"}
+    ]
     tokenizer = Tokenizer(Path(ROOT) / "tests" / "stories")
     assert readable_history(tokenizer, parts) == parts
 

@@ -48,7 +48,10 @@ def human(text: str) -> dict[str, str]:
         ({"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [BAD]}, [SYSTEM, USER]),
         ({"prompt": [USER], "chosen": GOOD, "rejected": BAD}, [USER]),
         ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
-        ({"prompt": "Add 1 and 2.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER]),
+        (
+            {"prompt": "Add 1 and 2.", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            [USER],
+        ),
         (
             {
                 "prompt": "Add 1 and 2.",
@@ -81,9 +84,15 @@ def human(text: str) -> dict[str, str]:
             },
             [USER, GOOD, MORE],
         ),
-        ({"system": "Be brief.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [SYSTEM, USER]),
+        (
+            {"system": "Be brief.", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            [SYSTEM, USER],
+        ),
         ({"system": "Be brief.", "prompt": [SYSTEM, USER], **TEXTS}, [SYSTEM, USER]),
-        ({"system": None, "prompt": "\n\nHuman: Add 1 and 2.\n\nAssistant:", **TEXTS}, [USER]),
+        (
+            {"system": None, "prompt": "\n\nHuman: Add 1 and 2.\n\nAssistant:", **TEXTS},
+            [USER],
+        ),
         (
             {
                 "conversations": [human("Add 1 and 2.")],
@@ -104,8 +113,11 @@ def human(text: str) -> dict[str, str]:
 def test_the_prompt_is_explicit_or_common(record, prompt):
     (pair,) = to_preferences(record, "here", "", "pairs")
     for answer, expected in zip(pair.answers, (GOOD, BAD), strict=True):
-        assert answer.messages == [{**message, "train": False} for message in prompt] + [expected]
-    answers = to_preferences(record, "here", "", "labels")  # a pair is an answer of each kind
+        assert answer.messages == [{**message, "train": False} for message in prompt] + [
+            expected
+        ]
+    # a pair is an answer of each kind
+    answers = to_preferences(record, "here", "", "labels")
     assert [(a.answers, a.desirable) for a in answers] == [
         ((pair.answers[0],), True),
         ((pair.answers[1],), False),
@@ -137,7 +149,12 @@ def test_a_call_in_the_prompt_is_no_part_of_a_labelled_answer():
     record = {"prompt": prompt, "completion": [answer], "label": True}
     (labelled,) = to_preferences(record, "here", "", "labels")
     messages = labelled.answers[0].messages
-    assert [message.get("train", True) for message in messages] == [False, False, False, True]
+    assert [message.get("train", True) for message in messages] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     # but a call in the answer is
     record = {"prompt": prompt[:1], "completion": [*prompt[1:], answer], "label": True}
     (labelled,) = to_preferences(record, "here", "", "labels")
@@ -151,7 +168,10 @@ def test_a_call_in_the_prompt_is_no_part_of_a_labelled_answer():
         ({"prompt": "Add 1 and 2.", "completion": "3", "label": True}, True),
         ({"prompt": [USER], "completion": [GOOD], "label": 0}, False),
         ({"messages": [USER, GOOD], "label": "1"}, True),
-        ({"prompt": None, "completion": None, "messages": [USER, GOOD], "label": "1"}, True),
+        (
+            {"prompt": None, "completion": None, "messages": [USER, GOOD], "label": "1"},
+            True,
+        ),
         ({"prompt": [USER], "completion": [USER, GOOD], "label": True}, True),
         ({"prompt": "Add 1 and 2.", "completion": "3", "label": 0.0}, False),
     ],
@@ -178,7 +198,11 @@ def test_answers_with_labels(record, desirable):
             "pairs",
             "the prompt ends with an answer",
         ),
-        ({"prompt": "a", "completion": "b", "label": "maybe"}, "labels", "label is 'maybe'"),
+        (
+            {"prompt": "a", "completion": "b", "label": "maybe"},
+            "labels",
+            "label is 'maybe'",
+        ),
         ({"completion": "b", "label": True}, "labels", "there is no prompt"),
         ({"prompt": "a", "label": True}, "labels", "there is no answer"),
         (
@@ -204,7 +228,9 @@ def texts(encoder: Encoder, sample) -> list[tuple[str, str]]:
     return [
         (
             encoder.tokenizer.decode(d.tokens.tolist(), skip_special=False),
-            encoder.tokenizer.decode(d.targets[d.targets != IGNORED].tolist(), skip_special=False),
+            encoder.tokenizer.decode(
+                d.targets[d.targets != IGNORED].tolist(), skip_special=False
+            ),
         )
         for d in sample.split()
     ]
@@ -230,12 +256,22 @@ def test_both_answers_are_learned_after_the_prompt(encoder, tmp_path):
         "assistant\n12<|im_end|>"
     )
     assert (learned, learned_too) == ("3<|im_end|>", "12<|im_end|>")
-    assert [learned for _, learned in texts(encoder, second)] == ["3<|im_end|>", "12<|im_end|>"]
+    assert [learned for _, learned in texts(encoder, second)] == [
+        "3<|im_end|>",
+        "12<|im_end|>",
+    ]
     assert encoder.tokenizer.decode(first.answer[1].tolist()) == "3"
     assert report.formats == {"pairs": 2} and report.samples == 2
-    assert report.tokens == first.tokens.numel() + second.tokens.numel() == data.train.lengths.sum()
+    assert (
+        report.tokens
+        == first.tokens.numel() + second.tokens.numel()
+        == data.train.lengths.sum()
+    )
     assert data.train.supervised.tolist() == [first.supervised, second.supervised]
-    assert data.train.document_lengths([1, 0]).tolist() == [*second.documents, *first.documents]
+    assert data.train.document_lengths([1, 0]).tolist() == [
+        *second.documents,
+        *first.documents,
+    ]
 
 
 def test_unusable_pairs_are_skipped_with_a_reason(encoder, tmp_path):
@@ -248,7 +284,10 @@ def test_unusable_pairs_are_skipped_with_a_reason(encoder, tmp_path):
     ]
     samples, report, data = samples_of(encoder, tmp_path, records, skip_bad=0.5)
     assert len(samples) == 1 and data.skipped == 3 and report.bad[0] == 1
-    assert {note: count for note, (count, _) in report.notes.items()} == {EQUAL: 1, EMPTY: 2}
+    assert {note: count for note, (count, _) in report.notes.items()} == {
+        EQUAL: 1,
+        EMPTY: 2,
+    }
 
 
 def test_the_prompt_is_cut_before_the_answers(encoder, tmp_path):
@@ -258,7 +297,9 @@ def test_the_prompt_is_cut_before_the_answers(encoder, tmp_path):
     (sample,), report, _ = samples_of(encoder, tmp_path, records, limit=32)
     (chosen, learned), (rejected, learned_too) = texts(encoder, sample)
     assert (learned, learned_too) == ("yes it is<|im_end|>", "no<|im_end|>")
-    assert sample.documents[0] == 32 and PROMPT_CUT in report.notes and CUT not in report.notes
+    assert (
+        sample.documents[0] == 32 and PROMPT_CUT in report.notes and CUT not in report.notes
+    )
     common = chosen.partition("yes")[0]
     assert (
         rejected.startswith(common)
@@ -275,13 +316,21 @@ def test_the_prompt_is_cut_before_the_answers(encoder, tmp_path):
     )
     with pytest.raises(ValueError, match="no example"):
         samples_of(
-            encoder, tmp_path, [{"prompt": "Hi", "chosen": "yes", "rejected": "no"}], limit=1
+            encoder,
+            tmp_path,
+            [{"prompt": "Hi", "chosen": "yes", "rejected": "no"}],
+            limit=1,
         )
 
 
 def test_pairs_of_one_prompt_go_into_one_split(encoder, tmp_path):
     records = [
-        {"prompt": f"prompt {n // 4}", "chosen": f"good {n}", "rejected": f"bad {n}", "id": n}
+        {
+            "prompt": f"prompt {n // 4}",
+            "chosen": f"good {n}",
+            "rejected": f"bad {n}",
+            "id": n,
+        }
         for n in range(200)
     ]
     path = write_records(tmp_path / "records.jsonl", records)
@@ -302,13 +351,16 @@ def test_equal_answers_are_not_both_desirable_and_undesirable(tokenizer_folder, 
         {"prompt": "Hi", "chosen": "a", "rejected": "b"},
     ]
     samples, report, _ = samples_of(encoder, tmp_path, records)
-    assert [sample.desirable for sample in samples] == [True, False] and report.notes[EQUAL][0] == 1
+    assert [sample.desirable for sample in samples] == [True, False] and report.notes[
+        EQUAL
+    ][0] == 1
 
 
 def test_mismatches_have_the_answer_of_another_example(tokenizer_folder, tmp_path):
     encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind="labels")
     records = [
-        {"prompt": f"prompt {n}", "completion": f"answer {n}", "label": n > 0} for n in range(3)
+        {"prompt": f"prompt {n}", "completion": f"answer {n}", "label": n > 0}
+        for n in range(3)
     ]
     samples, _, data = samples_of(encoder, tmp_path, records)
     assert [sample.desirable for sample in samples] == [False, True, True]
@@ -319,7 +371,8 @@ def test_mismatches_have_the_answer_of_another_example(tokenizer_folder, tmp_pat
 
 def test_the_dry_run_shows_both_sides(tiny, tmp_path):
     write_records(
-        tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}] * 2
+        tmp_path / "pairs.jsonl",
+        [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}] * 2,
     )
     flags = f"--checkpoint_dir {tiny} --data.path pairs.jsonl --data.val_fraction 0 --objective dpo"
     for command, more in (
@@ -339,13 +392,31 @@ def test_the_dry_run_shows_both_sides(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("record", "kind", "remedy"),
     [
-        ({"prompt": "a", "completion": "b", "label": False}, "supervised", "add --objective kto"),
-        ({"messages": [USER, GOOD], "label": "undesirable"}, "supervised", "add --objective kto"),
-        ({"prompt": "a", "completion": "b", "label": False}, "pairs", "use --objective kto"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "supervised", "add --objective dpo"),
+        (
+            {"prompt": "a", "completion": "b", "label": False},
+            "supervised",
+            "add --objective kto",
+        ),
+        (
+            {"messages": [USER, GOOD], "label": "undesirable"},
+            "supervised",
+            "add --objective kto",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": False},
+            "pairs",
+            "use --objective kto",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "supervised",
+            "add --objective dpo",
+        ),
     ],
 )
-def test_data_for_another_objective_is_pointed_to_it(tokenizer_folder, record, kind, remedy):
+def test_data_for_another_objective_is_pointed_to_it(
+    tokenizer_folder, record, kind, remedy
+):
     encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind=kind)
     assert remedy in encoder("here", record).error
 
@@ -353,7 +424,10 @@ def test_data_for_another_objective_is_pointed_to_it(tokenizer_folder, record, k
 @pytest.mark.parametrize("label", ["sports", None, 7])
 def test_a_label_with_another_meaning_is_ignored(tokenizer_folder, label):
     encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64)
-    assert len(encoder("here", {"prompt": "a", "completion": "b", "label": label}).samples) == 1
+    assert (
+        len(encoder("here", {"prompt": "a", "completion": "b", "label": label}).samples)
+        == 1
+    )
     assert (
         len(
             replace(encoder, form="prompt")(
@@ -376,9 +450,14 @@ def test_equal_reasons_are_said_once(tokenizer_folder, tmp_path):
 
 
 def test_preferences_without_an_objective_are_pointed_to_it(tiny, tmp_path):
-    write_records(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}])
+    write_records(
+        tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}]
+    )
     flags = ["--checkpoint_dir", tiny, "--data.path", "pairs.jsonl", "--dry_run"]
-    assert "add --objective dpo" in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
+    assert (
+        "add --objective dpo"
+        in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
+    )
 
 
 @pytest.mark.parametrize(

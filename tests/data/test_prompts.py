@@ -55,7 +55,10 @@ def test_rendered_text_equals_transformers(tokenizer_folder, name):
     for messages in (CHAT, CHAT[:1], *([[SYSTEM, *CHAT]] if "gemma" not in name else [])):
         for prompt in (False, True):
             settings = dict(
-                chat_template=source, tokenize=False, add_generation_prompt=prompt, tools=tools
+                chat_template=source,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                tools=tools,
             )
             expected = reference.apply_chat_template(messages, **settings)
             assert render(source, messages, tools, prompt, **tokens) == expected
@@ -81,7 +84,12 @@ CALL = {
 TOOL_CHAT = [
     {"role": "user", "content": "How warm is it?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "name": "weather", "tool_call_id": "a1b2c3d4e", "content": '{"celsius": 21}'},
+    {
+        "role": "tool",
+        "name": "weather",
+        "tool_call_id": "a1b2c3d4e",
+        "content": '{"celsius": 21}',
+    },
     {"role": "assistant", "content": "21 °C."},
 ]
 
@@ -165,7 +173,9 @@ END_TOKENS = {
     "mistralai": "</s>",
     "openai": "<|return|>",
 }
-TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
+TAGGED_CALL = (
+    '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
+)
 # the text of a tool call; the other templates omit calls or do not support tools
 RENDERED_CALLS = {
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": TAGGED_CALL,
@@ -187,7 +197,9 @@ def renderer(name):
 
 
 def supervised(texts) -> list[str]:
-    return [turn.text[turn.start : turn.end] for rendered in texts for turn in rendered.turns]
+    return [
+        turn.text[turn.start : turn.end] for rendered in texts for turn in rendered.turns
+    ]
 
 
 def as_turn(name: str, text: str) -> str:
@@ -196,7 +208,9 @@ def as_turn(name: str, text: str) -> str:
     return (
         prefix
         + text
-        + next(end_token for family, end_token in END_TOKENS.items() if name.startswith(family))
+        + next(
+            end_token for family, end_token in END_TOKENS.items() if name.startswith(family)
+        )
     )
 
 
@@ -218,7 +232,10 @@ def test_each_answer_and_its_end_token_are_supervised(name):
                     word in name for word in ("QwQ", "R1")
                 ):  # the thought that they open is none of an answer without one
                     prompt = (
-                        prompt.rstrip().removesuffix("</think>").rstrip().removesuffix("<think>")
+                        prompt.rstrip()
+                        .removesuffix("</think>")
+                        .rstrip()
+                        .removesuffix("<think>")
                     )
                 assert rendered.text[: turn.start] == prompt
         if len(texts) == 1:
@@ -235,7 +252,10 @@ def test_supervised_texts_of_a_tool_conversation(name):
     call, answer = supervised(assistant_turns(render_chat, TOOL_CHAT, [TOOL], ENDS))
     assert answer == as_turn(name, "21 °C.")
     # R1 writes no end token
-    end = {"openai-gpt-oss-120b": "<|call|>", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ""}
+    end = {
+        "openai-gpt-oss-120b": "<|call|>",
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "",
+    }
     assert call == RENDERED_CALLS[name] + end.get(name, as_turn(name, ""))
 
 
@@ -244,7 +264,9 @@ def test_the_styles_render_in_one_text(name):
     chat = [SYSTEM, *CHAT]
     (rendered,) = assistant_turns(renderer(name), chat, None, ENDS)
     text, turns = rendered.text, rendered.turns
-    assert [text[turn.start : turn.end].rstrip("<|>/setoumdnrif_").strip() for turn in turns] == [
+    assert [
+        text[turn.start : turn.end].rstrip("<|>/setoumdnrif_").strip() for turn in turns
+    ] == [
         "Five.",
         'Yes, "sure".',
     ]
@@ -268,20 +290,22 @@ def test_a_template_that_drops_reasoning_is_refused(name):
 
 
 def test_the_generation_tag_is_rendered_as_its_content():
-    source = (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
-    )
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
     assert render(source, CHAT[:2], **TOKENS) == "What is <b>2</b> & 3?;Five.;"
 
 
 THOUGHTFUL_CHAT = [
-    dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in CHAT
+    dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive."))
+    for m in CHAT
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "end"),
-    [("thoughts of earlier answers are dropped", "<|end|>"), ("Qwen-QwQ-32B", "<|im_end|>")],
+    [
+        ("thoughts of earlier answers are dropped", "<|end|>"),
+        ("Qwen-QwQ-32B", "<|im_end|>"),
+    ],
 )
 def test_reasoning_that_a_template_drops_later_is_supervised_in_its_own_turn(name, end):
     texts = assistant_turns(renderer(name), THOUGHTFUL_CHAT, None, ENDS)
@@ -317,7 +341,9 @@ def test_a_template_without_end_tokens_gives_each_turn_its_own_text():
 
 
 def test_a_template_that_omits_the_content_is_refused():
-    render_chat = partial(render, "{% for m in messages %}{{ m.role }}{% endfor %}", **TOKENS)
+    render_chat = partial(
+        render, "{% for m in messages %}{{ m.role }}{% endfor %}", **TOKENS
+    )
     with pytest.raises(ValueError, match="leaves out the assistant's content"):
         assistant_turns(render_chat, CHAT, None, ENDS)
 

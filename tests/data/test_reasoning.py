@@ -36,7 +36,10 @@ FIELD = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "reasoning_content": "two and two", "content": "four"},
 ]
-CONTENT = [FIELD[0], {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\nfour"}]
+CONTENT = [
+    FIELD[0],
+    {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\nfour"},
+]
 
 
 def learned(tokenizer, messages, **settings):
@@ -45,7 +48,8 @@ def learned(tokenizer, messages, **settings):
     assert encoded.error is None
     (sample,) = encoded.samples
     return tokenizer.decode(
-        [int(x & ~SUPERVISED & 0x0FFFFFFF) for x in sample if x & SUPERVISED], skip_special=False
+        [int(x & ~SUPERVISED & 0x0FFFFFFF) for x in sample if x & SUPERVISED],
+        skip_special=False,
     )
 
 
@@ -61,9 +65,7 @@ def test_reasoning_is_learned_or_masked(tokenizer):
     """It is a field of the message, or a part of its content."""
     assert learned(tokenizer, FIELD) == "<think>\ntwo and two\n</think>\n\nfour<|im_end|>"
     assert learned(tokenizer, FIELD, reasoning="mask") == "four<|im_end|>"
-    plain = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    )
+    plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     tokenizer.use_template(
         plain + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -71,13 +73,19 @@ def test_reasoning_is_learned_or_masked(tokenizer):
     assert learned(tokenizer, CONTENT, reasoning="mask").strip() == "four<|im_end|>"
 
 
-def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_folder, tmp_path):
+def test_template_arguments_become_defaults_of_the_saved_template(
+    tokenizer_folder, tmp_path
+):
     """transformers renders the saved template like litft, and its callers can still pass another
     value."""
     folder = tokenizer_folder("bytes")
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    records = [{"messages": [FIELD[0], FIELD[1] | {"content": content}]} for content in "abcdef"]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = [
+        {"messages": [FIELD[0], FIELD[1] | {"content": content}]} for content in "abcdef"
+    ]
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     tokenizer = Tokenizer(folder)
     arguments = ["enable_thinking=false"]
     args = DataArgs(
@@ -85,7 +93,9 @@ def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_fold
         template=str(tmp_path / "template.jinja"),
         template_args=arguments,
     )
-    with pytest.raises(ValueError, match="the chat template has no variable enable_thinkng"):
+    with pytest.raises(
+        ValueError, match="the chat template has no variable enable_thinkng"
+    ):
         load_data(
             replace(args, template_args=["enable_thinkng=false"]),
             Tokenizer(folder),
@@ -104,7 +114,8 @@ def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_fold
 
 
 @pytest.mark.parametrize(
-    ("value", "literal"), [("False", "false"), ("True", "true"), ("None", "none"), ("no", '"no"')]
+    ("value", "literal"),
+    [("False", "false"), ("True", "true"), ("None", "none"), ("no", '"no"')],
 )
 def test_template_arguments_may_have_pythons_words(value, literal):
     source = with_arguments("{{ enable_thinking }}", [f"enable_thinking={value}"])
@@ -143,7 +154,9 @@ def test_inline_thoughts_are_those_of_the_expression():
         if found["open"] is None:
             expected = InlineThought("", found["unopened"], found["close_line"], answer)
         else:
-            expected = InlineThought(found["open"], found["reasoning"], found["close"], answer)
+            expected = InlineThought(
+                found["open"], found["reasoning"], found["close"], answer
+            )
         assert thought == expected, content
     assert num_thoughts > 500
 

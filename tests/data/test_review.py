@@ -28,7 +28,13 @@ from litft.data.notes import (
 )
 from litft.data.record_facts import ComparedConversation, language_of
 from litft.data.review import Review
-from litft.data.similarity import NEAR, WORDS_IN_A_ROW, first_of_group, similarity, text_signature
+from litft.data.similarity import (
+    NEAR,
+    WORDS_IN_A_ROW,
+    first_of_group,
+    similarity,
+    text_signature,
+)
 from litft.training.data_report import data_lines
 from litft.training.schedule import Schedule
 
@@ -104,7 +110,9 @@ def plant(records):
         messages(number)[-1]["content"] += f" {SLOGAN}"
     for number in mark(FOREIGN_MARKS, range(90, 93)):
         messages(number)[-1]["content"] += "\n### Response:\nYes."
-    german = "with an answer in de, where most are in en (leave them out, unless that is meant)"
+    german = (
+        "with an answer in de, where most are in en (leave them out, unless that is meant)"
+    )
     for number in mark(german, range(100, 104)):
         messages(number)[-1]["content"] = f"{GERMAN} Das war {number}."
     for number in mark(CUT, range(130, 133)):
@@ -126,7 +134,12 @@ def load(tiny, tmp_path):
         path = write_records(tmp_path / name, records)
         args = DataArgs(**{"path": [str(path)], "max_seq_length": 1024} | flags)
         return load_data(
-            args, tokenizer, vocab_size=1 << 20, context=2048, kind=kind, completion_tokens=4
+            args,
+            tokenizer,
+            vocab_size=1 << 20,
+            context=2048,
+            kind=kind,
+            completion_tokens=4,
         )
 
     return load
@@ -210,7 +223,9 @@ def test_answers_of_symbols_make_other_records(answers, are_near):
     """Words alone are compared otherwise, so that opposite answers would be copies."""
     conversations = []
     for answer in answers:
-        messages = [{"role": "user", "content": "Translate the smiley into one symbol, please"}]
+        messages = [
+            {"role": "user", "content": "Translate the smiley into one symbol, please"}
+        ]
         messages.append({"role": "assistant", "content": answer})
         conversations.append(ComparedConversation(messages, learned={1}))
     whole = np.stack([conversation.signatures()[0] for conversation in conversations])
@@ -227,7 +242,9 @@ def test_copies_are_left_out_where_that_is_asked_for(load):
         data = load(records, dedup=dedup, val_fraction=0.1)
         sizes[dedup] = len(data.train) + len(data.val)
         assert sum(data.left_out.values()) == usable - sizes[dedup]
-        assert data.train.copies()[0] + data.val.copies()[0] == (7 if dedup == "none" else 0)
+        assert data.train.copies()[0] + data.val.copies()[0] == (
+            7 if dedup == "none" else 0
+        )
     assert sizes == {"none": usable, "exact": usable - 7, "near": usable - 13}
 
 
@@ -333,7 +350,9 @@ QUESTION = {
     "role": "user",
     "content": "Which of the two words is longer, please, and why is it so?",
 }
-ANSWER = "The second one is longer, since it has nine letters and the first one only has six."
+ANSWER = (
+    "The second one is longer, since it has nine letters and the first one only has six."
+)
 
 
 def turns(**of_answer):
@@ -345,10 +364,19 @@ def labelled(label):
 
 
 def tool(name):
-    return [{"type": "function", "function": {"name": name, "description": "-", "parameters": {}}}]
+    return [
+        {
+            "type": "function",
+            "function": {"name": name, "description": "-", "parameters": {}},
+        }
+    ]
 
 
-LATER = [*turns(), {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "No."}]
+LATER = [
+    *turns(),
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "No."},
+]
 WITH_THOUGHTS = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -360,7 +388,10 @@ UNEQUAL = {
         "prompts",
         [{"prompt": QUESTION["content"], "answer": "six"}, {"prompt": QUESTION["content"]}],
     ),
-    "tools": ("supervised", [{"messages": turns(), "tools": tool(name)} for name in ("a", "b")]),
+    "tools": (
+        "supervised",
+        [{"messages": turns(), "tools": tool(name)} for name in ("a", "b")],
+    ),
     "system prompts": (
         "supervised",
         [
@@ -370,7 +401,10 @@ UNEQUAL = {
     ),
     "thoughts": (
         "supervised",
-        [{"messages": turns(reasoning_content=sentence(random.Random(seed)))} for seed in range(2)],
+        [
+            {"messages": turns(reasoning_content=sentence(random.Random(seed)))}
+            for seed in range(2)
+        ],
     ),
 }
 

@@ -62,13 +62,19 @@ ROOM = 8
         ),
         # a text that the messages repeat is not
         (
-            {"prompt": "2 + 2?", "messages": [SYSTEM, USER, {"role": "assistant", "content": "4"}]},
+            {
+                "prompt": "2 + 2?",
+                "messages": [SYSTEM, USER, {"role": "assistant", "content": "4"}],
+            },
             [SYSTEM, USER],
             {"answer": "4"},
         ),
         # a column of its own wins
         (
-            {"messages": [USER, {"role": "assistant", "content": "It is 4."}], "answer": "4"},
+            {
+                "messages": [USER, {"role": "assistant", "content": "It is 4."}],
+                "answer": "4",
+            },
             [USER],
             {"answer": "4"},
         ),
@@ -86,7 +92,10 @@ def test_prompts_and_columns(record, messages, columns):
     [
         ({"text": "a story"}, "this is a text to continue"),
         ({"input_ids": [1, 2]}, "this is a text to continue"),
-        ({"messages": [{"role": "assistant", "content": "4"}]}, "no prompt before the answer"),
+        (
+            {"messages": [{"role": "assistant", "content": "4"}]},
+            "no prompt before the answer",
+        ),
         ({"chosen": "4"}, "chosen"),
     ],
     ids=str,
@@ -104,7 +113,9 @@ def load(path, **flags):
 
 def test_samples_are_the_prompt_with_room_for_a_completion(tmp_path):
     records = [{"prompt": "word " * (n + 1), "answer": str(n), "n": n} for n in range(20)]
-    data = load(write_records(tmp_path / "a.jsonl", records), val_fraction=0.3, max_seq_length=60)
+    data = load(
+        write_records(tmp_path / "a.jsonl", records), val_fraction=0.3, max_seq_length=60
+    )
     tokenizer = data.tokenizer
     longest = 0
     for samples in (data.train, data.val):
@@ -135,7 +146,11 @@ def test_the_split_is_that_of_supervised_fine_tuning(tmp_path):
 
 def test_a_conversation_beside_messages_of_the_prompt_is_unused(tmp_path):
     records = [
-        {"prompt": [USER], "messages": [USER, {"role": "assistant", "content": "4"}], "n": n}
+        {
+            "prompt": [USER],
+            "messages": [USER, {"role": "assistant", "content": "4"}],
+            "n": n,
+        }
         for n in range(4)
     ]
     data = load(write_records(tmp_path / "a.jsonl", records), val_fraction=0.0)
@@ -164,7 +179,9 @@ def test_tools_and_calls_that_the_template_leaves_out_are_named(tmp_path):
     )
     path = write_records(tmp_path / "c.jsonl", [{"prompt": [SYSTEM, USER]}])
     args = DataArgs(path=[str(path)], template=str(silent), val_fraction=0.0)
-    data = load_data(args, Tokenizer(STORIES), 1 << 20, 512, kind="prompts", completion_tokens=ROOM)
+    data = load_data(
+        args, Tokenizer(STORIES), 1 << 20, 512, kind="prompts", completion_tokens=ROOM
+    )
     (report,) = data.reports.values()
     assert report.notes[SYSTEM_LOST][0] == 1
 
@@ -197,7 +214,9 @@ def test_the_split_of_prompts_does_not_depend_on_columns(tmp_path):
     changed = [record | {"answer": "other", "more": 1} for record in records]
     second = load(write_records(tmp_path / "b.jsonl", changed), val_fraction=0.3)
     assert len(first.val)
-    np.testing.assert_array_equal(first.val.sample_index.units, second.val.sample_index.units)
+    np.testing.assert_array_equal(
+        first.val.sample_index.units, second.val.sample_index.units
+    )
     # but what the reward functions get is a part of what the data is
     assert first.train_digest != second.train_digest
 

@@ -65,14 +65,17 @@ def test_packed_alpaca_rows_are_95_percent_full(shared, checkpoints, count):
                 if rows
             )
             assert sum(step_lengths) / slots >= 0.95
-            row_lengths = [sum(step_lengths[i] for i in row) for rows in batches for row in rows]
+            row_lengths = [
+                sum(step_lengths[i] for i in row) for rows in batches for row in rows
+            ]
             assert len(row_lengths) % ranks == 0
             assert ranks == 2 or len(row_lengths) <= -(-sum(step_lengths) // 2048) + 1
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "gemma2", "gpt_oss", "phi3", "gpt2", "qwen3_moe", "cohere2"]
+    "family",
+    ["llama", "mistral", "gemma2", "gpt_oss", "phi3", "gpt2", "qwen3_moe", "cohere2"],
 )
 def test_a_packed_loss_is_the_sum_of_single_losses(make_model, family):
     """Also with sliding windows, softcaps, sinks, learned positions and experts."""
@@ -84,7 +87,9 @@ def test_a_packed_loss_is_the_sum_of_single_losses(make_model, family):
         model(sample.tokens[None], targets=sample.targets[None])[0] for sample in samples
     ]
     for layout in (BatchLayout(1, 512), BatchLayout(2, 100), BatchLayout(4, 60)):
-        packed = [model(batch.tokens, **batch.inputs()) for batch in layout.batches(samples)]
+        packed = [
+            model(batch.tokens, **batch.inputs()) for batch in layout.batches(samples)
+        ]
         assert float(sum(loss for loss, _ in packed)) == pytest.approx(
             float(sum(single_losses)), rel=1e-6
         )
@@ -104,7 +109,9 @@ def test_packed_samples_are_isolated(tiny):
     changed_batch = collate([[changed_sample, *samples[1:]]])
     logits = model(batch.tokens, positions=batch.positions, documents=batch.documents)
     changed = model(
-        changed_batch.tokens, positions=changed_batch.positions, documents=changed_batch.documents
+        changed_batch.tokens,
+        positions=changed_batch.positions,
+        documents=changed_batch.documents,
     )
     border = samples[0].tokens.numel()
     assert torch.equal(logits[:, border:], changed[:, border:]) and not torch.equal(
@@ -132,8 +139,12 @@ def test_padding_belongs_to_no_sample(tiny):
 def test_attention_per_document_equals_masked_attention(window, softcap, sinks):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 30, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
-    documents = PackedSequences.of(torch.tensor([[0] * 4 + [1] * 20 + [2] * 6, [0] * 29 + [-1]]))
+    documents = PackedSequences.of(
+        torch.tensor([[0] * 4 + [1] * 20 + [2] * 6, [0] * 29 + [-1]])
+    )
     sinks = torch.randn(6) if sinks else None
     output = attend(q, k, v, documents, window, softcap, sinks)
-    expected = eager_attention(q, k, v, attention_mask(q, k, documents, window), softcap, sinks)
+    expected = eager_attention(
+        q, k, v, attention_mask(q, k, documents, window), softcap, sinks
+    )
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)

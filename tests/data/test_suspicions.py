@@ -47,7 +47,10 @@ def reported(tiny, tmp_path, records):
     _, tokenizer = litft.load(tiny)
     path = write_records(tmp_path / "data.jsonl", records)
     data = load_data(
-        DataArgs(path=[str(path)], val_fraction=0.0), tokenizer, vocab_size=1 << 20, context=2048
+        DataArgs(path=[str(path)], val_fraction=0.0),
+        tokenizer,
+        vocab_size=1 << 20,
+        context=2048,
     )
     (report,) = data.reports.values()
     return {note: count for note, (count, _) in report.notes.items()}, data

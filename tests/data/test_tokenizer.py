@@ -46,7 +46,9 @@ def test_ids_equal_the_golden_ids(shared, name):
 
 OWN_FAST = ("bytes", "header", "fallback", "words")  # those with a tokenizer.json
 PROPERTIES = [
-    (name, values) for name in OWN_FAST for values in itertools.product((False, True), repeat=4)
+    (name, values)
+    for name in OWN_FAST
+    for values in itertools.product((False, True), repeat=4)
 ]
 # writing a large vocabulary takes seconds: here, each pair of values of two properties occurs
 for name in ("tinyllama-1.1b-chat", "qwen2.5"):
@@ -69,7 +71,9 @@ def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(
     shutil.copytree(tokenizer_folder(name), tmp_path / name)
     path = tmp_path / name / "tokenizer.json"
     backend = Backend.from_file(str(path))
-    options = dict(lstrip=lstrip, rstrip=rstrip, normalized=normalized, single_word=single_word)
+    options = dict(
+        lstrip=lstrip, rstrip=rstrip, normalized=normalized, single_word=single_word
+    )
     backend.add_tokens([AddedToken("<|stop|>", special=True, **options)])
     backend.save(str(path))
     tokenizer = Tokenizer(tmp_path / name)
@@ -147,9 +151,9 @@ def test_ids_and_texts_equal_transformers(tokenizer_folder, texts, tmp_path, nam
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
             assert tokenizer.decode(ids, skip_special=skip) == expected, text[:80]
-        assert "".join(pieces_of(tokenizer, [], ids[:400])).rstrip("\ufffd") == tokenizer.decode(
-            ids[:400]
-        ).rstrip("\ufffd")
+        assert "".join(pieces_of(tokenizer, [], ids[:400])).rstrip(
+            "\ufffd"
+        ) == tokenizer.decode(ids[:400]).rstrip("\ufffd")
     special_text = "".join(reference.all_special_tokens) + "a"
     assert (
         tokenizer.encode(special_text, bos=False)
@@ -239,7 +243,8 @@ def pieces_of(tokenizer, prompt_ids, ids):
 
 
 @pytest.mark.parametrize(
-    "name", "bytes header fallback sentencepiece unigram llama-2-7b llama-3.1 qwen2.5".split()
+    "name",
+    "bytes header fallback sentencepiece unigram llama-2-7b llama-3.1 qwen2.5".split(),
 )
 def test_streamed_pieces_join_to_the_full_text(tokenizer_folder, name):
     text = "The Äpfel cost 5 €, 日本語 and 🦙🦙 too.\n\n  - indented\n\tδείγμα"
@@ -260,16 +265,24 @@ def test_tokens_of_the_config_alone_are_tokens(tmp_path):
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
     entry = dict(
-        content="<a>", lstrip=False, rstrip=False, normalized=False, single_word=False, special=True
+        content="<a>",
+        lstrip=False,
+        rstrip=False,
+        normalized=False,
+        single_word=False,
+        special=True,
     )
     path.write_text(json.dumps(config | {"added_tokens_decoder": {"1024": entry}}))
-    expected = AutoTokenizer.from_pretrained(folder)("the <a> cat", add_special_tokens=False)[
-        "input_ids"
-    ]
-    assert 1024 in expected and Tokenizer(folder).encode("the <a> cat", bos=False) == expected
+    expected = AutoTokenizer.from_pretrained(folder)(
+        "the <a> cat", add_special_tokens=False
+    )["input_ids"]
+    assert (
+        1024 in expected and Tokenizer(folder).encode("the <a> cat", bos=False) == expected
+    )
     path.write_text(json.dumps(config | {"added_tokens_decoder": {"1030": entry}}))
     with pytest.raises(
-        ValueError, match=r"has the token '<a>' with the id 1030, but tokenizer\.json lacks it"
+        ValueError,
+        match=r"has the token '<a>' with the id 1030, but tokenizer\.json lacks it",
     ):
         Tokenizer(folder)
     path.write_text(json.dumps(config | {"eos_token": "<zzz>"}))
@@ -317,4 +330,6 @@ def test_a_developer_is_the_system_where_the_template_knows_none(tiny):
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": "Hi"},
         ]
-        assert tokenizer.apply_chat_template(messages).endswith(f"{role}: Be brief.\nuser: Hi\n")
+        assert tokenizer.apply_chat_template(messages).endswith(
+            f"{role}: Be brief.\nuser: Hi\n"
+        )

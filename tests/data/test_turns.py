@@ -159,7 +159,10 @@ def turns_of(source: str, messages: list[dict], tools: list | None = None):
     """Return the turns of a conversation."""
     special = tuple(dict.fromkeys([*SPECIAL.findall(source), "</s>"]))
     texts = assistant_turns(
-        partial(render, source, **TOKENS), messages, tools, EndTokens(special, ("</s>", *STOPS))
+        partial(render, source, **TOKENS),
+        messages,
+        tools,
+        EndTokens(special, ("</s>", *STOPS)),
     )
     return [turn for rendered in texts for turn in rendered.turns]
 
@@ -214,7 +217,9 @@ def test_calls_and_their_values_may_be_anything():
         "",
         tool_calls=[
             call | {"function": call["function"] | {"arguments": values}}
-            for call, values in zip(calls("weather", "weather", "clock"), arguments, strict=True)
+            for call, values in zip(
+                calls("weather", "weather", "clock"), arguments, strict=True
+            )
         ],
     )
     (turn,) = turns_of(QUIRKS["plain"], [QUESTION, message], TOOLS)
@@ -230,11 +235,14 @@ def test_calls_and_their_values_may_be_anything():
         turns_of(names_only, [QUESTION, message], TOOLS)
 
 
-def texts_of(source: str, messages: list[dict], tools: list | None = None) -> list[tuple[str, str]]:
+def texts_of(
+    source: str, messages: list[dict], tools: list | None = None
+) -> list[tuple[str, str]]:
     """Return the reasoning and the answer of each turn."""
     turns = turns_of(source, messages, tools)
     return [
-        (turn.text[turn.start : turn.answer], turn.text[turn.answer : turn.end]) for turn in turns
+        (turn.text[turn.start : turn.answer], turn.text[turn.answer : turn.end])
+        for turn in turns
     ]
 
 
@@ -255,20 +263,24 @@ def test_a_conversation_may_begin_with_the_assistant():
 def test_reasoning_that_is_a_part_of_the_answer_is_found(reasoning):
     messages = [QUESTION, answer("The answer is 42.", reasoning_content=reasoning)]
     thought = f"<think>\n{reasoning}\n</think>\n\n"
-    assert texts_of(QUIRKS["an empty thought"], messages) == [(thought, "The answer is 42.<|end|>")]
+    assert texts_of(QUIRKS["an empty thought"], messages) == [
+        (thought, "The answer is 42.<|end|>")
+    ]
     ((before, after),) = texts_of(QUIRKS["channels"], messages)
     assert reasoning in before and after == "<|channel|>final\nThe answer is 42.<|return|>"
     with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
         turns_of(QUIRKS["plain"], messages)
 
 
-@pytest.mark.parametrize("name", ["plain", "an empty thought", "a closed thought", "channels"])
+@pytest.mark.parametrize(
+    "name", ["plain", "an empty thought", "a closed thought", "channels"]
+)
 def test_a_mark_inside_an_answer_is_a_part_of_it(name):
     text = "Use `</think>` to close, then <think> to open."
     ((before, after),) = texts_of(QUIRKS[name], [QUESTION, answer(text)])
-    assert text in after and "think" not in before.replace("<think>\n\n</think>", "").replace(
-        "</think>", ""
-    )
+    assert text in after and "think" not in before.replace(
+        "<think>\n\n</think>", ""
+    ).replace("</think>", "")
     if name != "plain":
         for other in (text, "a\n</think>\nb"):
             ((before, after),) = texts_of(
@@ -317,7 +329,9 @@ def test_a_template_may_need_a_question_after_the_first_answer():
     ends = EndTokens(("<|end|>",), ("<|end|>",))
     for earlier in ([], [{"role": "system", "content": "Be brief."}]):
         messages = [*earlier, greeting, QUESTION, answer()]
-        (rendered,) = assistant_turns(partial(render, NEEDS_A_QUESTION), messages, None, ends)
+        (rendered,) = assistant_turns(
+            partial(render, NEEDS_A_QUESTION), messages, None, ends
+        )
         spans = [rendered.text[turn.start : turn.end] for turn in rendered.turns]
         assert spans == ["Good day!<|end|>", f"{ANSWER}<|end|>"]
         assert rendered.text == render(NEEDS_A_QUESTION, messages)
@@ -379,7 +393,10 @@ def test_reasoning_that_the_prompt_of_generation_switches_off_is_marked():
         "{% if add_generation_prompt %}<|im_start|>assistant\n"
         "{% if not enable_thinking %}<think>\n\n</think>\n{% endif %}{% endif %}"
     )
-    messages = [{"role": "user", "content": "Hi"}, answer("Hello.", reasoning_content="A greeting")]
+    messages = [
+        {"role": "user", "content": "Hi"},
+        answer("Hello.", reasoning_content="A greeting"),
+    ]
     (turn,) = turns_of(source, messages)
     assert turn.thought_is_off
     (turn,) = turns_of(source.replace("not enable_thinking", "false"), messages)

@@ -38,7 +38,9 @@ SPREAD = {
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    not hasattr(
+        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
+    ),
     reason="this version of torch cannot simulate devices",
 )
 @pytest.mark.parametrize("family", SPREAD)
@@ -47,7 +49,9 @@ def test_activations_move_between_devices(make_model, family):
     """Two simulated devices that refuse to be mixed, and the CPU, give the same logits as one
     CPU."""
     config_class, variations = ROWS[family]
-    folder = make_model(getattr(transformers, config_class), **variations[SPREAD[family]])[1]
+    folder = make_model(getattr(transformers, config_class), **variations[SPREAD[family]])[
+        1
+    ]
     done = script("tests/simulated_devices.py", folder, cwd=folder)
     assert "as it should: " in done.stdout
 
@@ -56,7 +60,11 @@ def test_activations_move_between_devices(make_model, family):
 def test_layers_on_a_gpu_and_the_host(checkpoints):
     source, tokens = resolve(checkpoints["demo"]), torch.arange(3, 40)[None]
     model = load_network(
-        source, "fp32", "cuda", None, DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2])
+        source,
+        "fp32",
+        "cuda",
+        None,
+        DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2]),
     )
     expected = litft.load(checkpoints["demo"], "fp32")[0](tokens)
     torch.testing.assert_close(model(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
@@ -76,7 +84,8 @@ def test_layers_per_device_flag(checkpoints, tmp_path):
     options = ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
     results = [script(*argv, *flags.split(), cwd=tmp_path) for flags in options]
     assert (
-        len({result.stdout for result in results}) == 1 and "layers: 5 on cpu" in results[1].stderr
+        len({result.stdout for result in results}) == 1
+        and "layers: 5 on cpu" in results[1].stderr
     )
     stderr = script(
         *argv, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2

@@ -78,7 +78,11 @@ def examples(tmp_path_factory):
     """Examples that all differ: the processes' parts of what is held out have other losses and
     answers of other lengths."""
     records = [
-        {"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 5 * 3 + 1)}
+        {
+            "instruction": f"Say {n}",
+            "input": "",
+            "output": "once upon a time " * (n % 5 * 3 + 1),
+        }
         for n in range(30)
     ]
     return write_records(tmp_path_factory.mktemp("data") / "examples.json", records)
@@ -107,7 +111,9 @@ def compare(tiny, examples, folder, strategy, case_names, single_runs):
         assert expected[case]["loss"][0] - expected[case]["loss"][-1] > 0.15, case
         for name in ("loss", "val_loss", "num_answers"):
             assert values[name] == pytest.approx(expected[case][name], abs=1e-5), case
-        assert values["grad_norm"] == pytest.approx(expected[case]["grad_norm"], rel=1e-3), case
+        assert values["grad_norm"] == pytest.approx(
+            expected[case]["grad_norm"], rel=1e-3
+        ), case
         single_dir, parallel_dir = (
             run / f"{prefix}-{case.replace(' ', '')}"
             for run, prefix in ((single_folder, "single"), (folder, strategy))
@@ -175,7 +181,12 @@ def test_networks_of_every_kind_are_sharded(make_model, tiny, examples, tmp_path
     """Experts, latent attention, recurrent mixers, and what blocks pass to each other, in fp32."""
     variation, changes = SHARDED[family]
     config_class, variations = ROWS[family]
-    sizes = {**variations[variation], "vocab_size": 512, "max_position_embeddings": 256, **changes}
+    sizes = {
+        **variations[variation],
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        **changes,
+    }
     folder = make_model(getattr(transformers, config_class), **sizes)[1]
     for path in tiny.glob("*token*"):
         shutil.copyfile(path, folder / path.name)
@@ -254,7 +265,9 @@ def test_each_process_holds_its_shard_of_the_quantized_weights(tiny, examples, t
         scales, expected_scales = sizes.pop("scales")
         assert scales == expected_scales
         assert torch.equal(sizes.pop("weight"), sizes.pop("expected"))
-        assert all(local_bytes * 2 == full_bytes for local_bytes, full_bytes in sizes.values())
+        assert all(
+            local_bytes * 2 == full_bytes for local_bytes, full_bytes in sizes.values()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +296,9 @@ def two_gigabytes(tiny, tmp_path_factory):
     model = source.meta_model(torch.bfloat16)
     mappings = mappings_to_hf(source.rules, [name for name, _ in model.named_parameters()])
     weights = {
-        mapping.targets[0]: torch.empty_like(model.get_parameter(mapping.sources[0]), device="cpu")
+        mapping.targets[0]: torch.empty_like(
+            model.get_parameter(mapping.sources[0]), device="cpu"
+        )
         for mapping in mappings
     }
     save_file(
@@ -343,7 +358,8 @@ def test_offloaded_sharded_weights_train_the_same(tiny, examples, tmp_path):
     (tmp_path / "worker.py").write_text(WAITING.format(words=argv))
     stdout = script(tmp_path / "worker.py", cwd=tmp_path).stdout
     in_memory, offloaded = (
-        re.findall(rf"^{name} (.*)$", stdout, re.MULTILINE) for name in ("none", "parameters")
+        re.findall(rf"^{name} (.*)$", stdout, re.MULTILINE)
+        for name in ("none", "parameters")
     )
     assert len(in_memory) == 3 and len(set(in_memory)) == 3 and in_memory == offloaded
 
@@ -394,10 +410,14 @@ def test_no_process_holds_the_full_model_while_it_loads(two_gigabytes, examples,
     measurements = re.findall(
         r"read (\d+) held (\d+)", script(tmp_path / "worker.py", cwd=tmp_path).stdout
     )
-    print(f"the model {size / 1e9:.2f} GB; each process read, and held at its peak:", measurements)
+    print(
+        f"the model {size / 1e9:.2f} GB; each process read, and held at its peak:",
+        measurements,
+    )
     assert len(measurements) == 2
     assert all(
-        int(read) < 0.51 * size and int(peak) < 0.6 * size + 600e6 for read, peak in measurements
+        int(read) < 0.51 * size and int(peak) < 0.6 * size + 600e6
+        for read, peak in measurements
     )
 
 
@@ -462,8 +482,11 @@ def test_saved_on_two_resumed_on_one_and_back(tiny, examples, tmp_path, method, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp"])  # the test with a killed worker below uses fsdp
-def test_a_killed_run_of_two_processes_resumes_bit_for_bit(tiny, examples, tmp_path, strategy):
+# the test with a killed worker below uses fsdp
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_a_killed_run_of_two_processes_resumes_bit_for_bit(
+    tiny, examples, tmp_path, strategy
+):
     argv = flags(
         tiny,
         examples,
@@ -498,7 +521,10 @@ def plan_with_memory(tiny, examples, monkeypatch):
 
     def plan(memory, **options):
         args = LoRAFinetuneArgs(
-            checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)]), devices=2, **options
+            checkpoint_dir=str(tiny),
+            data=DataArgs(path=[str(examples)]),
+            devices=2,
+            **options,
         )
         monkeypatch.setattr(
             litft.training.memory.choose, "device_memory", lambda device, processes: memory
@@ -525,9 +551,11 @@ def test_auto_shards_what_does_not_fit(plan_with_memory):
     settings, lines, _ = plan_with_memory(settings.plan.memory.peak // 4)
     assert settings.strategy == "fsdp" and settings.plan.memory.weights < 2**20
     assert re.search(
-        r"fsdp, since each needs .* MiB with all of the weights, and has [\d.]+ [MK]iB", lines[1]
+        r"fsdp, since each needs .* MiB with all of the weights, and has [\d.]+ [MK]iB",
+        lines[1],
     )
-    assert plan_with_memory(1, strategy="ddp")[0].strategy == "ddp"  # an explicit strategy is kept
+    # an explicit strategy is kept
+    assert plan_with_memory(1, strategy="ddp")[0].strategy == "ddp"
     with pytest.raises(
         ValueError,
         match=r"adamw_8bit with --strategy fsdp: .* 8-bit blocks .*\(fsdp: since each needs",
@@ -574,7 +602,12 @@ def test_launched_processes_are_counted(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     args = apply_launcher(LoRAFinetuneArgs(overwrite=True))
-    assert (args.devices, args.num_nodes, args.resume, args.overwrite) == (4, 2, False, True)
+    assert (args.devices, args.num_nodes, args.resume, args.overwrite) == (
+        4,
+        2,
+        False,
+        True,
+    )
     with pytest.raises(ValueError, match="torchrun started 4 processes on 2 nodes"):
         apply_launcher(LoRAFinetuneArgs(devices=8))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -596,7 +629,8 @@ def test_launched_processes_are_counted(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     assert apply_launcher(LoRAFinetuneArgs()).devices == 1
     monkeypatch.setenv("SLURM_JOB_NAME", "job")
-    monkeypatch.setenv("SLURM_NTASKS", "1")  # an sbatch script that starts its own processes
+    # an sbatch script that starts its own processes
+    monkeypatch.setenv("SLURM_NTASKS", "1")
     assert apply_launcher(LoRAFinetuneArgs(devices=2)).devices == 2
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="not by torchrun or srun"):
@@ -606,7 +640,12 @@ def test_launched_processes_are_counted(monkeypatch):
 @pytest.mark.parametrize("rank, prints_errors", [("0", True), ("1", False)])
 def test_only_the_first_process_of_srun_prints_errors(tmp_path, rank, prints_errors):
     """srun passes the rank in its own environment variables."""
-    env = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_LOCALID": rank, "SLURM_PROCID": rank}
+    env = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_LOCALID": rank,
+        "SLURM_PROCID": rank,
+    }
     done = script("finetune/lora.py", "--seed", "x", cwd=tmp_path, env=env, code=2)
     assert ("error: " in done.stderr) is prints_errors
 
@@ -625,9 +664,12 @@ def test_only_communication_errors_count_as_a_lost_process():
         "NCCL: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 5000 "
         "milliseconds"
     )
-    assert peer_failure(RuntimeError(closed), "5s") == "another process of the run has ended"
+    assert (
+        peer_failure(RuntimeError(closed), "5s") == "another process of the run has ended"
+    )
     assert all(
-        "has not answered for 5s" in peer_failure(RuntimeError(text), "5s") for text in (gloo, nccl)
+        "has not answered for 5s" in peer_failure(RuntimeError(text), "5s")
+        for text in (gloo, nccl)
     )
     assert "not answered" in peer_failure(
         torch.distributed.DistBackendError("wait timeout after 5000ms"), "5s"
@@ -648,7 +690,9 @@ def test_more_processes_than_cores_are_reported_at_once(tiny, capsys, monkeypatc
     ):
         prepare_run(
             LoRAFinetuneArgs(
-                checkpoint_dir=str(tiny), data=DataArgs(path=["nowhere"]), devices=4 * count + 1
+                checkpoint_dir=str(tiny),
+                data=DataArgs(path=["nowhere"]),
+                devices=4 * count + 1,
             )
         )
     check_devices("cpu", count + 1)
@@ -658,7 +702,11 @@ def test_more_processes_than_cores_are_reported_at_once(tiny, capsys, monkeypatc
     )
     check_devices("cpu", count)
     assert not capsys.readouterr().err
-    for name, value in {"SLURM_NTASKS": "64", "SLURM_NNODES": "1", "SLURM_LOCALID": "0"}.items():
+    for name, value in {
+        "SLURM_NTASKS": "64",
+        "SLURM_NNODES": "1",
+        "SLURM_LOCALID": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     check_devices.cache_clear()
     check_devices("cpu", 4 * count + 2)  # each srun task has its own cores
@@ -701,7 +749,9 @@ def start(rank, port, argv, cwd):
 
 def test_processes_with_different_settings_are_reported(tiny, examples, tmp_path):
     port, argv = free_port(), flags(tiny, examples, "--out_dir", "run")
-    processes = [start(rank, port, [*argv, "--seed", 42 + rank], tmp_path) for rank in range(2)]
+    processes = [
+        start(rank, port, [*argv, "--seed", 42 + rank], tmp_path) for rank in range(2)
+    ]
     stderrs = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert (
@@ -773,7 +823,12 @@ def test_waiting_for_unfinished_data_times_out(tiny, examples, tmp_path):
     import fcntl
 
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = ["finetune/lora.py", *flags(tiny, examples, "--timeout", "2s"), "--out_dir", "run"]
+    command = [
+        "finetune/lora.py",
+        *flags(tiny, examples, "--timeout", "2s"),
+        "--out_dir",
+        "run",
+    ]
     script(*command, "--dry_run", cwd=tmp_path, env=env)
     (entry,) = (tmp_path / "cache" / "litft").glob("*/report.json")
     shutil.rmtree(entry.parent)
@@ -823,7 +878,8 @@ def test_communication_volume_equals_that_of_rings(tiny):
     weights, gradients = plan.gathered, 4 * plan.trained
     fsdp = communication_volume(plan, Cluster(4, 1, 4, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
     assert (
-        fsdp.intra_node == pytest.approx(3 * sum(2 * weights / 4 + gradients / 4 for _ in range(3)))
+        fsdp.intra_node
+        == pytest.approx(3 * sum(2 * weights / 4 + gradients / 4 for _ in range(3)))
         and fsdp.inter_node == 0
     )
     ddp = communication_volume(
@@ -860,7 +916,11 @@ def test_plans_for_many_devices_without_hardware(tiny, tmp_path):
         "64",
     ]
     stdout = script("scripts/plan.py", *argv, "--strategy", "fsdp", cwd=tmp_path).stdout
-    assert "memory of each:" in stdout and "GB from other nodes" in stdout and "16 x H100" in stdout
+    assert (
+        "memory of each:" in stdout
+        and "GB from other nodes" in stdout
+        and "16 x H100" in stdout
+    )
     memory = {
         strategy: plan_on_paper(
             PlanArgs(str(tiny), "full", strategy=strategy, devices=8, num_nodes=2)
@@ -879,25 +939,55 @@ FORKING = {**ENV, "PYTHON_EXEC": str(FORKS / "bin" / "python")}
 
 def children(pid):
     """Return the ids of the child processes."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("strategy", ["fsdp"])
-def test_a_killed_worker_is_restarted_and_the_run_ends_the_same(tiny, examples, tmp_path, strategy):
+def test_a_killed_worker_is_restarted_and_the_run_ends_the_same(
+    tiny, examples, tmp_path, strategy
+):
     """After two `kill -9`, the third start resumes by itself."""
     argv = flags(
-        tiny, examples, "--strategy", strategy, "--lora.dropout", "0.1", "--train.max_steps", "30"
+        tiny,
+        examples,
+        "--strategy",
+        strategy,
+        "--lora.dropout",
+        "0.1",
+        "--train.max_steps",
+        "30",
     )
     argv = list(
         map(
             str,
-            [ROOT / "finetune" / "lora.py", *argv, "--train.epochs", "99", "--save.keep_last", "2"],
+            [
+                ROOT / "finetune" / "lora.py",
+                *argv,
+                "--train.epochs",
+                "99",
+                "--save.keep_last",
+                "2",
+            ],
         )
     )
-    command = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max-restarts", "2", *argv]
+    command = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "--max-restarts",
+        "2",
+        *argv,
+    ]
     subprocess.run(
-        [*command, "--out_dir", "whole"], cwd=tmp_path, env=FORKING, check=True, capture_output=True
+        [*command, "--out_dir", "whole"],
+        cwd=tmp_path,
+        env=FORKING,
+        check=True,
+        capture_output=True,
     )
     pipe = subprocess.PIPE
     agent = subprocess.Popen(
@@ -960,7 +1050,14 @@ def test_two_nodes_by_torchrun(tiny, examples, tmp_path, two_hosts):
     """Two agents, each in its own network namespace with two processes: weights are sharded within
     a node."""
     argv = flags(
-        tiny, examples, "--strategy", "hsdp", "--out_dir", "run", "--train.micro_batch_size", "2"
+        tiny,
+        examples,
+        "--strategy",
+        "hsdp",
+        "--out_dir",
+        "run",
+        "--train.micro_batch_size",
+        "2",
     )
     agents = []
     for number, (prefix, address, link) in enumerate(two_hosts):
@@ -983,12 +1080,17 @@ def test_two_nodes_by_torchrun(tiny, examples, tmp_path, two_hosts):
             f"is_host={int(number == 0)}",
         ]
         command = list(
-            map(str, [*prefix, *TORCHRUN, *torchrun_flags, ROOT / "finetune" / "lora.py", *argv])
+            map(
+                str,
+                [*prefix, *TORCHRUN, *torchrun_flags, ROOT / "finetune" / "lora.py", *argv],
+            )
         )
         env = {**ENV, "GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"}
         log = (tmp_path / f"{number}.log").open("w")
         agents.append(
-            subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT
+            )
         )
     codes = [agent.wait(timeout=240) for agent in agents]
     logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]

@@ -45,7 +45,8 @@ def supports_split(folder):
     differ between layers."""
     layers = resolve(folder).config.layers
     return not any(
-        layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity for layer in layers
+        layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity
+        for layer in layers
     )
 
 
@@ -57,7 +58,9 @@ def test_every_family(folders, tmp_path, processes):
     The split leaves rotary embeddings alone.
     """
     rotations = {
-        f"llama: {name}" for name, values in ROWS["llama"][1].items() if "rope_parameters" in values
+        f"llama: {name}"
+        for name, values in ROWS["llama"][1].items()
+        if "rope_parameters" in values
     }
     selected = {
         name: folder
@@ -118,7 +121,9 @@ def test_each_process_quantizes_its_shard(folders, tmp_path):
             if is_quantizable(key, model):
                 dim = -1 if key.split(".")[-2] in ("o_proj", "down_proj") else -2
                 shards = [
-                    quantize_dequantize(placement.shard(key, parameter), kind, torch.float32)
+                    quantize_dequantize(
+                        placement.shard(key, parameter), kind, torch.float32
+                    )
                     for placement in slices
                 ]
                 parameter.copy_(torch.cat(shards, dim))
@@ -127,7 +132,9 @@ def test_each_process_quantizes_its_shard(folders, tmp_path):
 
 def test_real_models(checkpoints, tmp_path):
     """stories15M has 6 heads, stories 8 query heads with 4 key/value heads."""
-    tokens = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(
+        3, 500, (2, 24), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     cases = {
         name: {"folder": str(checkpoints[name]), "tokens": tokens}
         for name in ("stories15M", "stories")

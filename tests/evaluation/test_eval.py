@@ -37,11 +37,23 @@ QUESTIONS = [
         "choices": ["Paris", "London", "a potato"],
         "answer": 0,
     },
-    {"question": "What do calves drink?", "choices": ["water", "milk", "petrol"], "answer": 1},
+    {
+        "question": "What do calves drink?",
+        "choices": ["water", "milk", "petrol"],
+        "answer": 1,
+    },
     {"question": "2 + 2 =", "choices": ["5", "4", "seventeen"], "answer": 1},
     {"question": "The sky is", "choices": ["green", "blue"], "answer": 1},
-    {"question": "Who wrote Hamlet?", "choices": ["Goethe", "Shakespeare", "Plato"], "answer": 1},
-    {"question": "Water boils at", "choices": ["a hundred degrees", "ten degrees"], "answer": 0},
+    {
+        "question": "Who wrote Hamlet?",
+        "choices": ["Goethe", "Shakespeare", "Plato"],
+        "answer": 1,
+    },
+    {
+        "question": "Water boils at",
+        "choices": ["a hundred degrees", "ten degrees"],
+        "answer": 0,
+    },
 ]
 TASK_HEADER = """\
 task: {name}
@@ -132,7 +144,9 @@ def examples(tmp_path_factory):
         ("What did she see?", "a big dog in the park"),
         ("And then?", "they were happy"),
     ] * 3
-    path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in texts))
+    path.write_text(
+        "".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in texts)
+    )
     return path
 
 
@@ -177,7 +191,9 @@ def test_log_probabilities_equal_the_models(harness_model, folder):
     results = harness_model.loglikelihood(harness_requests(*PAIRS), disable_tqdm=True)
     for (context, continuation), (total, greedy) in zip(PAIRS, results, strict=True):
         all_ids = (
-            tokenizer.encode(context + continuation) if context else [*tokenizer.encode("The dog")]
+            tokenizer.encode(context + continuation)
+            if context
+            else [*tokenizer.encode("The dog")]
         )
         context_length = len(tokenizer.encode(context.rstrip())) if context else 1
         window_ids = all_ids[-model.config.max_positions - 1 :]
@@ -185,7 +201,9 @@ def test_log_probabilities_equal_the_models(harness_model, folder):
             -(len(all_ids) - context_length) :
         ]
         ids = torch.tensor(all_ids[context_length:])
-        assert math.isclose(total, float(logprobs.gather(1, ids[:, None]).sum()), abs_tol=1e-3)
+        assert math.isclose(
+            total, float(logprobs.gather(1, ids[:, None]).sum()), abs_tol=1e-3
+        )
         assert greedy == bool((logprobs.argmax(-1) == ids).all())
 
 
@@ -204,9 +222,9 @@ def test_rolling_windows_predict_each_token_once(harness_model, folder):
         window_start = max(0, end - context)  # the last window is full too
         logprobs = model(torch.tensor([prefixed_ids[window_start:end]]))[0].log_softmax(-1)
         total += float(
-            logprobs.gather(1, torch.tensor(prefixed_ids[window_start + 1 : end + 1])[:, None])[
-                start - window_start :
-            ].sum()
+            logprobs.gather(
+                1, torch.tensor(prefixed_ids[window_start + 1 : end + 1])[:, None]
+            )[start - window_start :].sum()
         )
     assert math.isclose(log_likelihood, total, rel_tol=1e-4)
 
@@ -216,7 +234,9 @@ def test_answers_end_at_the_tasks_stop_texts(harness_model, folder):
     settings = {"until": ["."], "max_gen_toks": 40, "do_sample": False}
     prompts = ["Once upon a time", "Lily saw", "a " * 500]
     answers = harness_model.generate_until(
-        harness_requests(*((prompt, settings) for prompt in prompts), kind="generate_until"),
+        harness_requests(
+            *((prompt, settings) for prompt in prompts), kind="generate_until"
+        ),
         disable_tqdm=True,
     )
     default_settings = {"until": ["."], "max_gen_toks": 40}  # greedy by default
@@ -239,7 +259,8 @@ def test_answers_end_at_the_tasks_stop_texts(harness_model, folder):
     assert answers[2]
     sampled = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 2.0}
     samples = harness_model.generate_until(
-        harness_requests(*[(prompts[0], sampled)] * 4, kind="generate_until"), disable_tqdm=True
+        harness_requests(*[(prompts[0], sampled)] * 4, kind="generate_until"),
+        disable_tqdm=True,
     )
     assert len(set(samples)) > 1
 
@@ -264,21 +285,32 @@ def test_scores_equal_the_harness_hugging_face_backend(checkpoints, tasks, tmp_p
         for choice in item["choices"]
     ]
     for (expected, greedy), actual in zip(
-        *(model.loglikelihood(harness_requests(*pairs)) for model in (hf_model, litft_model)),
+        *(
+            model.loglikelihood(harness_requests(*pairs))
+            for model in (hf_model, litft_model)
+        ),
         strict=True,
     ):
         assert math.isclose(expected, actual[0], abs_tol=2e-3) and greedy == actual[1]
     settings = {"until": ["\n"], "max_gen_toks": 20, "do_sample": False}
-    prompts = [(f"Question: {item['question']}\nAnswer:", settings) for item in QUESTIONS[:3]]
-    assert litft_model.generate_until(harness_requests(*prompts)) == hf_model.generate_until(
+    prompts = [
+        (f"Question: {item['question']}\nAnswer:", settings) for item in QUESTIONS[:3]
+    ]
+    assert litft_model.generate_until(
         harness_requests(*prompts)
-    )
+    ) == hf_model.generate_until(harness_requests(*prompts))
     names = [str(tasks / f"{name}.yaml") for name in KINDS]
     expected = lm_eval.simple_evaluate(
         hf_model, tasks=names, task_manager=TaskManager(), log_samples=False
     )["results"]
     output, _ = run_eval(
-        tmp_path, "--checkpoint_dir", folder, "--precision", "fp32", "--tasks", ",".join(names)
+        tmp_path,
+        "--checkpoint_dir",
+        folder,
+        "--precision",
+        "fp32",
+        "--tasks",
+        ",".join(names),
     )
     results = output["harness"][folder.name]["results"]
     assert results.keys() == expected.keys() and len(results) == 3
@@ -319,7 +351,11 @@ def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
     lines = done.stdout.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")] == ["", "", "base", "tuned", ""]
     assert sum(line.startswith("|") for line in lines) == 2 + len(both["scores"]["base"])
-    assert "prompt:" in done.stdout and "expected: " in done.stdout and "tuned:    " in done.stdout
+    assert (
+        "prompt:" in done.stdout
+        and "expected: " in done.stdout
+        and "tuned:    " in done.stdout
+    )
     # a cut answer is marked, but not in the JSON file
     assert " ... (cut)" in done.stdout and "(cut)" not in json.dumps(both)
     assert f"base: {folder}" in done.stderr
@@ -356,16 +392,23 @@ def test_scores_on_a_users_examples(folder, examples, tmp_path):
     and ends there."""
     lines = examples.read_text().splitlines()
     question = [{"role": "user", "content": "Who is it?"}]
-    pieces = litft.stream(*litft.load(folder, "fp32"), question, max_new_tokens=6, temperature=0)
+    pieces = litft.stream(
+        *litft.load(folder, "fp32"), question, max_new_tokens=6, temperature=0
+    )
     # a base model never ends an answer itself
     end_id = [token for piece in pieces for token in piece.tokens][-1]
     folder = copytree(folder, tmp_path / folder.name)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end_id]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, end_id]})
+    )
     model, tokenizer = litft.load(folder, "fp32")
-    answer = "".join(litft.stream(model, tokenizer, question, max_new_tokens=6, temperature=0))
+    answer = "".join(
+        litft.stream(model, tokenizer, question, max_new_tokens=6, temperature=0)
+    )
     path = tmp_path / "mine.jsonl"
     path.write_text(
-        "\n".join([*lines[:3], json.dumps({"prompt": "Who is it?", "completion": answer})]) + "\n"
+        "\n".join([*lines[:3], json.dumps({"prompt": "Who is it?", "completion": answer})])
+        + "\n"
     )
     output, _ = run_eval(
         tmp_path,
@@ -379,7 +422,11 @@ def test_scores_on_a_users_examples(folder, examples, tmp_path):
         "6",
     )
     scores = output["scores"][folder.name]
-    hf_model, total, count = AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), 0.0, 0
+    hf_model, total, count = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
+        0.0,
+        0,
+    )
     for line in path.read_text().splitlines():
         record = json.loads(line)
         messages = [{"role": "user", "content": record["prompt"]}]
@@ -392,13 +439,19 @@ def test_scores_on_a_users_examples(folder, examples, tmp_path):
         start = len(tokenizer.encode(prompt_text, bos=False))
         logits = hf_model(torch.tensor([ids])).logits[0]
         total += float(
-            F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum")
+            F.cross_entropy(
+                logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum"
+            )
         )
         count += len(ids) - start
     assert math.isclose(scores["loss"], total / count, rel_tol=1e-4)
     assert math.isclose(scores["perplexity"], math.exp(scores["loss"]), rel_tol=1e-9)
     assert scores["examples"] == 4 and len(output["answers"]) == 4
-    assert output["answers"][3][folder.name] == answer.strip() == output["answers"][3]["expected"]
+    assert (
+        output["answers"][3][folder.name]
+        == answer.strip()
+        == output["answers"][3]["expected"]
+    )
     assert scores["exact_match"] == 0.25
     flags = ["--checkpoint_dir", folder, "--data.path", path, "--precision", "fp32"]
     # the same text, but not ended
@@ -445,28 +498,40 @@ def test_plain_text_has_only_a_perplexity(folder, tmp_path):
 
 def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch):
     """Its data file may be named or left out; any other file is scored completely."""
-    records = [{"q": f"Number {n}?", "completion": "Lily " * (n % 4 + 1)} for n in range(60)]
+    records = [
+        {"q": f"Number {n}?", "completion": "Lily " * (n % 4 + 1)} for n in range(60)
+    ]
     for name in ("mine", "other"):
         text = "".join(json.dumps(record | {"from": name}) + "\n" for record in records)
         (tmp_path / f"{name}.jsonl").write_text(text)
     monkeypatch.chdir(tmp_path)
     data = DataArgs(
-        path=["mine.jsonl"], columns=["prompt=q"], val_fraction=0.2, seed=3, template="chatml"
+        path=["mine.jsonl"],
+        columns=["prompt=q"],
+        val_fraction=0.2,
+        seed=3,
+        template="chatml",
     )
     train = TrainArgs(max_steps=1, global_batch_size=2)
     run = litft.finetune(
         LoRAFinetuneArgs(
-            checkpoint_dir=str(folder), data=data, train=train, out_dir=str(tmp_path / "run")
+            checkpoint_dir=str(folder),
+            data=data,
+            train=train,
+            out_dir=str(tmp_path / "run"),
         )
     ).folder
     tokenizer = Tokenizer(run / "final")
     held_out = load_data(data, tokenizer, 512, 256).val
     prompts = [
-        tokenizer.decode(sample.answer[0].tolist(), skip_special=False) for sample in held_out
+        tokenizer.decode(sample.answer[0].tolist(), skip_special=False)
+        for sample in held_out
     ]
     assert 3 < len(prompts) < 25
     for flags in ([], ["--data.path", "mine.jsonl"]):
-        output, done = run_eval(tmp_path, "--checkpoint_dir", run, "--max_new_tokens", "1", *flags)
+        output, done = run_eval(
+            tmp_path, "--checkpoint_dir", run, "--max_new_tokens", "1", *flags
+        )
         assert [answer["prompt"] for answer in output["answers"]] == prompts
         assert (
             "scoring the part that was held out (--data.val_fraction 0.2, --data.seed 3)"
@@ -478,13 +543,26 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
     flags = ["--data.path", "other/copy.jsonl", "--against", run, "--max_new_tokens", "1"]
     output, done = run_eval(tmp_path, "--checkpoint_dir", folder, *flags)
     assert len(output["answers"]) == len(prompts) and "held out" in done.stderr
-    flags = ["--data.path", "copy.jsonl", "--data.columns", "prompt=q", "--max_new_tokens", "1"]
+    flags = [
+        "--data.path",
+        "copy.jsonl",
+        "--data.columns",
+        "prompt=q",
+        "--max_new_tokens",
+        "1",
+    ]
     _, done = run_eval(tmp_path / "other", "--checkpoint_dir", run, *flags)
     assert "was trained on mine.jsonl, which is not found from this folder" in done.stderr
     flags = ["--data.path", "mine.jsonl,other.jsonl", "--data.columns", "prompt=q"]
     _, done = run_eval(tmp_path, "--checkpoint_dir", run, *flags, code=2)
-    assert "not the same files as" in done.stderr and "score other files alone" in done.stderr
-    for columns in (["--data.columns", "prompt=q"], []):  # by default, the columns of the run
+    assert (
+        "not the same files as" in done.stderr and "score other files alone" in done.stderr
+    )
+    # by default, the columns of the run
+    for columns in (
+        ["--data.columns", "prompt=q"],
+        [],
+    ):
         flags = ["--data.path", "other.jsonl", *columns, "--max_new_tokens", "1"]
         output, done = run_eval(tmp_path, "--checkpoint_dir", run / "final", *flags)
         assert len(output["answers"]) == 60 and "held out" not in done.stderr
@@ -493,11 +571,15 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
 
 def test_a_run_is_scored_as_it_was_trained(folder, tmp_path, capsys):
     """A template file may change, and a flag may be given with its default's value."""
-    records = [{"prompt": f"Number {n}?", "completion": "Lily " * (n % 4 + 1)} for n in range(60)]
+    records = [
+        {"prompt": f"Number {n}?", "completion": "Lily " * (n % 4 + 1)} for n in range(60)
+    ]
     path = write_records(tmp_path / "a.jsonl", records)
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    data = DataArgs(path=[str(path)], val_fraction=0.2, template=str(template), mask_prompt=False)
+    data = DataArgs(
+        path=[str(path)], val_fraction=0.2, template=str(template), mask_prompt=False
+    )
     run = litft.finetune(
         LoRAFinetuneArgs(
             checkpoint_dir=str(folder),
@@ -510,7 +592,9 @@ def test_a_run_is_scored_as_it_was_trained(folder, tmp_path, capsys):
     source = resolve(run)
 
     def resolved(*words):
-        return resolve_data(parse(RunEvalArgs, ["--checkpoint_dir", str(run), *words]), source)[0]
+        return resolve_data(
+            parse(RunEvalArgs, ["--checkpoint_dir", str(run), *words]), source
+        )[0]
 
     template.write_text("another one")
     assert resolved().template == "auto" and not resolved().mask_prompt
@@ -523,8 +607,13 @@ def test_a_run_is_scored_as_it_was_trained(folder, tmp_path, capsys):
 
 
 def test_examples_beyond_the_limit_are_counted(folder, tmp_path, capsys):
-    records = [{"prompt": "a", "completion": "b " * 300}, {"prompt": "a " * 300, "completion": "b"}]
-    path = write_records(tmp_path / "a.jsonl", [*records, {"prompt": "a", "completion": "b"}])
+    records = [
+        {"prompt": "a", "completion": "b " * 300},
+        {"prompt": "a " * 300, "completion": "b"},
+    ]
+    path = write_records(
+        tmp_path / "a.jsonl", [*records, {"prompt": "a", "completion": "b"}]
+    )
     words = ["--checkpoint_dir", str(folder), "--data.path", str(path)]
     args = parse(RunEvalArgs, [*words, "--data.max_seq_length", "256"])
     readable_by_all(args, [resolve(folder)], "supervised")
@@ -534,33 +623,48 @@ def test_examples_beyond_the_limit_are_counted(folder, tmp_path, capsys):
     assert "the limit is 256 tokens; --data.max_seq_length sets another one" in said
 
 
-def test_models_are_scored_on_examples_that_all_can_read(folder, checkpoints, make_model, tmp_path):
+def test_models_are_scored_on_examples_that_all_can_read(
+    folder, checkpoints, make_model, tmp_path
+):
     """Models with different context lengths skip different records; answers to the same prompt stay
     paired."""
     short_context = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=160)[1]
     for path in folder.glob("*token*"):
         copyfile(path, short_context / path.name)
     records = [
-        {"prompt": "word " * (n * 7 % 60) + f"Say {n}?", "completion": "Lily."} for n in range(24)
+        {"prompt": "word " * (n * 7 % 60) + f"Say {n}?", "completion": "Lily."}
+        for n in range(24)
     ]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "own.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     flags = ["--data.path", "own.jsonl", "--max_new_tokens", "2"]
     output, done = run_eval(
         tmp_path, "--checkpoint_dir", folder, "--against", short_context, *flags
     )
     count = len(output["answers"])
-    assert 4 < count < 24 and "--data.max_seq_length 160, which all models can read" in done.stderr
+    assert (
+        4 < count < 24
+        and "--data.max_seq_length 160, which all models can read" in done.stderr
+    )
     assert {scores["examples"] for scores in output["scores"].values()} == {count}
     base_only, _ = run_eval(tmp_path, "--checkpoint_dir", folder, *flags)
-    base_answers = {answer["prompt"]: answer[folder.name] for answer in base_only["answers"]}
+    base_answers = {
+        answer["prompt"]: answer[folder.name] for answer in base_only["answers"]
+    }
     assert (
-        all(base_answers[answer["prompt"]] == answer[folder.name] for answer in output["answers"])
+        all(
+            base_answers[answer["prompt"]] == answer[folder.name]
+            for answer in output["answers"]
+        )
         and len(base_answers) == 24
     )
     # in windows of the same length
     (tmp_path / "story.txt").write_text("Once upon a time there was a girl. " * 80)
     flags = ["--data.path", "story.txt", "--limit", "2"]
-    output, _ = run_eval(tmp_path, "--checkpoint_dir", folder, "--against", short_context, *flags)
+    output, _ = run_eval(
+        tmp_path, "--checkpoint_dir", folder, "--against", short_context, *flags
+    )
     base_only, _ = run_eval(
         tmp_path, "--checkpoint_dir", folder, "--data.max_seq_length", "160", *flags
     )
@@ -580,8 +684,12 @@ def test_different_tokenizers_are_scored_on_examples_that_all_can_read(
         {"prompt": "日本語の文 " * (n * 7 % 15) + f"Number {n}?", "completion": "Lily."}
         for n in range(24)
     ]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = DataArgs(path=[str(tmp_path / "own.jsonl")], val_fraction=0.0, max_seq_length=160)
+    (tmp_path / "own.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
+    data = DataArgs(
+        path=[str(tmp_path / "own.jsonl")], val_fraction=0.0, max_seq_length=160
+    )
     args = RunEvalArgs(str(folder), data=data, against=str(other))
     sources = compared_sources(args, source_of(args.model(str(folder))))
     common, other_only = (
@@ -612,11 +720,23 @@ def test_a_base_without_the_new_tokens_uses_its_own_tokens(folder, examples, tmp
     ]
     script("finetune/lora.py", *flags, "--out_dir", "tuned", cwd=tmp_path)
     both, _ = run_eval(
-        tmp_path, "--checkpoint_dir", "tuned", "--data.path", examples, "--precision", "fp32"
+        tmp_path,
+        "--checkpoint_dir",
+        "tuned",
+        "--data.path",
+        examples,
+        "--precision",
+        "fp32",
     )
     held_out = ("--data.path", examples, "--data.val_fraction", "0.05")  # as in the run
-    base_only, _ = run_eval(tmp_path, "--checkpoint_dir", folder, *held_out, "--precision", "fp32")
-    assert both["scores"]["base"] == base_only["scores"][folder.name] != both["scores"]["tuned"]
+    base_only, _ = run_eval(
+        tmp_path, "--checkpoint_dir", folder, *held_out, "--precision", "fp32"
+    )
+    assert (
+        both["scores"]["base"]
+        == base_only["scores"][folder.name]
+        != both["scores"]["tuned"]
+    )
     done = script(
         "generate/chat.py",
         "--checkpoint_dir",
@@ -661,7 +781,9 @@ def test_quantized_models_have_similar_losses(checkpoints, examples, quantize, t
     ("flags", "message"),
     [
         ([], "give --data.path or --tasks"),
-        pytest.param(["--tasks", "hellaswagg"], "did you mean hellaswag?", marks=pytest.mark.slow),
+        pytest.param(
+            ["--tasks", "hellaswagg"], "did you mean hellaswag?", marks=pytest.mark.slow
+        ),
         (["--tasks", "nowhere.yaml"], "no such file"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
         (
@@ -714,7 +836,9 @@ def test_a_broken_task_file_is_reported(folder, tasks, manager, text, message, t
 
 @pytest.mark.parametrize("package", ["lm_eval", "evaluate"])
 def test_a_missing_package_is_reported_with_the_install_command(folder, package, tmp_path):
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name='{package}')")
+    (tmp_path / f"{package}.py").write_text(
+        f"raise ModuleNotFoundError('none', name='{package}')"
+    )
     arguments = ["scripts/run_eval.py", "--checkpoint_dir", folder, "--tasks", "piqa"]
     done = script(*arguments, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, code=2)
     assert (
@@ -727,7 +851,10 @@ def finetuned_run(folder, tmp_path, name, **data):
     """Finetune for one step and return the run folder."""
     train = TrainArgs(max_steps=1, global_batch_size=2)
     args = LoRAFinetuneArgs(
-        checkpoint_dir=str(folder), data=DataArgs(**data), train=train, out_dir=str(tmp_path / name)
+        checkpoint_dir=str(folder),
+        data=DataArgs(**data),
+        train=train,
+        out_dir=str(tmp_path / name),
     )
     return litft.finetune(args).folder
 
@@ -744,7 +871,9 @@ def test_the_data_of_an_earlier_run_may_be_gone(folder, tmp_path, monkeypatch):
     (tmp_path / "first.jsonl").unlink()
     output, done = run_eval(tmp_path, "--checkpoint_dir", second, "--max_new_tokens", "1")
     assert 0 < len(output["answers"]) < 20
-    assert "one was trained on first.jsonl, which is not found from this folder" in done.stderr
+    assert (
+        "one was trained on first.jsonl, which is not found from this folder" in done.stderr
+    )
 
 
 @pytest.mark.weekly
@@ -757,15 +886,21 @@ def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys)
         path.parent.mkdir(exist_ok=True)
         records = ({"prompt": f"{name} {n}?", "completion": "Lily"} for n in range(20))
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    run = finetuned_run(folder, tmp_path, "run", path=["a.jsonl", "b.jsonl"], val_fraction=0.3)
+    run = finetuned_run(
+        folder, tmp_path, "run", path=["a.jsonl", "b.jsonl"], val_fraction=0.3
+    )
     flags = ["--checkpoint_dir", run, "--max_new_tokens", "1"]
     capsys.readouterr()
     assert "not the same files" in refused(
         "run_eval", *flags, "--data.path", "b.jsonl", capsys=capsys
     )
     message = refused("run_eval", *flags, "--data.seed", "1", capsys=capsys)
-    assert "held out other examples (--data.seed 42)" in message and "leave it out" in message
-    message = refused("run_eval", *flags, "--data.columns", "prompt=q,completion=a", capsys=capsys)
+    assert (
+        "held out other examples (--data.seed 42)" in message and "leave it out" in message
+    )
+    message = refused(
+        "run_eval", *flags, "--data.columns", "prompt=q,completion=a", capsys=capsys
+    )
     assert "--data.columns prompt=q,completion=a: " in message
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     (tmp_path / "mixed.jsonl").write_text(
@@ -774,9 +909,13 @@ def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys)
     warnings = run_eval(tmp_path, *flags, "--data.path", "mixed.jsonl")[1].stderr
     count = int(re.search(r"trained on (\d+) of the 21 scored examples", warnings)[1])
     assert 10 <= count < 20  # the held-out ones are not counted
-    limited = run_eval(tmp_path, *flags, "--data.path", "mixed.jsonl", "--limit", "5")[1].stderr
+    limited = run_eval(tmp_path, *flags, "--data.path", "mixed.jsonl", "--limit", "5")[
+        1
+    ].stderr
     assert re.search(r"trained on [1-5] of the 5 scored examples", limited)
-    other = finetuned_run(folder, tmp_path, "other", path=["a.jsonl", "b.jsonl"], val_fraction=0.0)
+    other = finetuned_run(
+        folder, tmp_path, "other", path=["a.jsonl", "b.jsonl"], val_fraction=0.0
+    )
     capsys.readouterr()
     message = refused("run_eval", *flags, "--against", other, capsys=capsys)
     assert "was trained on some of what" in message
@@ -787,11 +926,18 @@ def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys)
     assert "was trained on some of what" in refused(
         "run_eval", "--checkpoint_dir", chained, capsys=capsys
     )
-    assert "is the model itself" in refused("run_eval", *flags, "--against", run, capsys=capsys)
+    assert "is the model itself" in refused(
+        "run_eval", *flags, "--against", run, capsys=capsys
+    )
     folder_run = finetuned_run(folder, tmp_path, "whole", path=["data"])
     capsys.readouterr()
     message = refused(
-        "run_eval", "--checkpoint_dir", folder_run, "--data.val_path", "a.jsonl", capsys=capsys
+        "run_eval",
+        "--checkpoint_dir",
+        folder_run,
+        "--data.val_path",
+        "a.jsonl",
+        capsys=capsys,
     )
     assert "held out other examples (without --data.val_path)" in message
     flags = [
@@ -804,18 +950,23 @@ def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys)
     ]
     # the same file under another name
     flags += ["--data.val_path", str(tmp_path / "data" / "val.jsonl")]
-    output, _ = run_eval(tmp_path, *flags)  # the held-out part is the folder's validation file
+    # the held-out part is the folder's validation file
+    output, _ = run_eval(tmp_path, *flags)
     assert (
         all("data/val" in answer["prompt"] for answer in output["answers"])
         and len(output["answers"]) == 20
     )
 
 
-def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(folder, make_model, tmp_path):
+def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(
+    folder, make_model, tmp_path
+):
     base = make_model(LlamaConfig, vocab_size=520, max_position_embeddings=256)[1]
     for path in folder.glob("*token*"):
         copyfile(path, base / path.name)
-    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Who?", "completion": "Lily"}) + "\n")
+    (tmp_path / "own.jsonl").write_text(
+        json.dumps({"prompt": "Who?", "completion": "Lily"}) + "\n"
+    )
     run = finetuned_run(
         base, tmp_path, "run", path=[str(tmp_path / "own.jsonl")], new_tokens=["<who>"]
     )
@@ -867,7 +1018,10 @@ def test_a_task_may_stop_at_a_special_token(checkpoints, tmp_path):
     scores, _ = run_eval(
         tmp_path, "--checkpoint_dir", folder, "--tasks", "stops.yaml", "--precision", "fp32"
     )
-    settings = {"model_args": {"pretrained": str(folder), "dtype": "float32"}, "device": "cpu"}
+    settings = {
+        "model_args": {"pretrained": str(folder), "dtype": "float32"},
+        "device": "cpu",
+    }
     reference = simple_evaluate(
         "hf", tasks=[str(tmp_path / "stops.yaml")], task_manager=TaskManager(), **settings
     )

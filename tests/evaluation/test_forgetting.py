@@ -14,7 +14,14 @@ from transformers import AutoModelForCausalLM
 
 import litft
 from litft import run_dir
-from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, PreferenceArgs, SaveArgs, TrainArgs
+from litft.args import (
+    DataArgs,
+    EvalArgs,
+    LoRAFinetuneArgs,
+    PreferenceArgs,
+    SaveArgs,
+    TrainArgs,
+)
 from litft.data.dataset import load_data
 from litft.data.packing import BatchLayout
 from litft.distributed.process_group import CpuProcessGroup, Processes
@@ -52,7 +59,9 @@ def run_args(folder, examples, out, **values) -> LoRAFinetuneArgs:
         "save": SaveArgs(interval=2, keep_last=9),
         "precision": "fp32",
     }
-    return LoRAFinetuneArgs(checkpoint_dir=str(folder), out_dir=str(out), **settings | values)
+    return LoRAFinetuneArgs(
+        checkpoint_dir=str(folder), out_dir=str(out), **settings | values
+    )
 
 
 def scores_of(run):
@@ -84,7 +93,10 @@ def test_the_mean_losses_are_per_token(tiny, examples, tmp_path):
     processes = Processes(Fabric(accelerator="cpu", devices=1), CpuProcessGroup(1, "60s"))
     compared = BeforeAfter(processes, model, tokenizer, data, tmp_path, lambda: None)
     texts = ComparedTexts(
-        Supervised(PreferenceArgs()), forgetting=False, examples=samples, names=data.val.names
+        Supervised(PreferenceArgs()),
+        forgetting=False,
+        examples=samples,
+        names=data.val.names,
     )
     compared.measure_before(texts, BatchLayout(rows=2))
     for sample, mean in zip(samples, compared.mean_losses, strict=True):
@@ -114,7 +126,9 @@ def test_losses_equal_those_of_transformers(tiny):
     for (total, count), sample in zip(parts.values(), samples, strict=True):
         labels = torch.cat((torch.tensor([-100]), sample.targets))[None]
         ids = torch.cat((sample.tokens, sample.targets[-1:].clamp(min=0)))[None]
-        assert total / count == pytest.approx(float(reference(ids, labels=labels).loss), rel=1e-5)
+        assert total / count == pytest.approx(
+            float(reference(ids, labels=labels).loss), rel=1e-5
+        )
     # the limit has room for two of the three tokens of the answer
     assert count == 2
 
@@ -132,13 +146,22 @@ def test_a_run_says_whether_it_is_better_and_what_it_forgot(finished, tiny, tmp_
     assert texts[0].partition(" (")[0] in done.stdout
     assert f"; forgotten: {OWN_ANSWERS}" in done.stdout
 
-    flags = ["--checkpoint_dir", finished / "final", "--precision", "fp32", "--out", "out.json"]
+    flags = [
+        "--checkpoint_dir",
+        finished / "final",
+        "--precision",
+        "fp32",
+        "--out",
+        "out.json",
+    ]
     script("scripts/run_eval.py", *flags, "--max_new_tokens", "8", cwd=tmp_path)
     evaluated = json.loads((tmp_path / "out.json").read_text())
     by_score = {verdict["score"]: verdict for verdict in evaluated["verdicts"]}
     # the run's length limit is the model's context
     for score in ("loss", NEUTRAL):
-        assert by_score[score]["difference"] == pytest.approx(found[score]["difference"], rel=0.02)
+        assert by_score[score]["difference"] == pytest.approx(
+            found[score]["difference"], rel=0.02
+        )
     assert by_score[OWN_ANSWERS]["outcome"] == found[OWN_ANSWERS]["outcome"] == "worse"
 
 
@@ -152,13 +175,17 @@ def test_a_resumed_run_compares_with_the_model_before_its_first_step(
     assert (run / run_dir.VERDICT).read_bytes() == (finished / run_dir.VERDICT).read_bytes()
 
 
-def test_forgetting_is_measured_where_it_takes_a_small_part_of_the_run(tiny, examples, tmp_path):
+def test_forgetting_is_measured_where_it_takes_a_small_part_of_the_run(
+    tiny, examples, tmp_path
+):
     args = run_args(tiny, examples, tmp_path, eval=EvalArgs())
     _, tokenizer = litft.load(tiny)
     data = load_data(args.data, tokenizer, 512, 256)
     short = Schedule(args, data, ranks=1)
     args.train.max_steps = 100_000
-    assert [measures_forgetting(args, s) for s in (short, Schedule(args, data, ranks=1))] == [
+    assert [
+        measures_forgetting(args, s) for s in (short, Schedule(args, data, ranks=1))
+    ] == [
         False,
         True,
     ]
@@ -169,7 +196,14 @@ def test_two_processes_find_the_same(finished, tiny, examples, tmp_path):
     config = tmp_path / "config.yaml"
     shutil.copy(finished / "config.yaml", config)
     script(
-        "finetune/lora.py", "--config", config, "--devices", "2", "--out_dir", "run", cwd=tmp_path
+        "finetune/lora.py",
+        "--config",
+        config,
+        "--devices",
+        "2",
+        "--out_dir",
+        "run",
+        cwd=tmp_path,
     )
     alone, answers = scores_of(finished)
     together, answers_of_two = scores_of(tmp_path / "run")
@@ -186,7 +220,9 @@ def test_a_damaged_verdict_is_no_verdict(tmp_path: Path):
         assert run_dir.verdict_texts(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", ["", '{"verdicts": []}', '{"before": {"loss": 3}}', "[[1]]"])
+@pytest.mark.parametrize(
+    "text", ["", '{"verdicts": []}', '{"before": {"loss": 3}}', "[[1]]"]
+)
 def test_a_run_with_a_damaged_verdict_is_resumed(finished, tiny, examples, tmp_path, text):
     """It ends without a comparison."""
     run = tmp_path / "run"

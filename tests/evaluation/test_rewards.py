@@ -70,7 +70,13 @@ def test_patterns_may_have_commas():
 
 def test_brevity_falls_from_the_limit_to_twice_the_limit():
     function = load_function("brief:100")
-    assert [function(completion_tokens=n) for n in (1, 100, 150, 200, 900)] == [1, 1, 0.5, 0, 0]
+    assert [function(completion_tokens=n) for n in (1, 100, 150, 200, 900)] == [
+        1,
+        1,
+        0.5,
+        0,
+        0,
+    ]
 
 
 def test_weights_names_and_patterns_with_an_equals_sign():
@@ -92,7 +98,10 @@ def test_weights_names_and_patterns_with_an_equals_sign():
         ("format:xml", "format:think"),
         ("missing.py:score", "there is no file missing.py"),
         ("missing.py", "there is no file"),
-        ("regex:answer=42", r"write regex:answer=42=1 for the pattern, or regex:\(answer\)=42"),
+        (
+            "regex:answer=42",
+            r"write regex:answer=42=1 for the pattern, or regex:\(answer\)=42",
+        ),
     ],
 )
 def test_unknown_functions_are_named(item, message):
@@ -179,7 +188,9 @@ def test_broken_functions_are_one_message(tmp_path, name, message):
     path.write_text(BAD)
     start = time.monotonic()
     with pytest.raises(RewardError, match=message) as raised:
-        score(path, name, [completed("the completion"), completed("another one")], timeout=1)
+        score(
+            path, name, [completed("the completion"), completed("another one")], timeout=1
+        )
     if name != "absent":
         assert "How?" in str(raised.value)
         assert "completion" in str(raised.value)

@@ -83,8 +83,14 @@ def test_only_examples_of_both_models_count():
 
 def test_losses_of_other_tokens_are_not_compared():
     """With another template or tokenizer, an example has another number of target tokens."""
-    first = {"loss": {(1,): Part(4.0, 2.0), (2,): Part(2.0, 2.0)}, "accuracy": {(1,): Part(1.0)}}
-    second = {"loss": {(1,): Part(4.0, 2.0), (2,): Part(2.0, 3.0)}, "accuracy": {(1,): Part(0.0)}}
+    first = {
+        "loss": {(1,): Part(4.0, 2.0), (2,): Part(2.0, 2.0)},
+        "accuracy": {(1,): Part(1.0)},
+    }
+    second = {
+        "loss": {(1,): Part(4.0, 2.0), (2,): Part(2.0, 3.0)},
+        "accuracy": {(1,): Part(0.0)},
+    }
     assert [found.score for found in verdicts(first, second)] == ["accuracy"]
     assert [found.score for found in verdicts(first, first)] == ["loss", "accuracy"]
 
@@ -130,7 +136,9 @@ def test_few_and_equal_examples():
     # all answers are better by the same: nothing varies
     (found,) = verdicts(parts("loss", np.ones(30)), parts("loss", np.zeros(30)))
     assert found.low == found.high == -1.0 and found.outcome == "better"
-    (found,) = verdicts(parts("exact_match", np.ones(30)), parts("exact_match", np.ones(30)))
+    (found,) = verdicts(
+        parts("exact_match", np.ones(30)), parts("exact_match", np.ones(30))
+    )
     assert found.outcome == "not shown" and found.examples_needed is None
 
 

@@ -34,7 +34,9 @@ def rewrite_tensors(folder, change):
 def test_bin_shards_in_mixed_dtypes_become_one_dtype(tiny, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(tiny, source, ignore=shutil.ignore_patterns("*.safetensors"))
-    (source / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.3}')
+    (source / "generation_config.json").write_text(
+        '{"eos_token_id": 2, "temperature": 0.3}'
+    )
     (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
     tensors = load_file(tiny / "model.safetensors")
     weight_map = {name: f"pytorch_model-{n % 2}.bin" for n, name in enumerate(tensors)}
@@ -45,7 +47,9 @@ def test_bin_shards_in_mixed_dtypes_become_one_dtype(tiny, tmp_path):
             if weight_map[n] == file
         }
         torch.save(part, source / file)
-    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (source / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     flags = [
         "--checkpoint_dir",
         source,
@@ -66,15 +70,22 @@ def test_bin_shards_in_mixed_dtypes_become_one_dtype(tiny, tmp_path):
         assert (clean / name).read_bytes() == (source / name).read_bytes()
     reference = transformers.AutoModelForCausalLM.from_pretrained(clean, dtype="float32")
     assert (
-        relative(litft.load(clean, precision="fp32")[0](TOKENS), reference(TOKENS).logits) <= 1e-5
+        relative(litft.load(clean, precision="fp32")[0](TOKENS), reference(TOKENS).logits)
+        <= 1e-5
     )
     script("scripts/convert_hf_checkpoint.py", *flags, cwd=tmp_path, code=2)
 
 
 TEXT = dict(
-    vocab_size=640, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4
+    vocab_size=640,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
 )
-TEXT |= dict(num_key_value_heads=2, head_dim=16, sliding_window=6, max_position_embeddings=64)
+TEXT |= dict(
+    num_key_value_heads=2, head_dim=16, sliding_window=6, max_position_embeddings=64
+)
 QUERIES = dict(
     rope_type="yarn",
     rope_theta=1e4,
@@ -90,7 +101,9 @@ WRAPPED = {
         "MistralForCausalLM",
     ),
     "Mistral3, Ministral 3": (
-        dict(TEXT, model_type="ministral3", rope_parameters=QUERIES, tie_word_embeddings=True),
+        dict(
+            TEXT, model_type="ministral3", rope_parameters=QUERIES, tie_word_embeddings=True
+        ),
         dict(tie_word_embeddings=True),
         "Ministral3ForCausalLM",
     ),
@@ -111,10 +124,13 @@ def multimodal_model(name, folder):
         patch_size=14,
     )
     config_class, model_class = (
-        getattr(transformers, f"{name}{end}") for end in ("Config", "ForConditionalGeneration")
+        getattr(transformers, f"{name}{end}")
+        for end in ("Config", "ForConditionalGeneration")
     )
     torch.manual_seed(0)
-    reference = model_class(config_class(text_config=text, vision_config=vision, **values)).eval()
+    reference = model_class(
+        config_class(text_config=text, vision_config=vision, **values)
+    ).eval()
     for parameter in reference.parameters():
         parameter.add_(0.3 * torch.randn(parameter.shape))
     reference.save_pretrained(folder)
@@ -130,9 +146,9 @@ def as_published(tensors):
             "model.vision", "vision"
         )
         name = name.replace("model.multi_modal", "multi_modal")
-        tensors["language_model.lm_head.weight" if name.endswith("lm_head.weight") else name] = (
-            tensor
-        )
+        tensors[
+            "language_model.lm_head.weight" if name.endswith("lm_head.weight") else name
+        ] = tensor
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -185,12 +201,16 @@ def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
         cwd=tmp_path,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text")
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"])).eval()
+    model = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    ).eval()
     for name, parameter in model.named_parameters():
         parameter.add_(0.3 * torch.randn(parameter.shape) if "lora_B" in name else 0)
     model.save_pretrained(tmp_path / "adapter")
     shutil.copy(tiny / "tokenizer.model", tmp_path / "base")
-    (tmp_path / "data.json").write_text(json.dumps([{"instruction": "a", "output": "b"}] * 9))
+    (tmp_path / "data.json").write_text(
+        json.dumps([{"instruction": "a", "output": "b"}] * 9)
+    )
     dry = [
         "--checkpoint_dir",
         "base",
@@ -214,10 +234,13 @@ def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
     )
     before, after = Checkpoint(tmp_path / "base"), Checkpoint(tmp_path / "whole")
     assert (
-        before.names == after.names and (tmp_path / "whole" / "preprocessor_config.json").is_file()
+        before.names == after.names
+        and (tmp_path / "whole" / "preprocessor_config.json").is_file()
     )
     changed = [
-        name for name in before.names if not torch.equal(before.read(name), after.read(name))
+        name
+        for name in before.names
+        if not torch.equal(before.read(name), after.read(name))
     ]
     assert len(changed) == 6 and not any("vision" in name for name in changed)
     merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "whole")
@@ -248,7 +271,9 @@ def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
     )
     assert "pass the multimodal folder it comes from as --base_dir" in result.stderr
     config = json.loads((tmp_path / "text" / "config.json").read_text())
-    (tmp_path / "text" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    (tmp_path / "text" / "config.json").write_text(
+        json.dumps(config | {"rms_norm_eps": 0.1})
+    )
     with pytest.raises(ValueError, match=r"another one than .*norm"):
         export(
             ExportArgs(
@@ -261,11 +286,19 @@ def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
 
 
 SMALL = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=4,
+    num_attention_heads=4,
 )
 SMALL |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
 TOWER = dict(
-    hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, patch_size=14
+    hidden_size=16,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    patch_size=14,
 )
 PROJECTOR = dict(
     image_size=28,
@@ -284,10 +317,20 @@ OTHERS = {
     "Llama4": (dict(intermediate_size_mlp=40, num_local_experts=4), TOWER | PROJECTOR),
     "Qwen3_5": (
         LINEAR,
-        dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16),
+        dict(
+            depth=1,
+            hidden_size=16,
+            num_heads=2,
+            out_hidden_size=32,
+            num_position_embeddings=16,
+        ),
     ),
     "Gemma4": (
-        dict(global_head_dim=12, hidden_size_per_layer_input=10, vocab_size_per_layer_input=96),
+        dict(
+            global_head_dim=12,
+            hidden_size_per_layer_input=10,
+            vocab_size_per_layer_input=96,
+        ),
         TOWER,
     ),
 }
@@ -298,10 +341,13 @@ OTHERS = {
 def test_a_multimodal_folder_is_read_and_written_unchanged(name, tmp_path):
     text, vision = OTHERS[name]
     config_class, model_class = (
-        getattr(transformers, f"{name}{end}") for end in ("Config", "ForConditionalGeneration")
+        getattr(transformers, f"{name}{end}")
+        for end in ("Config", "ForConditionalGeneration")
     )
     torch.manual_seed(0)
-    reference = model_class(config_class(text_config=SMALL | text, vision_config=vision)).eval()
+    reference = model_class(
+        config_class(text_config=SMALL | text, vision_config=vision)
+    ).eval()
     for parameter in reference.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape))
     reference.save_pretrained(tmp_path / "base")
@@ -310,7 +356,9 @@ def test_a_multimodal_folder_is_read_and_written_unchanged(name, tmp_path):
     assert relative(litft.load(tmp_path / "base")[0](TOKENS), expected) <= 1e-5
     export(
         ExportArgs(
-            checkpoint_dir=str(tmp_path / "base"), out_dir=str(tmp_path / "whole"), multimodal=True
+            checkpoint_dir=str(tmp_path / "base"),
+            out_dir=str(tmp_path / "whole"),
+            multimodal=True,
         )
     )
     before, after = Checkpoint(tmp_path / "base"), Checkpoint(tmp_path / "whole")
@@ -323,14 +371,19 @@ def test_a_multimodal_folder_is_read_and_written_unchanged(name, tmp_path):
 def test_mxfp4_is_dequantized_as_transformers_does(make_model, tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    values = dict(ROWS["gpt_oss"][1]["sinks, experts"], hidden_size=64, intermediate_size=96)
+    values = dict(
+        ROWS["gpt_oss"][1]["sinks, experts"], hidden_size=64, intermediate_size=96
+    )
     reference, folder = make_model(transformers.GptOssConfig, **values)
     source = shutil.copytree(folder, tmp_path / "source")
     generator = torch.Generator().manual_seed(0)
 
     def quantize(tensors):
         for layer, block in enumerate(reference.model.layers):
-            for name, (rows, width) in {"gate_up_proj": (192, 64), "down_proj": (64, 96)}.items():
+            for name, (rows, width) in {
+                "gate_up_proj": (192, 64),
+                "down_proj": (64, 96),
+            }.items():
                 blocks = torch.randint(
                     256, (5, rows, width // 32, 16), dtype=torch.uint8, generator=generator
                 )
@@ -359,7 +412,9 @@ def test_mxfp4_is_dequantized_as_transformers_does(make_model, tmp_path):
         "clean",
         cwd=tmp_path,
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "clean", dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "clean", dtype="float32"
+    )
     assert relative(model(TOKENS).logits, expected) <= 1e-5
     rewrite_tensors(
         source, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales")
@@ -390,7 +445,9 @@ def test_gpt2_without_its_prefix_and_with_its_masks(make_model, tmp_path):
 def test_a_run_checkpoint_converts_to_a_loadable_folder(tiny, examples, tmp_path):
     """The last step equals final/ bit for bit; merged or unmerged, also from a run that was
     killed."""
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    )
     (tmp_path / "mine.jinja").write_text(
         template + "{% if add_generation_prompt %}assistant: {% endif %}"
     )
@@ -437,8 +494,12 @@ def test_a_run_checkpoint_converts_to_a_loadable_folder(tiny, examples, tmp_path
     assert template in (tmp_path / "adapter" / "chat_template.jinja").read_text()
     shutil.rmtree(tmp_path / "run" / "final")
     done = script(*command, "run", "--out_dir", "unfinished", cwd=tmp_path)
-    assert "warning: the run run has not finished; its newest checkpoint, step-" in done.stderr
-    assert relative(litft.load(tmp_path / "unfinished")[0](tokens), expected(tokens)) <= 1e-5
+    assert (
+        "warning: the run run has not finished; its newest checkpoint, step-" in done.stderr
+    )
+    assert (
+        relative(litft.load(tmp_path / "unfinished")[0](tokens), expected(tokens)) <= 1e-5
+    )
     script(*command, "run/checkpoints/step-000002", "--out_dir", "earlier", cwd=tmp_path)
     assert relative(litft.load(tmp_path / "earlier")[0](tokens), expected(tokens)) >= 1e-5
     config = (tmp_path / "run" / "config.yaml").read_text()
@@ -453,15 +514,22 @@ def test_a_run_checkpoint_converts_to_a_loadable_folder(tiny, examples, tmp_path
     ):
         assert before in config
         (tmp_path / "run" / "config.yaml").write_text(config.replace(before, after))
-        assert message in script(*command, early, "--out_dir", "bad", cwd=tmp_path, code=2).stderr
+        assert (
+            message
+            in script(*command, early, "--out_dir", "bad", cwd=tmp_path, code=2).stderr
+        )
     script(*command, early, "--base_dir", tiny, "--out_dir", "again", cwd=tmp_path)
     assert (
         load_file(tmp_path / "again" / "model.safetensors").keys()
         == load_file(tiny / "model.safetensors").keys()
     )
     other = shutil.copytree(tiny, tmp_path / "other")
-    rewrite_tensors(other, lambda tensors: [tensor.mul_(1.5) for tensor in tensors.values()])
-    result = script(*command, early, "--base_dir", other, "--out_dir", "bad", cwd=tmp_path, code=2)
+    rewrite_tensors(
+        other, lambda tensors: [tensor.mul_(1.5) for tensor in tensors.values()]
+    )
+    result = script(
+        *command, early, "--base_dir", other, "--out_dir", "bad", cwd=tmp_path, code=2
+    )
     assert "was saved with base model" in result.stderr
     assert not (tmp_path / "bad").exists() and not list(tmp_path.glob("*.partial"))
     (tmp_path / "run" / "config.yaml").unlink()
@@ -477,10 +545,17 @@ def test_memory_stays_at_one_shard(tmp_path):
     plus 1 GB."""
     from accelerate import init_empty_weights
 
-    values = dict(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=23)
-    config = transformers.LlamaConfig(**values, num_attention_heads=16, num_key_value_heads=4)
+    values = dict(
+        vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=23
+    )
+    config = transformers.LlamaConfig(
+        **values, num_attention_heads=16, num_key_value_heads=4
+    )
     with init_empty_weights():
-        shapes = {n: t.shape for n, t in transformers.LlamaForCausalLM(config).state_dict().items()}
+        shapes = {
+            n: t.shape
+            for n, t in transformers.LlamaForCausalLM(config).state_dict().items()
+        }
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config.to_dict()))
     weight_map, shard, number = {}, {}, 0
@@ -488,7 +563,9 @@ def test_memory_stays_at_one_shard(tmp_path):
         shard[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
         if sum(t.nbytes for t in shard.values()) > 4.5e8 or index == len(shapes):
             save_file(
-                shard, tmp_path / "model" / f"model-{number}.safetensors", metadata={"format": "pt"}
+                shard,
+                tmp_path / "model" / f"model-{number}.safetensors",
+                metadata={"format": "pt"},
             )
             weight_map |= dict.fromkeys(shard, f"model-{number}.safetensors")
             shard, number = {}, number + 1
@@ -538,7 +615,9 @@ def test_unsupported_sources_are_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="is a full model, not an adapter"):
         export(
             ExportArgs(
-                checkpoint_dir=str(tiny), out_dir=str(tmp_path / "out"), dequantized_base=True
+                checkpoint_dir=str(tiny),
+                out_dir=str(tmp_path / "out"),
+                dequantized_base=True,
             )
         )
 
@@ -563,7 +642,9 @@ def test_files_next_to_the_target_are_left_alone(tiny, tmp_path):
     assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 4
 
 
-def test_another_name_for_a_known_network_is_offered_and_converted(make_model, tmp_path, capsys):
+def test_another_name_for_a_known_network_is_offered_and_converted(
+    make_model, tmp_path, capsys
+):
     """Remote code that is Llama under another name: offered, and read only when the family is
     named."""
     reference, folder = make_model(transformers.LlamaConfig, tie_word_embeddings=True)
@@ -583,7 +664,9 @@ def test_another_name_for_a_known_network_is_offered_and_converted(make_model, t
     ):
         litft.load(custom)
     out = convert(
-        ConvertArgs(checkpoint_dir=str(custom), out_dir=str(tmp_path / "out"), family="llama")
+        ConvertArgs(
+            checkpoint_dir=str(custom), out_dir=str(tmp_path / "out"), family="llama"
+        )
     )
     assert "secret_sauce" in capsys.readouterr().err
     written = json.loads((out / "config.json").read_text("utf-8"))
@@ -593,7 +676,9 @@ def test_another_name_for_a_known_network_is_offered_and_converted(make_model, t
         assert relative(litft.load(out)[0](tokens), reference(tokens).logits) <= 1e-5
     with pytest.raises(ValueError, match=r"do not match its config\.json"):
         convert(
-            ConvertArgs(checkpoint_dir=str(custom), out_dir=str(tmp_path / "other"), family="qwen3")
+            ConvertArgs(
+                checkpoint_dir=str(custom), out_dir=str(tmp_path / "other"), family="qwen3"
+            )
         )
 
 
@@ -617,12 +702,20 @@ def test_what_is_written_names_no_code_and_fp16_overflow_is_refused(tiny, tmp_pa
         ValueError, match=r"norm.weight contains 7e\+04, which is out of range for fp16"
     ):
         convert(
-            ConvertArgs(checkpoint_dir=str(base), out_dir=str(tmp_path / "half"), precision="fp16")
+            ConvertArgs(
+                checkpoint_dir=str(base), out_dir=str(tmp_path / "half"), precision="fp16"
+            )
         )
-    convert(ConvertArgs(checkpoint_dir=str(base), out_dir=str(tmp_path / "bf16"), precision="bf16"))
+    convert(
+        ConvertArgs(
+            checkpoint_dir=str(base), out_dir=str(tmp_path / "bf16"), precision="bf16"
+        )
+    )
 
 
-def test_a_merged_run_of_full_fine_tuning_is_a_whole_model_already(tiny, examples, tmp_path):
+def test_a_merged_run_of_full_fine_tuning_is_a_whole_model_already(
+    tiny, examples, tmp_path
+):
     flags = [
         "--checkpoint_dir",
         tiny,

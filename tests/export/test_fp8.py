@@ -29,12 +29,16 @@ def test_folders_in_fp8_are_opened_by_transformers(tmp_path, name):
     class_name, values = MODELS[name]
     folder = tmp_path / "model"
     build(class_name, folder, **values)
-    flags = ExportArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "fp8"), quantize="fp8")
+    flags = ExportArgs(
+        checkpoint_dir=str(folder), out_dir=str(tmp_path / "fp8"), quantize="fp8"
+    )
     out = export(flags)
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     stored = load_file(out / "model.safetensors")
     in_fp8 = {key for key, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
-    assert in_fp8 == {key.removesuffix("_scale") for key in stored if key.endswith("_scale")}
+    assert in_fp8 == {
+        key.removesuffix("_scale") for key in stored if key.endswith("_scale")
+    }
     if name == "Conv1D":
         assert not in_fp8
     else:
@@ -84,7 +88,9 @@ def test_what_cannot_be_quantized(tiny, tmp_path):
     flags = ["--checkpoint_dir", tiny, "--out_dir", "out", "--quantize", "fp8"]
 
     def message(*more):
-        return script("scripts/convert_to_hf.py", *flags, *more, cwd=tmp_path, code=2).stderr
+        return script(
+            "scripts/convert_to_hf.py", *flags, *more, cwd=tmp_path, code=2
+        ).stderr
 
     assert "leave --multimodal out" in message("--multimodal", "true")
     assert "scales in bf16 or fp32" in message("--precision", "fp16")

@@ -35,10 +35,16 @@ from litft.pretrained.folder import resolve
 
 TYPES = gguf.GGMLQuantizationType
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
+YARN = dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4
+)
 LONG = dict(rope_type="longrope", short_factor=[1.1, 1.2], long_factor=[2.0, 3.0])
 LATENT = dict(
-    kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10
+    kv_lora_rank=16,
+    q_lora_rank=None,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
 )
 LATENT |= dict(moe_intermediate_size=24, routed_scaling_factor=1.5)
 EXPERTS = dict(
@@ -54,9 +60,14 @@ DELTA = dict(
     linear_num_value_heads=6,
 )
 GRANITE = dict(
-    attention_multiplier=0.2, embedding_multiplier=1.5, residual_multiplier=0.5, logits_scaling=2.0
+    attention_multiplier=0.2,
+    embedding_multiplier=1.5,
+    residual_multiplier=0.5,
+    logits_scaling=2.0,
 )
-MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_expand=2)
+MAMBA = dict(
+    mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_expand=2
+)
 MAMBA |= dict(layer_types=["mamba", "attention", "mamba"], position_embedding_type="nope")
 GEMMA = dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16, num_hidden_layers=7)
 
@@ -69,7 +80,10 @@ MINISTRAL = {
     "llama_4_scaling_beta": 0.1,
 }
 SIGMOID = dict(
-    num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5, norm_topk_prob=True
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    routed_scaling_factor=1.5,
+    norm_topk_prob=True,
 )
 
 # models that GGUF represents exactly: (transformers' config class, values)
@@ -79,11 +93,19 @@ MODELS = {
     "llama biases": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True)),
     "llama 3": (
         "LlamaConfig",
-        dict(rope_parameters=dict(rope_theta=5e5, original_max_position_embeddings=8192, **LLAMA3)),
+        dict(
+            rope_parameters=dict(
+                rope_theta=5e5, original_max_position_embeddings=8192, **LLAMA3
+            )
+        ),
     ),
     "llama 3, other": (
         "LlamaConfig",
-        dict(rope_parameters=dict(rope_theta=5e2, original_max_position_embeddings=32, **LLAMA3)),
+        dict(
+            rope_parameters=dict(
+                rope_theta=5e2, original_max_position_embeddings=32, **LLAMA3
+            )
+        ),
     ),
     "linear": (
         "LlamaConfig",
@@ -143,7 +165,9 @@ MODELS = {
         dict(
             sliding_window=None,
             layer_types=["full_attention"] * 3,
-            rope_parameters=dict(rope_theta=5e2, original_max_position_embeddings=32, **LLAMA3),
+            rope_parameters=dict(
+                rope_theta=5e2, original_max_position_embeddings=32, **LLAMA3
+            ),
         ),
     ),
     "qwen3_5": (
@@ -194,8 +218,14 @@ MODELS = {
         ),
     ),
     "glm4": ("Glm4Config", dict(head_dim=16, attention_bias=True)),
-    "cohere2": ("Cohere2Config", dict(num_hidden_layers=5, sliding_window=6, logit_scale=0.125)),
-    "olmoe": ("OlmoeConfig", dict(num_experts=5, num_experts_per_tok=2, num_key_value_heads=4)),
+    "cohere2": (
+        "Cohere2Config",
+        dict(num_hidden_layers=5, sliding_window=6, logit_scale=0.125),
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        dict(num_experts=5, num_experts_per_tok=2, num_key_value_heads=4),
+    ),
     "minimax_m2": (
         "MiniMaxM2Config",
         dict(head_dim=16, rotary_dim=8, num_local_experts=5, num_experts_per_tok=2),
@@ -213,10 +243,18 @@ MODELS = {
             moe_intermediate_size=24,
         ),
     ),
-    "granitemoe": ("GraniteMoeConfig", dict(num_local_experts=5, num_experts_per_tok=2, **GRANITE)),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        dict(num_local_experts=5, num_experts_per_tok=2, **GRANITE),
+    ),
     "granitemoeshared": (
         "GraniteMoeSharedConfig",
-        dict(num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=40, **GRANITE),
+        dict(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            shared_intermediate_size=40,
+            **GRANITE,
+        ),
     ),
     "granite hybrid": (
         "GraniteMoeHybridConfig",
@@ -276,7 +314,10 @@ MODELS = {
         ),
     ),
     "iquestcoder": ("IQuestCoderConfig", dict(head_dim=16)),
-    "qwen2_moe": ("Qwen2MoeConfig", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=1)),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=1),
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         dict(
@@ -341,7 +382,10 @@ MODELS = {
 MODELS |= {
     "cohere": ("CohereConfig", dict(logit_scale=0.125)),
     "stablelm": ("StableLmConfig", dict(use_qkv_bias=True, tie_word_embeddings=True)),
-    "stablelm parallel": ("StableLmConfig", dict(use_parallel_residual=True, qk_layernorm=True)),
+    "stablelm parallel": (
+        "StableLmConfig",
+        dict(use_parallel_residual=True, qk_layernorm=True),
+    ),
     "jais2": ("Jais2Config", {}),
     "ministral3": (
         "Ministral3Config",
@@ -390,7 +434,8 @@ MODELS |= {
         dict(
             num_key_value_heads=2,
             rope_parameters=dict(
-                full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
+                full_attention=YARN,
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
             ),
             **SLIDING,
         ),
@@ -403,7 +448,8 @@ MODELS |= {
             num_experts_per_tok=2,
             moe_intermediate_size=24,
             rope_parameters=dict(
-                full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
+                full_attention=YARN,
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
             ),
             **SLIDING,
         ),
@@ -458,7 +504,11 @@ MODELS |= {
     "exaone": ("ExaoneConfig", {}),
     "exaone llama 3": (
         "ExaoneConfig",
-        dict(rope_parameters=dict(rope_theta=5e5, original_max_position_embeddings=32, **LLAMA3)),
+        dict(
+            rope_parameters=dict(
+                rope_theta=5e5, original_max_position_embeddings=32, **LLAMA3
+            )
+        ),
     ),
     "granite_swa": ("GraniteSWAConfig", dict(layer_rope_theta=[0, 1e4, 1e4], **SWASH)),
     "granitemoe_swa": (
@@ -522,7 +572,9 @@ def to_gguf(folder: Path, out: Path, outtype: str = "f32", **flags) -> Path:
     """Convert a folder and return the .gguf file."""
     return next(
         write(
-            GgufExportArgs(checkpoint_dir=str(folder), out_dir=str(out), outtype=outtype, **flags)
+            GgufExportArgs(
+                checkpoint_dir=str(folder), out_dir=str(out), outtype=outtype, **flags
+            )
         ).glob("*.gguf")
     )
 
@@ -562,7 +614,10 @@ def converted(request, tmp_path_factory) -> tuple[str, Path, Path]:
 def test_every_family_survives_a_round_trip(converted, tmp_path):
     _, folder, file = converted
     back = from_gguf(file, tmp_path / "back")
-    before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
+    before, after = (
+        load_file(folder / "model.safetensors"),
+        load_file(back / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         # GGUF stores Gemma's norms plus 1
@@ -661,7 +716,10 @@ def test_a_stated_factor_of_yarn_is_read(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "stated.gguf", "llama")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind, sub_type = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            kind, sub_type = (
+                field.types[0],
+                field.types[-1] if len(field.types) > 1 else None,
+            )
             writer.add_key_value(field.name, field.contents(), kind, sub_type)
     writer.add_float32("llama.rope.scaling.attn_factor", 0.5)
     for tensor in reader.tensors:
@@ -670,7 +728,10 @@ def test_a_stated_factor_of_yarn_is_read(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    back, tokens = from_gguf(tmp_path / "stated.gguf", tmp_path / "back"), draw(1, 60, seed=1)
+    back, tokens = (
+        from_gguf(tmp_path / "stated.gguf", tmp_path / "back"),
+        draw(1, 60, seed=1),
+    )
     expected = litft.load(back)[0](tokens)[0]
     assert relative(litft.load(tmp_path / "tiny")[0](tokens)[0], expected) > 1e-3
     assert relative(llama_cpp_logits(tmp_path / "stated.gguf", tokens[0]), expected) <= 2e-5
@@ -684,7 +745,9 @@ def test_recurrent_layers_run_in_llama_cpp_in_other_types(name, outtype, tmp_pat
     folder = make_folder(name, tmp_path / "tiny")
     file = to_gguf(folder, tmp_path / "file", outtype)
     tokens = draw(1, 20, seed=1)
-    expected = litft.load(from_gguf(file, tmp_path / "back", precision="fp32"))[0](tokens)[0]
+    expected = litft.load(from_gguf(file, tmp_path / "back", precision="fp32"))[0](tokens)[
+        0
+    ]
     # activations are rounded too, and experts chosen by them
     logits = llama_cpp_logits(file, tokens[0])
     assert torch.cosine_similarity(logits.flatten(), expected.flatten(), dim=0) > 0.98
@@ -698,7 +761,10 @@ REFUSED = {
     ),
     "qkv_bias, o_bias": ("Qwen3Config", dict(head_dim=8, attention_bias=True)),
     "attention_scale": ("Gemma2Config", {**GEMMA, "query_pre_attn_scalar": 24}),
-    "sliding windows": ("Gemma3TextConfig", dict(layer_types=["full_attention"] * 7, **GEMMA)),
+    "sliding windows": (
+        "Gemma3TextConfig",
+        dict(layer_types=["full_attention"] * 7, **GEMMA),
+    ),
     "attention_softcap, logit_softcap": (
         "Gemma2Config",
         dict(attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA),
@@ -736,7 +802,10 @@ REFUSED = {
             **GRANITE,
         ),
     ),
-    "no separate head, but this model's head": ("CohereConfig", dict(tie_word_embeddings=False)),
+    "no separate head, but this model's head": (
+        "CohereConfig",
+        dict(tie_word_embeddings=False),
+    ),
     "both kinds of layers": (
         "KimiLinearConfig",
         dict(
@@ -809,7 +878,9 @@ def test_granite_4_without_mamba_is_a_granite_3(experts, kind, tmp_path):
     assert json.loads((back / "config.json").read_text())["model_type"] == kind
     assert relative(litft.load(back)[0](tokens), expected) <= 1e-5
     assert (
-        relative(transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits, expected)
+        relative(
+            transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits, expected
+        )
         <= 3e-5
     )
     assert relative(llama_cpp_logits(file, tokens[0]), expected[0]) <= 2e-5
@@ -823,11 +894,14 @@ def test_sliding_windows_that_llama_cpp_ignores_are_reported(kind, tmp_path, cap
         sliding_window=9,
     )
     config = json.loads((tmp_path / "tiny" / "config.json").read_text())
-    config |= dict(use_sliding_window=True, max_window_layers=1, layer_types=None, sliding_window=9)
+    config |= dict(
+        use_sliding_window=True, max_window_layers=1, layer_types=None, sliding_window=9
+    )
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     to_gguf(tmp_path / "tiny", tmp_path / "file")
     assert (
-        "sliding window of 9 tokens; answers to longer texts will differ" in capsys.readouterr().err
+        "sliding window of 9 tokens; answers to longer texts will differ"
+        in capsys.readouterr().err
     )
 
 
@@ -875,7 +949,9 @@ def test_matrices_are_stored_in_the_requested_type(outtype, kind, tmp_path):
         "output_norm.weight",
     )
     assert {kinds[name] for name in plain} == {TYPES.F32}
-    back = load_file(from_gguf(file, tmp_path / "back", precision="fp32") / "model.safetensors")
+    back = load_file(
+        from_gguf(file, tmp_path / "back", precision="fp32") / "model.safetensors"
+    )
     for name, tensor in load_file(folder / "model.safetensors").items():
         rounding = {"f16": 1e-3, "bf16": 8e-3, "q8_0": 2e-2}[outtype]
         torch.testing.assert_close(
@@ -891,7 +967,8 @@ def test_values_out_of_range_for_fp16_are_refused(tmp_path):
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"blk.1.ffn_up.weight contains 1e\+05, which is out of range for fp16"
+        ValueError,
+        match=r"blk.1.ffn_up.weight contains 1e\+05, which is out of range for fp16",
     ):
         to_gguf(folder, tmp_path / "file", "f16")
 
@@ -903,7 +980,11 @@ QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
 def test_quantized_tensors_are_decoded_as_by_the_gguf_package(name, tmp_path):
     """Random bits of each encoding are decoded as by the package gguf."""
     folder = make_folder(
-        "llama", tmp_path / "tiny", hidden_size=256, intermediate_size=256, num_hidden_layers=1
+        "llama",
+        tmp_path / "tiny",
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=1,
     )
     file, kind = to_gguf(folder, tmp_path / "file"), TYPES[name]
     random = np.random.default_rng(0)
@@ -980,9 +1061,15 @@ def test_sentencepiece_with_merges_is_read(tmp_path):
         file, tmp_path / "merges.gguf", **settings, **{"tokenizer.ggml.scores": scores}
     )
     one, two = Tokenizer(by_score), Tokenizer(from_gguf(other, tmp_path / "by_merges"))
-    for text in ("Once upon a time,  there was a \U0001f43b.\n\nThe end", " a", "", "na\u00efve"):
+    for text in (
+        "Once upon a time,  there was a \U0001f43b.\n\nThe end",
+        " a",
+        "",
+        "na\u00efve",
+    ):
         assert (
-            one.encode(text) == two.encode(text) and two.decode(two.encode(text, bos=False)) == text
+            one.encode(text) == two.encode(text)
+            and two.decode(two.encode(text, bos=False)) == text
         )
 
 
@@ -990,7 +1077,10 @@ def test_sentencepiece_with_merges_is_read(tmp_path):
 def test_layers_for_multi_token_prediction_are_dropped(name, tmp_path):
     folder = make_folder(name, tmp_path / "tiny")
     file = to_gguf(folder, tmp_path / "file")
-    architecture, recurrent = gguf.GGUFReader(file).get_field("general.architecture").contents(), {}
+    architecture, recurrent = (
+        gguf.GGUFReader(file).get_field("general.architecture").contents(),
+        {},
+    )
     if name == "qwen3_5":
         recurrent = {"qwen35.attention.recurrent_layers": [True, False, True, False]}
     changes = {
@@ -1000,9 +1090,13 @@ def test_layers_for_multi_token_prediction_are_dropped(name, tmp_path):
     }
     extra = ("blk.3.attn_norm.weight", "blk.3.nextn.eh_proj.weight")
     back = from_gguf(
-        rewrite_gguf(file, tmp_path / "more.gguf", extra=extra, **changes), tmp_path / "back"
+        rewrite_gguf(file, tmp_path / "more.gguf", extra=extra, **changes),
+        tmp_path / "back",
     )
-    before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
+    before, after = (
+        load_file(folder / "model.safetensors"),
+        load_file(back / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
     tokens = draw(1, 40, seed=1)
     assert relative(litft.load(back)[0](tokens), litft.load(folder)[0](tokens)) <= 1e-5
@@ -1011,7 +1105,10 @@ def test_layers_for_multi_token_prediction_are_dropped(name, tmp_path):
 ADAPTED = {
     "llama": dict(targets=["q_proj", "k_proj", "o_proj", "down_proj"]),
     "llama tied": dict(
-        targets=["all-linear"], rslora=True, rank_pattern=["q_proj=3"], alpha_pattern=["v_proj=5"]
+        targets=["all-linear"],
+        rslora=True,
+        rank_pattern=["q_proj=3"],
+        alpha_pattern=["v_proj=5"],
     ),
     "qwen3": dict(targets=["all-linear", "lm_head"]),
     "gemma2": dict(targets=["q_proj", "gate_proj"]),
@@ -1026,7 +1123,9 @@ ADAPTED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("which", ADAPTED)
-def test_an_adapter_file_contains_the_update_that_merging_adds(which, tmp_path, rounded_gelu):
+def test_an_adapter_file_contains_the_update_that_merging_adds(
+    which, tmp_path, rounded_gelu
+):
     folder = make_folder(which, tmp_path / "tiny")
     adapter = adapted(folder, tmp_path / "adapter", LoRA(LoRAArgs(r=4, **ADAPTED[which])))
     file = to_gguf(adapter, tmp_path / "file", merge=False)
@@ -1044,7 +1143,8 @@ def test_an_adapter_file_contains_the_update_that_merging_adds(which, tmp_path, 
             after = after - adapter_file.metadata["adapter.lora.alpha"] / b.size(-1) * b @ a
         torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
     assert len(adapter_file.names) == 2 * sum(
-        not torch.equal(base_file.read(name), merged_file.read(name)) for name in base_file.names
+        not torch.equal(base_file.read(name), merged_file.read(name))
+        for name in base_file.names
     )
     tokens = draw(1, 40, seed=1)[0]
     expected = litft.load(adapter)[0](tokens[None])[0]
@@ -1102,7 +1202,11 @@ def folder_with_tokenizer(name: str, shared: Path, folder: Path) -> Path:
     build(
         kind,
         folder,
-        **{**values, "vocab_size": Tokenizer(folder).vocab_size + 3, "num_hidden_layers": 1},
+        **{
+            **values,
+            "vocab_size": Tokenizer(folder).vocab_size + 3,
+            "num_hidden_layers": 1,
+        },
     )
     (folder / "generation_config.json").write_text(generation_config or "{}")
     return folder
@@ -1207,7 +1311,9 @@ def test_mistrals_chats_have_the_same_tokens(shared, tmp_path, capsys):
     expected = tokenizer.encode(chat, bos=False)
     assert Tokenizer(from_gguf(file, tmp_path / "back")).encode(chat, bos=False) == expected
     assert (
-        load_llama_cpp(file, vocab_only=True).tokenize(chat.encode(), add_bos=False, special=True)
+        load_llama_cpp(file, vocab_only=True).tokenize(
+            chat.encode(), add_bos=False, special=True
+        )
         == expected
     )
 
@@ -1271,7 +1377,9 @@ DIGITS = {"type": "Digits", "individual_digits": False}
     ],
     ids=["space", "numbers", "suffix"],
 )
-def test_settings_of_tokenizers_that_llama_cpp_lacks_are_refused(changes, message, tmp_path):
+def test_settings_of_tokenizers_that_llama_cpp_lacks_are_refused(
+    changes, message, tmp_path
+):
     folder = byte_level_folder(tmp_path / "model", **changes)
     with pytest.raises(ValueError, match=message):
         to_gguf(folder, tmp_path / "file")
@@ -1330,10 +1438,14 @@ def test_phi3_drops_spaces_after_special_tokens_by_model_name(shared, tmp_path):
     """llama.cpp does so if general.name contains phi-3, and then exits if <|endoftext|> is
     missing."""
     folder = make_folder("llama", tmp_path / "my-Phi3")
-    assert GgufFile(to_gguf(folder, tmp_path / "file")).metadata["general.name"] == "my-phi 3"
+    assert (
+        GgufFile(to_gguf(folder, tmp_path / "file")).metadata["general.name"] == "my-phi 3"
+    )
     tokenizer = folder_with_tokenizer("tinyllama-1.1b-chat", shared, tmp_path / "mine")
     content = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
-    flags = dict(single_word=False, lstrip=False, rstrip=True, normalized=False, special=True)
+    flags = dict(
+        single_word=False, lstrip=False, rstrip=True, normalized=False, special=True
+    )
     new = {32000: "<|user|>", 32001: "<|endoftext|>"}
     content["added_tokens"] += [
         {"id": number, "content": text, **flags} for number, text in new.items()
@@ -1346,7 +1458,9 @@ def test_phi3_drops_spaces_after_special_tokens_by_model_name(shared, tmp_path):
     expected = Tokenizer(tokenizer).encode(text)
     assert expected == Tokenizer(from_gguf(file, tmp_path / "back")).encode(text)
     assert (
-        load_llama_cpp(file, vocab_only=True).tokenize(text.encode(), add_bos=True, special=True)
+        load_llama_cpp(file, vocab_only=True).tokenize(
+            text.encode(), add_bos=True, special=True
+        )
         == expected
     )
 
@@ -1413,7 +1527,9 @@ def test_the_modelfile_renders_like_the_chat_template(style, tiny, tmp_path):
     (tmp_path / "model" / "chat_template.jinja").write_text(STYLES[style], "utf-8")
     tokenizer = Tokenizer(tmp_path / "model")
     content = modelfile("model-F16.gguf", tokenizer)
-    assert content.startswith("FROM ./model-F16.gguf\n") and 'PARAMETER stop "</s>"' in content
+    assert (
+        content.startswith("FROM ./model-F16.gguf\n") and 'PARAMETER stop "</s>"' in content
+    )
     template = re.search(r'TEMPLATE """(.*)"""\n', content, re.DOTALL)
     if style not in INDEPENDENT_MESSAGES:  # a message's text depends on the other messages
         assert template is None and "the chat template in the GGUF file is used" in content
@@ -1499,7 +1615,11 @@ def write_damaged(change: str, file: Path, folder: Path) -> Path:
     folder.mkdir()
     content = file.read_bytes()
     if change in ("cut", "short", "text", "header"):
-        parts = {"cut": content[: len(content) // 2], "short": content[:40], "text": b"hello" * 9}
+        parts = {
+            "cut": content[: len(content) // 2],
+            "short": content[:40],
+            "text": b"hello" * 9,
+        }
         (folder / "model.gguf").write_bytes(parts.get(change, b"GGUF" + b"\xff" * 99))
     elif change == "part":
         (folder / "model-00001-of-00003.gguf").write_bytes(content)
@@ -1535,16 +1655,22 @@ INVALID_METADATA = {
     "a BPE vocabulary without merges": {"tokenizer.ggml.model": "gemma4"},
     "occurs more than once": {"tokenizer.ggml.tokens": ["a"] * 512},
     "token_type and scores do not contain": {"tokenizer.ggml.token_type": [1, 2, 3]},
-    "a valid type and number for each of 512 tokens": {"tokenizer.ggml.token_type": [99] * 512},
+    "a valid type and number for each of 512 tokens": {
+        "tokenizer.ggml.token_type": [99] * 512
+    },
     "there are 3 tokens for 512 rows": {"tokenizer.ggml.tokens": ["a", "b", "c"]},
     "llama.attention.head_count has the invalid value 0": {"llama.attention.head_count": 0},
-    "llama.rope.freq_base has the invalid value nan": {"llama.rope.freq_base": float("nan")},
+    "llama.rope.freq_base has the invalid value nan": {
+        "llama.rope.freq_base": float("nan")
+    },
     "head dims 8 of keys and 4 of values differ": {"llama.attention.value_length": 4},
     "llama.attention.layer_norm_rms_epsilon: missing from the metadata": {
         "llama.attention.layer_norm_rms_epsilon": None
     },
     "llama.rope.scaling.type 'odd' is not supported": {"llama.rope.scaling.type": "odd"},
-    "llama.rope.dimension_count 4: this family rotates 8": {"llama.rope.dimension_count": 4},
+    "llama.rope.dimension_count 4: this family rotates 8": {
+        "llama.rope.dimension_count": 4
+    },
     "llama.embedding_length: missing from the metadata": {"llama.embedding_length": None},
     "do not match its metadata": {"llama.feed_forward_length": 40},
     r"unexpected blk\.2\.": {"llama.block_count": 2},
@@ -1573,7 +1699,9 @@ def test_invalid_metadata_is_reported(reason, tmp_path):
 def test_the_linear_scaling_of_2023_is_read(tmp_path):
     """llama.cpp reads `rope.scale_linear` where a file has no `rope.scaling.factor`."""
     file = to_gguf(make_folder("llama", tmp_path / "tiny"), tmp_path / "file")
-    scaled_file = rewrite_gguf(file, tmp_path / "scaled.gguf", **{"llama.rope.scale_linear": 4})
+    scaled_file = rewrite_gguf(
+        file, tmp_path / "scaled.gguf", **{"llama.rope.scale_linear": 4}
+    )
     rope = litft.load(from_gguf(scaled_file, tmp_path / "back"))[0].config.layers[0].rope
     assert (rope.rope_type, rope.factor) == ("linear", 4.0)
 
@@ -1596,7 +1724,9 @@ def test_a_model_in_several_files_is_read(tmp_path):
         writer.add_int32("split.tensors.count", len(names))
         for tensor in reader.tensors:
             if tensor.name in part_names:
-                writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+                writer.add_tensor(
+                    tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type
+                )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -1655,9 +1785,12 @@ def test_smollm2_converts_to_its_checkpoint(checkpoints, shared, tmp_path):
     )
     assert expected.keys() == tensors.keys()
     for name, tensor in expected.items():
-        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), (
+            name
+        )
     tokenizer, reference = (
-        Tokenizer(folder) for folder in (tmp_path / "model", checkpoints["SmolLM2-135M-Instruct"])
+        Tokenizer(folder)
+        for folder in (tmp_path / "model", checkpoints["SmolLM2-135M-Instruct"])
     )
     texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:2000]
     assert all(tokenizer.encode(text) == reference.encode(text) for text in texts)
@@ -1670,7 +1803,11 @@ def test_smollm2_converts_to_its_checkpoint(checkpoints, shared, tmp_path):
 
 
 REAL = {
-    "SmolLM2-135M-Instruct": ["The capital of France is", "Once upon a time", "Water boils at"],
+    "SmolLM2-135M-Instruct": [
+        "The capital of France is",
+        "Once upon a time",
+        "Water boils at",
+    ],
     "stories15M": ["Once upon a time", "The dog", "Lily and Tom"],
 }
 
@@ -1689,10 +1826,13 @@ def test_llama_cpp_gives_the_same_answers(which, checkpoints, tmp_path):
     llama = load_llama_cpp(file, type_k=0, type_v=0)
     for prompt in REAL[which]:
         ids = tokenizer.encode(prompt)
-        assert llama.tokenize(prompt.encode(), add_bos=tokenizer.adds_bos, special=True) == ids
+        assert (
+            llama.tokenize(prompt.encode(), add_bos=tokenizer.adds_bos, special=True) == ids
+        )
         llama.reset()
         generated = [
-            token for token, _ in zip(llama.generate(ids, temp=0.0), range(24), strict=False)
+            token
+            for token, _ in zip(llama.generate(ids, temp=0.0), range(24), strict=False)
         ]
         assert generated == greedy(model, ids, 24), prompt
     # without a template in the file, llama.cpp has one of its own
@@ -1704,7 +1844,9 @@ def test_llama_cpp_gives_the_same_answers(which, checkpoints, tmp_path):
         tokenizer.apply_chat_template(messages, add_generation_prompt=True), bos=False
     )
     answer = greedy(model, ids, 24)
-    stop = next((n for n, token in enumerate(answer) if token in tokenizer.stop_ids), len(answer))
+    stop = next(
+        (n for n, token in enumerate(answer) if token in tokenizer.stop_ids), len(answer)
+    )
     assert completion["usage"]["prompt_tokens"] == len(ids)
     assert (
         completion["choices"][0]["message"]["content"].strip()
@@ -1732,14 +1874,23 @@ def test_files_quantized_by_llama_cpp_are_decoded_as_by_llama_cpp(kind, tmp_path
         "llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)"
     )
     folder = make_folder("llama", tmp_path / "tiny", hidden_size=256, intermediate_size=512)
-    paths = [to_gguf(folder, tmp_path / "file"), tmp_path / "packed.gguf", tmp_path / "plain.gguf"]
+    paths = [
+        to_gguf(folder, tmp_path / "file"),
+        tmp_path / "packed.gguf",
+        tmp_path / "plain.gguf",
+    ]
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.allow_requantize = True
     for before, after, settings.ftype in zip(paths, paths[1:], (kind, 0), strict=False):
         assert (
-            llama_cpp.llama_model_quantize(str(before).encode(), str(after).encode(), settings) == 0
+            llama_cpp.llama_model_quantize(
+                str(before).encode(), str(after).encode(), settings
+            )
+            == 0
         )
-    quantized, dequantized, original = (GgufFile(path) for path in (paths[1], paths[2], paths[0]))
+    quantized, dequantized, original = (
+        GgufFile(path) for path in (paths[1], paths[2], paths[0])
+    )
     for name in quantized.names:
         torch.testing.assert_close(
             quantized.read(name), dequantized.read(name), atol=1e-6, rtol=1e-6
@@ -1755,6 +1906,11 @@ def test_files_quantized_by_llama_cpp_are_decoded_as_by_llama_cpp(kind, tmp_path
 def test_the_modelfile_has_no_template_of_a_day_or_without_tools(addition, tiny, tmp_path):
     """Ollama's Go template would always print the day of the export, and loses tools."""
     shutil.copytree(tiny, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(STYLES["chatml"] + addition, "utf-8")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        STYLES["chatml"] + addition, "utf-8"
+    )
     content = modelfile("model-F16.gguf", Tokenizer(tmp_path / "model"))
-    assert "TEMPLATE" not in content and "the chat template in the GGUF file is used" in content
+    assert (
+        "TEMPLATE" not in content
+        and "the chat template in the GGUF file is used" in content
+    )

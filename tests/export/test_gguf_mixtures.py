@@ -79,7 +79,13 @@ def layers_of(types, name, kind):
 
 @pytest.mark.parametrize(
     ("outtype", "plain"),
-    [("q4_k_m", "Q4_K"), ("q5_k_m", "Q5_K"), ("q6_k", "Q6_K"), ("q4_0", "Q4_0"), ("q8_0", "Q8_0")],
+    [
+        ("q4_k_m", "Q4_K"),
+        ("q5_k_m", "Q5_K"),
+        ("q6_k", "Q6_K"),
+        ("q4_0", "Q4_0"),
+        ("q8_0", "Q8_0"),
+    ],
 )
 def test_the_mixtures_of_llama_quantize(outtype, plain):
     sizes = ModelSizes("llama", num_layers=9, grouped=True)
@@ -104,9 +110,9 @@ def test_the_mixtures_of_llama_quantize(outtype, plain):
 def test_exceptions_of_the_mixtures():
     # a tied embedding is the head, too
     sizes = ModelSizes("qwen2", num_layers=4, grouped=True)
-    assert tensor_types(llama_tensors(4, tied=True), sizes, "q4_k_m")["token_embd.weight"] == (
-        TYPES.Q6_K
-    )
+    assert tensor_types(llama_tensors(4, tied=True), sizes, "q4_k_m")[
+        "token_embd.weight"
+    ] == (TYPES.Q6_K)
     # rows that are no whole blocks
     types = tensor_types(llama_tensors(4, wide=320), sizes, "q4_k_m")
     assert layers_of(types, "ffn_down", "Q5_0") == [0, 1]
@@ -147,7 +153,9 @@ def test_experts_in_mixtures():
 def wide_folder(tmp_path_factory):
     """The folder of a small Llama whose rows are whole blocks."""
     folder = tmp_path_factory.mktemp("wide") / "model"
-    values = dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    values = dict(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4
+    )
     build("LlamaConfig", folder, **values)
     (folder / "generation_config.json").unlink(missing_ok=True)
     copy_tokenizer(STORIES, folder)
@@ -161,7 +169,9 @@ def wide_folder(tmp_path_factory):
 def test_files_are_read_back(wide_folder, tmp_path, outtype, largest):
     """largest: error of the weights, relative to their size, as root mean squares."""
     out = write(
-        GgufExportArgs(checkpoint_dir=str(wide_folder), out_dir=str(tmp_path), outtype=outtype)
+        GgufExportArgs(
+            checkpoint_dir=str(wide_folder), out_dir=str(tmp_path), outtype=outtype
+        )
     )
     file = out / f"model-{outtype.upper()}.gguf"
     assert f"FROM ./{file.name}\n" in (out / "Modelfile").read_text()
@@ -175,9 +185,14 @@ def test_files_are_read_back(wide_folder, tmp_path, outtype, largest):
 def test_an_adapter_is_not_written_in_a_mixture(wide_folder, tmp_path):
     adapter = adapted(wide_folder, tmp_path / "adapter", LoRA(LoRAArgs()))
     flags = GgufExportArgs(
-        checkpoint_dir=str(adapter), out_dir=str(tmp_path / "out"), outtype="q4_k_m", merge=False
+        checkpoint_dir=str(adapter),
+        out_dir=str(tmp_path / "out"),
+        outtype="q4_k_m",
+        merge=False,
     )
-    with pytest.raises(ValueError, match="--outtype q4_k_m is for whole models; with --merge"):
+    with pytest.raises(
+        ValueError, match="--outtype q4_k_m is for whole models; with --merge"
+    ):
         write(flags)
 
 
@@ -189,9 +204,13 @@ def test_an_adapter_is_not_written_in_a_mixture(wide_folder, tmp_path):
 def test_files_are_those_of_llama_quantize(wide_folder, tmp_path, outtype):
     """Both start from the same numbers in fp16."""
     flags = {"out_dir": str(tmp_path / "f16"), "outtype": "f16"}
-    half = write(GgufExportArgs(checkpoint_dir=str(wide_folder), **flags)) / "model-F16.gguf"
+    half = (
+        write(GgufExportArgs(checkpoint_dir=str(wide_folder), **flags)) / "model-F16.gguf"
+    )
     back = read(
-        GgufConvertArgs(checkpoint_dir=str(half), out_dir=str(tmp_path / "back"), precision="fp32")
+        GgufConvertArgs(
+            checkpoint_dir=str(half), out_dir=str(tmp_path / "back"), precision="fp32"
+        )
     )
     flags = {"out_dir": str(tmp_path / "ours"), "outtype": outtype}
     ours = write(GgufExportArgs(checkpoint_dir=str(back), **flags))

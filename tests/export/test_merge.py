@@ -22,7 +22,10 @@ from litft.pretrained.save import Result, model_entries
 def adapter(tiny, tmp_path):
     """Return the folder of an adapter whose ranks and scales differ between modules."""
     write_adapter(
-        tiny, tmp_path / "adapter", rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}
+        tiny,
+        tmp_path / "adapter",
+        rank_pattern={"down_proj": 2},
+        alpha_pattern={"v_proj": 32},
     )
     for path in tiny.glob("*token*"):
         (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
@@ -35,7 +38,12 @@ def test_merged_equals_unmerged(adapter, tmp_path):
 
     expected = litft.load(adapter)[0](TOKENS)
     script(
-        "scripts/merge_lora.py", "--checkpoint_dir", adapter, "--out_dir", "merged", cwd=tmp_path
+        "scripts/merge_lora.py",
+        "--checkpoint_dir",
+        adapter,
+        "--out_dir",
+        "merged",
+        cwd=tmp_path,
     )
     model, tokenizer = litft.load(tmp_path / "merged")
     assert (model(TOKENS) - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -49,16 +57,22 @@ def test_merged_equals_unmerged(adapter, tmp_path):
 def test_weights_are_summed_in_fp32(tiny, adapter, tmp_path):
     """A merge in bf16 would round twice; the fp32 sum is rounded once, to the requested dtype."""
     merge(
-        MergeArgs(checkpoint_dir=[str(adapter)], precision="bf16", out_dir=str(tmp_path / "merged"))
+        MergeArgs(
+            checkpoint_dir=[str(adapter)],
+            precision="bf16",
+            out_dir=str(tmp_path / "merged"),
+        )
     )
     base, tuned = litft.load(tiny)[0], litft.load(adapter)[0]
     merged, _ = litft.load(tmp_path / "merged")
     assert (
-        json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+        json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"]
+        == "bfloat16"
     )
     linear = tuned.blocks[1].attention.v_proj
     exact = (
-        base.blocks[1].attention.v_proj.weight + linear.lora_scale * linear.lora_b @ linear.lora_a
+        base.blocks[1].attention.v_proj.weight
+        + linear.lora_scale * linear.lora_b @ linear.lora_a
     )
     assert torch.equal(merged.blocks[1].attention.v_proj.weight, exact.bfloat16())
 
@@ -76,7 +90,8 @@ def test_a_tied_model_is_merged_in_shards(make_model, tmp_path):
     (tmp_path / "out" / "config.json").write_bytes((folder / "config.json").read_bytes())
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert (
-        "lm_head.weight" not in index["weight_map"] and len(set(index["weight_map"].values())) > 2
+        "lm_head.weight" not in index["weight_map"]
+        and len(set(index["weight_map"].values())) > 2
     )
     expected = litft.load(tmp_path / "adapter")[0](TOKENS)
     model, _ = litft.load(tmp_path / "out")
@@ -88,7 +103,10 @@ def test_a_tied_model_is_merged_in_shards(make_model, tmp_path):
 def test_an_incomplete_adapter_is_not_merged(adapter, tmp_path, damage):
     path = adapter / "adapter_model.safetensors"
     tensors = load_file(path)
-    a, b = (f"base_model.model.model.layers.1.self_attn.q_proj.lora_{leaf}.weight" for leaf in "AB")
+    a, b = (
+        f"base_model.model.model.layers.1.self_attn.q_proj.lora_{leaf}.weight"
+        for leaf in "AB"
+    )
     if damage.startswith("no "):
         del tensors[{"no A": a, "no B": b}[damage]]
     elif damage == "nan":
@@ -96,7 +114,9 @@ def test_an_incomplete_adapter_is_not_merged(adapter, tmp_path, damage):
     else:
         name = b if damage == "wrong B" else a
         tensors[name] = (
-            tensors[name][:-1].contiguous() if damage == "wrong B" else tensors[name].flatten()
+            tensors[name][:-1].contiguous()
+            if damage == "wrong B"
+            else tensors[name].flatten()
         )
     save_file(tensors, path)
     with pytest.raises(ValueError, match=r"does not fit its base model: .*q_proj "):
@@ -113,9 +133,17 @@ def test_generation_settings_of_the_base_hold_for_an_adapter(tiny, tmp_path):
     write_adapter(base, tmp_path / "adapter")
     copy_tokenizer(STORIES, tmp_path / "adapter")
     assert litft.load(tmp_path / "adapter")[1].stop_ids == [2, 7]
-    merge(MergeArgs(checkpoint_dir=[str(tmp_path / "adapter")], out_dir=str(tmp_path / "merged")))
-    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == settings
-    (tmp_path / "adapter" / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    merge(
+        MergeArgs(
+            checkpoint_dir=[str(tmp_path / "adapter")], out_dir=str(tmp_path / "merged")
+        )
+    )
+    assert (
+        json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == settings
+    )
+    (tmp_path / "adapter" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 9})
+    )
     assert litft.load(tmp_path / "adapter")[1].stop_ids == [9, 2]
 
 
@@ -229,13 +257,17 @@ def test_combinations_that_have_no_meaning(tiny, two_adapters, tmp_path):
         return script(*command, *folders, *flags, cwd=tmp_path, code=2).stderr
 
     assert "--weights has 3 numbers for 2 adapters" in message("--weights", "1,2,3")
-    assert "--density 1.5: must be above 0" in message("--combination", "ties", "--density", "1.5")
+    assert "--density 1.5: must be above 0" in message(
+        "--combination", "ties", "--density", "1.5"
+    )
     assert "--density is for --combination ties" in message("--density", "0.2")
     assert "--dequantized_base is for one adapter" in message("--dequantized_base")
     scaled = ["--dequantized_base", "--weights", "0.5"]
     alone = script(*command, folders[0], *scaled, cwd=tmp_path, code=2).stderr
     assert "--weights scales the update, and --dequantized_base also changes" in alone
-    alone = script(*command, folders[0], "--combination", "ties", cwd=tmp_path, code=2).stderr
+    alone = script(
+        *command, folders[0], "--combination", "ties", cwd=tmp_path, code=2
+    ).stderr
     assert "--combination ties needs several adapters" in alone
     other = shutil.copytree(tiny, tmp_path / "other")
     write_adapter(other, tmp_path / "third")

@@ -48,7 +48,11 @@ def test_the_distance_is_that_of_the_two_models(quantized, tmp_path, capsys):
     models are the same."""
     for name, dequantized in (("original", False), ("rounded", True)):
         out = str(tmp_path / name)
-        merge(MergeArgs(checkpoint_dir=[str(quantized)], out_dir=out, dequantized_base=dequantized))
+        merge(
+            MergeArgs(
+                checkpoint_dir=[str(quantized)], out_dir=out, dequantized_base=dequantized
+            )
+        )
         line = capsys.readouterr().err.splitlines()[-1]
         found = re.search(r"divergence of (\S+) nats .* after (\S+)% of 256 tokens", line)
 
@@ -79,5 +83,7 @@ def test_a_model_beyond_the_memory_is_merged_but_not_compared(
     out = str(tmp_path / "merged")
     merge(MergeArgs(checkpoint_dir=[str(quantized)], out_dir=out))
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("not compared with the adapter on the quantized base: the weights")
+    assert line.startswith(
+        "not compared with the adapter on the quantized base: the weights"
+    )
     assert litft.load(out)

@@ -63,4 +63,6 @@ def test_what_vllm_does_not_load_is_named():
     assert vllm_obstacles(scales) == ["updates of several scales (alpha / rank)"]
     of_root = scales | {"use_rslora": True, "alpha_pattern": {"q_proj": 8}}
     assert vllm_obstacles(of_root) == []
-    assert len(vllm_obstacles({"r": 8, "lora_alpha": 16, "alpha_pattern": {"q_proj": 8}})) == 1
+    assert (
+        len(vllm_obstacles({"r": 8, "lora_alpha": 16, "alpha_pattern": {"q_proj": 8}})) == 1
+    )

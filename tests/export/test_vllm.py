@@ -45,7 +45,8 @@ VLLM = os.environ.get("LITFT_VLLM_PYTHON")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not VLLM, reason="set LITFT_VLLM_PYTHON to the interpreter of an environment with vLLM"
+        not VLLM,
+        reason="set LITFT_VLLM_PYTHON to the interpreter of an environment with vLLM",
     ),
 ]
 # head sizes that vLLM has on a CPU
@@ -111,12 +112,16 @@ def add_processor(name, folder, scratch):
     )
     tokenizer.add_tokens(special, special_tokens=True)
     images = transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28})
-    transformers.Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(scratch)
+    transformers.Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(
+        scratch
+    )
     for path in scratch.glob("*" if name == "Gemma3" else "processor_config.json"):
         shutil.copy(path, folder)
 
 
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+)
 FAMILIES = {
     "Llama": {},
     "Qwen3": {},
@@ -149,7 +154,9 @@ def write_adapter(base, folder):
     method.attach(model)
     change(method.parameters(model).values())
     folder.mkdir()
-    method.write(folder, source, method.values(model), {"base_model_name_or_path": str(base)})
+    method.write(
+        folder, source, method.values(model), {"base_model_name_or_path": str(base)}
+    )
     for path in DEMO.glob("base/*token*"):
         shutil.copy(path, folder)
 
@@ -157,7 +164,9 @@ def write_adapter(base, folder):
 def vllm_tokens(*words):
     """Return vLLM's greedy tokens by name; see vllm_greedy.py."""
     command = [VLLM, Path(__file__).parents[1] / "vllm_greedy.py", *words]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -169,7 +178,10 @@ def test_adapters_and_merged_folders_give_the_same_tokens(tmp_path, name):
     write_adapter(base, adapter)
     merge(
         MergeArgs(
-            checkpoint_dir=[str(adapter)], base_dir=str(base), out_dir=str(merged), precision="fp32"
+            checkpoint_dir=[str(adapter)],
+            base_dir=str(base),
+            out_dir=str(merged),
+            precision="fp32",
         )
     )
     expected = {"base": greedy_tokens(base, None), "adapter": greedy_tokens(adapter, base)}
@@ -187,7 +199,9 @@ def serve(tmp_path):
     def start(*words):
         port = free_port()
         settings = dict(
-            VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1"
+            VLLM_CPU_KVCACHE_SPACE="1",
+            VLLM_CPU_OMP_THREADS_BIND="nobind",
+            HF_HUB_OFFLINE="1",
         )
         command = [
             VLLM,
@@ -212,7 +226,9 @@ def serve(tmp_path):
             with suppress(httpx.HTTPError):
                 if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
                     return openai.OpenAI(
-                        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
+                        base_url=f"http://127.0.0.1:{port}/v1",
+                        api_key="none",
+                        max_retries=0,
                     )
             time.sleep(1)
 
@@ -231,7 +247,9 @@ def card_flags(folder, base):
     """Return the flags of `vllm serve` on the model card of a folder, with its path in place of the
     repository's name."""
     arguments = UploadArgs(
-        repo_id="me/mine", checkpoint_dir=str(folder), base_model="me/base" if base else None
+        repo_id="me/mine",
+        checkpoint_dir=str(folder),
+        base_model="me/base" if base else None,
     )
     card = model_card(card_info(resolve(folder, base), arguments))
     (command,) = re.findall(r"^vllm serve (.*)$", card, re.MULTILINE)
@@ -251,7 +269,10 @@ def test_served_with_the_flags_of_the_card_it_calls_tools(trained, serve, name):
     settings = dict(model="agent", tools=[TOOL], max_tokens=100, temperature=0)
     choice = client.chat.completions.create(messages=[QUESTION], **settings).choices[0]
     (call,) = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "weather",
+        ARGUMENTS,
+    )
     messages = [QUESTION, *follow_up(choice.message.model_dump(exclude_none=True))]
     choice = client.chat.completions.create(messages=messages, **settings).choices[0]
     assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
@@ -281,7 +302,9 @@ def test_an_adapter_served_with_the_flags_of_the_card_has_its_template(
     litft.finetune(args)
     final = tmp_path / "run" / "final"
     messages = [{"role": "user", "content": "What is 3 plus 2?"}]
-    expected = litft.generate(*litft.load(final), messages, temperature=0, max_new_tokens=40)
+    expected = litft.generate(
+        *litft.load(final), messages, temperature=0, max_new_tokens=40
+    )
     assert expected.startswith("The sum is")
     client = serve(*card_flags(final, base), "--max-model-len", "256")
     choice = client.chat.completions.create(
@@ -311,7 +334,9 @@ def test_vllm_applies_an_adapter_of_a_multimodal_base(tmp_path, name):
     method.attach(model)
     change(method.parameters(model).values())
     adapter.mkdir()
-    method.write(adapter, source, method.values(model), {"base_model_name_or_path": str(base)})
+    method.write(
+        adapter, source, method.values(model), {"base_model_name_or_path": str(base)}
+    )
     expected = {"base": greedy_tokens(base, None), "adapter": greedy_tokens(adapter, base)}
     assert expected["base"] != expected["adapter"]
     if name != "Mistral3":

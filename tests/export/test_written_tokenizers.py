@@ -93,11 +93,15 @@ def test_the_template_for_tools_is_used_and_kept(tiny, tmp_path, as_files):
     """As in Hermes and Command-R: a template for conversations with tools beside the default
     one."""
     entries = [{"name": name, "template": source} for name, source in NAMED.items()]
-    folder = with_config(tiny, tmp_path / "base", chat_template=None if as_files else entries)
+    folder = with_config(
+        tiny, tmp_path / "base", chat_template=None if as_files else entries
+    )
     if as_files:
         (folder / "chat_template.jinja").write_text(NAMED["default"])
         (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED["tool_use"])
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(
+            NAMED["tool_use"]
+        )
     tokenizer = Tokenizer(folder)
     reference = AutoTokenizer.from_pretrained(folder)
     for tools in (None, [TOOL]):
@@ -124,7 +128,14 @@ def test_a_folder_has_one_template(tiny, tmp_path):
     folder = with_config(tiny, tmp_path / "base", chat_template=QUIRKS["plain"])
     records = tmp_path / "data.jsonl"
     records.write_text(json.dumps({"messages": CHAT}) + "\n")
-    flags = ["--checkpoint_dir", folder, "--data.path", records, "--data.template", "chatml"]
+    flags = [
+        "--checkpoint_dir",
+        folder,
+        "--data.path",
+        records,
+        "--data.template",
+        "chatml",
+    ]
     script("finetune/lora.py", *flags, *RUN, cwd=tmp_path)
     final = tmp_path / "run" / "final"
     assert "chat_template" not in json.loads((final / "tokenizer_config.json").read_text())
@@ -138,14 +149,29 @@ def test_a_folder_has_one_template(tiny, tmp_path):
 def test_no_template_is_invented(tiny, tmp_path):
     """After a run on text, the result continues a text as the base does."""
     (tmp_path / "data.txt").write_text("Once upon a time there was a little girl. " * 40)
-    flags = ["--checkpoint_dir", tiny, "--data.path", "data.txt", "--data.template", "chatml"]
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        "data.txt",
+        "--data.template",
+        "chatml",
+    ]
     done = script("finetune/lora.py", *flags, *RUN, "--dry_run", cwd=tmp_path)
     assert "the chat template is not used: the data is text" in done.stdout + done.stderr
     script("finetune/lora.py", *flags, *RUN, cwd=tmp_path)
     final = tmp_path / "run" / "final"
-    assert not (final / "chat_template.jinja").exists() and Tokenizer(final).own_template is None
+    assert (
+        not (final / "chat_template.jinja").exists()
+        and Tokenizer(final).own_template is None
+    )
     script(
-        "scripts/convert_to_gguf.py", "--checkpoint_dir", tiny, "--out_dir", "gguf", cwd=tmp_path
+        "scripts/convert_to_gguf.py",
+        "--checkpoint_dir",
+        tiny,
+        "--out_dir",
+        "gguf",
+        cwd=tmp_path,
     )
     assert "TEMPLATE" not in (tmp_path / "gguf" / "Modelfile").read_text()
     from gguf import GGUFReader
@@ -157,6 +183,16 @@ def test_no_template_is_invented(tiny, tmp_path):
 def test_a_run_on_text_keeps_the_template_of_its_base(tiny, tmp_path):
     folder = with_config(tiny, tmp_path / "base", chat_template=QUIRKS["plain"])
     (tmp_path / "data.txt").write_text("Once upon a time there was a little girl. " * 40)
-    flags = ["--checkpoint_dir", folder, "--data.path", "data.txt", "--data.template", "chatml"]
+    flags = [
+        "--checkpoint_dir",
+        folder,
+        "--data.path",
+        "data.txt",
+        "--data.template",
+        "chatml",
+    ]
     script("finetune/lora.py", *flags, *RUN, cwd=tmp_path)
-    assert Tokenizer(tmp_path / "run" / "final").chat_template == Tokenizer(folder).chat_template
+    assert (
+        Tokenizer(tmp_path / "run" / "final").chat_template
+        == Tokenizer(folder).chat_template
+    )

@@ -50,7 +50,9 @@ class Variation(NamedTuple):
 CASES = [(family, name) for family, (_, variations) in ROWS.items() for name in variations]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=[f"{family}: {name}" for family, name in CASES])
+@pytest.fixture(
+    scope="module", params=CASES, ids=[f"{family}: {name}" for family, name in CASES]
+)
 def variation(request, make_model) -> "Variation":
     """A variation of a family, in transformers and in litft."""
     family, name = request.param
@@ -135,14 +137,18 @@ PUBLISHED = {
     "yarn without its context": (
         "LlamaConfig",
         {},
-        dict(rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="yarn", factor=4.0)),
+        dict(
+            rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="yarn", factor=4.0)
+        ),
     ),
     "rope_scaling, added as a card says": (
         "LlamaConfig",
         {},
         dict(
             rope_theta=5e3,
-            rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+            rope_scaling=dict(
+                rope_type="yarn", factor=4.0, original_max_position_embeddings=16
+            ),
         ),
     ),
     "cohere2_moe, windows by rule": (
@@ -187,7 +193,12 @@ PUBLISHED = {
     ),
     "gemma4, bidirectional images": (
         "Gemma4TextConfig",
-        dict(head_dim=8, global_head_dim=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
+        dict(
+            head_dim=8,
+            global_head_dim=16,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
+        ),
         dict(use_bidirectional_attention="vision", vocab_size_per_layer_input=0),
     ),
 }
@@ -239,7 +250,11 @@ def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     (tmp_path / "config.json").write_text(
         json.dumps(
-            {k: v for k, v in hf.items() if v or k not in ("rope_parameters", "intermediate_size")}
+            {
+                k: v
+                for k, v in hf.items()
+                if v or k not in ("rope_parameters", "intermediate_size")
+            }
         )
     )
     reference = transformers.AutoModelForCausalLM.from_pretrained(
@@ -265,7 +280,10 @@ def test_a_rope_scaling_that_loses_the_base_is_refused(make_model):
 def test_fields_that_no_family_reads_are_found():
     """They may mean another network, where a folder is read as another family."""
     read = dict(
-        hidden_size=8, first_k_dense_replace=1, partial_rotary_factor=0.5, torch_dtype="bfloat16"
+        hidden_size=8,
+        first_k_dense_replace=1,
+        partial_rotary_factor=0.5,
+        torch_dtype="bfloat16",
     )
     assert unread_fields(read | dict(hidden_sizes=8, attention_of_my_own=True)) == [
         "attention_of_my_own",
@@ -275,7 +293,9 @@ def test_fields_that_no_family_reads_are_found():
 
 def test_a_family_sees_only_declared_fields():
     """What a family reads has a type and a range: a field without a declaration has no effect."""
-    read = dict(hidden_size=8, my_own_size=10**30, rope_scaling=dict(factor=2.0, my_factor="x"))
+    read = dict(
+        hidden_size=8, my_own_size=10**30, rope_scaling=dict(factor=2.0, my_factor="x")
+    )
     assert declared_fields(read) == dict(hidden_size=8, rope_scaling=dict(factor=2.0))
     with pytest.raises(
         ValueError,
@@ -296,7 +316,9 @@ INCOMPLETE_DEFAULTS = {
 def test_missing_fields_have_the_defaults_of_transformers(family):
     """Without each field of the default config in turn, the Config is the same, or an error names
     the field."""
-    hf = getattr(transformers, ROWS[family][0])(**INCOMPLETE_DEFAULTS.get(family, {})).to_dict()
+    hf = getattr(transformers, ROWS[family][0])(
+        **INCOMPLETE_DEFAULTS.get(family, {})
+    ).to_dict()
     expected = read_config(hf)
     for name in hf:
         partial = {key: value for key, value in hf.items() if key != name}
@@ -307,7 +329,12 @@ def test_missing_fields_have_the_defaults_of_transformers(family):
 
 
 REFUSED = [
-    ("llama", "grouped", dict(is_causal=False), "is_causal false: each token would see those"),
+    (
+        "llama",
+        "grouped",
+        dict(is_causal=False),
+        "is_causal false: each token would see those",
+    ),
     (
         "qwen3_moe",
         "renormalized",
@@ -332,7 +359,12 @@ REFUSED = [
         dict(num_hidden_layers="8"),
         "num_hidden_layers must be a whole number from 1 to 1,000, found '8'",
     ),
-    ("gpt2", "tied", dict(n_head=3), "hidden_size 32 is not divisible by num_attention_heads 3"),
+    (
+        "gpt2",
+        "tied",
+        dict(n_head=3),
+        "hidden_size 32 is not divisible by num_attention_heads 3",
+    ),
     (
         "qwen2",
         "late windows",
@@ -481,7 +513,9 @@ def test_linears_have_the_names_of_transformers_in_memory(family, name):
         model, [*peft_rules(model.config), *module_of(family).rules(model.config)]
     ).values()
     is_linear = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
-    expected = {name for name, module in reference.named_modules() if isinstance(module, is_linear)}
+    expected = {
+        name for name, module in reference.named_modules() if isinstance(module, is_linear)
+    }
     heads, parameters = (
         {"lm_head", "output_projection", "embed_out"},
         {name for name, _ in reference.named_parameters()},
@@ -521,7 +555,9 @@ def test_packed_loss_is_the_sum_of_single_losses(variation):
     tokens = torch.cat((first[:11], second[:19]))[None]
     targets = torch.cat((first[1:12], second[1:20]))[None]
     loss, count = model(tokens, targets=targets, documents=documents)
-    singles = [reference(x[None], labels=x[None]).loss * (len(x) - 1) for x in (first[:12], second)]
+    singles = [
+        reference(x[None], labels=x[None]).loss * (len(x) - 1) for x in (first[:12], second)
+    ]
     assert count == 30
     assert float(loss) == pytest.approx(float(sum(singles)), rel=tolerance(model.config))
 
@@ -537,7 +573,9 @@ def test_gradients_equal_transformers(variation, tmp_path):
     tokens = draw(2, 24, seed=7)
     reference(tokens, labels=tokens).loss.backward()
     for parameter in reference.parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.data = (
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        )
     reference.save_pretrained(tmp_path)
     expected = dict(litft.load(tmp_path)[0].named_parameters())
     loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
@@ -564,7 +602,10 @@ def test_a_converted_folder_is_bit_identical(variation, tmp_path):
 
     reference, folder, model, number = variation
     out = convert(ConvertArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "out")))
-    before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    before, after = (
+        load_file(folder / "model.safetensors"),
+        load_file(out / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert litft.load(out)[0].config == model.config

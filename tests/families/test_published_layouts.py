@@ -32,7 +32,14 @@ def first_variation(make_model, name):
 
 
 # families whose layers for multi-token prediction follow the others
-NUMBERED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "solar_open", "exaone_moe", "mellum")
+NUMBERED = (
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "solar_open",
+    "exaone_moe",
+    "mellum",
+)
 
 
 @pytest.mark.parametrize("name", NUMBERED)
@@ -67,11 +74,15 @@ def test_a_further_layer_for_multi_token_prediction_is_ignored(make_model, tmp_p
     ],
 )
 @torch.no_grad()
-def test_named_layers_for_multi_token_prediction_are_ignored(make_model, tmp_path, name, extra):
+def test_named_layers_for_multi_token_prediction_are_ignored(
+    make_model, tmp_path, name, extra
+):
     reference, folder = first_variation(make_model, name)
     with_tensors(folder, tmp_path, lambda tensors: tensors.update({extra: torch.ones(32)}))
     logits = litft.load(tmp_path, "fp32")[0](TOKENS)
-    assert relative(logits, reference(TOKENS).logits) <= tolerance(litft.load(folder)[0].config)
+    assert relative(logits, reference(TOKENS).logits) <= tolerance(
+        litft.load(folder)[0].config
+    )
 
 
 @torch.no_grad()

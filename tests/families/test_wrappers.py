@@ -41,7 +41,9 @@ SPARSE_FILES = {
     ),
     "llava-v1.6-mistral-7b": (
         "llava_next",
-        dict(model_type="mistral", vocab_size=32064, intermediate_size=14336, rope_theta=1e6),
+        dict(
+            model_type="mistral", vocab_size=32064, intermediate_size=14336, rope_theta=1e6
+        ),
     ),
     "qwen3-vl": (
         "qwen3_vl",
@@ -54,7 +56,12 @@ SPARSE_FILES = {
     "smolvlm": ("smolvlm", dict(model_type="llama", head_dim=64)),
     "llava-onevision-qwen2-0.5b": (
         "llava_onevision",
-        dict(model_type="qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2),
+        dict(
+            model_type="qwen2",
+            hidden_size=896,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+        ),
     ),
 }
 
@@ -70,7 +77,10 @@ def test_sizes_that_are_left_out_are_those_of_transformers(name):
     ours = read_config(text_config({"model_type": model_type, "text_config": text}))
     theirs = read_config({**expected, "tie_word_embeddings": kind.tie_word_embeddings})
     assert ours == theirs
-    assert ours.dim == expected["hidden_size"] and len(ours.layers) == expected["num_hidden_layers"]
+    assert (
+        ours.dim == expected["hidden_size"]
+        and len(ours.layers) == expected["num_hidden_layers"]
+    )
 
 
 def older_llava(name):
@@ -78,12 +88,16 @@ def older_llava(name):
     if name == "lm_head.weight":
         return "language_model.lm_head.weight"
     name = name.replace("model.language_model.", "language_model.model.")
-    return name.replace("model.vision_tower", "vision_tower").replace("model.multi", "multi")
+    return name.replace("model.vision_tower", "vision_tower").replace(
+        "model.multi", "multi"
+    )
 
 
 def older_idefics(name):
     """As `older_llava`."""
-    return name.replace("model.text_model.", "text_model.model.").replace("lm_head", "lm_head")
+    return name.replace("model.text_model.", "text_model.model.").replace(
+        "lm_head", "lm_head"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,12 +110,16 @@ def test_older_names_of_tensors(tmp_path, name, text, rename):
     model = save_random(name, tmp_path, TEXT | {"model_type": text}, tower)
     rename_tensors(tmp_path, rename)
     first = "language_model.model." if name == "Llava" else "text_model.model."
-    assert any(tensor.startswith(first) for tensor in load_file(tmp_path / "model.safetensors"))
+    assert any(
+        tensor.startswith(first) for tensor in load_file(tmp_path / "model.safetensors")
+    )
     logits = litft.load(tmp_path, "fp32")[0](TOKENS)
     assert relative(logits, model(TOKENS).logits) <= 1e-5
 
 
-@pytest.mark.parametrize("width", [24, 32, 16], ids=["ragged", "square down", "square gate and up"])
+@pytest.mark.parametrize(
+    "width", [24, 32, 16], ids=["ragged", "square down", "square gate and up"]
+)
 @torch.no_grad()
 def test_experts_of_qwen3_vl_in_both_layouts(tmp_path, width):
     """transformers tells them by their shapes when it reads, and writes only one of them."""
@@ -143,7 +161,9 @@ def test_ties_are_as_in_transformers_where_no_file_says_so(model_type):
     # the hyphen is of early files
     kind = transformers.AutoConfig.for_model(model_type.replace("-", "_"))
     text = {"num_hidden_layers": 2}
-    tied = text_config({"model_type": model_type, "text_config": text})["tie_word_embeddings"]
+    tied = text_config({"model_type": model_type, "text_config": text})[
+        "tie_word_embeddings"
+    ]
     # where a class has no such field, its text has no ties
     assert tied == getattr(kind, "tie_word_embeddings", False)
 

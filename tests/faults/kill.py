@@ -56,7 +56,9 @@ def alive(child: int) -> bool:
     return not pid
 
 
-def wait(child: int, folder: Path, saving: bool, max_seconds: float, max_step: float) -> None:
+def wait(
+    child: int, folder: Path, saving: bool, max_seconds: float, max_step: float
+) -> None:
     """Wait until a random time, soon after the step `max_step` at the latest; if `saving`, until
     the next save has begun."""
     deadline = time.monotonic() + random.uniform(0.05, 1) * max_seconds
@@ -83,7 +85,11 @@ def lost_steps(folder: Path) -> int:
     if newest:
         run_checkpoints.read_parameters(newest)
     with path.open(newline="") as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if (row["step"] or "").isdigit()]
+        steps = [
+            int(row["step"])
+            for row in csv.DictReader(file)
+            if (row["step"] or "").isdigit()
+        ]
     return max([0, *steps]) - saved
 
 
@@ -114,7 +120,9 @@ def main() -> None:
     for n in range(60):
         answer = " ".join(map(str, range(1, n % 12 + 2)))
         if "--objective" in args.flags:
-            records.append({"prompt": f"Count to {n}", "chosen": answer, "rejected": f"{n}"})
+            records.append(
+                {"prompt": f"Count to {n}", "chosen": answer, "rejected": f"{n}"}
+            )
         else:
             records.append({"instruction": f"Count to {n}", "output": answer})
     (root / "data.json").write_text(json.dumps(records), "utf-8")
@@ -150,7 +158,9 @@ def main() -> None:
         os.waitpid(child, 0)
         kills += 1
         during_save += any((folder / "checkpoints").glob("step-*.partial"))
-        max_lost = max(max_lost, lost_steps(folder) if (folder / "metrics.csv").is_file() else 0)
+        max_lost = max(
+            max_lost, lost_steps(folder) if (folder / "metrics.csv").is_file() else 0
+        )
     child = start([*arguments, "--out_dir", str(folder), "--resume"], root / "log")
     assert os.waitpid(child, 0)[1] == 0, (root / "log").read_text()[-3000:]
     equal = digest(folder) == digest(root / "undisturbed")

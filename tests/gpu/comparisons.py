@@ -37,7 +37,9 @@ def script(*arguments: object, cwd: Path) -> str:
     """Run a script in an interpreter of its own, since CUDA does not survive a fork; return what it
     printed."""
     command = [sys.executable, ROOT / str(arguments[0]), *map(str, arguments[1:])]
-    done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, (
         f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     )

@@ -21,7 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         count = next((mark.args[0] for mark in item.iter_markers("devices")), 1)
         if not torch.cuda.is_available():
             item.add_marker(
-                pytest.mark.skip(reason="needs a GPU; tests/gpu/README.md says how to pretend one")
+                pytest.mark.skip(
+                    reason="needs a GPU; tests/gpu/README.md says how to pretend one"
+                )
             )
         elif torch.cuda.device_count() < count:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs"))
@@ -32,7 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print why a test failed at once: on a lent GPU, pytest may be stopped before its summary."""
     if report.failed:
-        print(f"\n== {report.nodeid}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
+        print(
+            f"\n== {report.nodeid}\n{report.longreprtext}", file=sys.__stderr__, flush=True
+        )
 
 
 @pytest.fixture(autouse=True)

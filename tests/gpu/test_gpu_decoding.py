@@ -21,7 +21,11 @@ def model(request):
     """A tiny network in fp32 on the CPU."""
     config_class, variations = ROWS[request.param]
     values = {**TINY, **next(iter(variations.values())), "max_position_embeddings": 1024}
-    model = GPT(read_config(published_config(config_class, **values))).eval().requires_grad_(False)
+    model = (
+        GPT(read_config(published_config(config_class, **values)))
+        .eval()
+        .requires_grad_(False)
+    )
     redraw(model)
     return model
 
@@ -58,7 +62,9 @@ def test_a_compiled_token_is_one_cuda_graph(model):
         decoder.append(0, 3)
     assert decoder._forward_token is not decoder.model
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         decoder.step(tokens, [True])
     launches = [event for event in profile.events() if event.name == "cudaGraphLaunch"]
     assert len(launches) == 1 or PRETENDED

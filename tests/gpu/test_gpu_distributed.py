@@ -26,7 +26,9 @@ def test_a_world_of_one_over_nccl(strategy, tmp_path):
     for name in ("single", strategy):
         flags = [*FLAGS, "--precision", "fp32", "--strategy", name, "--out_dir", name]
         script("finetune/lora.py", *flags, cwd=tmp_path)
-    assert losses(tmp_path / strategy) == pytest.approx(losses(tmp_path / "single"), rel=1e-4)
+    assert losses(tmp_path / strategy) == pytest.approx(
+        losses(tmp_path / "single"), rel=1e-4
+    )
 
 
 CASES = [
@@ -36,7 +38,9 @@ CASES = [
     pytest.param(2, "fsdp", "lora", "--quantize nf4", marks=pytest.mark.devices(2)),
     pytest.param(2, "ddp", "lora", "--quantize nf4", marks=pytest.mark.devices(2)),
     pytest.param(4, "hsdp", "lora", "--shard_size 2", marks=pytest.mark.devices(4)),
-    pytest.param(4, "fsdp", "full", "--train.cpu_offload parameters", marks=pytest.mark.devices(4)),
+    pytest.param(
+        4, "fsdp", "full", "--train.cpu_offload parameters", marks=pytest.mark.devices(4)
+    ),
 ]
 
 
@@ -65,7 +69,13 @@ def test_several_gpus_train_as_one(devices, strategy, method, more, tmp_path):
         cwd=tmp_path,
     )
     script(
-        f"finetune/{method}.py", *shared, *flags, "--out_dir", "several", "--resume", cwd=tmp_path
+        f"finetune/{method}.py",
+        *shared,
+        *flags,
+        "--out_dir",
+        "several",
+        "--resume",
+        cwd=tmp_path,
     )
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
@@ -86,5 +96,7 @@ def test_tensor_parallel_answers_equal_one_gpus(tmp_path):
         "0",
     ]
     prompt += ["--prompt", "Hello", "--max_new_tokens", "16"]
-    answers = [script("generate/base.py", *prompt, "--devices", n, cwd=tmp_path) for n in (1, 2)]
+    answers = [
+        script("generate/base.py", *prompt, "--devices", n, cwd=tmp_path) for n in (1, 2)
+    ]
     assert answers[0] == answers[1]

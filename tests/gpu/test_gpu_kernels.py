@@ -17,7 +17,8 @@ from litft.model.packed_sequences import PackedSequences
 from litft.model.quantization import KINDS, QuantizedTensor
 
 pytestmark = pytest.mark.quick
-IDS = torch.tensor([[0] * 60 + [1] * 5 + [2] * 63, [0] * 100 + [-1] * 28])  # two rows of 128 tokens
+# two rows of 128 tokens
+IDS = torch.tensor([[0] * 60 + [1] * 5 + [2] * 63, [0] * 100 + [-1] * 28])
 
 
 def inputs(heads, kv_heads, head_dim, dtype):
@@ -25,14 +26,17 @@ def inputs(heads, kv_heads, head_dim, dtype):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, count, 128, head_dim) for count in (heads, kv_heads, kv_heads)]
     return [
-        torch.randn(shape, generator=generator).to(CUDA, dtype).requires_grad_() for shape in shapes
+        torch.randn(shape, generator=generator).to(CUDA, dtype).requires_grad_()
+        for shape in shapes
     ]
 
 
 def gradients(function, tensors):
     """Return the output of `function` and the gradients of a weighted sum of it."""
     output = function(*tensors)
-    weights = torch.linspace(-1, 1, output.numel(), device=CUDA, dtype=output.dtype).view_as(output)
+    weights = torch.linspace(
+        -1, 1, output.numel(), device=CUDA, dtype=output.dtype
+    ).view_as(output)
     return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
 
 
@@ -42,7 +46,9 @@ def gradients(function, tensors):
 )
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("packed", [True, False])
-def test_attention_equals_the_eager_form(packed, dtype, limit, heads, kv_heads, head_dim, window):
+def test_attention_equals_the_eager_form(
+    packed, dtype, limit, heads, kv_heads, head_dim, window
+):
     """varlen in bf16, for head sizes that are no multiple of 8 too; SDPA in fp32."""
     documents = PackedSequences.of(IDS.to(CUDA)) if packed else None
     tensors = inputs(heads, kv_heads, head_dim, dtype)
@@ -67,7 +73,9 @@ def test_cached_attention_equals_the_eager_form(count, heads, kv_heads, head_dim
     generator = torch.Generator().manual_seed(0)
     (layer,) = cache.layers
     shapes = [(2, count_of, count, head_dim) for count_of in (heads, kv_heads, kv_heads)]
-    q, k, v = (torch.randn(shape, generator=generator).to(CUDA, torch.bfloat16) for shape in shapes)
+    q, k, v = (
+        torch.randn(shape, generator=generator).to(CUDA, torch.bfloat16) for shape in shapes
+    )
     for stored in (layer.keys, layer.values):
         stored.copy_(torch.randn(stored.shape, generator=generator))
 
@@ -86,13 +94,19 @@ def test_flex_attention_equals_the_eager_form(monkeypatch, softcap, with_sinks, 
     monkeypatch.setattr(attention, "flex_attention", torch.compile(flex_attention))
     documents = PackedSequences.of(IDS.to(CUDA)).with_masks({window})
     sinks = (
-        torch.randn(8, generator=torch.Generator().manual_seed(1)).to(CUDA) if with_sinks else None
+        torch.randn(8, generator=torch.Generator().manual_seed(1)).to(CUDA)
+        if with_sinks
+        else None
     )
     tensors = inputs(8, 2, 64, torch.bfloat16)
-    actual = gradients(lambda q, k, v: attend(q, k, v, documents, window, softcap, sinks), tensors)
+    actual = gradients(
+        lambda q, k, v: attend(q, k, v, documents, window, softcap, sinks), tensors
+    )
     wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
     mask = attention_mask(wide[0], wide[1], documents, window)
-    expected = gradients(lambda q, k, v: eager_attention(q, k, v, mask, softcap, sinks), wide)
+    expected = gradients(
+        lambda q, k, v: eager_attention(q, k, v, mask, softcap, sinks), wide
+    )
     for got, want in zip(actual, expected, strict=True):
         check(got, want, 0.02)
 
@@ -104,7 +118,11 @@ def test_grouped_products_equal_a_loop(dtype, limit, in_dim, out_dim):
     skip_host_counts(dtype == torch.float32)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, in_dim, generator=generator).to(CUDA, dtype).requires_grad_()
-    weight = torch.randn(5, in_dim, out_dim, generator=generator).to(CUDA, dtype).requires_grad_()
+    weight = (
+        torch.randn(5, in_dim, out_dim, generator=generator)
+        .to(CUDA, dtype)
+        .requires_grad_()
+    )
     counts = [8, 0, 17, 5, 10]
     ends = torch.tensor(counts).cumsum(0).to(CUDA, torch.int32)
     actual = gradients(lambda x, weight: grouped_product(x, weight, ends), [x, weight])
@@ -124,13 +142,21 @@ def test_grouped_products_equal_a_loop(dtype, limit, in_dim, out_dim):
 def test_the_loss_equals_the_unchunked_form(monkeypatch, softcap, compiled):
     monkeypatch.setattr(loss, "LOGIT_ROWS", 64)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 150, 32, generator=generator).to(CUDA, torch.bfloat16).requires_grad_()
-    head = torch.nn.Linear(32, 4000, bias=False).to(CUDA, torch.bfloat16).requires_grad_(False)
+    hidden = (
+        torch.randn(1, 150, 32, generator=generator)
+        .to(CUDA, torch.bfloat16)
+        .requires_grad_()
+    )
+    head = (
+        torch.nn.Linear(32, 4000, bias=False).to(CUDA, torch.bfloat16).requires_grad_(False)
+    )
     targets = torch.randint(4000, (1, 150), generator=generator).to(CUDA)
     total, _ = loss.summed_cross_entropy(hidden, head, targets, softcap, compiled=compiled)
     total.backward()
     wide = hidden.detach().float().requires_grad_()
-    logits = loss.apply_softcap(torch.nn.functional.linear(wide, head.weight.float()), softcap)[0]
+    logits = loss.apply_softcap(
+        torch.nn.functional.linear(wide, head.weight.float()), softcap
+    )[0]
     expected = torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum")
     expected.backward()
     check(total, expected, 1e-3)

@@ -19,7 +19,9 @@ from litft.training.memory_saving.compile import compile_blocks
 from litft.training.optimizers.make import OPTIMIZERS, make_optimizer, set_learning_rate
 
 CONFIG = read_config(
-    transformers.LlamaConfig(**{**TINY, "hidden_size": 64, "intermediate_size": 128}).to_dict()
+    transformers.LlamaConfig(
+        **{**TINY, "hidden_size": 64, "intermediate_size": 128}
+    ).to_dict()
 )
 RULES = [*peft_rules(CONFIG), *family("llama").rules(CONFIG)]
 QUICK = ("lora", "dora", "adapter_v2", "full")
@@ -72,7 +74,8 @@ def check_losses(on_gpu, on_cpu, limit):
 
 @pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.quick] if n in QUICK else []) for n in METHODS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.quick] if n in QUICK else []) for n in METHODS],
 )
 def test_ten_steps_equal_the_cpus(name, kind):
     """A method's values are drawn on the CPU; both then take the same steps in fp32."""
@@ -86,7 +89,9 @@ def test_ten_steps_equal_the_cpus(name, kind):
     torch.manual_seed(0)
     method.attach(model, keep=False)
     on_gpu = copy.deepcopy(model).to(CUDA)
-    args = TrainArgs(learning_rate=0.3 if name.startswith("adapter") and "v2" not in name else 2e-2)
+    args = TrainArgs(
+        learning_rate=0.3 if name.startswith("adapter") and "v2" not in name else 2e-2
+    )
     check_losses(
         losses(on_gpu, method, CUDA, args),
         losses(model, method, "cpu", args),
@@ -106,7 +111,9 @@ def test_recomputed_and_compiled_steps_equal_the_cpus(kind, compiled):
     if compiled:
         compile_blocks(on_gpu)
     args = TrainArgs(learning_rate=2e-2)
-    check_losses(losses(on_gpu, method, CUDA, args), losses(model, method, "cpu", args), 2e-3)
+    check_losses(
+        losses(on_gpu, method, CUDA, args), losses(model, method, "cpu", args), 2e-3
+    )
 
 
 @pytest.mark.quick
@@ -117,9 +124,13 @@ def test_every_optimizer_takes_the_cpus_steps(name):
     method.select_targets(model, RULES)
     method.attach(model, keep=False)
     on_gpu = copy.deepcopy(model).to(CUDA)
-    args = TrainArgs(optimizer=name, learning_rate={"adafactor": 1e-1, "sgd": 3e-2}.get(name, 3e-3))
+    args = TrainArgs(
+        optimizer=name, learning_rate={"adafactor": 1e-1, "sgd": 3e-2}.get(name, 3e-3)
+    )
     limit = 0.05 if "8bit" in name or name == "lion" else 2e-3
-    check_losses(losses(on_gpu, method, CUDA, args), losses(model, method, "cpu", args), limit)
+    check_losses(
+        losses(on_gpu, method, CUDA, args), losses(model, method, "cpu", args), limit
+    )
 
 
 @pytest.mark.quick
@@ -129,7 +140,9 @@ def test_bf16_weights_are_rounded_stochastically(in_backward):
     method, model = Full(FullFinetuneArgs()), base().to(CUDA, torch.bfloat16)
     method.select_targets(model, RULES)
     method.attach(model, keep=False)
-    args = TrainArgs(learning_rate=1e-2, optimizer_in_backward=in_backward, max_grad_norm=0.0)
+    args = TrainArgs(
+        learning_rate=1e-2, optimizer_in_backward=in_backward, max_grad_norm=0.0
+    )
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(args, method, trained)
     tokens = draw(2, 23, seed=8).to(CUDA)
@@ -138,7 +151,9 @@ def test_bf16_weights_are_rounded_stochastically(in_backward):
     try:
         for _ in range(3):
             loss, count = model.train()(
-                tokens[:, :-1], targets=tokens[:, 1:], target_indices=torch.arange(44, device=CUDA)
+                tokens[:, :-1],
+                targets=tokens[:, 1:],
+                target_indices=torch.arange(44, device=CUDA),
             )
             with optimizer.stepping() if in_backward else torch.enable_grad():
                 (loss / count).backward()

@@ -50,7 +50,9 @@ def test_recurrences_equal_the_plain_form(kind):
         for index, tensor in enumerate(tensors)
     ]
     assert kernels.can_run(half[0]) and not kernels.can_run(wide[0])
-    for got, expected in zip(gradients(compute, half), gradients(compute, wide), strict=True):
+    for got, expected in zip(
+        gradients(compute, half), gradients(compute, wide), strict=True
+    ):
         check(got, expected, 0.02)
 
 

@@ -7,7 +7,14 @@ import pytest
 import torch
 from parity import ROWS, TINY, draw, redraw
 
-from gpu.comparisons import CUDA, PRETENDED, check, error, published_config, skip_host_counts
+from gpu.comparisons import (
+    CUDA,
+    PRETENDED,
+    check,
+    error,
+    published_config,
+    skip_host_counts,
+)
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.families import read_config
@@ -117,5 +124,7 @@ def test_cached_logits_equal_the_cpus(family, variation):
     check(logits, expected[:, :37], 1e-4)
     second = 37 if KVCache.state_bytes(model.config) else 34
     positions = torch.tensor([[37], [second]])
-    last = on_gpu(tokens.gather(1, positions).to(CUDA), positions=positions.to(CUDA), cache=cache)
+    last = on_gpu(
+        tokens.gather(1, positions).to(CUDA), positions=positions.to(CUDA), cache=cache
+    )
     check(last, torch.stack([expected[0, 37:38], expected[1, second : second + 1]]), 1e-4)

@@ -9,7 +9,14 @@ import torch
 
 import litft
 from gpu.comparisons import PRETENDED, script
-from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
+from litft.args import (
+    DataArgs,
+    EvalArgs,
+    FullFinetuneArgs,
+    LoRAFinetuneArgs,
+    SaveArgs,
+    TrainArgs,
+)
 from litft.training.trainer import Trainer
 
 FLAGS = (
@@ -43,7 +50,8 @@ def losses(run):
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.quick] if way in QUICK else []) for way in WAYS]
+    "way",
+    [pytest.param(way, marks=[pytest.mark.quick] if way in QUICK else []) for way in WAYS],
 )
 def test_a_run_from_the_command_line(way, tmp_path):
     """Training, validation, sample answers, a checkpoint and the result; then its chat answers."""
@@ -52,7 +60,14 @@ def test_a_run_from_the_command_line(way, tmp_path):
             "the pretended driver has no cudaMallocManaged, which paged optimizer states need"
         )
     method = way.split()[0]
-    script(f"finetune/{method}.py", *FLAGS, *WAYS[way].split(), "--out_dir", "run", cwd=tmp_path)
+    script(
+        f"finetune/{method}.py",
+        *FLAGS,
+        *WAYS[way].split(),
+        "--out_dir",
+        "run",
+        cwd=tmp_path,
+    )
     assert len(losses(tmp_path / "run")) >= 1 and (tmp_path / "run" / "final").is_dir()
     flags = [
         "--checkpoint_dir",
@@ -71,11 +86,20 @@ def test_a_run_from_the_command_line(way, tmp_path):
 def test_an_interrupted_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
     flags = [*FLAGS, "--deterministic", "true", "--train.log_interval", "1"]
     script("finetune/lora.py", *flags, "--out_dir", "whole", cwd=tmp_path)
-    script("finetune/lora.py", *flags, "--out_dir", "parts", "--train.max_time", "1s", cwd=tmp_path)
+    script(
+        "finetune/lora.py",
+        *flags,
+        "--out_dir",
+        "parts",
+        "--train.max_time",
+        "1s",
+        cwd=tmp_path,
+    )
     script("finetune/lora.py", *flags, "--out_dir", "parts", "--resume", cwd=tmp_path)
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
     whole, parts = (
-        tmp_path / name / "final" / "adapter_model.safetensors" for name in ("whole", "parts")
+        tmp_path / name / "final" / "adapter_model.safetensors"
+        for name in ("whole", "parts")
     )
     assert whole.read_bytes() == parts.read_bytes()
 
@@ -96,12 +120,20 @@ def test_out_of_memory_halves_the_micro_batch(tmp_path):
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.set_per_process_memory_fraction(fraction)
         train = TrainArgs(
-            max_steps=2, global_batch_size=64, micro_batch_size=64, oom_retry=True, compile=False
+            max_steps=2,
+            global_batch_size=64,
+            micro_batch_size=64,
+            oom_retry=True,
+            compile=False,
         )
         data = DataArgs(path=[str(tmp_path / "data.json")], packing=False)
         out = str(tmp_path / f"run{fraction}")
         args = LoRAFinetuneArgs(
-            accelerator="cuda", train=train, data=data, out_dir=out, eval=EvalArgs(max_new_tokens=0)
+            accelerator="cuda",
+            train=train,
+            data=data,
+            out_dir=out,
+            eval=EvalArgs(max_new_tokens=0),
         )
         try:
             results.append(litft.finetune(args).metrics)

@@ -39,7 +39,12 @@ class ScriptedScreen(ChatScreen):
 def open_session(folder, max_new_tokens=16, **settings):
     model, tokenizer = litft.load(folder, precision="fp32")
     return Session(
-        model, tokenizer, Sampling(**{"temperature": 0} | settings), max_new_tokens, [], False
+        model,
+        tokenizer,
+        Sampling(**{"temperature": 0} | settings),
+        max_new_tokens,
+        [],
+        False,
     )
 
 
@@ -82,7 +87,10 @@ def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
         text="\n".join(lines) + "\n",
     )
     assert done.stdout == "".join(answer + "\n" for answer in answers)
-    assert tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True) in done.stderr
+    assert (
+        tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
+        in done.stderr
+    )
     assert (
         "note: the model has no chat template, so messages are written in Alpaca style"
         in done.stderr
@@ -109,7 +117,11 @@ def test_only_new_tokens_are_computed(session):
     """Each turn computes the question with its template tokens, and the answer's tokens except the
     last."""
     conversation, decoder = (chat := Conversation(session)), chat.decoder
-    for question in ("What is the capital of France?", "Which country did I ask about?", "Thanks"):
+    for question in (
+        "What is the capital of France?",
+        "Which country did I ask about?",
+        "Thanks",
+    ):
         processed, cached = decoder.processed, len(decoder.texts[0])
         ask(conversation, question)
         ids = session.tokenizer.encode(conversation.prompt_text, bos=False)
@@ -162,12 +174,16 @@ def test_an_interrupted_answer_keeps_its_partial_text(session):
     partial = "".join(next(steps).chunk for _ in range(3))
     steps.close()
     assert conversation.messages[-1] == {"role": "assistant", "content": partial.lstrip()}
-    assert ask(conversation, "Go on") == ask_without_cache(session, conversation.messages[:-1])
+    assert ask(conversation, "Go on") == ask_without_cache(
+        session, conversation.messages[:-1]
+    )
 
 
 def ask_without_cache(session, messages):
     return "".join(
-        litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0)
+        litft.stream(
+            session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0
+        )
     ).lstrip()
 
 
@@ -181,7 +197,11 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(session):
         model.config = replace(original_config, max_positions=200)
         conversation.decoder.capacity = 200
         for number in range(6):
-            ask(conversation, f"Question {number}: what is {number} plus {number}?", notices.append)
+            ask(
+                conversation,
+                f"Question {number}: what is {number} plus {number}?",
+                notices.append,
+            )
     finally:
         model.config = original_config
     assert conversation.messages[0]["content"] == "Be brief." and "Question 0" not in str(
@@ -190,7 +210,8 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(session):
     assert "Question 5" in conversation.messages[-2]["content"]
     assert (
         notices
-        and "the context of 200 tokens is full: the oldest 1 turns are dropped" in notices[0]
+        and "the context of 200 tokens is full: the oldest 1 turns are dropped"
+        in notices[0]
     )
 
 
@@ -232,7 +253,9 @@ def test_commands(checkpoints, tmp_path):
     # there is nothing to save before the first message
     assert screen.notices[1] == "error: there are no messages to save"
     saved = json.loads(path.read_text())[0]["messages"]
-    assert [m["role"] for m in saved] == ["user", "assistant"] and saved[0]["content"] == "Hi there"
+    assert [m["role"] for m in saved] == ["user", "assistant"] and saved[0][
+        "content"
+    ] == "Hi there"
     assert chat.conversation.messages == [{"role": "system", "content": "Be kind."}, *saved]
     for part in (
         "Be kind.",
@@ -243,7 +266,11 @@ def test_commands(checkpoints, tmp_path):
         "seed 'x': expected",
     ):
         assert part in notices, part
-    assert "there is no adapter" in notices and "/retry" in notices and screen.lines == ["never"]
+    assert (
+        "there is no adapter" in notices
+        and "/retry" in notices
+        and screen.lines == ["never"]
+    )
     settings = chat.conversation.session
     assert (
         settings.sampling.temperature == 0.5
@@ -264,10 +291,14 @@ def test_commands(checkpoints, tmp_path):
 
 def test_results_of_calls_follow_in_their_order(session):
     """Also where the calls have no ids, as in training data."""
-    functions = [{"function": {"name": name, "arguments": {}}} for name in ("first", "second")]
+    functions = [
+        {"function": {"name": name, "arguments": {}}} for name in ("first", "second")
+    ]
     conversation = Conversation(session, tools=[{"name": "first"}])
     for ids in ([], ["a", "b"]):
-        calls = [{**call, "id": call_id} for call, call_id in zip(functions, ids, strict=False)]
+        calls = [
+            {**call, "id": call_id} for call, call_id in zip(functions, ids, strict=False)
+        ]
         calling = {"role": "assistant", "content": "", "tool_calls": calls or functions}
         conversation.messages = [{"role": "user", "content": "Now?"}, calling]
         conversation.add_result("one")
@@ -284,10 +315,19 @@ def test_tools_that_the_template_leaves_out_are_refused(checkpoints, tmp_path):
     """Also those of a loaded conversation."""
     tools = tmp_path / "tools.json"
     tools.write_text('[{"name": "weather", "parameters": {"type": "object"}}]')
-    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["demo"], "--tools", tools]
+    command = [
+        "generate/chat.py",
+        "--checkpoint_dir",
+        checkpoints["demo"],
+        "--tools",
+        tools,
+    ]
     assert "tools" in script(*command, cwd=tmp_path, code=2).stderr
     message = script(*command[:-1], "nowhere.json", cwd=tmp_path, code=2).stderr
-    assert "nowhere.json does not exist" in message and "name a JSON list of functions" in message
+    assert (
+        "nowhere.json does not exist" in message
+        and "name a JSON list of functions" in message
+    )
     talk = tmp_path / "talk.json"
     record = {
         "messages": [{"role": "user", "content": "Hi"}],
@@ -310,7 +350,9 @@ def test_tools_that_the_template_leaves_out_are_refused(checkpoints, tmp_path):
     assert "has no tools; expected" in script(*command, cwd=tmp_path, code=2).stderr
 
 
-def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(checkpoints, capsys):
+def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(
+    checkpoints, capsys
+):
     session = open_session(checkpoints["stories"], 8)
     expected = ask(Conversation(session), "Hello")
     method = Adapter(AdapterArgs())
@@ -354,7 +396,10 @@ def test_thoughts_are_left_out_of_the_history_if_the_template_drops_them(checkpo
         {"role": "assistant", "content": "<think>\nAdd them up.\n</think>\n\nFour."},
     ]
     ask(conversation, "And 3 + 3?")
-    assert "Four." in conversation.prompt_text and "Add them up." not in conversation.prompt_text
+    assert (
+        "Four." in conversation.prompt_text
+        and "Add them up." not in conversation.prompt_text
+    )
 
 
 class TerminalOutput:
@@ -393,7 +438,12 @@ def test_in_a_terminal(checkpoints, tmp_path):
         "60",
     ]
     flags += ["--precision", "fp32"]
-    env = ENV | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    env = ENV | {
+        "XDG_STATE_HOME": str(tmp_path),
+        "TERM": "xterm",
+        "COLUMNS": "100",
+        "LINES": "30",
+    }
     command = [sys.executable, ROOT / "generate" / "chat.py", *map(str, flags)]
     process = subprocess.Popen(
         command,
@@ -450,11 +500,16 @@ def test_lines_before_the_first_prompt_end_at_ctrl_d(monkeypatch):
 
 @pytest.mark.parametrize("template", ["zephyr", "plain"])
 @pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "fallback"])
-def test_a_later_turn_is_tokenized_as_a_part_of_the_conversation(template, kind, tokenizer_folder):
+def test_a_later_turn_is_tokenized_as_a_part_of_the_conversation(
+    template, kind, tokenizer_folder
+):
     """Some tokenizers begin every text with a space: a turn alone would have other tokens."""
     tokenizer = Tokenizer(tokenizer_folder(kind))
     tokenizer.use_template(STYLES[template])
-    messages = [{"role": "user", "content": "More"}, {"role": "assistant", "content": "Less"}]
+    messages = [
+        {"role": "user", "content": "More"},
+        {"role": "assistant", "content": "Less"},
+    ]
     text = tokenizer.apply_chat_template(messages)
     conversation = Conversation.__new__(Conversation)
     conversation.tokenizer = tokenizer

@@ -35,9 +35,19 @@ PROMPTS = {
         "Lily and Tom went to the big park with their mom and",
     ],
     "SmolLM2-135M-Instruct": [
-        [{"role": "user", "content": "What is the capital of France, and what is it known for?"}],
+        [
+            {
+                "role": "user",
+                "content": "What is the capital of France, and what is it known for?",
+            }
+        ],
         [{"role": "user", "content": "Tell me a story."}],
-        [{"role": "user", "content": "Write a poem about the sea, then the same poem again."}],
+        [
+            {
+                "role": "user",
+                "content": "Write a poem about the sea, then the same poem again.",
+            }
+        ],
     ],
 }
 
@@ -55,7 +65,10 @@ class Case:
 
     def reference(self, model, ids):
         settings = dict(
-            max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False, eos_token_id=None
+            max_new_tokens=self.new,
+            min_new_tokens=self.new,
+            do_sample=False,
+            eos_token_id=None,
         )
         prompt = torch.tensor([ids])
         # without a mask, generate mistakes the end tokens of earlier turns for padding
@@ -77,7 +90,11 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=["demo", "stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)],
+    params=[
+        "demo",
+        "stories15M",
+        pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow),
+    ],
 )
 def case(request, checkpoints):
     return Case(checkpoints[request.param], PROMPTS[request.param], NEW[request.param])
@@ -147,7 +164,9 @@ def test_fused_linears_compute_the_same(case):
     size = sum(parameter.nbytes for parameter in model.parameters())
     fuse_linears(model.requires_grad_(False))
     assert torch.equal(model(tokens), case.model(tokens))
-    assert sum(parameter.nbytes for parameter in model.parameters()) == size, "no second copy"
+    assert sum(parameter.nbytes for parameter in model.parameters()) == size, (
+        "no second copy"
+    )
     assert case.generate(Decoder(model, 1, capacity(case)), new=FEW)[0] == [
         tokens[:FEW] for tokens in case.expected
     ]
@@ -160,7 +179,10 @@ def test_packed_weights_compute_the_same(case):
     tokens = torch.tensor(case.ids[:1])
     model, _ = litft.load(case.folder, precision="fp32")
     fuse_linears(model.requires_grad_(False), pack=True)
-    assert model.blocks[0].attention.o_proj.weight.is_mkldnn and not model.embed.weight.is_mkldnn
+    assert (
+        model.blocks[0].attention.o_proj.weight.is_mkldnn
+        and not model.embed.weight.is_mkldnn
+    )
     assert model.lm_head.weight.is_mkldnn is not model.config.tied
     assert relative(model(tokens), case.model(tokens)) <= 1e-5
     assert case.generate(Decoder(model, 1, capacity(case)), new=FEW)[0] == [
@@ -199,7 +221,10 @@ def test_weights_under_an_adapter_are_packed(case, dora):
 @pytest.mark.slow
 @pytest.mark.halved
 def test_compiled(case):
-    assert case.generate(Decoder(case.model, 2, capacity(case), compiled=True))[0] == case.expected
+    assert (
+        case.generate(Decoder(case.model, 2, capacity(case), compiled=True))[0]
+        == case.expected
+    )
 
 
 @pytest.fixture
@@ -246,13 +271,15 @@ def test_rows_are_reused_by_waiting_requests(windowed, compiled, async_steps):
     decoder = Decoder(windowed, 2, 60, compiled)
     decoder.async_steps = async_steps
     requests = [
-        Request(ids, count, Sampling(0.0)) for ids, count in zip(prompts, counts, strict=True)
+        Request(ids, count, Sampling(0.0))
+        for ids, count in zip(prompts, counts, strict=True)
     ]
     tokens = {number: [] for number in range(5)}
     for number, piece in generate_batch(decoder, LetterTokenizer(), requests):
         tokens[number] += piece.tokens
     assert list(tokens.values()) == [
-        greedy_tokens(windowed, *arguments) for arguments in zip(prompts, counts, strict=True)
+        greedy_tokens(windowed, *arguments)
+        for arguments in zip(prompts, counts, strict=True)
     ]
 
 
@@ -328,7 +355,10 @@ def test_the_cache_grows_in_place(make_model, scaling):
     """The text is only recomputed where the rotary embedding depends on the length."""
     parameters = {"rope_parameters": {**scaling, "rope_theta": 10000.0}} if scaling else {}
     sizes = dict(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=40,
     )
     model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, **sizes, **parameters)[1])
     decoder, ids = Decoder(model, 1, 12), [3, 1, 4, 1, 5, 9, 2, 6]
@@ -375,7 +405,9 @@ def test_length_dependent_rope_ignores_the_other_rows(make_model, kind):
 
     def tokens(rows, requests):
         answers = {}
-        for number, piece in generate_batch(Decoder(model, rows, 80), LetterTokenizer(), requests):
+        for number, piece in generate_batch(
+            Decoder(model, rows, 80), LetterTokenizer(), requests
+        ):
             answers[number] = answers.get(number, []) + piece.tokens
         return [answers[number] for number in sorted(answers)]
 
@@ -383,11 +415,15 @@ def test_length_dependent_rope_ignores_the_other_rows(make_model, kind):
     assert tokens(2, requests) == single == tokens(3, requests) == tokens(1, requests)
     fresh = [
         list(
-            litft.stream(model, LetterTokenizer(request.ids), "", max_new_tokens=12, temperature=0)
+            litft.stream(
+                model, LetterTokenizer(request.ids), "", max_new_tokens=12, temperature=0
+            )
         )
         for request in requests
     ]
-    assert [[token for piece in pieces for token in piece.tokens] for pieces in fresh] == single
+    assert [
+        [token for piece in pieces for token in piece.tokens] for pieces in fresh
+    ] == single
 
 
 def test_a_step_of_some_rows_leaves_the_others_unchanged(windowed):
@@ -415,11 +451,15 @@ def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
     *_, (_, last) = generate_batch(Decoder(windowed, 1, 10), LetterTokenizer(), [request])
     assert last.finish_reason == "context" and last.stats.new_tokens == 7
     decoder = Decoder(windowed, 1, 10)
-    with pytest.raises(ValueError, match="the text has 11 tokens and the cache has room for 10"):
+    with pytest.raises(
+        ValueError, match="the text has 11 tokens and the cache has room for 10"
+    ):
         decoder.prefill(0, [1] * 11)
     with pytest.raises(ValueError, match="the prompt is empty"):
         decoder.prefill(0, [])
-    with pytest.raises(ValueError, match="token id 64 is outside the model's vocabulary of 64"):
+    with pytest.raises(
+        ValueError, match="token id 64 is outside the model's vocabulary of 64"
+    ):
         decoder.prefill(0, [64])
     windowed.norm.weight.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits are NaN"):
@@ -437,7 +477,8 @@ def test_nan_in_a_query_projection_is_found_with_a_short_prompt(tiny):
 
 def test_common_prefix_length():
     assert [
-        common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])
+        common_prefix_length([1, 2, 3], other)
+        for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])
     ] == [3, 2, 1, 0, 0]
 
 

@@ -31,9 +31,12 @@ WORDS = [
     "ሰላም ለዓለም",
     "𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
 ]
-TEXTS = [f"{first} {second}" for first, second in zip(WORDS, [*WORDS[1:], WORDS[0]], strict=True)]
+TEXTS = [
+    f"{first} {second}" for first, second in zip(WORDS, [*WORDS[1:], WORDS[0]], strict=True)
+]
 TEXTS += [
-    first + second + first for first, second in zip(WORDS, [*WORDS[5:], *WORDS[:5]], strict=True)
+    first + second + first
+    for first, second in zip(WORDS, [*WORDS[5:], *WORDS[:5]], strict=True)
 ]
 TEXTS += [word[::-1] * 2 for word in WORDS] + ["龘龘龘 " * 3]
 assert len(TEXTS) == 40
@@ -75,7 +78,9 @@ def test_text_after_every_cut_of_a_prompt(tokenizer):
             stop = expected[len(expected) // 2 :][:3]
             if stop:
                 before_stop = expected[: expected.index(stop)]
-                assert streamed(tokenizer, ids[:cut], ids[cut:], stop=[stop]) == before_stop, (
+                assert (
+                    streamed(tokenizer, ids[:cut], ids[cut:], stop=[stop]) == before_stop
+                ), (
                     text,
                     cut,
                 )
@@ -106,7 +111,9 @@ def test_stop_texts_that_are_special_tokens(tokenizer):
     shown = tokenizer.decode([*before, *answer])[len(tokenizer.decode(before)) :]
     assert streamed(tokenizer, before, answer) == shown
     assert mark not in shown
-    assert streamed(tokenizer, before, answer, stop=[mark]) == streamed(tokenizer, before, first)
+    assert streamed(tokenizer, before, answer, stop=[mark]) == streamed(
+        tokenizer, before, first
+    )
     assert streamed(tokenizer, before, answer, stop=[mark[1:-1]]) == streamed(
         tokenizer, before, first
     )

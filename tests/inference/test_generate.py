@@ -32,17 +32,34 @@ def complete(folder, prompt="One day", **settings):
 
 def generate(folder, tmp_path, *arguments, code=0, greedy=True):
     flags = ["--temperature", "0"] if greedy else []
-    command = ["generate/base.py", "--checkpoint_dir", folder, "--max_new_tokens", "20", *flags]
+    command = [
+        "generate/base.py",
+        "--checkpoint_dir",
+        folder,
+        "--max_new_tokens",
+        "20",
+        *flags,
+    ]
     return script(*command, *arguments, cwd=tmp_path, code=code)
 
 
 def test_only_the_completion_is_on_stdout(checkpoints, tmp_path):
     model, tokenizer = litft.load(checkpoints["stories"])
-    command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories"], "--temperature", "0"]
+    command = [
+        "generate/base.py",
+        "--checkpoint_dir",
+        checkpoints["stories"],
+        "--temperature",
+        "0",
+    ]
     done = script(*command, "--max_new_tokens", "20", "--prompt", "One day", cwd=tmp_path)
-    expected = "".join(litft.stream(model, tokenizer, "One day", max_new_tokens=20, temperature=0))
+    expected = "".join(
+        litft.stream(model, tokenizer, "One day", max_new_tokens=20, temperature=0)
+    )
     assert done.stdout == expected + "\n" and "tokens/s" in done.stderr
-    (tmp_path / "in.jsonl").write_text('{"prompt": "One day", "id": 7}\n{"prompt": "Lily"}\n')
+    (tmp_path / "in.jsonl").write_text(
+        '{"prompt": "One day", "id": 7}\n{"prompt": "Lily"}\n'
+    )
     script(
         *command,
         "--max_new_tokens",
@@ -53,8 +70,13 @@ def test_only_the_completion_is_on_stdout(checkpoints, tmp_path):
         "out.jsonl",
         cwd=tmp_path,
     )
-    first, second = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
-    assert first == {"prompt": "One day", "id": 7, "completion": expected} and second["completion"]
+    first, second = (
+        json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    )
+    assert (
+        first == {"prompt": "One day", "id": 7, "completion": expected}
+        and second["completion"]
+    )
 
 
 def test_all_prompts_are_checked_before_the_first_answer(checkpoints, tmp_path):
@@ -76,7 +98,8 @@ def test_all_prompts_are_checked_before_the_first_answer(checkpoints, tmp_path):
         script(*command, "--out", "out.jsonl", cwd=tmp_path, code=2)
         assert not (tmp_path / "out.jsonl").exists()
     assert (
-        "is the prompts file" in script(*command, "--out", "in.jsonl", cwd=tmp_path, code=2).stderr
+        "is the prompts file"
+        in script(*command, "--out", "in.jsonl", cwd=tmp_path, code=2).stderr
     )
 
 
@@ -91,11 +114,15 @@ def test_the_answers_of_training_records_are_no_part_of_the_prompt(folder, tmp_p
         {"messages": [question]},
         {"messages": [question, {"role": "assistant", "content": "GOLD"}]},
     ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     done = generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl")
     alone, with_answer = (record["completion"] for record in lines(tmp_path / "out.jsonl"))
     assert alone == with_answer
-    assert "1 of 2 records end with an answer, which is left out of the prompt" in done.stderr
+    assert (
+        "1 of 2 records end with an answer, which is left out of the prompt" in done.stderr
+    )
 
 
 def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
@@ -103,7 +130,9 @@ def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
         {"prompt": "Lily and Tom went to the park. " * 4},
         {"prompt": "A"},
     ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in prompts)
+    )
     flags = [
         "--prompts",
         "in.jsonl",
@@ -120,13 +149,15 @@ def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
     expected, out = (tmp_path / "out.jsonl").read_text(), tmp_path / "out.jsonl"
     records = lines(out)
     assert [
-        {key: value for key, value in record.items() if key != "completion"} for record in records
+        {key: value for key, value in record.items() if key != "completion"}
+        for record in records
     ] == prompts
     assert records[3]["completion"] == complete(
         folder, prompts[3]["prompt"], temperature=1, seed=6
     ), "seeds increase by one"
     assert len({record["completion"] for record in records[:3]}) == 3
-    out.write_text(expected[: expected.index("\n") + 9])  # killed in the middle of the second line
+    # killed in the middle of the second line
+    out.write_text(expected[: expected.index("\n") + 9])
     assert (
         "exists; --resume continues it"
         in generate(folder, tmp_path, *flags, greedy=False, code=2).stderr
@@ -152,7 +183,16 @@ def test_samples_share_one_prefill(folder, tmp_path):
     )
     assert "prefill: 0)" in done.stderr.split("--- 2 of 3")[1].split("\n")[0]
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n")
-    generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", *flags, greedy=False)
+    generate(
+        folder,
+        tmp_path,
+        "--prompts",
+        "in.jsonl",
+        "--out",
+        "out.jsonl",
+        *flags,
+        greedy=False,
+    )
     assert lines(tmp_path / "out.jsonl")[0]["completions"] == done.stdout.split("\n")[:3]
 
 
@@ -201,12 +241,21 @@ def test_generation_config_applies_and_flags_override_it(folder, tmp_path):
         max_new_tokens=12,
     )
     settings = dict(
-        temperature=0.9, top_k=7, top_p=0.8, repetition_penalty=1.2, max_new_tokens=12, seed=1
+        temperature=0.9,
+        top_k=7,
+        top_p=0.8,
+        repetition_penalty=1.2,
+        max_new_tokens=12,
+        seed=1,
     )
-    assert script(*command, "--seed", "1", cwd=tmp_path).stdout == complete(copy, **settings) + "\n"
+    assert (
+        script(*command, "--seed", "1", cwd=tmp_path).stdout
+        == complete(copy, **settings) + "\n"
+    )
     flags = ["--temperature", "0", "--repetition_penalty", "1", "--max_new_tokens", "15"]
     assert (
-        script(*command, *flags, cwd=tmp_path).stdout == complete(folder, max_new_tokens=15) + "\n"
+        script(*command, *flags, cwd=tmp_path).stdout
+        == complete(folder, max_new_tokens=15) + "\n"
     )
     write(do_sample=False, max_new_tokens=30)
     text = complete(copy, max_new_tokens=30)
@@ -247,19 +296,33 @@ def test_invalid_generation_configs_are_reported(folder, tmp_path, stored, messa
 
 def test_other_fields_of_a_generation_config(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
-    stored = {"top_k": 0, "suppress_tokens": [7, 100_000], "stop_strings": "\n", "do_sample": True}
+    stored = {
+        "top_k": 0,
+        "suppress_tokens": [7, 100_000],
+        "stop_strings": "\n",
+        "do_sample": True,
+    }
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
     session = open_session(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
-    assert session.sampling == Sampling(1.0, logit_bias={7: -float("inf")}) and session.stop == [
-        "\n"
-    ]
+    assert session.sampling == Sampling(
+        1.0, logit_bias={7: -float("inf")}
+    ) and session.stop == ["\n"]
     assert session.request([1], 3).sampling.seed is None and session.max_new_tokens == 256
 
 
 def test_answers_of_other_settings_are_not_continued(folder, tmp_path, monkeypatch):
     """The settings are beside an --out until it is complete."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "One"}\n{"prompt": "day"}\n')
-    flags = ["--prompts", "in.jsonl", "--out", "out.jsonl", "--temperature", "1", "--seed", "3"]
+    flags = [
+        "--prompts",
+        "in.jsonl",
+        "--out",
+        "out.jsonl",
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+    ]
     generate(folder, tmp_path, *flags, greedy=False)
     out = tmp_path / "out.jsonl"
     expected = out.read_text()
@@ -292,12 +355,17 @@ def test_answers_of_other_settings_are_not_continued(folder, tmp_path, monkeypat
     # a copy has no record
     out.write_text(expected[: expected.index("\n") + 1])
     done = generate(folder, tmp_path, *other, greedy=False)
-    assert "warning: out.jsonl.settings.json is missing, so it is not known with" in done.stderr
+    assert (
+        "warning: out.jsonl.settings.json is missing, so it is not known with"
+        in done.stderr
+    )
 
 
 def test_a_file_cut_inside_a_character_is_resumed(folder, tmp_path):
     (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"é{n}"}, ensure_ascii=False) + "\n" for n in range(3))
+        "".join(
+            json.dumps({"prompt": f"é{n}"}, ensure_ascii=False) + "\n" for n in range(3)
+        )
     )
     flags = ["--prompts", "in.jsonl", "--out", "out.jsonl"]
     generate(folder, tmp_path, *flags)
@@ -325,7 +393,9 @@ def test_an_invalid_record_is_reported_with_its_line(folder, tmp_path, record, m
     (tmp_path / "in.jsonl").write_text(
         json.dumps({"prompt": "a"}) + "\n" + json.dumps(record) + "\n"
     )
-    failed = generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", code=2)
+    failed = generate(
+        folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", code=2
+    )
     assert "in.jsonl" in failed.stderr and "2" in failed.stderr and message in failed.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -375,17 +445,26 @@ def test_all_mistakes_are_reported_at_once(folder, tmp_path):
     ):
         assert part in done.stderr, part
     assert "--num_samples 0: must be at least 1" in done.stderr
-    failed = generate(folder, tmp_path, "--prompt", "a", "--logit_bias", '{"512": 1}', code=2)
+    failed = generate(
+        folder, tmp_path, "--prompt", "a", "--logit_bias", '{"512": 1}', code=2
+    )
     assert "--logit_bias 512: the model's vocabulary has 512 tokens" in failed.stderr
     banned = next(litft.stream(*litft.load(folder), "One day", temperature=0)).tokens[0]
     biased = generate(
-        folder, tmp_path, "--prompt", "One day", "--logit_bias", json.dumps({str(banned): -100})
+        folder,
+        tmp_path,
+        "--prompt",
+        "One day",
+        "--logit_bias",
+        json.dumps({str(banned): -100}),
     )
     assert biased.stdout != complete(folder) + "\n"
 
 
 @pytest.mark.parametrize("stored", ["bf16", "fp32"])
-def test_precision_auto_is_the_fastest_dtype_of_the_cpu(tiny, tmp_path, stored, monkeypatch):
+def test_precision_auto_is_the_fastest_dtype_of_the_cpu(
+    tiny, tmp_path, stored, monkeypatch
+):
     """bf16 only for bf16 weights and a CPU that has bf16 arithmetic, and never for scores."""
     folder = tmp_path / "model"
     command(
@@ -404,7 +483,9 @@ def test_precision_auto_is_the_fastest_dtype_of_the_cpu(tiny, tmp_path, stored, 
         ):
             assert open_session(args(checkpoint_dir=str(folder))).model.dtype == dtype
         assert (
-            open_session(GenerateArgs(checkpoint_dir=str(folder), precision="fp32")).model.dtype
+            open_session(
+                GenerateArgs(checkpoint_dir=str(folder), precision="fp32")
+            ).model.dtype
             == torch.float32
         )
 
@@ -491,7 +572,9 @@ def test_an_output_line_has_the_record_as_it_was(chat_session, tmp_path, capsys)
     record = {"messages": [{"role": "user", "content": content, "weight": 0, "id": 7}]}
     (tmp_path / "in.jsonl").write_text(json.dumps(record))
     flags = f"--checkpoint_dir {tmp_path}/chat --prompts {tmp_path}/in.jsonl"
-    command("generate", [*flags.split(), "--out", str(tmp_path / "o"), "--max_new_tokens", "2"])
+    command(
+        "generate", [*flags.split(), "--out", str(tmp_path / "o"), "--max_new_tokens", "2"]
+    )
     (line,) = lines(tmp_path / "o")
     assert {name: line[name] for name in record} == record
     with pytest.raises(SystemExit):
@@ -518,7 +601,12 @@ def test_python_obeys_the_generation_config(folder, tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "settings", "error", "message"),
     [
-        ("One day", {"max_new_tokens": 0}, ValueError, "max_new_tokens 0: must be at least 1"),
+        (
+            "One day",
+            {"max_new_tokens": 0},
+            ValueError,
+            "max_new_tokens 0: must be at least 1",
+        ),
         ("One day", {"temprature": 1}, TypeError, "'temprature' is not a setting, did you"),
         ("One day", {"max_tokens": 1}, TypeError, "did you mean 'max_new_tokens'"),
         ([3, 4], {}, TypeError, "a list of messages"),

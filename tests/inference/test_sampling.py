@@ -55,7 +55,9 @@ def test_distributions_equal_transformers(settings):
         else scores
     )
     scores = TopKLogitsWarper(settings.top_k)(None, scores) if settings.top_k else scores
-    scores = TopPLogitsWarper(settings.top_p)(None, scores) if settings.top_p < 1 else scores
+    scores = (
+        TopPLogitsWarper(settings.top_p)(None, scores) if settings.top_p < 1 else scores
+    )
     scores = MinPLogitsWarper(settings.min_p)(None, scores) if settings.min_p else scores
     actual = distribution(settings, tokens[:2], tokens[2:])
     torch.testing.assert_close(actual, scores.softmax(-1)[0], rtol=1e-5, atol=1e-7)
@@ -113,9 +115,9 @@ def test_rows_are_sampled_independently():
         batched.begin(row, [1, 2], row_settings)
     actual = [batched.next(step.expand(3, -1)).tolist() for step in logits[:3]]
     batched.begin(2, [1, 2], settings[2])
-    assert [row[0] for row in actual] == expected[0][:3] and [row[1] for row in actual] == expected[
-        1
-    ][:3]
+    assert [row[0] for row in actual] == expected[0][:3] and [
+        row[1] for row in actual
+    ] == expected[1][:3]
     actual = [batched.next(step.expand(3, -1)).tolist() for step in logits]
     assert [row[2] for row in actual] == expected[2]
 
@@ -158,7 +160,9 @@ def test_sampling_some_rows_leaves_the_others_unchanged():
     for first, last in ((1, 3), (0, 4), (2, 3), (0, 2), (3, 4), (1, 4), (0, 4)):
         batched.select_rows(slice(first, last))
         steps = torch.stack([logits[len(actual[row])] for row in range(first, last)])
-        for row, token in zip(range(first, last), batched.next(steps).tolist(), strict=True):
+        for row, token in zip(
+            range(first, last), batched.next(steps).tolist(), strict=True
+        ):
             actual[row].append(token)
     assert actual == [
         tokens[: len(sampled)] for tokens, sampled in zip(expected, actual, strict=True)

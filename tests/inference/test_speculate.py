@@ -30,7 +30,9 @@ def models(make_model):
     )
     return [
         litft.load(
-            make_model(LlamaConfig, **sizes, num_key_value_heads=2, max_position_embeddings=32)[1]
+            make_model(
+                LlamaConfig, **sizes, num_key_value_heads=2, max_position_embeddings=32
+            )[1]
         )[0]
         for _ in range(2)
     ]
@@ -60,11 +62,17 @@ def chi_square(counts, expected, runs):
     rare = [text for text, probability in expected.items() if probability * runs < 5]
     groups = [[text] for text in expected if text not in rare] + ([rare] if rare else [])
     pairs = [
-        (sum(counts[t] for t in group), runs * sum(expected[t] for t in group)) for group in groups
+        (sum(counts[t] for t in group), runs * sum(expected[t] for t in group))
+        for group in groups
     ]
-    pairs = [(observed, expected_count) for observed, expected_count in pairs if expected_count > 0]
+    pairs = [
+        (observed, expected_count)
+        for observed, expected_count in pairs
+        if expected_count > 0
+    ]
     return sum(
-        (observed - expected_count) ** 2 / expected_count for observed, expected_count in pairs
+        (observed - expected_count) ** 2 / expected_count
+        for observed, expected_count in pairs
     ), len(pairs) - 1
 
 
@@ -97,7 +105,11 @@ CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
 )
 def test_speculative_decoding_keeps_the_distribution(models, name, settings):
     target, draft = models
-    text_drafter, expected, counts = drafter(name, draft), exact(target, settings, 3), Counter()
+    text_drafter, expected, counts = (
+        drafter(name, draft),
+        exact(target, settings, 3),
+        Counter(),
+    )
     decoder = Decoder(target, 1, 32)
     for seed in range(RUNS):
         sampler = TokenSampler(1, V, decoder.device)
@@ -120,8 +132,14 @@ def test_speculative_decoding_keeps_the_distribution(models, name, settings):
 def test_prompt_lookup_finds_repetitions():
     lookup = PromptLookup(num_draft_tokens=3, max_ngram=2)
     assert lookup.draft([1, 2, 3, 4, 9, 2, 3], Sampling()).tokens == [4, 9, 2]
-    assert lookup.draft([1, 2, 3, 2, 7, 2], Sampling()).tokens == [7, 2], "the latest occurrence"
-    assert lookup.draft([1, 2, 3], Sampling()).tokens == [] == lookup.draft([1], Sampling()).tokens
+    assert lookup.draft([1, 2, 3, 2, 7, 2], Sampling()).tokens == [7, 2], (
+        "the latest occurrence"
+    )
+    assert (
+        lookup.draft([1, 2, 3], Sampling()).tokens
+        == []
+        == lookup.draft([1], Sampling()).tokens
+    )
 
 
 def test_drafting_ends_at_the_context_limit(models):
@@ -132,7 +150,10 @@ def test_drafting_ends_at_the_context_limit(models):
     tokens = [
         token
         for step in speculative_rounds(
-            decoder, sampler, DraftModel(Decoder(target, 1, 12), V), decoder.prefill(0, PROMPT)
+            decoder,
+            sampler,
+            DraftModel(Decoder(target, 1, 12), V),
+            decoder.prefill(0, PROMPT),
         )
         for token in step.tokens
     ]

@@ -74,11 +74,14 @@ def test_cut_texts_continue_from_a_snapshot(model):
     assert relative(decoder.prefill(0, edited), logits_of(model, edited)) <= 3e-5
     assert decoder.processed - before == 3  # the prompt's snapshot
     before = decoder.processed
-    assert relative(decoder.prefill(1, [*prompt, 8]), logits_of(model, [*prompt, 8])) <= 3e-5
+    assert (
+        relative(decoder.prefill(1, [*prompt, 8]), logits_of(model, [*prompt, 8])) <= 3e-5
+    )
     # the other row's prompt, unless its newer snapshots replaced it
     assert decoder.processed - before in (1, 41)
     again = decoder.prefill(1, [*prompt, 8])
-    assert torch.equal(again, decoder.prefill(0, [*prompt, 8]))  # known logits, without a pass
+    # known logits, without a pass
+    assert torch.equal(again, decoder.prefill(0, [*prompt, 8]))
     decoder.truncate(0, 20)
     logits = decoder.extend(0, [7])
     assert relative(logits[-1], logits_of(model, [*prompt[:20], 7])) <= 3e-5

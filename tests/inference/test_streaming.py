@@ -21,7 +21,9 @@ def story(checkpoints):
 
 
 def pieces_of(story, text, **settings):
-    return list(litft.stream(*story, text, **{"temperature": 0, "max_new_tokens": 60} | settings))
+    return list(
+        litft.stream(*story, text, **{"temperature": 0, "max_new_tokens": 60} | settings)
+    )
 
 
 def test_a_story_equals_that_of_transformers(story, checkpoints):
@@ -32,22 +34,30 @@ def test_a_story_equals_that_of_transformers(story, checkpoints):
     reference = AutoModelForCausalLM.from_pretrained(checkpoints["stories"])
     start = torch.tensor([[tokenizer.bos_id]])
     mask = torch.ones_like(start)
-    expected = reference.generate(start, attention_mask=mask, max_new_tokens=60, do_sample=False)[
-        0
-    ].tolist()
+    expected = reference.generate(
+        start, attention_mask=mask, max_new_tokens=60, do_sample=False
+    )[0].tolist()
     text = "".join(litft.stream(*story, "", max_new_tokens=60, temperature=0))
     assert text.strip() == tokenizer.decode(expected).strip() and len(text.split()) > 10
 
 
 def test_log_probabilities_equal_the_models(story):
     model, tokenizer = story
-    pieces = pieces_of(story, "One day", temperature=1.3, top_k=5, seed=2, max_new_tokens=30)
-    ids, tokens = tokenizer.encode("One day"), [token for piece in pieces for token in piece.tokens]
+    pieces = pieces_of(
+        story, "One day", temperature=1.3, top_k=5, seed=2, max_new_tokens=30
+    )
+    ids, tokens = (
+        tokenizer.encode("One day"),
+        [token for piece in pieces for token in piece.tokens],
+    )
     logprobs = [value for piece in pieces for value in piece.logprobs]
     logits = model(torch.tensor([[*ids, *tokens]]))[0, len(ids) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-4, atol=1e-4)
-    assert len(tokens) == 30 == pieces[-1].stats.new_tokens and pieces[-1].finish_reason == "length"
+    assert (
+        len(tokens) == 30 == pieces[-1].stats.new_tokens
+        and pieces[-1].finish_reason == "length"
+    )
     assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
@@ -60,7 +70,9 @@ def test_a_stop_string_ends_the_answer_across_token_boundaries(story):
             and pieces[-1].finish_reason == "stop"
         ), stop
     # text that looked like the beginning of a stop string is returned after all
-    pieces = pieces_of(story, "One day", stop=[full_text[20:31] + "Bob", full_text[-3:] + "?"])
+    pieces = pieces_of(
+        story, "One day", stop=[full_text[20:31] + "Bob", full_text[-3:] + "?"]
+    )
     assert "".join(pieces) == full_text and pieces[-1].finish_reason == "length"
 
 
@@ -70,9 +82,14 @@ def test_a_stop_token_is_not_part_of_the_text(story):
     unstopped = [token for piece in pieces_of(story, "One day") for token in piece.tokens]
     stop = unstopped[12]
     request = Request(ids, 60, Sampling(0.0), [stop])
-    pieces = [piece for _, piece in generate_batch(Decoder(model, 1, 100), tokenizer, [request])]
+    pieces = [
+        piece for _, piece in generate_batch(Decoder(model, 1, 100), tokenizer, [request])
+    ]
     tokens = [token for piece in pieces for token in piece.tokens]
-    assert tokens == unstopped[: unstopped.index(stop) + 1] and pieces[-1].finish_reason == "stop"
+    assert (
+        tokens == unstopped[: unstopped.index(stop) + 1]
+        and pieces[-1].finish_reason == "stop"
+    )
     assert "".join(pieces) == text_of(tokenizer, ids, tokens[:-1])
 
 
@@ -121,7 +138,9 @@ def test_an_incomplete_last_character_becomes_a_replacement_character(tokenizer_
         for token in tokens
         if (piece := answer.add_token(ChosenToken(token, 0.0, []))) is not None
     ]
-    assert "".join(pieces).rstrip("\ufffd") == "ok " and pieces[-1].finish_reason == "length"
+    assert (
+        "".join(pieces).rstrip("\ufffd") == "ok " and pieces[-1].finish_reason == "length"
+    )
 
 
 def test_seeds_repeat_and_do_not_depend_on_the_batch(story):
@@ -146,7 +165,9 @@ def test_requests_join_and_leave_a_running_batch(story):
     rows it needs."""
     model, tokenizer = story
     texts = ["One day", "Lily saw", "The dog", "Once upon a time", "A"]
-    expected = ["".join(pieces_of(story, text, max_new_tokens=30, temperature=0)) for text in texts]
+    expected = [
+        "".join(pieces_of(story, text, max_new_tokens=30, temperature=0)) for text in texts
+    ]
     decoder, answers = Decoder(model, 4, 80), {}
     batch = Batch(decoder, tokenizer)
 
@@ -168,7 +189,8 @@ def test_requests_join_and_leave_a_running_batch(story):
     steps(3)
     assert decoder.processed == processed + 6 and batch.free == [1, 3]
     begin(3, texts[3])
-    assert batch.free == [3]  # row 1 is in use, between active rows that a step computes anyway
+    # row 1 is in use, between active rows that a step computes anyway
+    assert batch.free == [3]
     steps(2)
     batch.cancel(2)
     begin(4, texts[4])
@@ -197,11 +219,17 @@ def test_top_logprobs_are_returned_per_request(story):
         [3] * 4,
         [512] * 4,
     ]
-    for (token, logprob, _), (_, _, top3), (_, _, full) in zip(*answers.values(), strict=True):
+    for (token, logprob, _), (_, _, top3), (_, _, full) in zip(
+        *answers.values(), strict=True
+    ):
         assert [candidate for candidate, _ in top3] == [
             candidate for candidate, _ in full[:3]
         ] and full[0][0] == token
-        assert logprob == pytest.approx(top3[0][1], abs=1e-4) == pytest.approx(full[0][1], abs=1e-4)
+        assert (
+            logprob
+            == pytest.approx(top3[0][1], abs=1e-4)
+            == pytest.approx(full[0][1], abs=1e-4)
+        )
         assert sum(math.exp(value) for _, value in full) == pytest.approx(1, abs=1e-5)
 
 

@@ -38,18 +38,26 @@ def prompts(tmp_path):
 def generate(folder, cwd, *arguments, code=0):
     flags = ["--temperature", "0", "--max_new_tokens", "20", "--precision", "fp32"]
     return script(
-        "generate/base.py", "--checkpoint_dir", folder, *flags, *arguments, cwd=cwd, code=code
+        "generate/base.py",
+        "--checkpoint_dir",
+        folder,
+        *flags,
+        *arguments,
+        cwd=cwd,
+        code=code,
     )
 
 
 def answers(tmp_path):
     return [
-        json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()
+        json.loads(line)["completion"]
+        for line in (tmp_path / "out.jsonl").read_text().splitlines()
     ]
 
 
 @pytest.mark.parametrize(
-    "options", ["--batch_size 3", "--lookup", pytest.param("--draft_dir", marks=pytest.mark.slow)]
+    "options",
+    ["--batch_size 3", "--lookup", pytest.param("--draft_dir", marks=pytest.mark.slow)],
 )
 @pytest.mark.halved
 def test_answers_equal_those_of_one_device(folder, prompts, tmp_path, options):
@@ -97,7 +105,9 @@ def test_quantized_shards_with_an_adapter(folder, prompts, tmp_path):
     and reproducible."""
     adapter, outputs = (
         adapted(
-            folder, tmp_path / "adapter", AdapterV2(AdapterV2Args(prompt_length=4, start_layer=1))
+            folder,
+            tmp_path / "adapter",
+            AdapterV2(AdapterV2Args(prompt_length=4, start_layer=1)),
         ),
         [],
     )
@@ -115,8 +125,12 @@ def test_only_one_process_reports_an_error(checkpoints, folder, tmp_path):
         "num_attention_heads 9, num_key_value_heads 3; this model supports 1, 3" in stderr
         and stderr.count("error:") == 1
     )
-    stderr = generate(folder, tmp_path, "--prompt", "a " * 600, "--devices", "2", code=2).stderr
-    assert "the model's context is 512; shorten it" in stderr and stderr.count("error:") == 1
+    stderr = generate(
+        folder, tmp_path, "--prompt", "a " * 600, "--devices", "2", code=2
+    ).stderr
+    assert (
+        "the model's context is 512; shorten it" in stderr and stderr.count("error:") == 1
+    )
 
 
 def test_a_stray_local_rank_is_reported(folder, tmp_path, monkeypatch):
@@ -160,7 +174,9 @@ def test_killing_the_leader_during_startup_leaves_no_process(folder, tmp_path):
     wait_until_gone(followers[0])
 
 
-@pytest.mark.parametrize("victim", [pytest.param("leader", marks=pytest.mark.slow), "follower"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("leader", marks=pytest.mark.slow), "follower"]
+)
 def test_killing_one_process_ends_the_others(folder, tmp_path, victim):
     flags = [
         "--checkpoint_dir",
@@ -180,5 +196,7 @@ def test_killing_one_process_ends_the_others(folder, tmp_path, victim):
     (follower,) = children(process.pid)
     os.kill(process.pid if victim == "leader" else follower, signal.SIGKILL)
     stderr = process.communicate(timeout=60)[1]
-    assert "Traceback" not in stderr and (victim == "leader" or "another process" in stderr), stderr
+    assert "Traceback" not in stderr and (
+        victim == "leader" or "another process" in stderr
+    ), stderr
     wait_until_gone(follower)

@@ -43,7 +43,10 @@ def grouped_reference(x, weight, offs):
     """Multiply the rows of one expert after another."""
     counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
     return torch.cat(
-        [rows @ expert_weight for rows, expert_weight in zip(x.split(counts), weight, strict=True)]
+        [
+            rows @ expert_weight
+            for rows, expert_weight in zip(x.split(counts), weight, strict=True)
+        ]
     )
 
 
@@ -55,7 +58,10 @@ def test_grouped_mm_equals_a_loop_over_experts(dtype):
         torch.randn(5, 16, 8).to(dtype).requires_grad_(),
     )
     ends = torch.tensor([0, 7, 7, 20, 20], dtype=torch.int32)
-    output, expected = F.grouped_mm(x, weight, offs=ends), grouped_reference(x, weight, ends)
+    output, expected = (
+        F.grouped_mm(x, weight, offs=ends),
+        grouped_reference(x, weight, ends),
+    )
     grad = torch.randn_like(output)
     for a, b in zip(
         (output, *torch.autograd.grad(output, (x, weight), grad)),
@@ -72,7 +78,9 @@ def covering_cases() -> list[tuple[str, str, str | None]]:
         (
             method,
             family,
-            None if method.startswith("full") else QUANTIZED[(row + column) % len(QUANTIZED)],
+            None
+            if method.startswith("full")
+            else QUANTIZED[(row + column) % len(QUANTIZED)],
         )
         for row, method in enumerate(METHODS)
         for column, family in enumerate(FAMILIES)
@@ -97,7 +105,8 @@ SAME_KERNELS = (
 DIFFERENTIATED = [
     case
     for case in HALVES[1]
-    if case.values[0] not in SAME_KERNELS and case.values[1] in ("llama", "phi3", "qwen3_moe")
+    if case.values[0] not in SAME_KERNELS
+    and case.values[1] in ("llama", "phi3", "qwen3_moe")
 ]
 
 
@@ -105,11 +114,15 @@ def test_cases_cover_every_pair():
     cases = [case.values for case in CASES]
     assert {case[:2] for case in cases} == set(product(METHODS, FAMILIES))
     quantizable = [method for method in METHODS if not method.startswith("full")]
-    assert {(method, kind) for method, _, kind in cases} >= set(product(quantizable, QUANTIZED))
+    assert {(method, kind) for method, _, kind in cases} >= set(
+        product(quantizable, QUANTIZED)
+    )
     assert {case[1:] for case in cases} == set(product(FAMILIES, QUANTIZED))
     for half in HALVES:
         cases = [case.values for case in half]
-        assert {(method, kind) for method, _, kind in cases} >= set(product(quantizable, QUANTIZED))
+        assert {(method, kind) for method, _, kind in cases} >= set(
+            product(quantizable, QUANTIZED)
+        )
         assert {case[1:] for case in cases} == set(product(FAMILIES, QUANTIZED)) and len(
             cases
         ) == len(CASES) // 2
@@ -122,7 +135,10 @@ def test_grouped_product_supports_any_width(dtype):
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     x, weight = torch.randn(10, 24, dtype=dtype), torch.randn(3, 24, 25, dtype=dtype)
     torch.testing.assert_close(
-        grouped_product(x, weight, ends), grouped_reference(x, weight, ends), rtol=2e-2, atol=2e-2
+        grouped_product(x, weight, ends),
+        grouped_reference(x, weight, ends),
+        rtol=2e-2,
+        atol=2e-2,
     )
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in (x, weight, ends)]
@@ -171,7 +187,9 @@ def attached(folder, name, kind):
     """Return (model, method, source) for a model with a fresh method."""
     source, method = resolve(folder), METHODS[name]()
     method.select_targets(source.meta_model(), source.adapter_rules)
-    model = base_model(source, "fp32", quantize=kind, unquantized=method.unquantized_modules())
+    model = base_model(
+        source, "fp32", quantize=kind, unquantized=method.unquantized_modules()
+    )
     torch.manual_seed(3)
     method.attach(model)
     return model, method, source
@@ -183,12 +201,15 @@ def test_at_init_it_equals_the_base(folders, name, family, kind):
     """Bit for bit, except with PiSSA and OLoRA; after detaching, it equals the base whatever was
     trained."""
     model, method, source = attached(folders(family), name, kind)
-    base = base_model(source, "fp32", quantize=kind, unquantized=method.unquantized_modules())
+    base = base_model(
+        source, "fp32", quantize=kind, unquantized=method.unquantized_modules()
+    )
     expected = base(TOKENS)
     tokens = TOKENS if not method.tokens else TOKENS.masked_fill(TOKENS == 40, 41)
     if "pissa" in name or "olora" in name:
         assert relative(model(TOKENS), expected) <= 1e-6
-    elif method.tokens:  # new tokens' logits come last; those of existing tokens are unchanged
+    # new tokens' logits come last; those of existing tokens are unchanged
+    elif method.tokens:
         assert (
             torch.equal(model(tokens)[..., :40], base(tokens)[..., :40])
             and model(tokens).size(-1) == 98
@@ -235,7 +256,8 @@ def test_gradients_equal_finite_differences(folders, name, family, kind, monkeyp
     model, method, _ = attached(folders(family), name, kind)
     perturb(method.parameters(model).values())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(F, "grouped_mm", grouped_reference)  # grouped_mm does not support fp64
+    # grouped_mm does not support fp64
+    monkeypatch.setattr(F, "grouped_mm", grouped_reference)
     model, tokens = model.double(), tokens_for(method)
     for module in model.modules():
         if getattr(module, "lora_m", None) is not None:
@@ -252,14 +274,20 @@ def test_gradients_equal_finite_differences(folders, name, family, kind, monkeyp
             continue
         at = int(parameter.grad.abs().argmax())
         # too small to reroute
-        flat, slope, step = parameter.data.view(-1), float(parameter.grad.view(-1)[at]), 1e-6
+        flat, slope, step = (
+            parameter.data.view(-1),
+            float(parameter.grad.view(-1)[at]),
+            1e-6,
+        )
         values = []
         with torch.no_grad():
             for sign in (1, -1):
                 flat[at] += sign * step
                 values.append(float(loss()))
                 flat[at] -= sign * step
-        assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-3, abs=1e-7), n
+        assert (values[0] - values[1]) / (2 * step) == pytest.approx(
+            slope, rel=1e-3, abs=1e-7
+        ), n
 
 
 @pytest.mark.parametrize("name, family, kind", HALVES[0])
@@ -267,7 +295,10 @@ def test_gradients_equal_finite_differences(folders, name, family, kind, monkeyp
 def test_saved_parameters_are_complete_and_reload(folders, tmp_path, name, family, kind):
     model, method, source = attached(folders(family), name, kind)
     perturb(method.parameters(model).values())
-    out, tokens = save_result(model, method, source, tmp_path / "out", kind), tokens_for(method)
+    out, tokens = (
+        save_result(model, method, source, tmp_path / "out", kind),
+        tokens_for(method),
+    )
     reread, _ = litft.load(out, quantize=kind)
     # other sums: twice the rank, or one scale for fused Linears
     if "pissa" in name or "olora" in name or "rslora" in name:
@@ -279,12 +310,16 @@ def test_saved_parameters_are_complete_and_reload(folders, tmp_path, name, famil
             assert sorted(file.keys()) == source.checkpoint.names
         return
     reread_method, values = resolve(out).read_adapter()
-    initial_factors = {n for n in method.parameters(model) if n.endswith(("lora_a0", "lora_b0"))}
+    initial_factors = {
+        n for n in method.parameters(model) if n.endswith(("lora_a0", "lora_b0"))
+    }
     expected = method.parameters(model).keys() - initial_factors
     # for DoRA on part of a fused tensor, the file also contains the other rows' norms, as updates
     # of rank 0
     extra_modules = {n.rpartition(".")[0] for n in values.keys() - expected}
-    assert expected <= values.keys() and all(reread_method.specs[n].r == 0 for n in extra_modules)
+    assert expected <= values.keys() and all(
+        reread_method.specs[n].r == 0 for n in extra_modules
+    )
     assert not extra_modules or (
         "dora of some" in name and family in ("gpt_neox", "phi3", "falcon", "qwen3_moe")
     )
@@ -310,9 +345,9 @@ def test_merged_equals_unmerged(folders, tmp_path, name, family, kind):
     merge(MergeArgs(**flags))
     merged, tokens = litft.load(tmp_path / "merged")[0], tokens_for(method)
     assert relative(merged(tokens), model(tokens)) <= tolerance(model.config)
-    assert relative(load_hf(tmp_path / "merged")(tokens).logits, model(tokens)) <= tolerance(
-        model.config
-    )
+    assert relative(
+        load_hf(tmp_path / "merged")(tokens).logits, model(tokens)
+    ) <= tolerance(model.config)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -335,7 +370,9 @@ def merged_folder(model, method, source, folder):
     """Merge a method with random values into its base and return the folder."""
     perturb(method.parameters(model).values())
     save_result(model, method, source, folder / "adapter")
-    merge(MergeArgs(checkpoint_dir=[str(folder / "adapter")], out_dir=str(folder / "merged")))
+    merge(
+        MergeArgs(checkpoint_dir=[str(folder / "adapter")], out_dir=str(folder / "merged"))
+    )
     return folder / "merged"
 
 
@@ -347,7 +384,8 @@ def test_new_tokens_keep_the_bias_of_the_head(make_model, tmp_path):
     tokens = tokens_for(method)
     assert (
         relative(
-            litft.load(merged_folder(model, method, source, tmp_path))[0](tokens), model(tokens)
+            litft.load(merged_folder(model, method, source, tmp_path))[0](tokens),
+            model(tokens),
         )
         <= 1e-5
     )
@@ -377,7 +415,8 @@ def test_a_fully_trained_tied_head_has_no_lora_factors(make_model, tmp_path):
     method.attach(model)
     assert (
         relative(
-            litft.load(merged_folder(model, method, source, tmp_path))[0](TOKENS), model(TOKENS)
+            litft.load(merged_folder(model, method, source, tmp_path))[0](TOKENS),
+            model(TOKENS),
         )
         <= 1e-5
     )
@@ -390,7 +429,9 @@ def test_correction_biases_stay_in_fp32_and_unchanged(make_model, tmp_path):
     _, folder = make_model(getattr(transformers, config_class), **variations["q/k norms"])
     source, method = resolve(folder), METHODS["full"]()
     method.frozen = {
-        name for name, _ in source.meta_model().named_parameters() if name.endswith(CONSTANTS)
+        name
+        for name, _ in source.meta_model().named_parameters()
+        if name.endswith(CONSTANTS)
     }
     model = unfilled_model(source, method.storage("bf16"))
     method.attach(model, keep=False)
@@ -402,6 +443,11 @@ def test_correction_biases_stay_in_fp32_and_unchanged(make_model, tmp_path):
         and not model.get_parameter(name).requires_grad
     )
     out = convert(
-        ConvertArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "out"), precision="bf16")
+        ConvertArgs(
+            checkpoint_dir=str(folder), out_dir=str(tmp_path / "out"), precision="bf16"
+        )
     )
-    assert torch.equal(resolve(out).tensor(name), source.tensor(name)) and source.tensor(name).any()
+    assert (
+        torch.equal(resolve(out).tensor(name), source.tensor(name))
+        and source.tensor(name).any()
+    )

@@ -24,7 +24,9 @@ class CountProducts(TorchDispatchMode):
 
 def adapted(out_dim, r, dora=False, dropout=0.0, init="default"):
     """Return a Linear of 24 inputs with a LoRA update that is not zero."""
-    linear = LoRALinear.convert_module(Linear(24, out_dim, bias=False).requires_grad_(False))
+    linear = LoRALinear.convert_module(
+        Linear(24, out_dim, bias=False).requires_grad_(False)
+    )
     linear.add_factors(r, 0.5, dropout, dora, init)
     with torch.no_grad():
         linear.reset_parameters()
@@ -36,7 +38,9 @@ def outputs_and_gradients(outputs, x, linears):
     """Return the outputs, and the gradients of x and of the factors."""
     trained = []
     for linear in linears:
-        trained += [parameter for parameter in linear.parameters() if parameter.requires_grad]
+        trained += [
+            parameter for parameter in linear.parameters() if parameter.requires_grad
+        ]
     total = sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outputs)
     return [*outputs, *torch.autograd.grad(total, [x, *trained])]
 

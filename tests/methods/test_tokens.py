@@ -16,7 +16,12 @@ from litft.data.encoder import Encoder
 from litft.data.sample import ID_MASK, SUPERVISED, to_sample
 from litft.data.tokenizer import Tokenizer
 from litft.methods.lora import LoRA
-from litft.methods.new_tokens import TOKEN_ROW_PARAMETERS, extend_table, initial_rows, untrained_ids
+from litft.methods.new_tokens import (
+    TOKEN_ROW_PARAMETERS,
+    extend_table,
+    initial_rows,
+    untrained_ids,
+)
 from litft.model.transformer import add_neftune_noise
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
@@ -26,7 +31,8 @@ from litft.training.run_setup import resolve_setup
 
 
 @pytest.mark.parametrize(
-    "name", [*WRITERS, "gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)]
+    "name",
+    [*WRITERS, "gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)],
 )
 def test_added_tokens_are_saved_and_reloaded(tokenizer_folder, tmp_path, name):
     """Each is one id after the vocabulary and decodes to its text, in litft and in transformers."""
@@ -46,7 +52,9 @@ def test_added_tokens_are_saved_and_reloaded(tokenizer_folder, tmp_path, name):
     tokenizer.save_added(out)
     reread, reference = Tokenizer(out), AutoTokenizer.from_pretrained(out)
     text = "call<tool>for a naïve token and日本語!"
-    assert tokenizer.encode(text) == reread.encode(text) and set(new) <= set(reread.encode(text))
+    assert tokenizer.encode(text) == reread.encode(text) and set(new) <= set(
+        reread.encode(text)
+    )
     assert reference.convert_tokens_to_ids(texts) == new
     for token in texts:
         assert token in reread.decode(reread.encode(text))
@@ -61,7 +69,11 @@ def test_initial_rows_are_the_mean_of_their_pieces():
     expected = torch.stack([(table[1] + table[2]) / 2, table[5], table.mean(0)])
     torch.testing.assert_close(rows, expected)
     out = extend_table(table, [10, 3], rows[:2])
-    assert out.shape == (11, 4) and torch.equal(out[10], rows[0]) and torch.equal(out[3], rows[1])
+    assert (
+        out.shape == (11, 4)
+        and torch.equal(out[10], rows[0])
+        and torch.equal(out[3], rows[1])
+    )
     assert torch.equal(out[:3], table[:3]) and not out[9].any()
 
 
@@ -106,7 +118,8 @@ def test_a_run_warns_about_untrained_rows(shared, make_model, examples, tmp_path
         not in script(*flags, "two", "--data.new_tokens", "<s>", cwd=tmp_path).stdout
     )
     assert (
-        "look untrained" not in script("finetune/full.py", *flags[1:], "three", cwd=tmp_path).stdout
+        "look untrained"
+        not in script("finetune/full.py", *flags[1:], "three", cwd=tmp_path).stdout
     )
 
 
@@ -141,7 +154,9 @@ def test_noise_and_smoothing_apply_only_in_training(tiny):
 
 
 @pytest.mark.parametrize("backend", ["json", "sentencepiece"])
-def test_a_templates_new_end_token_ends_an_answer(tiny, tokenizer_folder, tmp_path, backend):
+def test_a_templates_new_end_token_ends_an_answer(
+    tiny, tokenizer_folder, tmp_path, backend
+):
     """--data.new_tokens adds it, as the message about missing control tokens recommends."""
     if backend == "json":
         folder = shutil.copytree(tokenizer_folder("header"), tmp_path / "model")
@@ -152,11 +167,14 @@ def test_a_templates_new_end_token_ends_an_answer(tiny, tokenizer_folder, tmp_pa
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<other>"])
     end = tokenizer.token_id("<|im_end|>")
     assert (
-        end in tokenizer.special_ids and tokenizer.token_id("<other>") not in tokenizer.special_ids
+        end in tokenizer.special_ids
+        and tokenizer.token_id("<other>") not in tokenizer.special_ids
     )
     encoded = Encoder(tokenizer, 500)("here", {"prompt": "a", "completion": "b"})
     (sample,) = encoded.samples
-    assert (sample & ID_MASK)[(sample & SUPERVISED) > 0][-1] == end and encoded.ends == {end}
+    assert (sample & ID_MASK)[(sample & SUPERVISED) > 0][-1] == end and encoded.ends == {
+        end
+    }
     assert tokenizer.decode(to_sample(sample).answer[1].tolist()).strip() == "b"
     tokenizer.save_added(folder)
     reread = Tokenizer(folder)
@@ -194,5 +212,7 @@ def test_new_tokens_beyond_a_second_table_are_refused(make_model, tmp_path):
     args = LoRAFinetuneArgs(
         checkpoint_dir=str(folder), data=DataArgs(path=["a.jsonl"], new_tokens=["<tool>"])
     )
-    with pytest.raises(ValueError, match=r"has a second table of .* tokens, to which other"):
+    with pytest.raises(
+        ValueError, match=r"has a second table of .* tokens, to which other"
+    ):
         resolve_setup(args, resolve(folder))

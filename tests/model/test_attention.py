@@ -26,7 +26,9 @@ def random_qkv(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0)
     return q, k, v
 
 
-@pytest.mark.parametrize("window, packed", list(itertools.product([None, 1, 5, 64], [False, True])))
+@pytest.mark.parametrize(
+    "window, packed", list(itertools.product([None, 1, 5, 64], [False, True]))
+)
 def test_fused_equals_eager_attention(window, packed):
     q, k, v = random_qkv(19, 19)
     documents = (
@@ -35,14 +37,18 @@ def test_fused_equals_eager_attention(window, packed):
         else None
     )
     expected = eager_attention(q, k, v, attention_mask(q, k, documents, window))
-    torch.testing.assert_close(attend(q, k, v, documents, window), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        attend(q, k, v, documents, window), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 # of documents: several similar ones, and one that is computed in blocks
 LENGTHS = [40, 1, 200, 15, 6, 38, 195, 700]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)]
+)
 @pytest.mark.parametrize(
     "packed, window, scale, head_dim, kv_heads",
     [
@@ -60,7 +66,8 @@ def test_gradients_equal_those_of_fp64_attention(
     torch.manual_seed(0)
     rows, length = (1, sum(LENGTHS)) if packed else (3, 250)
     q, k, v = (
-        torch.randn(rows, heads, length, head_dim).to(dtype) for heads in (6, kv_heads, kv_heads)
+        torch.randn(rows, heads, length, head_dim).to(dtype)
+        for heads in (6, kv_heads, kv_heads)
     )
     documents = (
         PackedSequences.of(
@@ -71,7 +78,9 @@ def test_gradients_equal_those_of_fp64_attention(
     )
     inputs = [(2 * q).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
     fp64_inputs = [x.detach().double().requires_grad_() for x in inputs]
-    expected = eager_attention(*fp64_inputs, attention_mask(q, k, documents, window), scale=scale)
+    expected = eager_attention(
+        *fp64_inputs, attention_mask(q, k, documents, window), scale=scale
+    )
     output, grad = attend(*inputs, documents, window, scale=scale), torch.randn_like(q)
     pairs = zip(
         (output, *torch.autograd.grad(output, inputs, grad)),
@@ -88,10 +97,14 @@ def test_fake_implementations_match_the_real_ones(dtype, ends):
     q = torch.randn(2, 12, 4, 8).to(dtype).transpose(1, 2)
     k, v = q[:, :1], q[:, 1:2]
     starts = torch.tensor([0, *ends], dtype=torch.int32)
-    torch.library.opcheck(attend_documents, (q, k, v, starts, 0, 0.5), test_utils="test_faketensor")
+    torch.library.opcheck(
+        attend_documents, (q, k, v, starts, 0, 0.5), test_utils="test_faketensor"
+    )
     out, sums = attend_documents(q, k, v, starts, 0, 0.5)
     arguments = (torch.randn_like(q), q, k, v, out, sums, starts, 0, 0.5)
-    torch.library.opcheck(attend_documents_backward, arguments, test_utils="test_faketensor")
+    torch.library.opcheck(
+        attend_documents_backward, arguments, test_utils="test_faketensor"
+    )
 
 
 @pytest.mark.parametrize("window, softcap, sinks", [(None, 5.0, False), (4, None, True)])
@@ -101,11 +114,14 @@ def test_softcap_and_sinks_are_isolated_per_document(window, softcap, sinks):
         torch.tensor([[0] * 7 + [1] * 12 + [2] * 10, [4] * 15 + [2] * 8 + [3] * 6])
     )
     settings = (softcap, torch.randn(4) if sinks else None)
-    expected = eager_attention(*inputs, attention_mask(*inputs[:2], documents, window), *settings)
+    expected = eager_attention(
+        *inputs, attention_mask(*inputs[:2], documents, window), *settings
+    )
     output, grad = attend(*inputs, documents, window, *settings), torch.randn_like(expected)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(output, inputs, grad), torch.autograd.grad(expected, inputs, grad)
+        torch.autograd.grad(output, inputs, grad),
+        torch.autograd.grad(expected, inputs, grad),
     )
     with torch.no_grad():  # flex_attention has no backward pass on CPUs
         detached = [x.detach() for x in inputs]
@@ -133,7 +149,9 @@ def test_strides_and_inference_mode_do_not_change_the_result():
 def make_cache(capacity: int, window: int | None = None) -> KVCache:
     """Return a KV cache of one layer with 2 key/value heads of dim 8, for 2 rows."""
     return KVCache(
-        Config("x", 9, 99, 32, 9, 4, 2, 8, (LayerConfig(window=window),), NormConfig()), 2, capacity
+        Config("x", 9, 99, 32, 9, 4, 2, 8, (LayerConfig(window=window),), NormConfig()),
+        2,
+        capacity,
     )
 
 
@@ -194,7 +212,9 @@ def test_softcap_and_sinks_match_the_closed_form():
     sinks = torch.tensor([0.3, -1.2])
     capped = 0.5 * torch.tanh(score / 0.5)
     weight = 1 / (1 + torch.exp(sinks[None, :, None] - capped))
-    torch.testing.assert_close(attend(q, k, v, softcap=0.5, sinks=sinks), weight[..., None] * v)
+    torch.testing.assert_close(
+        attend(q, k, v, softcap=0.5, sinks=sinks), weight[..., None] * v
+    )
 
 
 def test_a_full_cache_raises():
@@ -208,7 +228,9 @@ def test_causal_attention_with_dynamic_shapes_is_one_graph():
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
     with counted_graphs() as counts:
         attention = torch.compile(
-            lambda q, k, v: _scaled_dot_product(q, k, v, None, 0.25, causal=q.size(2) == k.size(2)),
+            lambda q, k, v: _scaled_dot_product(
+                q, k, v, None, 0.25, causal=q.size(2) == k.size(2)
+            ),
             dynamic=True,
         )
         attention(q, k, k)
@@ -227,7 +249,9 @@ def test_too_many_documents_for_the_kernels_gradient_are_refused(
         model = GPT(config).bfloat16()
     packed = PackedSequences.of(torch.arange(16)[None] * documents // 16)
     on_gpu = packed.to(lambda tensor: tensor.to("meta"))
-    refused = pytest.raises(ValueError, match=f"16 tokens in {documents} documents is too large")
+    refused = pytest.raises(
+        ValueError, match=f"16 tokens in {documents} documents is too large"
+    )
     with planned_for("cuda"), refused if is_refused else nullcontext():
         model(torch.zeros(1, 16, dtype=torch.int64, device="meta"), documents=on_gpu)
 

@@ -14,7 +14,11 @@ def unchunked_loss(hidden, head, targets, softcap=None, smoothing=0.0):
     logits = head(hidden).float().flatten(0, 1)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return F.cross_entropy(
-        logits, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+        logits,
+        targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=smoothing,
     )
 
 
@@ -25,14 +29,18 @@ def batch(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 17, 12, generator=generator)
     targets = torch.randint(50, (3, 17), generator=generator)
-    return hidden, targets.masked_fill(torch.rand(3, 17, generator=generator) < 0.33, IGNORED)
+    return hidden, targets.masked_fill(
+        torch.rand(3, 17, generator=generator) < 0.33, IGNORED
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_loss_and_gradients_equal_the_unchunked_ones(batch, bias, frozen, softcap, smoothing):
+def test_loss_and_gradients_equal_the_unchunked_ones(
+    batch, bias, frozen, softcap, smoothing
+):
     hidden, targets = batch
     head = nn.Linear(12, 50, bias=bias).requires_grad_(not frozen)
     results = []
@@ -58,7 +66,9 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize("kind", [nn.Linear, Doubled])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_token_losses_and_their_gradients_equal_the_unchunked_ones(batch, kind, frozen, softcap):
+def test_token_losses_and_their_gradients_equal_the_unchunked_ones(
+    batch, kind, frozen, softcap
+):
     """Each token's loss has another weight, which is only known after all losses are."""
     hidden, targets = batch
     torch.manual_seed(0)
@@ -71,7 +81,9 @@ def test_token_losses_and_their_gradients_equal_the_unchunked_ones(batch, kind, 
         if chunked:
             losses = token_cross_entropy(hidden_states, head, targets, softcap)
         else:
-            logits = loss_module.apply_softcap(head(hidden_states), softcap)[targets != IGNORED]
+            logits = loss_module.apply_softcap(head(hidden_states), softcap)[
+                targets != IGNORED
+            ]
             losses = nn.functional.cross_entropy(
                 logits, targets[targets != IGNORED], reduction="none"
             )
@@ -81,14 +93,18 @@ def test_token_losses_and_their_gradients_equal_the_unchunked_ones(batch, kind, 
         assert (actual is None) == (expected is None)
         if expected is not None:  # gradients of about 1,000 have larger rounding errors
             largest = expected.abs().max()
-            torch.testing.assert_close(actual / largest, expected / largest, rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(
+                actual / largest, expected / largest, rtol=1e-5, atol=2e-6
+            )
 
 
 def test_token_losses_of_a_frozen_head_keep_one_tensor(batch):
     hidden, targets = batch
     head, hidden = nn.Linear(12, 50).requires_grad_(False), hidden.requires_grad_()
     saved = token_cross_entropy(hidden, head, targets).grad_fn.saved_tensors
-    assert [tuple(tensor.shape) for tensor in saved] == [(int((targets != IGNORED).sum()), 12)]
+    assert [tuple(tensor.shape) for tensor in saved] == [
+        (int((targets != IGNORED).sum()), 12)
+    ]
     losses = token_cross_entropy(hidden, head, torch.full_like(targets, IGNORED))
     losses.sum().backward()
     assert losses.shape == (0,) and torch.equal(hidden.grad, torch.zeros_like(hidden))
@@ -126,7 +142,9 @@ def test_supervised_tokens_are_counted(batch):
 
 def test_without_targets_loss_and_gradients_are_zero():
     hidden = torch.randn(1, 4, 12, requires_grad=True)
-    value, count = summed_cross_entropy(hidden, nn.Linear(12, 50), torch.full((1, 4), IGNORED))
+    value, count = summed_cross_entropy(
+        hidden, nn.Linear(12, 50), torch.full((1, 4), IGNORED)
+    )
     value.backward()
     assert value == 0 and count == 0 and torch.equal(hidden.grad, torch.zeros_like(hidden))
 
@@ -139,7 +157,9 @@ def test_bf16_accumulates_in_fp32(monkeypatch):
     head = nn.Linear(16, 1000, bias=False).bfloat16().requires_grad_(False)
     value, _ = summed_cross_entropy(hidden, head, targets)
     assert value.dtype == torch.float32
-    assert float(value) == pytest.approx(float(unchunked_loss(hidden, head, targets)), rel=1e-5)
+    assert float(value) == pytest.approx(
+        float(unchunked_loss(hidden, head, targets)), rel=1e-5
+    )
 
 
 def test_gradients_equal_finite_differences(batch):

@@ -31,10 +31,14 @@ def loop(q, k, v, g, b, documents, state):
     for t in range(v.size(1)):
         if ids is not None and t:
             state = state * (ids[:, t] == ids[:, t - 1])[:, None, None, None]
-        state = state * (g[:, t, :, None, None] if g.dim() == 3 else g[:, t, :, :, None]).exp()
+        state = (
+            state * (g[:, t, :, None, None] if g.dim() == 3 else g[:, t, :, :, None]).exp()
+        )
         value = v[:, t]
         if b is not None:
-            value = (value - (k[:, t, :, None] @ state).squeeze(-2)) * b[:, t, :, None].double()
+            value = (value - (k[:, t, :, None] @ state).squeeze(-2)) * b[
+                :, t, :, None
+            ].double()
         state = state + k[:, t, :, :, None] * value[:, :, None]
         outputs.append((q[:, t, :, None] @ state).squeeze(-2))
     return torch.stack(outputs, 1), None if documents else state
@@ -59,7 +63,9 @@ def inputs(by_row, delta):
 
 def documents():
     """Return documents that end within a chunk, at its end, and after one token."""
-    return PackedSequences.of(torch.tensor([[0] * 64 + [1] * 20 + [2] + [3] * 65, [4] * 150]))
+    return PackedSequences.of(
+        torch.tensor([[0] * 64 + [1] * 20 + [2] + [3] * 65, [4] * 150])
+    )
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
@@ -70,7 +76,9 @@ def test_strong_decays_of_packed_documents_have_finite_gradients(by_row):
     # a long document, and few tokens of the next one in its chunk
     ids = torch.tensor([[0] * 50 + [1] * 100]).expand(B, -1)
     y, _ = recurrence(*leaves, PackedSequences.of(ids), None)
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(y.sum(), leaves))
+    assert all(
+        gradient.isfinite().all() for gradient in torch.autograd.grad(y.sum(), leaves)
+    )
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
@@ -80,7 +88,10 @@ def test_chunks_equal_a_loop_over_tokens(by_row, delta, packed):
     packing = documents() if packed else None
     results = []
     for compute in (loop, recurrence):
-        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs(by_row, delta)]
+        leaves = [
+            None if x is None else x.detach().requires_grad_()
+            for x in inputs(by_row, delta)
+        ]
         y, state = compute(*leaves, packing, None)
         weighted = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + (
             0 if packed else state.sum() / 7
@@ -107,7 +118,10 @@ def test_pieces_equal_the_whole(by_row, delta):
     """In pieces of any length, single tokens among them, with the state between them."""
     whole, expected_state = loop(*inputs(by_row, delta), None, None)
     parts = zip(
-        *([None] * 4 if x is None else x.split([70, 1, 1, 78], 1) for x in inputs(by_row, delta)),
+        *(
+            [None] * 4 if x is None else x.split([70, 1, 1, 78], 1)
+            for x in inputs(by_row, delta)
+        ),
         strict=True,
     )
     state, outputs = torch.zeros(B, H, K, V), []
@@ -129,9 +143,13 @@ def test_convolution_equals_torchs_and_stays_within_documents():
 
     def reference(x):
         padded = torch.nn.functional.pad(x.mT, (2, 0))
-        return torch.nn.functional.conv1d(padded, conv.weight[:, None], conv.bias, groups=4).mT
+        return torch.nn.functional.conv1d(
+            padded, conv.weight[:, None], conv.bias, groups=4
+        ).mT
 
-    torch.testing.assert_close(causal_conv(x, conv.weight, conv.bias, None, None), reference(x))
+    torch.testing.assert_close(
+        causal_conv(x, conv.weight, conv.bias, None, None), reference(x)
+    )
     packed = causal_conv(x, conv.weight, conv.bias, PackedSequences.of(ids), None)
     torch.testing.assert_close(packed[0, 9:], reference(x[:1, 9:])[0])
     torch.testing.assert_close(packed[1], reference(x[1:])[0])
@@ -150,7 +168,11 @@ def test_convolution_equals_torchs_and_stays_within_documents():
 def test_mixers_save_only_their_inputs(mixer):
     """Between its Linears, a mixer keeps nothing for the backward pass, which computes it again."""
     llama = dict(
-        model_type="llama", vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1
+        model_type="llama",
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
     )
     config = read_config(llama | dict(num_attention_heads=2, max_position_embeddings=8))
     module = make_mixer(config, config.layers[0].with_mixer(mixer))
@@ -159,8 +181,12 @@ def test_mixers_save_only_their_inputs(mixer):
     known, saved = [*module.parameters()], []
     for part in module.modules():
         if isinstance(part, (Linear, GatedNorm)):
-            part.register_forward_hook(lambda _, inputs, output: known.extend((*inputs, output)))
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            part.register_forward_hook(
+                lambda _, inputs, output: known.extend((*inputs, output))
+            )
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x) or x, lambda x: x
+    ):
         y = module(torch.randn(1, 130, 16, requires_grad=True), None, None)
     assert y.requires_grad
     storages = {x.untyped_storage().data_ptr() for x in known}
@@ -190,7 +216,11 @@ def test_kernels_equal_the_plain_forms():
 def test_missing_kernels_are_named(monkeypatch):
     """On a GPU, for a network that would use them, if they are not installed."""
     llama = dict(
-        model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2
+        model_type="llama",
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
     )
     llama |= dict(num_attention_heads=2, max_position_embeddings=8)
     lfm2 = llama | dict(

@@ -16,7 +16,10 @@ from litft.training.memory.allocations import AllocationTracker
 def test_positions_restart_with_each_document():
     """Rotary embeddings are relative, so only length-dependent scalings would show an error in the
     logits."""
-    tokens, documents = torch.zeros(2, 6), torch.tensor([[7, 7, 3, 3, 3, 7], [1, 1, 1, 1, 1, 1]])
+    tokens, documents = (
+        torch.zeros(2, 6),
+        torch.tensor([[7, 7, 3, 3, 3, 7], [1, 1, 1, 1, 1, 1]]),
+    )
     assert default_positions(tokens, documents, 0).tolist() == [
         [0, 1, 0, 1, 2, 0],
         [0, 1, 2, 3, 4, 5],
@@ -49,7 +52,9 @@ def test_zero_embeddings_have_finite_gradients_in_streams(make_model):
     """A padding token has an embedding of zeros, to which the other streams of Gemma 3n are
     scaled."""
     config_class, variations = ROWS["gemma3n_text"]
-    folder = make_model(getattr(transformers, config_class), **variations["three streams"])[1]
+    folder = make_model(getattr(transformers, config_class), **variations["three streams"])[
+        1
+    ]
     model, tokens = litft.load(folder)[0], torch.tensor([[5, 6, 0, 0]])
     with torch.no_grad():
         model.embed.weight[0] = 0
@@ -70,13 +75,19 @@ def test_a_tied_weight_is_allocated_once(make_model):
 
 @pytest.mark.parametrize(
     "name",
-    ["stories", "stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)],
+    [
+        "stories",
+        "stories15M",
+        pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow),
+    ],
 )
 @torch.no_grad()
 def test_logits_of_real_checkpoints_equal_transformers(checkpoints, shared, name):
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(checkpoints[name], dtype="float32").eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        checkpoints[name], dtype="float32"
+    ).eval()
     model, tokenizer = litft.load(checkpoints[name], precision="fp32")
     text = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8")[:700]
     tokens = torch.tensor([tokenizer.encode(text)[:160]])

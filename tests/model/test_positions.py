@@ -10,7 +10,10 @@ def biased_attention(q, k, v, slopes):
     """Attention in fp64 with -slope * distance added to the scores."""
     q, k, v = q.double(), k.double(), v.double()
     position = torch.arange(q.size(2))
-    bias = -torch.tensor(slopes).double()[:, None, None] * (position[:, None] - position).double()
+    bias = (
+        -torch.tensor(slopes).double()[:, None, None]
+        * (position[:, None] - position).double()
+    )
     scores = q @ k.mT * q.size(-1) ** -0.5 + bias
     return scores.masked_fill(position > position[:, None], -torch.inf).softmax(-1) @ v
 
@@ -25,7 +28,9 @@ def with_alibi(q, k, v, slopes):
 def test_alibi_equals_a_bias():
     """Eight heads, and six, whose last slopes are those of a longer sequence."""
     for heads in (8, 6):
-        q, k, v = torch.randn(3, 2, heads, 90, 16, generator=torch.Generator().manual_seed(0))
+        q, k, v = torch.randn(
+            3, 2, heads, 90, 16, generator=torch.Generator().manual_seed(0)
+        )
         slopes = alibi_slopes(heads)
         torch.testing.assert_close(
             with_alibi(q, k, v, slopes).double(),

@@ -18,7 +18,12 @@ from litft.args import ConvertArgs, LoRAArgs, LoRAFinetuneArgs
 from litft.commands.convert_hf_checkpoint import convert
 from litft.methods import LoRA
 from litft.model.linear import Linear
-from litft.model.quantization import KINDS, QuantizedLinear, QuantizedTensor, quantize_dequantize
+from litft.model.quantization import (
+    KINDS,
+    QuantizedLinear,
+    QuantizedTensor,
+    quantize_dequantize,
+)
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
 from litft.training.run_setup import resolve_setup
@@ -40,14 +45,17 @@ def load_bnb(folder, kind, plain=()):
             bnb_4bit_compute_dtype=torch.float32,
         )
     )
-    config = transformers.BitsAndBytesConfig(**settings, llm_int8_skip_modules=["lm_head", *plain])
+    config = transformers.BitsAndBytesConfig(
+        **settings, llm_int8_skip_modules=["lm_head", *plain]
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.float32, device_map="cpu"
     )
     for module in model.modules():
         # otherwise some CPUs multiply 4-bit weights in bf16
         module.support_avx512bf16_for_cpu = False
-    return model.train()  # in eval mode int8 would round activations, too; there is no dropout
+    # in eval mode int8 would round activations, too; there is no dropout
+    return model.train()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,13 +80,15 @@ def test_quantized_weights_equal_bitsandbytes(kind):
         ).to("cpu")
         quantized, code = parameter.data, parameter.quant_state.code
         scaled = weight / weight.abs().amax(1, keepdim=True)
-        dense_weight = code[(scaled[..., None] - code).abs().argmin(-1)] * weight.abs().amax(
-            1, keepdim=True
-        )
+        dense_weight = code[
+            (scaled[..., None] - code).abs().argmin(-1)
+        ] * weight.abs().amax(1, keepdim=True)
     packed = QuantizedTensor.quantize(weight, kind)
     assert torch.equal(packed.data, quantized) and packed.dequantize().shape == (48, 64)
     assert relative(packed.dequantize(), dense_weight) <= 0.02
-    assert torch.equal(quantize_dequantize(weight, kind, torch.float32), packed.dequantize())
+    assert torch.equal(
+        quantize_dequantize(weight, kind, torch.float32), packed.dequantize()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,11 +106,14 @@ def test_a_quantized_llama_equals_transformers(make_model, kind):
 
 
 @pytest.mark.parametrize(
-    "family, name", [("llama", "grouped"), ("gpt_neox", "parallel, partial"), ("gpt2", "tied")]
+    "family, name",
+    [("llama", "grouped"), ("gpt_neox", "parallel, partial"), ("gpt2", "tied")],
 )
 @pytest.mark.parametrize("kind", ["nf4", "fp4-dq", "int8"])
 @torch.no_grad()
-def test_a_quantized_checkpoint_is_loaded_and_converted(make_model, tmp_path, family, name, kind):
+def test_a_quantized_checkpoint_is_loaded_and_converted(
+    make_model, tmp_path, family, name, kind
+):
     """The checkpoint is loaded unchanged and converted to unquantized weights.
 
     Those of GPT-2 are transposed.
@@ -131,7 +144,9 @@ def test_a_quantized_checkpoint_is_loaded_and_converted(make_model, tmp_path, fa
     )
     plain, _ = litft.load(tmp_path / "plain")
     assert relative(plain(TOKENS), reference(TOKENS).logits) <= 1e-5
-    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "plain" / "config.json").read_text()
+    )
     with pytest.raises(ValueError, match=f"is already quantized as {kind}"):
         resolve_setup(
             LoRAFinetuneArgs(quantize="nf4" if kind == "int8" else "int8"),
@@ -141,7 +156,9 @@ def test_a_quantized_checkpoint_is_loaded_and_converted(make_model, tmp_path, fa
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @torch.no_grad()
-def test_unquantized_layers_of_a_quantized_checkpoint_stay_unquantized(make_model, tmp_path, kind):
+def test_unquantized_layers_of_a_quantized_checkpoint_stay_unquantized(
+    make_model, tmp_path, kind
+):
     _, folder = make_model(transformers.LlamaConfig, **WIDE)
     reference = load_bnb(folder, kind, plain=["q_proj"])
     reference.save_pretrained(tmp_path)
@@ -165,9 +182,18 @@ def test_quantization_statistics_move_with_the_weights(tiny, kind):
     moved += (
         [state]
         if kind == "int8"
-        else [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+        else [
+            state.absmax,
+            state.code,
+            state.offset,
+            state.state2.absmax,
+            state.state2.code,
+        ]
     )
-    assert all(tensor.is_meta for tensor in moved) and q.base_row_squares.dtype == torch.float32
+    assert (
+        all(tensor.is_meta for tensor in moved)
+        and q.base_row_squares.dtype == torch.float32
+    )
 
 
 @pytest.mark.slow
@@ -179,8 +205,15 @@ def test_training_on_a_quantized_base(tiny, examples, tmp_path):
         "--train.max_steps 6"
     )
     for name, more_flags in (("one", ""), ("two", "--devices 2")):
-        script("finetune/lora.py", *f"{flags} --out_dir {name} {more_flags}".split(), cwd=tmp_path)
-    rows = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("one", "two")]
+        script(
+            "finetune/lora.py",
+            *f"{flags} --out_dir {name} {more_flags}".split(),
+            cwd=tmp_path,
+        )
+    rows = [
+        (tmp_path / name / "metrics.csv").read_text().splitlines()
+        for name in ("one", "two")
+    ]
     losses = [[float(line.split(",")[4]) for line in lines[2:]] for lines in rows]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
     ask = (
@@ -199,7 +232,12 @@ def test_training_on_a_quantized_base(tiny, examples, tmp_path):
         in script(*ask, "none", cwd=tmp_path).stderr
     )
     merged = script(
-        "scripts/merge_lora.py", "--checkpoint_dir", "one", "--out_dir", "original", cwd=tmp_path
+        "scripts/merge_lora.py",
+        "--checkpoint_dir",
+        "one",
+        "--out_dir",
+        "original",
+        cwd=tmp_path,
     )
     assert (
         "quantized as nf4 in training; the updates are added to the original weights"
@@ -226,7 +264,10 @@ def test_training_on_a_quantized_base(tiny, examples, tmp_path):
         assert relative(litft.load(tmp_path / "rounded")[0](TOKENS), expected) <= 1e-5
         assert relative(litft.load(tmp_path / "original")[0](TOKENS), expected) >= 1e-3
     resume = ("finetune/lora.py", "--resume", "--out_dir", "one", "--quantize", "int8")
-    assert "was saved with quantize nf4, now int8" in script(*resume, cwd=tmp_path, code=2).stderr
+    assert (
+        "was saved with quantize nf4, now int8"
+        in script(*resume, cwd=tmp_path, code=2).stderr
+    )
 
 
 def test_unsupported_quantization_is_refused(tiny, examples, tmp_path):
@@ -289,10 +330,13 @@ def test_memory_stays_near_the_quantized_size(tmp_path):
     )
     for layer in range(8):
         file = f"model-{layer + 1:05d}-of-00008.safetensors"
-        tensors = {f"model.layers.{layer}.{name}.weight": value for name, value in weights.items()}
+        tensors = {
+            f"model.layers.{layer}.{name}.weight": value for name, value in weights.items()
+        }
         norms = ("input_layernorm", "post_attention_layernorm")
         tensors |= {
-            f"model.layers.{layer}.{name}.weight": torch.ones(2048).bfloat16() for name in norms
+            f"model.layers.{layer}.{name}.weight": torch.ones(2048).bfloat16()
+            for name in norms
         }
         if layer == 0:
             tensors |= {
@@ -302,13 +346,17 @@ def test_memory_stays_near_the_quantized_size(tmp_path):
             tensors["model.norm.weight"] = torch.ones(2048).bfloat16()
         save_file(tensors, tmp_path / file)
         index |= dict.fromkeys(tensors, file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": index})
+    )
     on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     for kind, max_ratio in (("nf4", 0.27), ("int8", 0.51)):
         command = [sys.executable, "-c", LOADS, str(tmp_path), kind]
         # without this threshold, glibc retains freed blocks of up to 32 MB, sometimes 1 GB in total
         env = ENV | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"}
-        result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=True
+        )
         before, params, peak = map(int, re.findall(r"\d+", result.stdout)[-3:])
         print(
             f"{kind}: {on_disk / 1e9:.2f} GB on disk, {params / 1e9:.2f} kept, a peak of "
@@ -329,7 +377,9 @@ def test_memory_stays_near_the_quantized_size(tmp_path):
         ("half the bits", "do not form a matrix of shape"),
     ],
 )
-def test_quantized_tensors_of_the_wrong_size_are_refused(make_model, tmp_path, damage, message):
+def test_quantized_tensors_of_the_wrong_size_are_refused(
+    make_model, tmp_path, damage, message
+):
     """Compiled code would read out of bounds."""
     from safetensors.torch import load_file, save_file
 
@@ -381,7 +431,9 @@ def test_packed_codes_dequantize_as_in_the_paper(shape, kind):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     packed = QuantizedTensor.quantize(weight, kind)
     count, codes = weight.numel(), packed.data.view(-1).to(torch.long)
-    code_values = packed.state.code[torch.stack((codes >> 4, codes & 15), 1).view(-1)[:count]]
+    code_values = packed.state.code[
+        torch.stack((codes >> 4, codes & 15), 1).view(-1)[:count]
+    ]
     block_max = (
         F.pad(weight.view(-1), (0, -count % 64))
         .view(-1, 64)

@@ -35,7 +35,9 @@ def expected_gradients(factor):
 
 
 @pytest.mark.parametrize("change, factor, calls", [(False, 1, 2), (True, 2, 1)])
-def test_an_output_is_computed_again_once_and_only_if_it_is_unchanged(change, factor, calls):
+def test_an_output_is_computed_again_once_and_only_if_it_is_unchanged(
+    change, factor, calls
+):
     count, *grads = saved_calls(change)
     assert count == calls
     for actual, expected in zip(grads, expected_gradients(factor), strict=True):

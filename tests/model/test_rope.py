@@ -30,7 +30,8 @@ def test_frequencies_are_computed_again_after_the_meta_device():
     with torch.device("meta"):
         rotary = RotaryEmbedding(RopeConfig(theta=500.0, dim=8))
     assert torch.equal(
-        rotary.to_empty(device="cpu").short, inverse_frequencies(RopeConfig(theta=500.0, dim=8))[0]
+        rotary.to_empty(device="cpu").short,
+        inverse_frequencies(RopeConfig(theta=500.0, dim=8))[0],
     )
 
 
@@ -55,7 +56,9 @@ def test_the_factor_of_longrope_is_read_beside_an_original_length():
             rope_parameters=scaling | factor,
         )
         _, expected = ROPE_INIT_FUNCTIONS["longrope"](Phi3Config(**hf), "cpu")
-        assert RopeConfig.from_hf(hf, head_dim=8).attention_factor == pytest.approx(expected)
+        assert RopeConfig.from_hf(hf, head_dim=8).attention_factor == pytest.approx(
+            expected
+        )
 
 
 @torch.no_grad()
@@ -163,7 +166,10 @@ CONTEXTS = {  # config.json's fields and the context length, as vLLM computes it
         512,
     ),
     "gemma3": (
-        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "model_type": "gemma3_text",
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
         512,
     ),
 }
@@ -181,5 +187,10 @@ def test_a_scaled_rope_extends_the_context(name):
         intermediate_size=64,
         vocab_size=64,
     )
-    hf = {"model_type": "llama", "max_position_embeddings": 512, "head_dim": 16, **sizes} | fields
+    hf = {
+        "model_type": "llama",
+        "max_position_embeddings": 512,
+        "head_dim": 16,
+        **sizes,
+    } | fields
     assert read_config(hf).max_positions == expected

@@ -89,7 +89,9 @@ def assert_equal(model, layout, limit=2e-5):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("family", "name"), KINDS, ids=[family for family, _ in KINDS])
-def test_losses_and_gradients_equal_those_of_separate_samples(make_model, family, name, rows):
+def test_losses_and_gradients_equal_those_of_separate_samples(
+    make_model, family, name, rows
+):
     config_class, variations = ROWS[family]
     _, folder = make_model(getattr(transformers, config_class), **variations[name])
     model = litft.load(folder, "fp32")[0].requires_grad_(True)

@@ -46,7 +46,8 @@ def test_shards_bin_and_sharded_bin_are_the_same_model(model_folder, folder, tmp
     weight_map = {name: f"pytorch_model-{n % 2}.bin" for n, name in enumerate(tensors)}
     for file in set(weight_map.values()):
         torch.save(
-            {n: t for n, t in tensors.items() if weight_map[n] == file}, tmp_path / "bins" / file
+            {n: t for n, t in tensors.items() if weight_map[n] == file},
+            tmp_path / "bins" / file,
         )
     (tmp_path / "bins" / "pytorch_model.bin.index.json").write_text(
         json.dumps({"weight_map": weight_map})
@@ -62,12 +63,15 @@ def test_one_file_is_read_before_an_index(folder):
 
     tensors = load_file(folder / "model.safetensors")
     save_file(
-        {name: 2 * tensor for name, tensor in tensors.items()}, folder / "model-1.safetensors"
+        {name: 2 * tensor for name, tensor in tensors.items()},
+        folder / "model-1.safetensors",
     )
     index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     expected = AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
-    torch.testing.assert_close(litft.load(folder)[0](TOKENS), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        litft.load(folder)[0](TOKENS), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 @torch.no_grad()
@@ -88,7 +92,9 @@ def test_a_stored_head_of_a_tied_model_is_used(make_model, tmp_path):
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, path, metadata={"format": "pt"})
     expected = AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
-    torch.testing.assert_close(litft.load(folder)[0](TOKENS), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        litft.load(folder)[0](TOKENS), expected, rtol=1e-4, atol=1e-5
+    )
     out = litft.cli.run(
         "convert_hf_checkpoint",
         ["--checkpoint_dir", str(folder), "--out_dir", str(tmp_path / "out")],
@@ -112,7 +118,9 @@ def test_transformers_reads_our_weights(model_folder, folder, tmp_path):
     reread = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
     expected = model_folder[0].state_dict()
     assert reread.state_dict().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in reread.state_dict().items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in reread.state_dict().items()
+    )
 
 
 @torch.no_grad()
@@ -156,7 +164,9 @@ def test_missing_misnamed_and_misshapen_tensors_are_listed_together(folder):
     with pytest.raises(ValueError) as caught:
         litft.load(folder)
     message = str(caught.value)
-    assert "missing model.norm.weight" in message and "unexpected model.norm.wait" in message
+    assert (
+        "missing model.norm.weight" in message and "unexpected model.norm.wait" in message
+    )
     assert "lm_head.weight: expected shape (96, 32), found (96, 31)" in message
     assert "config.json and weights must come from the same model" in message
 
@@ -214,7 +224,9 @@ def no_config(folder):
 def config(**values):
     def change(folder):
         stored = json.loads((folder / "config.json").read_text())
-        stored = {name: value for name, value in {**stored, **values}.items() if value is not ...}
+        stored = {
+            name: value for name, value in {**stored, **values}.items() if value is not ...
+        }
         (folder / "config.json").write_text(json.dumps(stored))
 
     return change
@@ -227,7 +239,8 @@ def torn_config(folder):
 def stored_as(dtype):
     def change(folder):
         rewrite(
-            folder, lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()})
+            folder,
+            lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}),
         )
 
     return change
@@ -236,7 +249,9 @@ def stored_as(dtype):
 def invalid(**values):
     """Return a change that gives a field an invalid value, and the expected message."""
     ((name, value),) = values.items()
-    return config(**values), f"config.json: {name} must be .*, found {re.escape(repr(value))}"
+    return config(
+        **values
+    ), f"config.json: {name} must be .*, found {re.escape(repr(value))}"
 
 
 def rope(**values):
@@ -254,7 +269,10 @@ def rope(**values):
 
 
 BROKEN = [
-    (stored_as(torch.int8), "stored as torch.int8, but litft expects floating-point weights"),
+    (
+        stored_as(torch.int8),
+        "stored as torch.int8, but litft expects floating-point weights",
+    ),
     (stored_as(torch.uint16), "stored as U16, not a weight dtype"),
     invalid(hidden_size="64"),
     invalid(hidden_size=None),
@@ -268,7 +286,10 @@ BROKEN = [
     invalid(tie_word_embeddings="x"),
     invalid(hidden_act=["silu"]),
     invalid(rope_scaling=[1]),
-    (config(num_hidden_layers=2_000), "num_hidden_layers must be a whole number from 1 to 1,000"),
+    (
+        config(num_hidden_layers=2_000),
+        "num_hidden_layers must be a whole number from 1 to 1,000",
+    ),
     rope(factor=0),
     rope(factor="2"),
     rope(beta_fast=-1),
@@ -286,7 +307,10 @@ BROKEN = [
     (evil_pickle, "litft does not execute pickles"),
     (no_config, "has no config.json"),
     (torn_config, "config.json is not valid JSON"),
-    (config(model_type="mamba"), "'mamba' is not supported: it is a network with Mamba-1 layers"),
+    (
+        config(model_type="mamba"),
+        "'mamba' is not supported: it is a network with Mamba-1 layers",
+    ),
     (
         config(model_type="gemma9", moe_intermediate_size=None, hidden_size="x"),
         "^config.json: model_type 'gemma9' is not supported",
@@ -304,7 +328,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("damage, message", BROKEN, ids=[message[:60] for _, message in BROKEN])
+@pytest.mark.parametrize(
+    "damage, message", BROKEN, ids=[message[:60] for _, message in BROKEN]
+)
 def test_broken_folders_are_reported(folder, damage, message):
     damage(folder)
     with pytest.raises(ValueError, match=message):

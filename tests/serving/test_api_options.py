@@ -74,7 +74,8 @@ def test_other_hosts_are_refused_with_the_remedy(server):
     assert response.status_code == 400 and error["code"] == "invalid_host"
     assert "--allow_host somewhere.else" in error["message"]
     assert (
-        httpx.get(f"{server.url}/health", headers={"Host": "my.tunnel.example"}).status_code == 200
+        httpx.get(f"{server.url}/health", headers={"Host": "my.tunnel.example"}).status_code
+        == 200
     )
 
 
@@ -86,7 +87,8 @@ def test_pages_of_an_allowed_origin_may_call_the_api(server):
     assert preflight.headers["access-control-allow-origin"] == "https://app.example"
     assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
     other = httpx.options(
-        f"{server.url}/v1/chat/completions", headers=headers | {"Origin": "https://evil.example"}
+        f"{server.url}/v1/chat/completions",
+        headers=headers | {"Origin": "https://evil.example"},
     )
     assert "access-control-allow-origin" not in other.headers
 
@@ -99,7 +101,10 @@ def test_the_scheme_of_the_key_has_no_case(server, scheme):
         )
         assert response.status_code == status
     assert (
-        httpx.get(f"{server.url}/v1/models", headers={"Authorization": "secret"}).status_code == 401
+        httpx.get(
+            f"{server.url}/v1/models", headers={"Authorization": "secret"}
+        ).status_code
+        == 401
     )
 
 
@@ -114,7 +119,9 @@ def test_an_answer_that_has_ended_takes_no_place(folder):
         if not chunk.finish_reason:
             return
         try:
-            engine.submit("stories", [(Request([1], 1), lambda chunk: outcomes.put("answered"))])
+            engine.submit(
+                "stories", [(Request([1], 1), lambda chunk: outcomes.put("answered"))]
+            )
         except Overloaded:
             outcomes.put("refused")
 
@@ -198,11 +205,18 @@ def test_the_last_message_is_continued(client, folder):
     model, tokenizer = litft.load(folder, precision="fp32")
     messages = [*MESSAGES, {"role": "assistant", "content": "Once upon a"}]
     choice = ask(
-        client, messages=messages, max_tokens=12, extra_body={"continue_final_message": True}
+        client,
+        messages=messages,
+        max_tokens=12,
+        extra_body={"continue_final_message": True},
     )
-    text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True) + " Once upon a"
+    text = (
+        tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True) + " Once upon a"
+    )
     text = text.removeprefix("<s>")
-    expected = "".join(litft.stream(model, tokenizer, text, max_new_tokens=12, temperature=0))
+    expected = "".join(
+        litft.stream(model, tokenizer, text, max_new_tokens=12, temperature=0)
+    )
     assert choice.message.content == expected and expected.startswith(" ")
 
 
@@ -221,7 +235,9 @@ def test_a_thought_is_continued_as_a_thought(client):
 
 
 def test_the_sampled_token_is_among_the_alternatives(client):
-    choice = ask(client, max_tokens=60, temperature=5, seed=3, logprobs=True, top_logprobs=2)
+    choice = ask(
+        client, max_tokens=60, temperature=5, seed=3, logprobs=True, top_logprobs=2
+    )
     counts = set()
     for entry in choice.logprobs.content:
         tokens = [alternative.token for alternative in entry.top_logprobs]

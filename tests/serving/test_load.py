@@ -43,7 +43,9 @@ def expected(folders):
     for name, folder in folders.items():
         model, tokenizer = litft.load(folder, "fp32")
         for prompt, tokens in product(PROMPTS, TOKENS):
-            pieces = litft.stream(model, tokenizer, prompt, max_new_tokens=tokens, temperature=0)
+            pieces = litft.stream(
+                model, tokenizer, prompt, max_new_tokens=tokens, temperature=0
+            )
             answers[name, prompt, tokens] = "".join(pieces)
     return answers
 
@@ -53,12 +55,20 @@ async def send_requests(client, rng, folders, expected, deadline):
     cancelled."""
     answered = cancelled = 0
     while time.monotonic() < deadline:
-        name, prompt, tokens = rng.choice([*folders]), rng.choice(PROMPTS), rng.choice(TOKENS)
-        settings = dict(model=name, prompt=prompt, max_tokens=tokens, stream=rng.random() < 0.5)
+        name, prompt, tokens = (
+            rng.choice([*folders]),
+            rng.choice(PROMPTS),
+            rng.choice(TOKENS),
+        )
+        settings = dict(
+            model=name, prompt=prompt, max_tokens=tokens, stream=rng.random() < 0.5
+        )
         cancels = rng.random() < 0.4
         try:
             request = client.completions.create(**settings)
-            reply = await (asyncio.wait_for(request, rng.uniform(0, 3)) if cancels else request)
+            reply = await (
+                asyncio.wait_for(request, rng.uniform(0, 3)) if cancels else request
+            )
             text = ""
             if settings["stream"]:
                 async with reply:
@@ -99,7 +109,9 @@ def test_many_clients_leave_no_requests_and_no_memory_behind(folders, expected):
         asyncio.run(run_clients(server, folders, expected, min(20, SECONDS / 4), 0))
         server.wait_until_idle()
         memory_before = server.memory
-        answered, cancelled = asyncio.run(run_clients(server, folders, expected, SECONDS, 1))
+        answered, cancelled = asyncio.run(
+            run_clients(server, folders, expected, SECONDS, 1)
+        )
         server.wait_until_idle()
         assert answered > SECONDS and cancelled > SECONDS / 2
         print(

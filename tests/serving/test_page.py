@@ -117,7 +117,8 @@ def page(request, browser, server):
     page.problems, page.requested_urls = [], []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on(
-        "console", lambda message: message.type == "error" and page.problems.append(message.text)
+        "console",
+        lambda message: message.type == "error" and page.problems.append(message.text),
     )
     page.on("request", lambda sent: page.requested_urls.append(sent.url))
     page.goto(server.url)
@@ -165,7 +166,12 @@ def set_fields(page, **fields):
 def expected(folder, messages, tokens):
     model, tokenizer = litft.load(folder, "fp32")
     pieces = litft.stream(
-        model, tokenizer, messages, max_new_tokens=tokens, temperature=0, logit_bias={2: -1e6}
+        model,
+        tokenizer,
+        messages,
+        max_new_tokens=tokens,
+        temperature=0,
+        logit_bias={2: -1e6},
     )
     return "".join(pieces).strip()
 
@@ -187,9 +193,9 @@ def test_a_conversation(page, folders, server):
     page.get_by_role("button", name="Stop").click()
     wait_until_done(page)
     first = answer_texts(page)[0]
-    assert first and expected(folders["stories"], chat("Hello <b>there</b>"), 400).startswith(
-        first.strip()
-    )
+    assert first and expected(
+        folders["stories"], chat("Hello <b>there</b>"), 400
+    ).startswith(first.strip())
     # shown as text, not as HTML
     assert page.locator("article.user .text").text_content() == "Hello <b>there</b>"
     server.wait_until_idle()
@@ -231,14 +237,20 @@ def test_two_models_are_compared(page, folders):
         send(page, question)
         wait_until_done(page)
     texts = answer_texts(page)
-    assert page.locator("article.assistant h2").all_text_contents() == ["stories", "tuned"] * 2
+    assert (
+        page.locator("article.assistant h2").all_text_contents() == ["stories", "tuned"] * 2
+    )
     for column, name in enumerate(("stories", "tuned")):
         first, second = (text.strip() for text in texts[column::2])
         assert first == expected(folders[name], chat("Hello"), 20)
         assert second == expected(folders[name], chat("Hello", texts[column], "Go on"), 20)
-    left, right = (box.bounding_box() for box in page.locator("article.assistant").all()[:2])
+    left, right = (
+        box.bounding_box() for box in page.locator("article.assistant").all()[:2]
+    )
     is_wide = page.viewport_size["width"] > 1000
-    assert (left["y"] == right["y"]) == is_wide and (left["x"] == right["x"]) == (not is_wide)
+    assert (left["y"] == right["y"]) == is_wide and (left["x"] == right["x"]) == (
+        not is_wide
+    )
     assert not page.problems
 
 
@@ -246,20 +258,26 @@ def test_settings_are_sent(page, folders):
     bodies = []
     page.on(
         "request",
-        lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None,
+        lambda request: (
+            bodies.append(request.post_data_json) if request.method == "POST" else None
+        ),
     )
     page.get_by_role("button", name="Settings").click()
     # the server's default
     assert page.get_by_label("Temperature").get_attribute("placeholder") == "0"
     page.get_by_role("button", name="Settings").click()
-    set_fields(page, System_prompt="Tell stories.", Temperature="0.5", Top_p="0.25", Max_tokens="7")
+    set_fields(
+        page, System_prompt="Tell stories.", Temperature="0.5", Top_p="0.25", Max_tokens="7"
+    )
     send(page, "Hello")
     wait_until_done(page)
     messages = [{"role": "system", "content": "Tell stories."}, *chat("Hello")]
     settings = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 7}
-    assert bodies[0] == {"model": "stories", "messages": messages, "stream": True} | settings | {
-        "stream_options": {"include_usage": True}
-    }
+    assert bodies[0] == {
+        "model": "stories",
+        "messages": messages,
+        "stream": True,
+    } | settings | {"stream_options": {"include_usage": True}}
     assert page.locator(".note").text_content().startswith("7 tokens")
     set_fields(page, Temperature="")
     send(page, "Go on")
@@ -323,7 +341,9 @@ def test_an_error_is_shown_and_the_message_can_be_sent_again(page):
 
 
 def test_the_page_asks_for_the_api_key(browser, folders):
-    with Server(folders["stories"], "--api_key", "sesame", "--max_seq_length", "140") as server:
+    with Server(
+        folders["stories"], "--api_key", "sesame", "--max_seq_length", "140"
+    ) as server:
         page = browser.new_page()
         page.goto(server.url)
         page.locator(".error").wait_for()
@@ -340,13 +360,17 @@ def reply_with(page, text, reasoning=""):
     """Let the page receive `text` as the answer, in pieces of three characters, after
     `reasoning`."""
     pieces = [
-        {"reasoning_content": reasoning[start : start + 3]} for start in range(0, len(reasoning), 3)
+        {"reasoning_content": reasoning[start : start + 3]}
+        for start in range(0, len(reasoning), 3)
     ]
     pieces += [{"content": text[start : start + 3]} for start in range(0, len(text), 3)]
     events = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in pieces
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        for delta in pieces
     ]
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    body = (
+        "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    )
     page.route(
         "**/v1/chat/completions",
         lambda route: route.fulfill(body=body, content_type="text/event-stream"),
@@ -386,7 +410,9 @@ def test_markdown_is_formatted(page):
     assert not answer.locator("details pre").is_visible()  # folded until it is opened
     answer.locator("pre").get_by_role("button", name="Copy").click()
     answer.locator("pre").get_by_role("button", name="Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == 'def f(x):\n    return "<i>"\n'
+    assert (
+        page.evaluate("navigator.clipboard.readText()") == 'def f(x):\n    return "<i>"\n'
+    )
     assert answer_texts(page) == [MARKDOWN]
     assert not page.problems
 
@@ -406,7 +432,10 @@ def test_an_answer_cannot_inject_scripts(page, escapes_html):
     page.wait_for_timeout(200)
     assert page.evaluate("typeof hacked") == "undefined"
     nodes = "[...document.querySelectorAll('article .text *')]"
-    assert set(page.evaluate(f"{nodes}.map(node => node.tagName.toLowerCase())")) <= ALLOWED_TAGS
+    assert (
+        set(page.evaluate(f"{nodes}.map(node => node.tagName.toLowerCase())"))
+        <= ALLOWED_TAGS
+    )
     assert (
         set(page.evaluate(f"{nodes}.flatMap(node => node.getAttributeNames())"))
         <= ALLOWED_ATTRIBUTES
@@ -423,7 +452,10 @@ def test_degenerate_output_is_shown_as_it_is(page):
     """Markdown's parser fails on it; the page must go on."""
     loop = ">" * 3000
     reply_with(page, loop)
-    assert answer_texts(page) == [loop] and answers(page).locator("pre code").text_content() == loop
+    assert (
+        answer_texts(page) == [loop]
+        and answers(page).locator("pre code").text_content() == loop
+    )
     reply_with(page, "fine")
     assert answer_texts(page)[1] == "fine" and not page.problems
 
@@ -433,11 +465,14 @@ def test_vendored_files_are_unchanged(server):
     folder = Path(litft.__file__).parent / "serving" / "page" / "vendor"
     stated = dict(
         re.findall(
-            r"^\| (\S+\.js) \|.*\| (\w{64}) \|$", (folder / "README.md").read_text(), re.MULTILINE
+            r"^\| (\S+\.js) \|.*\| (\w{64}) \|$",
+            (folder / "README.md").read_text(),
+            re.MULTILINE,
         )
     )
     assert stated == {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.js")
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.glob("*.js")
     }
     for name in stated:
         response = httpx.get(f"{server.url}/assets/{name}")

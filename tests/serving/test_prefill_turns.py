@@ -45,7 +45,9 @@ def test_a_short_request_ends_before_a_long_prompt(session):
 
         return append
 
-    engine.submit("model", [(request(LONG), deliver("long")), (request(SHORT), deliver("short"))])
+    engine.submit(
+        "model", [(request(LONG), deliver("long")), (request(SHORT), deliver("short"))]
+    )
     assert [done.get(timeout=60), done.get(timeout=60)] == ["short", "long"]
     assert order.index("long") > order.index("short")
     engine.stop()
@@ -66,7 +68,9 @@ def test_a_request_admitted_before_a_failure_is_told_of_it(session, monkeypatch)
         if turns.seconds:
             raise RuntimeError("out of memory")
         tokens = prefill(turns, batch, row)
-        engine.submit("model", [(request(SHORT), lambda chunk: ended.put(("short", chunk)))])
+        engine.submit(
+            "model", [(request(SHORT), lambda chunk: ended.put(("short", chunk)))]
+        )
         return tokens
 
     monkeypatch.setattr(PrefillTurns, "prefill", failing)

@@ -28,7 +28,11 @@ ENDLESS = {"2": NEVER}  # a logit_bias that suppresses the end token
 MESSAGES = [{"role": "user", "content": "Lily went to the park."}]
 TOOL = {
     "type": "function",
-    "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object"}},
+    "function": {
+        "name": "weather",
+        "description": "of a town",
+        "parameters": {"type": "object"},
+    },
 }
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}"
@@ -93,12 +97,16 @@ def reference(folder):
 def reference_text(model, prompt, tokens, **settings):
     """Return the text that litft.stream generates."""
     return "".join(
-        litft.stream(*model, prompt, max_new_tokens=tokens, **({"temperature": 0} | settings))
+        litft.stream(
+            *model, prompt, max_new_tokens=tokens, **({"temperature": 0} | settings)
+        )
     )
 
 
 def ask(client, messages=MESSAGES, model="stories", tokens=20, **more):
-    return client.chat.completions.create(model=model, messages=messages, max_tokens=tokens, **more)
+    return client.chat.completions.create(
+        model=model, messages=messages, max_tokens=tokens, **more
+    )
 
 
 def post(server, path="chat/completions", content=None, **body):
@@ -131,14 +139,24 @@ def test_complete_and_streamed_answers(client, reference):
     ids = reference[1].encode(
         reference[1].apply_chat_template(MESSAGES, add_generation_prompt=True), bos=False
     )
-    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (len(ids), 30)
-    chunks = list(ask(client, tokens=30, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (
+        len(ids),
+        30,
+    )
+    chunks = list(
+        ask(client, tokens=30, stream=True, stream_options={"include_usage": True})
+    )
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected
+    )
     assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 10
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (
         len(chunks) - 2
     ) + ["length"]
-    assert not chunks[-1].choices and chunks[-1].usage.total_tokens == response.usage.total_tokens
+    assert (
+        not chunks[-1].choices
+        and chunks[-1].usage.total_tokens == response.usage.total_tokens
+    )
     # the first request has cached the prompt
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == len(ids)
     assert len({chunk.id for chunk in chunks}) == 1
@@ -150,7 +168,9 @@ def test_the_first_model_is_the_default(server, client):
 
 def test_completions_continue_the_prompts(client, reference):
     prompts = ["Once upon a time", "The dog"]
-    response = client.completions.create(model="stories", prompt=prompts, max_tokens=12, n=2)
+    response = client.completions.create(
+        model="stories", prompt=prompts, max_tokens=12, n=2
+    )
     assert [choice.text for choice in response.choices] == [
         reference_text(reference, text, 12) for text in prompts for _ in range(2)
     ]
@@ -165,12 +185,19 @@ def test_completions_continue_the_prompts(client, reference):
         response.choices[0].text,
         response.choices[2].text,
     ]
-    assert client.completions.create(model="stories", prompt=ids[0]).usage.completion_tokens == 16
+    assert (
+        client.completions.create(model="stories", prompt=ids[0]).usage.completion_tokens
+        == 16
+    )
     parts = list(
-        client.completions.create(model="stories", prompt=prompts, max_tokens=12, stream=True)
+        client.completions.create(
+            model="stories", prompt=prompts, max_tokens=12, stream=True
+        )
     )
     for index, text in enumerate(prompts):
-        streamed = "".join(part.choices[0].text for part in parts if part.choices[0].index == index)
+        streamed = "".join(
+            part.choices[0].text for part in parts if part.choices[0].index == index
+        )
         assert streamed == reference_text(reference, text, 12)
 
 
@@ -191,18 +218,28 @@ def test_a_seed_reproduces_answers_and_choices_differ(client):
     settings = dict(temperature=1.2, seed=7, n=3, top_p=0.95)
     first, second = ask(client, **settings), ask(client, **settings)
     texts = [choice.message.content for choice in first.choices]
-    assert texts == [choice.message.content for choice in second.choices] and len(set(texts)) == 3
-    assert ask(client, temperature=1.2, seed=8, top_p=0.95).choices[0].message.content == texts[1]
+    assert (
+        texts == [choice.message.content for choice in second.choices]
+        and len(set(texts)) == 3
+    )
+    assert (
+        ask(client, temperature=1.2, seed=8, top_p=0.95).choices[0].message.content
+        == texts[1]
+    )
 
 
 def test_vllm_parameters_are_supported(client):
     greedy = ask(client).choices[0].message.content
     assert (
-        ask(client, temperature=5, seed=1, extra_body={"top_k": 1}).choices[0].message.content
+        ask(client, temperature=5, seed=1, extra_body={"top_k": 1})
+        .choices[0]
+        .message.content
         == greedy
     )
     assert (
-        ask(client, temperature=5, seed=1, extra_body={"min_p": 1.0}).choices[0].message.content
+        ask(client, temperature=5, seed=1, extra_body={"min_p": 1.0})
+        .choices[0]
+        .message.content
         == greedy
     )
     assert (
@@ -216,11 +253,15 @@ def test_log_probabilities_equal_the_models(client, reference):
     model, tokenizer = reference
     ids = tokenizer.encode("The dog")
     completion_logprobs = (
-        client.completions.create(model="stories", prompt="The dog", max_tokens=5, logprobs=3)
+        client.completions.create(
+            model="stories", prompt="The dog", max_tokens=5, logprobs=3
+        )
         .choices[0]
         .logprobs
     )
-    chat_logprobs = ask(client, tokens=5, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    chat_logprobs = (
+        ask(client, tokens=5, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    )
     chat_ids = tokenizer.encode(
         tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True), bos=False
     )
@@ -242,7 +283,10 @@ def test_log_probabilities_equal_the_models(client, reference):
             logprob, top = (
                 entry
                 if isinstance(entry, tuple)
-                else (entry.logprob, [candidate.logprob for candidate in entry.top_logprobs])
+                else (
+                    entry.logprob,
+                    [candidate.logprob for candidate in entry.top_logprobs],
+                )
             )
             expected = model(torch.tensor([sequence]))[0, -1].log_softmax(-1)
             sequence.append(int(expected.argmax()))
@@ -282,7 +326,10 @@ def test_tools_reach_the_template(client, reference):
             strip_leading=True,
         )
         return "".join(
-            piece for _, piece in generate_batch(Decoder(model, capacity=200), tokenizer, [request])
+            piece
+            for _, piece in generate_batch(
+                Decoder(model, capacity=200), tokenizer, [request]
+            )
         )
 
     prompt = "user: Lily went to the park.\nassistant:"
@@ -327,7 +374,9 @@ def test_adapters_of_one_base_answer_concurrently(client, folder, adapters, refe
         thread.join()
     assert len(set(expected.values())) == 3
     for name, replies in responses.items():
-        assert [reply.choices[0].message.content for reply in replies] == [expected[name]] * 3
+        assert [reply.choices[0].message.content for reply in replies] == [
+            expected[name]
+        ] * 3
 
 
 def test_concurrent_requests_are_batched(server, client):
@@ -340,12 +389,16 @@ def test_concurrent_requests_are_batched(server, client):
         return time.perf_counter() - start
 
     def three_at_once():
-        threads = [threading.Thread(target=ask, args=(client,), kwargs=settings) for _ in range(3)]
+        threads = [
+            threading.Thread(target=ask, args=(client,), kwargs=settings) for _ in range(3)
+        ]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
 
     ask(client, **settings)
-    ratios = [seconds(three_at_once) / seconds(lambda: ask(client, **settings)) for _ in range(3)]
+    ratios = [
+        seconds(three_at_once) / seconds(lambda: ask(client, **settings)) for _ in range(3)
+    ]
     assert min(ratios) < 2.5  # other tests run beside this one
 
 
@@ -357,12 +410,21 @@ INVALID_REQUESTS = [
     (dict(messages=None), 400, "messages", ""),
     (dict(messages=[{"role": "robot", "content": "a"}]), 400, "messages", "robot"),
     (
-        dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+        dict(
+            messages=[
+                {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+            ]
+        ),
         400,
         "messages",
         "image_url",
     ),
-    (dict(messages=[{"role": "user", "content": "word " * 1999}]), 400, "messages", "shorten"),
+    (
+        dict(messages=[{"role": "user", "content": "word " * 1999}]),
+        400,
+        "messages",
+        "shorten",
+    ),
     # tokenized in parts: the rest does not matter
     (
         dict(messages=[{"role": "user", "content": "word " * 9000}]),
@@ -391,7 +453,12 @@ INVALID_REQUESTS = [
     (dict(response_format={"type": "xml"}), 400, "response_format", "json_schema"),
     (dict(response_format={"type": "json_schema"}), 400, "response_format", "schema"),
     (
-        dict(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
+        dict(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "x"}},
+            }
+        ),
         400,
         "response_format",
         "x",
@@ -413,7 +480,9 @@ INVALID_REQUESTS = [
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "param", "words"), INVALID_REQUESTS, ids=lambda value: str(value)[:40]
+    ("body", "status", "param", "words"),
+    INVALID_REQUESTS,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_bad_request_returns_an_openai_error(server, body, status, param, words):
     response = post(server, **body)
@@ -447,14 +516,22 @@ def test_other_paths_methods_and_hosts(server):
     assert httpx.get(f"{server.url}/v1/completions").status_code == 405
     form = httpx.post(f"{server.url}/v1/completions", data={"prompt": "a"})
     assert form.status_code == 415 and "application/json" in form.json()["error"]["message"]
-    assert httpx.get(f"{server.url}/health", headers={"Host": "somewhere.else"}).status_code == 400
+    assert (
+        httpx.get(f"{server.url}/health", headers={"Host": "somewhere.else"}).status_code
+        == 400
+    )
     for name in ("localhost", "127.0.0.1:80", "[::1]:80"):
-        assert httpx.get(f"{server.url}/health", headers={"Host": name}).status_code == 200, name
+        assert (
+            httpx.get(f"{server.url}/health", headers={"Host": name}).status_code == 200
+        ), name
 
 
 def test_a_body_that_is_too_large_is_rejected(server):
     response = post(server, messages=[{"role": "user", "content": "a" * 60_000}])
-    assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
+    assert (
+        response.status_code == 413
+        and response.json()["error"]["code"] == "request_too_large"
+    )
 
 
 def test_a_disconnected_client_frees_its_row(server):
@@ -462,7 +539,9 @@ def test_a_disconnected_client_frees_its_row(server):
     body = {"messages": MESSAGES, "max_tokens": 1900, "logit_bias": ENDLESS}
     for _ in range(3):
         for stream in (True, False):
-            connections = [open_request(server, body | {"stream": stream}) for _ in range(ROWS + 2)]
+            connections = [
+                open_request(server, body | {"stream": stream}) for _ in range(ROWS + 2)
+            ]
             deadline = time.monotonic() + 5
             while server.health["running"] < ROWS or server.health["waiting"] < 2:
                 assert time.monotonic() < deadline, server.health
@@ -475,9 +554,7 @@ def open_request(server, body):
     """Send a request without reading the response; return the connection."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    )
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     connection = socket.create_connection((host, int(port)))
     connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
@@ -489,7 +566,11 @@ def test_a_long_prompt_does_not_block_other_requests(checkpoints, tmp_path):
     with Server(folder, "--max_seq_length", "8000") as server:
         client = server.client()
         stream = client.completions.create(
-            model="long", prompt="One day", max_tokens=3000, stream=True, logit_bias={"2": NEVER}
+            model="long",
+            prompt="One day",
+            max_tokens=3000,
+            stream=True,
+            logit_bias={"2": NEVER},
         )
         next(stream)
         start, end_times, token_times = time.perf_counter(), [], []
@@ -533,7 +614,9 @@ def test_nan_logits_fail_only_their_own_request(checkpoints, tmp_path):
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
     tensors["model.embed_tokens.weight"][100] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "tie_word_embeddings": False
+    }
     (folder / "config.json").write_text(json.dumps(config))
     with Server(folder, "--batch_size", "2") as server:
         healthy_request = dict(path="completions", prompt="My cat", max_tokens=20)
@@ -584,7 +667,10 @@ def test_a_request_for_many_choices_does_not_block_others(folder):
 
 def test_requests_that_can_never_be_served_are_rejected(server):
     response = post(server, n=3 * ROWS + 4 + 1)
-    assert response.status_code == 400 and "ask for fewer" in response.json()["error"]["message"]
+    assert (
+        response.status_code == 400
+        and "ask for fewer" in response.json()["error"]["message"]
+    )
     start = time.perf_counter()
     response = post(server, "completions", prompt=[[1]] * 5000, n=128)
     assert response.status_code == 400 and time.perf_counter() - start < 1
@@ -593,7 +679,9 @@ def test_requests_that_can_never_be_served_are_rejected(server):
 def test_negative_seeds_are_supported(client):
     settings = dict(temperature=1.2, n=3)
     texts = {
-        seed: [choice.message.content for choice in ask(client, seed=seed, **settings).choices]
+        seed: [
+            choice.message.content for choice in ask(client, seed=seed, **settings).choices
+        ]
         for seed in (-5, -1, 1, 5)
     }
     assert len({text for choices in texts.values() for text in choices[:2]}) == 8
@@ -637,7 +725,9 @@ def test_requests_beyond_max_waiting_are_refused(server):
         while sum(server.health[name] for name in ("running", "waiting")) < 3 * ROWS + 4:
             assert time.monotonic() < deadline, server.health
         response = post(server)
-        assert response.status_code == 503 and response.json()["error"]["code"] == "overloaded"
+        assert (
+            response.status_code == 503 and response.json()["error"]["code"] == "overloaded"
+        )
         assert response.headers["retry-after"] == "1"
     finally:
         for connection in connections:
@@ -667,11 +757,15 @@ def test_graceful_shutdown(folder):
         assert chunks[-1].usage.completion_tokens == 1000
         waiting.join()
         assert (
-            responses[0].status_code == 503 and responses[0].json()["error"]["code"] == "stopping"
+            responses[0].status_code == 503
+            and responses[0].json()["error"]["code"] == "stopping"
         )
         assert server.process.wait(timeout=20) == 0
         server.reader.join()
-        assert "SIGTERM: finishing running answers" in server.log and "Traceback" not in server.log
+        assert (
+            "SIGTERM: finishing running answers" in server.log
+            and "Traceback" not in server.log
+        )
 
 
 def test_a_second_signal_exits_immediately(folder):
@@ -687,13 +781,16 @@ def test_a_second_signal_exits_immediately(folder):
 @pytest.mark.parametrize("source", ["flag", "environment"])
 def test_requests_need_the_api_key(folder, source):
     flags, env = (
-        (["--api_key", "sesame"], {}) if source == "flag" else ([], {"LITFT_API_KEY": "sesame"})
+        (["--api_key", "sesame"], {})
+        if source == "flag"
+        else ([], {"LITFT_API_KEY": "sesame"})
     )
     with Server(folder, *flags, **env) as server:
         assert ask(server.client("sesame"), tokens=2).choices[0].message.content
         for key in ("sesam", "sesamé", "none"):
             response = httpx.get(
-                f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}".encode()}
+                f"{server.url}/v1/models",
+                headers={"Authorization": f"Bearer {key}".encode()},
             )
             assert (
                 response.status_code == 401
@@ -725,7 +822,10 @@ def test_answer_length_limits(folder):
         response = server.client().chat.completions.create(
             model="stories", messages=MESSAGES, **settings
         )
-        assert response.usage.total_tokens == 60 and response.choices[0].finish_reason == "length"
+        assert (
+            response.usage.total_tokens == 60
+            and response.choices[0].finish_reason == "length"
+        )
 
 
 @pytest.mark.slow
@@ -733,7 +833,9 @@ def test_a_tensor_parallel_model_is_served(folder, reference):
     """Two processes serve it and exit together."""
     with socket.create_server(("127.0.0.1", 0)) as free_socket:
         port = free_socket.getsockname()[1]
-    with Server(folder, "--devices", "2", "--max_seq_length", "300", "--port", port) as server:
+    with Server(
+        folder, "--devices", "2", "--max_seq_length", "300", "--port", port
+    ) as server:
         client = server.client()
         replies = {}
         threads = [
@@ -774,14 +876,19 @@ def test_the_base_is_served_too(method, tmp_path):
         assert [model.id for model in client.models.list()] == ["tuned", "base"]
         answers = {}
         for name, folder in {"tuned": run, "base": DEMO / "base"}.items():
-            reply = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=10)
+            reply = client.chat.completions.create(
+                model=name, messages=MESSAGES, max_tokens=10
+            )
             answers[name] = reply.choices[0].message.content
             assert (
-                answers[name] == reference_text(litft.load(folder, "fp32"), MESSAGES, 10).lstrip()
+                answers[name]
+                == reference_text(litft.load(folder, "fp32"), MESSAGES, 10).lstrip()
             )
         assert answers["tuned"] != answers["base"]
         assert (
-            client.chat.completions.create(model=None, messages=MESSAGES, max_tokens=10).model
+            client.chat.completions.create(
+                model=None, messages=MESSAGES, max_tokens=10
+            ).model
             == "tuned"
         )
 
@@ -816,16 +923,29 @@ def test_a_port_in_use_is_reported(folder, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         done = script(
-            "generate/serve.py", "--checkpoint_dir", folder, "--port", port, cwd=tmp_path, code=2
+            "generate/serve.py",
+            "--checkpoint_dir",
+            folder,
+            "--port",
+            port,
+            cwd=tmp_path,
+            code=2,
         )
     assert f"--port {port}" in done.stderr and "choose another" in done.stderr
 
 
 def test_a_missing_package_is_reported_with_the_install_command(folder, tmp_path):
-    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no uvicorn', name='uvicorn')")
+    (tmp_path / "uvicorn.py").write_text(
+        "raise ModuleNotFoundError('no uvicorn', name='uvicorn')"
+    )
     env = {"PYTHONPATH": str(tmp_path)}
-    done = script("generate/serve.py", "--checkpoint_dir", folder, cwd=tmp_path, env=env, code=2)
-    assert done.stderr == "error: serving needs the package uvicorn; pip install 'litft[serve]'\n"
+    done = script(
+        "generate/serve.py", "--checkpoint_dir", folder, cwd=tmp_path, env=env, code=2
+    )
+    assert (
+        done.stderr
+        == "error: serving needs the package uvicorn; pip install 'litft[serve]'\n"
+    )
 
 
 def test_sigterm_ends_a_server_whose_stderr_is_not_read(checkpoints, tmp_path):
@@ -833,7 +953,9 @@ def test_sigterm_ends_a_server_whose_stderr_is_not_read(checkpoints, tmp_path):
     flags = ["--checkpoint_dir", checkpoints["stories"], "--port", "0"]
     process = start("generate/serve.py", *flags, cwd=tmp_path, stderr=subprocess.PIPE)
     url = next(
-        match[1] for line in process.stderr if (match := re.search(r"at (http://\S+)", line))
+        match[1]
+        for line in process.stderr
+        if (match := re.search(r"at (http://\S+)", line))
     )
     # the server has printed all that it prints at the start
     assert httpx.get(url).status_code == 200

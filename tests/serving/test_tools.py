@@ -12,7 +12,8 @@ import litft
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "Gemma 4" else pytest.mark.slow) for n in FORMATS]
+    "name",
+    [pytest.param(n, marks=[] if n == "Gemma 4" else pytest.mark.slow) for n in FORMATS],
 )
 @pytest.mark.halved
 def test_an_agent_calls_the_function_and_reads_its_result(trained, name, tmp_path):  # noqa: F811
@@ -24,12 +25,17 @@ def test_an_agent_calls_the_function_and_reads_its_result(trained, name, tmp_pat
         choice = client.chat.completions.create(messages=messages, **settings).choices[0]
         assert choice.finish_reason == "tool_calls", choice
         (call,) = choice.message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "weather",
+            ARGUMENTS,
+        )
         assert not choice.message.content
 
         events = client.chat.completions.create(messages=messages, stream=True, **settings)
         deltas = [event.choices[0] for event in events]
-        (streamed,) = [entry for choice in deltas for entry in choice.delta.tool_calls or []]
+        (streamed,) = [
+            entry for choice in deltas for entry in choice.delta.tool_calls or []
+        ]
         assert (streamed.index, streamed.function.arguments) == (0, call.function.arguments)
         assert deltas[-1].finish_reason == "tool_calls"
         assert not any(choice.delta.content for choice in deltas)
@@ -43,10 +49,15 @@ def test_an_agent_calls_the_function_and_reads_its_result(trained, name, tmp_pat
         plain = client.chat.completions.create(
             messages=[QUESTION], model="agent", max_tokens=100
         ).choices[0]
-        assert plain.message.tool_calls is None and plain.finish_reason in ("stop", "length")
+        assert plain.message.tool_calls is None and plain.finish_reason in (
+            "stop",
+            "length",
+        )
 
     model = litft.load(folder, precision="fp32")
-    answer = litft.generate(*model, [QUESTION], tools=[TOOL], temperature=0, max_new_tokens=100)
+    answer = litft.generate(
+        *model, [QUESTION], tools=[TOOL], temperature=0, max_new_tokens=100
+    )
     assert answer == "" and answer.tool_calls[0]["function"] == {
         "name": "weather",
         "arguments": ARGUMENTS,

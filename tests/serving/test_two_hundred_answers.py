@@ -95,13 +95,31 @@ def test_every_program_gives_the_answers_of_transformers(
         rendered = reference.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        assert rendered == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        assert rendered == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True
+        )
 
-    flags = ["--temperature", "0", "--max_new_tokens", str(NUM_TOKENS), "--precision", "fp32"]
+    flags = [
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        str(NUM_TOKENS),
+        "--precision",
+        "fp32",
+    ]
     flags += ["--stop", json.dumps(STOPS), "--repetition_penalty", "1"]
-    records = [{"messages": [{"role": "user", "content": question}]} for question in questions]
+    records = [
+        {"messages": [{"role": "user", "content": question}]} for question in questions
+    ]
     prompts = write_records(tmp_path / "prompts.jsonl", records)
-    words = ["--checkpoint_dir", folder, "--prompts", prompts, "--out", tmp_path / "out.jsonl"]
+    words = [
+        "--checkpoint_dir",
+        folder,
+        "--prompts",
+        prompts,
+        "--out",
+        tmp_path / "out.jsonl",
+    ]
     script("generate/base.py", *words, *flags, cwd=tmp_path)
     lines = (tmp_path / "out.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["completion"].strip() for line in lines] == expected
@@ -119,14 +137,19 @@ def test_every_program_gives_the_answers_of_transformers(
         stop=STOPS,
         repetition_penalty=1.0,
     )
-    conversation = Conversation(open_session(ChatArgs(checkpoint_dir=str(folder), **arguments)))
+    conversation = Conversation(
+        open_session(ChatArgs(checkpoint_dir=str(folder), **arguments))
+    )
     for question, answer in zip(questions, expected, strict=True):
         conversation.reset()
         steps = list(conversation.answer(question, print))
         assert "".join(part.text for step in steps for part in step.parts).strip() == answer
         assert conversation.messages[-1]["content"].strip() == answer
 
-    with Server(folder, *flags, "--model_name", "m") as server, ThreadPoolExecutor(8) as threads:
+    with (
+        Server(folder, *flags, "--model_name", "m") as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
         client = server.client()
 
         def ask(question):

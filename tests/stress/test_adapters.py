@@ -20,7 +20,10 @@ def adapter(tiny, tmp_path_factory):
     """A LoRA adapter of a tiny model, with patterns."""
     method = LoRA(
         LoRAArgs(
-            r=4, targets=["q_proj", "v_proj"], rank_pattern=["v_proj=2"], alpha_pattern=["v_proj=8"]
+            r=4,
+            targets=["q_proj", "v_proj"],
+            rank_pattern=["v_proj=2"],
+            alpha_pattern=["v_proj=8"],
         )
     )
     return adapted(tiny, tmp_path_factory.mktemp("adapters") / "adapter", method)
@@ -53,7 +56,9 @@ def test_mistakes_in_adapter_configs(adapter, tiny, tmp_path, cases):
 )
 def test_expressions_that_match_for_ever(adapter, tiny, tmp_path, pattern):
     content = json.loads((adapter / CONFIG).read_text())
-    folder = with_config(adapter, tmp_path / "adapter", content | {"alpha_pattern": {pattern: 4}})
+    folder = with_config(
+        adapter, tmp_path / "adapter", content | {"alpha_pattern": {pattern: 4}}
+    )
     start = time.monotonic()
     message = failure(lambda: litft.load(folder, base_dir=tiny))
     assert message is None and time.monotonic() - start < 10

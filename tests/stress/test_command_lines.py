@@ -8,7 +8,19 @@ from litft.args.flag_types import types_of_flags
 from litft.args.parser import parse
 from litft.cli import COMMANDS
 
-NUMBERS = ["-1", "0", "1", "2147483647", "1e400", "nan", "inf", "-inf", "0.5", "1_000", "9" * 400]
+NUMBERS = [
+    "-1",
+    "0",
+    "1",
+    "2147483647",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "0.5",
+    "1_000",
+    "9" * 400,
+]
 YAML = [
     "null",
     "true",
@@ -24,7 +36,22 @@ YAML = [
     "# a",
 ]
 PATHS = ["../..", "~", "/dev/null", "*", "$HOME", "x" * 5000]
-TEXTS = ["", " ", "x", "a=b", "a=", "=", "a=1,b=2", "a,b", "\t", "é", "\U0001f600", "--", "-", "@x"]
+TEXTS = [
+    "",
+    " ",
+    "x",
+    "a=b",
+    "a=",
+    "=",
+    "a=1,b=2",
+    "a,b",
+    "\t",
+    "é",
+    "\U0001f600",
+    "--",
+    "-",
+    "@x",
+]
 WORDS = NUMBERS + YAML + PATHS + TEXTS
 
 
@@ -50,7 +77,9 @@ def command_line(flags, generator):
 
 def test_random_command_lines(cases, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    flags = {name: sorted(types_of_flags(command.args)) for name, command in COMMANDS.items()}
+    flags = {
+        name: sorted(types_of_flags(command.args)) for name, command in COMMANDS.items()
+    }
     failures = []
     for number in range(cases(60)):
         generator = random.Random(number)

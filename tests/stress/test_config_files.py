@@ -59,7 +59,9 @@ def mutated(text, generator):
         read = [
             name for name in content if name in FIELD_TYPES
         ]  # most mistakes in what litft reads
-        name = generator.choice(sorted(read if read and generator.random() < 0.9 else content))
+        name = generator.choice(
+            sorted(read if read and generator.random() < 0.9 else content)
+        )
         while isinstance(place[name], dict) and place[name] and generator.random() < 0.8:
             place = place[name]
             name = generator.choice(sorted(place))
@@ -102,7 +104,11 @@ WERE_TRACEBACKS = [
         {"moe_intermediate_size": [56, 56, 56]},
         "moe_intermediate_size must be one number",
     ),
-    ("Qwen3_5MoeTextConfig", {"num_experts": [2, 2, 2]}, "must be one whole number for all layers"),
+    (
+        "Qwen3_5MoeTextConfig",
+        {"num_experts": [2, 2, 2]},
+        "must be one whole number for all layers",
+    ),
     ("OlmoHybridConfig", {"linear_num_key_heads": 4000}, "cannot share 4000 key heads"),
     ("BambaConfig", {"mamba_n_groups": 3}, "do not divide into 3 groups"),
     ("GPTJConfig", {"n_head": 96}, "not divisible by num_attention_heads"),
@@ -113,7 +119,11 @@ WERE_TRACEBACKS = [
         {"attention_types": [[["global"], 10**9]]},
         "attention_types must be a list of pairs",
     ),
-    ("LlamaConfig", {"head_dim": 10**9}, "head_dim must be a whole number from 1 to 1,000,000"),
+    (
+        "LlamaConfig",
+        {"head_dim": 10**9},
+        "head_dim must be a whole number from 1 to 1,000,000",
+    ),
     (
         "LlamaConfig",
         {"rope_parameters": {"rope_type": ["yarn"]}},
@@ -124,7 +134,9 @@ WERE_TRACEBACKS = [
 
 @pytest.mark.parametrize(("class_name", "change", "message"), WERE_TRACEBACKS)
 def test_mistakes_that_were_tracebacks(class_name, change, message):
-    variations = [variations for name, variations in parity.ROWS.values() if name == class_name]
+    variations = [
+        variations for name, variations in parity.ROWS.values() if name == class_name
+    ]
     values = next(iter(variations[0].values())) if variations else {}
     config = getattr(transformers, class_name)(**{**parity.TINY, **values})
     with pytest.raises(ValueError, match=message):

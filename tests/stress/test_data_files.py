@@ -19,9 +19,7 @@ from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-)
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 WORDS = [
     "a",
@@ -95,10 +93,14 @@ def record(turns: list[tuple[str, str]], form: str) -> dict:
     if form == "sharegpt":
         names = {"system": "system", "user": "human", "assistant": "gpt"}
         return {
-            "conversations": [{"from": names[role], "value": content} for role, content in turns]
+            "conversations": [
+                {"from": names[role], "value": content} for role, content in turns
+            ]
         }
     contents = [content for _, content in turns]
-    names = {"question": ("question", "answer"), "instruction": ("instruction", "output")}[form]
+    names = {"question": ("question", "answer"), "instruction": ("instruction", "output")}[
+        form
+    ]
     return dict(zip(names, contents, strict=True))
 
 
@@ -181,7 +183,9 @@ def test_learned_tokens_of_random_files(tmp_path, cases):
         if compression:
             name += compression
             content = (
-                gzip.compress(content) if compression == ".gz" else zstandard.compress(content)
+                gzip.compress(content)
+                if compression == ".gz"
+                else zstandard.compress(content)
             )
         path = tmp_path / name
         path.write_bytes(content)

@@ -44,13 +44,17 @@ def damaged(content: bytes, generator: random.Random) -> bytes:
         elif kind == "gap":
             del changed[position : position + generator.randint(1, 40)]
         else:
-            changed[position:position] = changed[position : position + generator.randint(1, 40)]
+            changed[position:position] = changed[
+                position : position + generator.randint(1, 40)
+            ]
     return bytes(changed)
 
 
 def convert(path: Path, out: Path) -> str | None:
     """Return how the conversion of a file failed."""
-    return failure(lambda: read(GgufConvertArgs(checkpoint_dir=str(path), out_dir=str(out))))
+    return failure(
+        lambda: read(GgufConvertArgs(checkpoint_dir=str(path), out_dir=str(out)))
+    )
 
 
 def test_damaged_files(content, tmp_path, cases):
@@ -68,7 +72,12 @@ def test_damaged_files(content, tmp_path, cases):
 
 @pytest.mark.parametrize(
     "name",
-    ["x-00001-of-00000.gguf", "x-00000-of-00001.gguf", "x-00001-of-99999.gguf", "x-2-of-1.gguf"],
+    [
+        "x-00001-of-00000.gguf",
+        "x-00000-of-00001.gguf",
+        "x-00001-of-99999.gguf",
+        "x-2-of-1.gguf",
+    ],
 )
 def test_names_of_parts_that_do_not_exist(content, tmp_path, name):
     path = tmp_path / name

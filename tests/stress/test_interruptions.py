@@ -14,7 +14,11 @@ from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs,
 from litft.cli import run as command
 from litft.methods import LoRA
 
-EXPORTS = ("scripts/merge_lora.py", "scripts/convert_to_hf.py", "scripts/convert_to_gguf.py")
+EXPORTS = (
+    "scripts/merge_lora.py",
+    "scripts/convert_to_hf.py",
+    "scripts/convert_to_gguf.py",
+)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -29,7 +33,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def adapter(tiny, tmp_path_factory) -> Path:
     """A LoRA adapter of a tiny model."""
-    return adapted(tiny, tmp_path_factory.mktemp("adapters") / "adapter", LoRA(LoRAArgs(r=4)))
+    return adapted(
+        tiny, tmp_path_factory.mktemp("adapters") / "adapter", LoRA(LoRAArgs(r=4))
+    )
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -37,7 +43,8 @@ def adapter(tiny, tmp_path_factory) -> Path:
 def test_interrupted_exports(adapter, tmp_path, cases, name):
     """The next export into the same folder is whole, and nothing else is left."""
     script(name, "--checkpoint_dir", adapter, "--out_dir", "whole", cwd=tmp_path)
-    began = time.monotonic()  # the first process also starts the server that forks the others
+    # the first process also starts the server that forks the others
+    began = time.monotonic()
     script(name, "--checkpoint_dir", adapter, "--out_dir", "again", cwd=tmp_path)
     seconds = time.monotonic() - began
     expected = files_of(tmp_path / "whole")
@@ -76,7 +83,9 @@ def begun(tiny, examples, tmp_path_factory) -> Path:
 
 def resumed(folder: Path) -> bytes:
     """Continue a run for two steps and return its weights; raise SystemExit if it is refused."""
-    command("finetune lora", ["--resume", "--out_dir", str(folder), "--train.max_steps", "6"])
+    command(
+        "finetune lora", ["--resume", "--out_dir", str(folder), "--train.max_steps", "6"]
+    )
     return (folder / "final" / "adapter_model.safetensors").read_bytes()
 
 

@@ -46,7 +46,9 @@ async def bad(reader, writer):
 
 async def too_long(reader, writer):
     """A prompt of a million tokens."""
-    body = json.dumps({"messages": [{"role": "user", "content": "word " * 700_000}]}).encode()
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "word " * 700_000}]}
+    ).encode()
     writer.write(request_head(len(body)) + body)
     assert b" 400 " in await reader.readline()
 
@@ -148,7 +150,9 @@ def test_many_clients_get_the_answers_of_one(checkpoints, cases):
             return [(index, await answer(server, requests[index])) for index in indices]
 
         async def together(indices):
-            return await asyncio.gather(*(client(indices[number::64]) for number in range(64)))
+            return await asyncio.gather(
+                *(client(indices[number::64]) for number in range(64))
+            )
 
         expected = asyncio.run(one_by_one())
         asyncio.run(together(order[:200]))
@@ -200,7 +204,9 @@ def test_a_short_request_beside_a_long_prompt(checkpoints):
             beside.append(seconds)
         assert thread.is_alive()
         thread.join()
-    print(f"alone {statistics.median(alone):.2f} s, beside a long prompt {max(beside):.2f} s")
+    print(
+        f"alone {statistics.median(alone):.2f} s, beside a long prompt {max(beside):.2f} s"
+    )
     assert max(beside) < 3 * statistics.median(alone)
     model, tokenizer = litft.load(folder, "fp32")
     expected = [

@@ -6,11 +6,14 @@ import pytest
 
 from litft.data.chat_template import render
 
-MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}] * 3
-LOOPS = "".join(f"{{% for m{n} in messages %}}" for n in range(15)) + "x" + "{% endfor %}" * 15
-DOUBLING = (
-    "{% set s = namespace(t='abc') %}{% for n in range(60) %}{% set s.t = s.t + s.t %}{% endfor %}"
+MESSAGES = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+] * 3
+LOOPS = (
+    "".join(f"{{% for m{n} in messages %}}" for n in range(15)) + "x" + "{% endfor %}" * 15
 )
+DOUBLING = "{% set s = namespace(t='abc') %}{% for n in range(60) %}{% set s.t = s.t + s.t %}{% endfor %}"
 DOUBLED_BLOCK = "{% set s %}abc{% endset %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60
 BROKEN = {
     "a negative length": "{{ messages[0].content | truncate(-1) }}",
@@ -36,7 +39,9 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_templates(name):
     start = time.monotonic()
-    with pytest.raises(ValueError, match="the chat template cannot render this conversation"):
+    with pytest.raises(
+        ValueError, match="the chat template cannot render this conversation"
+    ):
         render(BROKEN[name], MESSAGES)
     assert time.monotonic() - start < 10
 

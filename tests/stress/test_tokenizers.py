@@ -12,7 +12,12 @@ from litft.pretrained.folder import DEMO
 from litft.pretrained.save import copy_tokenizer
 
 TEXTS = ("Hello world", "", "日本 🎉\n\n  x", "<s></s>[UNK]")
-NAMES = ("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+NAMES = (
+    "tokenizer.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 TEMPLATES = [
     {"name": "default", "template": "{{ messages[0].content }}"},
     {"name": "tool_use", "template": "tools"},
@@ -26,7 +31,11 @@ def folder(tmp_path):
     folder.mkdir()
     for name in dict.fromkeys(NAMES):
         shutil.copy(DEMO / "base" / name, folder)
-    change(folder, "tokenizer_config.json", lambda config: config | {"chat_template": TEMPLATES})
+    change(
+        folder,
+        "tokenizer_config.json",
+        lambda config: config | {"chat_template": TEMPLATES},
+    )
     return folder
 
 
@@ -40,7 +49,9 @@ def use(folder, out):
     tokenizer = Tokenizer(folder)
     for text in TEXTS:
         tokenizer.decode(tokenizer.encode(text, bos=False))
-    tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True
+    )
     tokenizer.digest()
     copy_tokenizer(tokenizer, out)
 
@@ -53,7 +64,9 @@ def test_mistakes_in_tokenizer_files(folder, tmp_path, cases):
         name = generator.choice(NAMES)
         for other, content in contents.items():
             (folder / other).write_text(content, "utf-8")
-        change(folder, name, lambda content, generator=generator: mutated(content, generator))
+        change(
+            folder, name, lambda content, generator=generator: mutated(content, generator)
+        )
         out = tmp_path / f"out{number}"
         out.mkdir()
         problem = failure(lambda out=out: use(folder, out))
@@ -81,7 +94,9 @@ def test_an_id_that_no_model_has(folder, tmp_path):
 
 def test_a_template_does_not_leave_its_folder(folder, tmp_path):
     outside = [{"name": "../../evil", "template": "x"}, *TEMPLATES]
-    change(folder, "tokenizer_config.json", lambda config: config | {"chat_template": outside})
+    change(
+        folder, "tokenizer_config.json", lambda config: config | {"chat_template": outside}
+    )
     out = tmp_path / "a" / "b"
     out.mkdir(parents=True)
     use(folder, out)

@@ -119,7 +119,11 @@ def mutated(content, generator):
             if not keys:
                 break
             key = generator.choice(keys)
-            if isinstance(place[key], dict | list) and place[key] and generator.random() < 0.7:
+            if (
+                isinstance(place[key], dict | list)
+                and place[key]
+                and generator.random() < 0.7
+            ):
                 place = place[key]
                 continue
             kind = generator.choice(("value", "value", "value", "delete", "nest", "rename"))
@@ -128,7 +132,9 @@ def mutated(content, generator):
             elif kind == "nest":
                 place[key] = {str(key): place[key]}
             elif kind == "rename" and isinstance(place, dict):
-                place[generator.choice((5, None, True, "", f"{key}s", DATE))] = place.pop(key)
+                place[generator.choice((5, None, True, "", f"{key}s", DATE))] = place.pop(
+                    key
+                )
             else:
                 place[key] = generator.choice(VALUES)
             break
@@ -170,8 +176,14 @@ HOSTILE = {
     "aliases": (BOMB, "more than 10,000 values"),
     "nested lists": (f"data: {'[' * 5000}{']' * 5000}", "no valid YAML"),
     "a number for a group": ("data: 5", "data"),
-    "binary": ("data: {template: !!binary aGk=}\ntrain: {epochs: !!binary aGk=}", "train.epochs"),
-    "an object": ("data: !!python/object/apply:os.system [touch executed]", "no valid YAML"),
+    "binary": (
+        "data: {template: !!binary aGk=}\ntrain: {epochs: !!binary aGk=}",
+        "train.epochs",
+    ),
+    "an object": (
+        "data: !!python/object/apply:os.system [touch executed]",
+        "no valid YAML",
+    ),
 }
 
 

@@ -22,7 +22,9 @@ def prepared(tiny, tmp_path):
             records.append({"prompt": f"Question {number}?", "completion": answer})
         path = write_records(tmp_path / f"{count}.jsonl", records)
         data = DataArgs(path=[str(path)])
-        return prepare_run(cls(checkpoint_dir=str(tiny), data=data, precision="fp32", **values))
+        return prepare_run(
+            cls(checkpoint_dir=str(tiny), data=data, precision="fp32", **values)
+        )
 
     return prepare
 
@@ -102,4 +104,7 @@ def test_a_batch_size_that_gives_enough_steps_is_named(prepared):
     run = prepared(count=400)
     (line,) = [line for line in advice_lines(run.setup, run.schedule) if "epochs" in line]
     batch = 4 * len(run.schedule.data.train) // 100
-    assert 1 < batch < 16 and f"--train.global_batch_size, {batch}, has about 100 steps" in line
+    assert (
+        1 < batch < 16
+        and f"--train.global_batch_size, {batch}, has about 100 steps" in line
+    )

@@ -46,7 +46,9 @@ def learner(folder, quantize=None, **lora):
 def batches(row_tokens=128, rows=1, seed=0):
     """Return the micro-batches of six samples."""
     torch.manual_seed(seed)
-    samples = [Sample(*torch.randint(512, (2, length))) for length in (30, 61, 44, 17, 80, 25)]
+    samples = [
+        Sample(*torch.randint(512, (2, length))) for length in (30, 61, 44, 17, 80, 25)
+    ]
     return BatchLayout(rows, row_tokens).batches(samples)
 
 
@@ -280,7 +282,9 @@ def test_offloading_parameters_is_bit_identical(tiny, monkeypatch, dora):
     recompute(model, "full")
     weights, fetched = model.blocks[0].weights, []
     # 7 matrices, 2 norms
-    assert [len(block_weights) for block_weights in weights.by_block] == [9] * len(model.blocks)
+    assert [len(block_weights) for block_weights in weights.by_block] == [9] * len(
+        model.blocks
+    )
 
     def check_block(block, _):
         on_device = [
@@ -290,7 +294,10 @@ def test_offloading_parameters_is_bit_identical(tiny, monkeypatch, dora):
         ]
         assert sum(on_device) == 9 and len(weights.fetched) <= 2
         fetched.append(
-            [block.number, *(number for number in weights.fetched if number != block.number)]
+            [
+                block.number,
+                *(number for number in weights.fetched if number != block.number),
+            ]
         )
 
     for block in model.blocks:
@@ -317,8 +324,12 @@ def test_offloading_parameters_is_bit_identical(tiny, monkeypatch, dora):
 
 
 def test_conflicts_with_offloading_parameters_are_reported(tiny, examples, tmp_path):
-    settings = dict(cpu_offload="parameters", compile=True, activation_checkpointing="selective")
-    problems = LoRAFinetuneArgs(train=TrainArgs(**settings), devices=2, strategy="ddp").problems()
+    settings = dict(
+        cpu_offload="parameters", compile=True, activation_checkpointing="selective"
+    )
+    problems = LoRAFinetuneArgs(
+        train=TrainArgs(**settings), devices=2, strategy="ddp"
+    ).problems()
     remedies = [
         "leave --train.compile true out",
         "leave --train.activation_checkpointing selective out",
@@ -387,7 +398,8 @@ def test_all_blocks_share_one_graph(tiny):
         for step in (batches(), batches(100, seed=3), batches(90, rows=2, seed=4)):
             gradients(model, parameters, step)
         made, _ = counts.reset()
-    assert made == 3 and not counts.breaks  # a block for one row and for several, and the loss
+    # a block for one row and for several, and the loss
+    assert made == 3 and not counts.breaks
     # x (B, T, C), of which C is then found to be constant; the tables (B, 1, T, width); the
     # documents; the loss's rows
     sizes = {name.removeprefix("L['inputs']") for graph in counts.symbols for name in graph}
@@ -432,7 +444,9 @@ def test_a_compiler_that_fails_is_not_used(tiny):
     model, parameters = learner(tiny)
     loss, _ = gradients(model, parameters, batches())
     compile_blocks(model)
-    with pytest.warns(UserWarning, match="run uncompiled, since torch.compile fails: no compiler"):
+    with pytest.warns(
+        UserWarning, match="run uncompiled, since torch.compile fails: no compiler"
+    ):
         run_uncompiled(model, "no compiler")
     assert not is_compiled(model) and gradients(model, parameters, batches())[0] == loss
 
@@ -483,7 +497,10 @@ def test_the_rotary_embedding_equals_its_products():
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_gated_activation_equals_its_product(name):
-    gate, up = torch.randn(2, 5, 9, requires_grad=True), torch.randn(2, 5, 9, requires_grad=True)
+    gate, up = (
+        torch.randn(2, 5, 9, requires_grad=True),
+        torch.randn(2, 5, 9, requires_grad=True),
+    )
     assert_same_gradients(
         _Gated.apply(gate, up, ACTIVATIONS[name]), ACTIVATIONS[name](gate) * up, [gate, up]
     )

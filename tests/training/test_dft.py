@@ -34,7 +34,9 @@ def test_the_gradient_is_that_of_the_formula(tiny, head):
     losses = F.cross_entropy(
         logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="none"
     )
-    probabilities = torch.where(batch.targets.flatten() == -100, 0.0, (-losses).exp().detach())
+    probabilities = torch.where(
+        batch.targets.flatten() == -100, 0.0, (-losses).exp().detach()
+    )
     (losses * probabilities).sum().div(totals.tokens).backward()
     expected = {name: parameter.grad for name, parameter in parameters.items()}
 
@@ -74,8 +76,22 @@ def test_a_run_reports_the_cross_entropy(tiny, tmp_path, capsys):
     losses = {}
     for objective in ("sft", "dft"):
         folder = tmp_path / objective
-        words = ["--checkpoint_dir", str(tiny), "--data.path", str(data), "--out_dir", str(folder)]
-        words += ["--objective", objective, "--train.max_steps", "2", "--data.val_fraction", "0.2"]
+        words = [
+            "--checkpoint_dir",
+            str(tiny),
+            "--data.path",
+            str(data),
+            "--out_dir",
+            str(folder),
+        ]
+        words += [
+            "--objective",
+            objective,
+            "--train.max_steps",
+            "2",
+            "--data.val_fraction",
+            "0.2",
+        ]
         run("finetune lora", words)
         rows = list(csv.DictReader((folder / "metrics.csv").open()))
         losses[objective] = [
@@ -83,7 +99,9 @@ def test_a_run_reports_the_cross_entropy(tiny, tmp_path, capsys):
         ]
     assert losses["sft"][0] == losses["dft"][0] and losses["sft"][-1] != losses["dft"][-1]
     upload = UploadArgs(
-        checkpoint_dir=str(tmp_path / "dft" / "final"), repo_id="me/mine", base_model="me/base"
+        checkpoint_dir=str(tmp_path / "dft" / "final"),
+        repo_id="me/mine",
+        base_model="me/base",
     )
     card = model_card(card_info(resolve(upload.checkpoint_dir), upload))
     assert "with DFT ([2508.05629]" in card

@@ -10,7 +10,15 @@ from shutil import copytree, rmtree
 
 import pytest
 import torch
-from conftest import STORIES, adapted, copy_tokenizer, kill_after, rows_of, script, write_records
+from conftest import (
+    STORIES,
+    adapted,
+    copy_tokenizer,
+    kill_after,
+    rows_of,
+    script,
+    write_records,
+)
 from safetensors.torch import load_file, save_file
 from sentencepiece import sentencepiece_model_pb2
 from torch import nn
@@ -145,7 +153,11 @@ def test_few_tokens_give_the_divergence_of_their_events(beta):
             events.append(torch.cat([own, 1 - own.sum(1, keepdim=True)], 1).log())
         few = divergence(*events, beta)
         how = Distillation(
-            TeacherTargets(ids, events[1], torch.ones(9) > 0), 0.0, 1.0, beta=beta, temperature=1.0
+            TeacherTargets(ids, events[1], torch.ones(9) > 0),
+            0.0,
+            1.0,
+            beta=beta,
+            temperature=1.0,
         )
         sums = summed_losses(student, torch.zeros(9, dtype=torch.int64), how)
         assert float(sums[2]) == pytest.approx(float(few.sum()), rel=1e-6)
@@ -289,9 +301,13 @@ def test_what_the_teacher_says_is_its_own_forward_pass(flags, tmp_path):
         )
     # a second run of the same folder reads the file alone
     size = sum(path.stat().st_size for path in (tmp_path / "a" / "reference").iterdir())
-    again = trainer_of(replace(flags, resume=True, distill=DistillArgs(top_k=16)), tmp_path / "a")
+    again = trainer_of(
+        replace(flags, resume=True, distill=DistillArgs(top_k=16)), tmp_path / "a"
+    )
     assert again.own_answers is None
-    assert size == sum(path.stat().st_size for path in (tmp_path / "a" / "reference").iterdir())
+    assert size == sum(
+        path.stat().st_size for path in (tmp_path / "a" / "reference").iterdir()
+    )
 
 
 def test_gradients_do_not_depend_on_the_layout(flags, tmp_path):
@@ -339,7 +355,9 @@ def test_own_answers_depend_on_their_place_alone(flags, tmp_path):
 
 def test_a_killed_run_ends_the_same(flags, tmp_path):
     """kill -9 within the teacher's pass, and in the middle of a step."""
-    whole = replace(flags, train=replace(flags.train, max_steps=5), save=SaveArgs(interval=1))
+    whole = replace(
+        flags, train=replace(flags.train, max_steps=5), save=SaveArgs(interval=1)
+    )
     run_finetuning(replace(whole, out_dir=str(tmp_path / "whole")))
     config = tmp_path / "whole" / "config.yaml"
     killed = tmp_path / "killed"
@@ -365,14 +383,23 @@ def test_a_killed_run_ends_the_same(flags, tmp_path):
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes_learn_as_one(flags, tmp_path, strategy):
-    args = replace(flags, train=replace(flags.train, max_steps=3), save=SaveArgs(interval=0))
+    args = replace(
+        flags, train=replace(flags.train, max_steps=3), save=SaveArgs(interval=0)
+    )
     run_finetuning(replace(args, out_dir=str(tmp_path / "one")))
     config = tmp_path / "one" / "config.yaml"
     two = ["--out_dir", tmp_path / "two", "--devices", "2", "--strategy", strategy]
     script("finetune/lora.py", "--config", config, *two, cwd=tmp_path)
     rows = [rows_of(tmp_path / name) for name in ("one", "two")]
     exact = {"own_answers", "completion_tokens", "tokens"}
-    near = {"loss", "divergence", "cross_entropy", "grad_norm", "val_loss", "val_divergence"}
+    near = {
+        "loss",
+        "divergence",
+        "cross_entropy",
+        "grad_norm",
+        "val_loss",
+        "val_divergence",
+    }
     assert len(rows[0]) == len(rows[1])
     for one, other in zip(*rows, strict=True):
         assert one.keys() == other.keys()
@@ -420,7 +447,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(flags, models, tmp_path):
     pieces = vocabulary.pieces
     pieces[400].piece, pieces[401].piece = pieces[401].piece, pieces[400].piece
     (other / "tokenizer.model").write_bytes(vocabulary.SerializeToString())
-    with pytest.raises(ValueError, match=r"its vocabulary differs from the student's: .* is token"):
+    with pytest.raises(
+        ValueError, match=r"its vocabulary differs from the student's: .* is token"
+    ):
         prepare_run(replace(flags, teacher=str(other)))
 
 
@@ -445,7 +474,9 @@ def test_a_checkpoint_is_converted_without_its_teacher(flags, models, tmp_path):
     rmtree(teacher)
     step = tmp_path / "run" / "checkpoints" / "step-000002"
     out = tmp_path / "out"
-    script("scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", out, cwd=tmp_path)
+    script(
+        "scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", out, cwd=tmp_path
+    )
     assert list(out.glob("*.safetensors"))
 
 
@@ -482,11 +513,15 @@ def test_a_step_may_have_no_answer_of_its_own(flags, tmp_path):
     """Nor a label: then the cross-entropy has no value."""
     distill = replace(flags.distill, on_policy=0.1)
     train = replace(flags.train, max_steps=6, global_batch_size=1)
-    run_finetuning(replace(flags, distill=distill, train=train, out_dir=str(tmp_path / "run")))
+    run_finetuning(
+        replace(flags, distill=distill, train=train, out_dir=str(tmp_path / "run"))
+    )
     rows = [row for row in rows_of(tmp_path / "run") if "own_answers" in row]
     assert 0.0 in {row["own_answers"] for row in rows}
     distill = replace(flags.distill, on_policy=1.0)
-    run_finetuning(replace(flags, distill=distill, train=train, out_dir=str(tmp_path / "own")))
+    run_finetuning(
+        replace(flags, distill=distill, train=train, out_dir=str(tmp_path / "own"))
+    )
     rows = [row for row in rows_of(tmp_path / "own") if "own_answers" in row]
     assert rows and all("cross_entropy" not in row for row in rows)
 
@@ -512,9 +547,13 @@ def test_what_a_teacher_cannot_judge_is_refused(flags, make_model, tmp_path):
 
     _, short = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=16)
     copy_tokenizer(STORIES, short)
-    with pytest.raises(ValueError, match="reads at most 16 tokens, and examples have up to"):
+    with pytest.raises(
+        ValueError, match="reads at most 16 tokens, and examples have up to"
+    ):
         prepare_run(replace(flags, teacher=str(short)))
-    write_records(tmp_path / "texts.jsonl", [{"text": f"once upon a time {n}"} for n in range(20)])
+    write_records(
+        tmp_path / "texts.jsonl", [{"text": f"once upon a time {n}"} for n in range(20)]
+    )
     texts = replace(flags.data, path=[str(tmp_path / "texts.jsonl")])
     with pytest.raises(ValueError, match="the examples have no questions"):
         prepare_run(replace(flags, data=texts))
@@ -529,7 +568,9 @@ def test_own_answers_have_tokens_of_the_teacher_alone(flags, make_model, tmp_pat
     distill = replace(flags.distill, on_policy=1.0)
     args = replace(flags, checkpoint_dir=str(padded), distill=distill)
     trainer = trainer_of(args, tmp_path / "a")
-    own, _ = trainer.own_answers.replaced(0, trainer.batches.step(0), trainer.schedule.layout)
+    own, _ = trainer.own_answers.replaced(
+        0, trainer.batches.step(0), trainer.schedule.layout
+    )
     assert max(int(sample.tokens.max()) for sample in own) < 512
 
 

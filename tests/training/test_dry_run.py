@@ -33,7 +33,14 @@ def data(tmp_path_factory):
 
 
 def test_a_dry_run_shows_everything_and_writes_nothing(tiny, data, tmp_path):
-    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", data, "--dry_run"]
+    command = [
+        "finetune/lora.py",
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        data,
+        "--dry_run",
+    ]
     done = script(
         *command, "--data.val_fraction", "0.1", "--data.max_seq_length", "128", cwd=tmp_path
     )
@@ -74,7 +81,10 @@ def test_a_run_prints_its_data_and_memory(tiny, data, tmp_path):
         "2",
     ]
     text = script(*command, cwd=tmp_path).stdout
-    assert "42 records (alpaca 40, messages 2)" in text and "6 skipped: the answer is empty" in text
+    assert (
+        "42 records (alpaca 40, messages 2)" in text
+        and "6 skipped: the answer is empty" in text
+    )
     assert "packed into rows of at most 256 tokens" in text and "MiB at its peak" in text
 
 
@@ -106,7 +116,9 @@ def test_a_terminal_gets_colour_and_a_file_gets_marks(tiny, data, tmp_path):
     [
         ("alpaca_2k.json", "2,000 records (alpaca)"),
         pytest.param("gsm8k_500.jsonl", "500 records (question)", marks=pytest.mark.slow),
-        pytest.param("messages_500.jsonl", "500 records (messages)", marks=pytest.mark.slow),
+        pytest.param(
+            "messages_500.jsonl", "500 records (messages)", marks=pytest.mark.slow
+        ),
         ("tool_calls_300.json", "300 records (sharegpt)"),
         pytest.param("samsum_1400.jsonl", "1,400 records (prompt)", marks=pytest.mark.slow),
         pytest.param("sharegpt_500.json", "500 records (sharegpt)", marks=pytest.mark.slow),
@@ -149,7 +161,9 @@ def test_all_findings_are_written_to_a_file(tiny, tmp_path):
     done = script(*command, "--findings", "findings.jsonl", cwd=tmp_path)
     assert "25 findings are in findings.jsonl" in done.stderr
     assert "all of them: prepare_data --findings FILE" in done.stdout
-    found = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()
+    ]
     copies = []
     empty = []
     for finding in found:
@@ -189,8 +203,12 @@ def test_template_tokens_that_the_tokenizer_lacks_are_reported(tiny, data, tmp_p
         "chatml",
     ]
     text = script(*command, cwd=tmp_path).stdout
-    assert "has no token for the template's <|im_start|>,<|im_end|>; --data.new_tokens" in text
-    text = script(*command, "--data.new_tokens", "<|im_start|>,<|im_end|>", cwd=tmp_path).stdout
+    assert (
+        "has no token for the template's <|im_start|>,<|im_end|>; --data.new_tokens" in text
+    )
+    text = script(
+        *command, "--data.new_tokens", "<|im_start|>,<|im_end|>", cwd=tmp_path
+    ).stdout
     assert "does not know" not in text
 
 
@@ -198,8 +216,17 @@ def test_new_tokens_that_no_example_has_are_reported(tiny, tmp_path):
     """Such as two tokens that are separated by a space instead of a comma."""
     records = [{"prompt": f"<q> {n}", "completion": "once <a>"} for n in range(20)]
     path = write_records(tmp_path / "a.jsonl", records)
-    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", path, "--dry_run"]
-    warning = "warning: no example has the new {}, so nothing trains it; commas separate tokens"
+    command = [
+        "finetune/lora.py",
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        path,
+        "--dry_run",
+    ]
+    warning = (
+        "warning: no example has the new {}, so nothing trains it; commas separate tokens"
+    )
     done = script(*command, "--data.new_tokens", "<q> <a>,<q>", cwd=tmp_path)
     assert warning.format("'<q> <a>'") in done.stdout
     # one that the vocabulary has, and that is no special token
@@ -210,7 +237,14 @@ def test_new_tokens_that_no_example_has_are_reported(tiny, tmp_path):
 def test_duplicates_of_validation_samples_are_reported(tiny, tmp_path):
     write_records(tmp_path / "train.json", RECORDS)
     write_records(tmp_path / "val.json", RECORDS[3:6])
-    flags = ["--checkpoint_dir", tiny, "--data.path", "train.json", "--data.val_path", "val.json"]
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        "train.json",
+        "--data.val_path",
+        "val.json",
+    ]
     text = script("scripts/prepare_data.py", *flags, cwd=tmp_path).stdout
     assert "warning: 3 training examples are also in the validation set" in text
 
@@ -235,7 +269,9 @@ def test_several_paths_and_other_columns_on_the_command_line(tiny, tmp_path):
         "0",
         "--dry_run",
     ]
-    text = script("finetune/lora.py", *flags, "--train.global_batch_size", "4", cwd=tmp_path).stdout
+    text = script(
+        "finetune/lora.py", *flags, "--train.global_batch_size", "4", cwd=tmp_path
+    ).stdout
     assert "a.json: 5 records (alpaca)" in text and "b.jsonl: 5 records (question)" in text
     # 2 x 5 + 5 / 2 examples
     assert "10 training and 0 validation examples; 3 steps of 4, 1 epochs of 12" in text
@@ -256,7 +292,12 @@ def test_a_data_set_from_the_hub(tiny, tmp_path):
     )
     for words in (["owner/name", "--data.split", "train_sft"], ["owner/name:train_sft"]):
         done = script(
-            *command, *words, "--data.val_path", "owner/name:test_sft", cwd=tmp_path, env=env
+            *command,
+            *words,
+            "--data.val_path",
+            "owner/name:test_sft",
+            cwd=tmp_path,
+            env=env,
         )
         assert (
             "owner/name, train_sft: 7 records" in done.stdout
@@ -268,7 +309,13 @@ def test_a_data_set_from_the_hub(tiny, tmp_path):
         in done.stderr
     )
     done = script(
-        *command, "owner/name", "--data.val_path", "owner/name", cwd=tmp_path, env=env, code=2
+        *command,
+        "owner/name",
+        "--data.val_path",
+        "owner/name",
+        cwd=tmp_path,
+        env=env,
+        code=2,
     )
     assert (
         "--data.val_path owner/name: no such file; for a data set on the hub, name its split"
@@ -277,10 +324,15 @@ def test_a_data_set_from_the_hub(tiny, tmp_path):
     done = script(*command, "owner/name,owner/name:validation", cwd=tmp_path, env=env)
     # not both trained on and validated
     assert "held out" not in done.stdout and "13 records" not in done.stdout
-    done = script(*command, "data.json", "--data.split", "train_sft", cwd=tmp_path, env=env, code=2)
+    done = script(
+        *command, "data.json", "--data.split", "train_sft", cwd=tmp_path, env=env, code=2
+    )
     assert "--data.split train_sft: no --data.path is a data set on the hub" in done.stderr
     done = script(*command, "owner/other", cwd=tmp_path, env=env, code=2)
-    assert "owner/other is not a local file or folder, and not a data set on the hub" in done.stderr
+    assert (
+        "owner/other is not a local file or folder, and not a data set on the hub"
+        in done.stderr
+    )
 
 
 HUB = """
@@ -304,7 +356,13 @@ DatasetInfo(features=rows.features, splits=splits, **values).write_to_directory(
 
 
 def test_a_plan_needs_only_a_config(tmp_path):
-    command = ["scripts/plan.py", "--checkpoint_dir", config_folder("llama-3-8b"), "--chip", "H100"]
+    command = [
+        "scripts/plan.py",
+        "--checkpoint_dir",
+        config_folder("llama-3-8b"),
+        "--chip",
+        "H100",
+    ]
     text = script(*command, cwd=tmp_path).stdout
     assert "8,030,261,248 parameters; lora trains 83,886,080 (1.04%)" in text
     assert "weights 15.2" in text and "minutes at 40% of its peak" in text
@@ -331,7 +389,9 @@ def test_a_plan_needs_only_a_config(tmp_path):
     assert "full fine-tuning changes every weight" in done.stderr
 
 
-@pytest.mark.parametrize("layout", [BatchLayout(4), BatchLayout(1, 100), BatchLayout(3, 60, 2)])
+@pytest.mark.parametrize(
+    "layout", [BatchLayout(4), BatchLayout(1, 100), BatchLayout(3, 60, 2)]
+)
 def test_the_largest_micro_batch_of_a_run_is_found(layout):
     """Compare with all micro-batches of all steps."""
     generator = np.random.default_rng(0)
@@ -349,26 +409,42 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
         for start in range(0, 2 * len(lengths), size):
             indices = np.array(order.indices(start, min(start + size, 2 * len(lengths))))
             batches = layout.plan(lengths[indices].tolist())
-            max_slots = max(max_slots, *(num_slots(lengths[indices], rows) for rows in batches))
+            max_slots = max(
+                max_slots, *(num_slots(lengths[indices], rows) for rows in batches)
+            )
             max_targets = max(
                 max_targets,
-                *(sum(samples.supervised[indices[row]].sum() for row in rows) for rows in batches),
+                *(
+                    sum(samples.supervised[indices[row]].sum() for row in rows)
+                    for rows in batches
+                ),
             )
             counts.append(len(batches) // layout.ranks)
         assert num_slots(lengths, largest.rows) == max_slots
-        assert largest.max_targets == max_targets and largest.accumulates == (max(counts) > 1)
+        assert largest.max_targets == max_targets and largest.accumulates == (
+            max(counts) > 1
+        )
 
 
 def test_the_largest_micro_batch_is_tried_at_step_1(tiny, tmp_path):
     """One of thirty examples is forty times as long and comes late, but memory peaks at the first
     step."""
-    records = [{"instruction": "a", "output": "b" * (2 if n != 7 else 1500)} for n in range(30)]
+    records = [
+        {"instruction": "a", "output": "b" * (2 if n != 7 else 1500)} for n in range(30)
+    ]
     write_records(tmp_path / "a.json", records)
     config = Path(shutil.copytree(tiny, tmp_path / "model")) / "config.json"
     config.write_text(
         json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048})
     )
-    flags = ["--checkpoint_dir", "model", "--data.path", "a.json", "--data.val_fraction", "0"]
+    flags = [
+        "--checkpoint_dir",
+        "model",
+        "--data.path",
+        "a.json",
+        "--data.val_fraction",
+        "0",
+    ]
     flags += ["--data.max_seq_length", "1600"]
     flags += ["--train.global_batch_size", "1", "--train.epochs", "1", "--out_dir", "run"]
     script("finetune/full.py", *flags, cwd=tmp_path)
@@ -406,7 +482,11 @@ def test_a_run_of_many_samples_resumes_quickly(tiny, tmp_path, cases):
         f"{count:,} samples: {first_seconds:.0f} s at first, {resumed_seconds:.1f} s when resumed, "
         "interpreter and all"
     )
-    assert f"{count:,} records" in text and "all 2 steps are done" in text and resumed_seconds < 15
+    assert (
+        f"{count:,} records" in text
+        and "all 2 steps are done" in text
+        and resumed_seconds < 15
+    )
 
 
 FEW = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(6)]
@@ -414,7 +494,15 @@ FEW = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(6)]
 
 def test_a_step_of_far_more_examples_than_there_are_is_refused(tiny, tmp_path):
     path = write_records(tmp_path / "few.jsonl", FEW)
-    words = ["--checkpoint_dir", tiny, "--data.path", path, "--data.val_fraction", "0", "--dry_run"]
+    words = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        path,
+        "--data.val_fraction",
+        "0",
+        "--dry_run",
+    ]
     words += ["--train.max_steps", "1", "--train.global_batch_size", "60000"]
     done = script("finetune/lora.py", *words, cwd=tmp_path, code=2)
     assert (
@@ -450,11 +538,13 @@ def test_no_rate_is_advised_for_few_examples(tiny, tmp_path, command, flags):
     done = script(f"finetune/{command}.py", *words, cwd=tmp_path)
     assert "warning: --train.warmup_steps 500 is more than the run's 2 steps" in done.stdout
     assert "too few to learn much" in done.stdout
-    assert "note: --train.decay_fraction 0.5 has no effect: only --train.lr_schedule wsd" in (
-        done.stdout
+    assert (
+        "note: --train.decay_fraction 0.5 has no effect: only --train.lr_schedule wsd"
+        in (done.stdout)
     )
-    assert "note: --data.date 2026-11-21 has no effect: the chat template prints no date" in (
-        done.stdout
+    assert (
+        "note: --data.date 2026-11-21 has no effect: the chat template prints no date"
+        in (done.stdout)
     )
     assert "try --train.epochs 20 --train.global_batch_size 4\n" in done.stdout
     assert "nothing is held out for validation: --data.val_fraction is 0" in done.stdout

@@ -12,7 +12,9 @@ from conftest import ENV, ROOT
 
 STEPS = ROOT / "tests" / "gpu" / "fake_cuda" / "steps.py"
 pytestmark = [
-    pytest.mark.skipif(torch.version.cuda is not None, reason="fake CUDA is for torch's CPU build"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="fake CUDA is for torch's CPU build"
+    ),
     pytest.mark.skipif(shutil.which("g++") is None, reason="fake CUDA is built with g++"),
 ]
 
@@ -37,6 +39,7 @@ def test_steps_of_every_family_and_every_way(report):
 @pytest.mark.slow
 def test_a_gpu_without_bf16_computes_in_fp16_and_says_so(report):
     assert (
-        "Tesla T4 has no bf16 arithmetic (compute capability 7.5): precision auto is fp16" in report
+        "Tesla T4 has no bf16 arithmetic (compute capability 7.5): precision auto is fp16"
+        in report
     )
     assert len(re.findall(r"^passed in .* on an old GPU$", report, re.MULTILINE)) == 5

@@ -29,14 +29,18 @@ METHODS = {
     "adapter": AdapterFinetuneArgs(adapter=AdapterArgs(start_layer=1)),
     "adapter_v2": AdapterV2FinetuneArgs(),
 }
-VARIATIONS = [(family, variation) for family, (_, rows) in ROWS.items() for variation in rows]
+VARIATIONS = [
+    (family, variation) for family, (_, rows) in ROWS.items() for variation in rows
+]
 # in turn, so that every kind of network meets every method, and LoRA is tried most often
 TURN = ("lora", "full", "lora", "adapter", "lora", "adapter_v2")
 CASES = [(row, TURN[number % len(TURN)]) for number, row in enumerate(VARIATIONS)]
 # its files name the model `backbone`, transformers' class `model`, which shows in the names of an
 # adapter
 CASES += [
-    (row, "lora") for row in VARIATIONS if row[0] == "nemotron_h" and (row, "lora") not in CASES
+    (row, "lora")
+    for row in VARIATIONS
+    if row[0] == "nemotron_h" and (row, "lora") not in CASES
 ]
 
 
@@ -80,12 +84,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 )
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.halved
-def test_every_family_with_every_method(folders, tmp_path, capsys, family, variation, method):
+def test_every_family_with_every_method(
+    folders, tmp_path, capsys, family, variation, method
+):
     folder = folders(family, variation)
     attends = [layer.attention for layer in resolve(folder).config.layers]
     if method != "adapter" or any(attends[2:]):  # the layers that have a prefix by default
         assert (
-            plan_on_paper(PlanArgs(str(folder), method, max_seq_length=16)).fit.plan.memory.peak > 0
+            plan_on_paper(
+                PlanArgs(str(folder), method, max_seq_length=16)
+            ).fit.plan.memory.peak
+            > 0
         )
     if method == "adapter" and not any(attends):
         pytest.skip("there is no attention to add a prefix to")

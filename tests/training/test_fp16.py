@@ -55,7 +55,9 @@ def updates():
     made.fabric = SimpleNamespace(global_rank=0, device=torch.device("cpu"))
     made.args = SimpleNamespace(
         seed=1,
-        train=SimpleNamespace(optimizer_in_backward=False, max_grad_norm=0.0, skip_nan=False),
+        train=SimpleNamespace(
+            optimizer_in_backward=False, max_grad_norm=0.0, skip_nan=False
+        ),
     )
     made.objective = SimpleNamespace(updates=1)
     made.trained = {"weight": weight}
@@ -79,7 +81,9 @@ def test_updates_that_overflow_are_left_out_by_torchs_rule(updates):
     expected = weight.detach().clone().requires_grad_()
     plain = torch.optim.SGD([expected], lr=0.5)
     model = torch.nn.Module()
-    for number, gradient in enumerate([1.0, float("inf"), 2.0, 1.0, 1.0, float("nan"), 3.0]):
+    for number, gradient in enumerate(
+        [1.0, float("inf"), 2.0, 1.0, 1.0, float("nan"), 3.0]
+    ):
 
         def backward(*_, gradient=gradient):
             weight.grad = torch.full((3,), gradient) * made.scaler.scale(torch.ones(()))
@@ -148,7 +152,15 @@ def test_a_run_whose_gradients_always_overflow_ends(updates):
 
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tiny, examples, tmp_path):
-    flags = ["--checkpoint_dir", tiny, "--data.path", examples, *FLAGS, "--precision", "fp16"]
+    flags = [
+        "--checkpoint_dir",
+        tiny,
+        "--data.path",
+        examples,
+        *FLAGS,
+        "--precision",
+        "fp16",
+    ]
     flags += ["--train.max_steps", "24", "--train.learning_rate", "0.01"]
     script("finetune/lora.py", *flags, "--out_dir", "whole", cwd=tmp_path)
     killed = tmp_path / "killed"
@@ -173,7 +185,9 @@ def test_killed_and_resumed_equals_uninterrupted(tiny, examples, tmp_path):
         ((6, 1), True, "fp32"),
     ],
 )
-def test_precision_follows_the_compute_capability(monkeypatch, capability, in_range, expected):
+def test_precision_follows_the_compute_capability(
+    monkeypatch, capability, in_range, expected
+):
     """A T4 says that it has bf16, which it emulates."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla")
@@ -187,7 +201,11 @@ def test_precision_follows_the_compute_capability(monkeypatch, capability, in_ra
     else:
         assert f"precision auto is {expected}" in note
         assert ("does not suit this model" in note) == (not in_range)
-    full = devices.pick_full_precision("auto", device, 10, in_range) if expected != "bf16" else None
+    full = (
+        devices.pick_full_precision("auto", device, 10, in_range)
+        if expected != "bf16"
+        else None
+    )
     assert full in (None, expected)
 
 
@@ -200,10 +218,20 @@ def test_models_and_flags_that_do_not_work_in_fp16(tiny, examples, make_model, t
     assert not fits_fp16(read_config(json.loads((gemma / "config.json").read_text())))
 
     def message(kind, folder, *flags):
-        words = ["--checkpoint_dir", folder, "--data.path", examples, "--precision", "fp16", *flags]
+        words = [
+            "--checkpoint_dir",
+            folder,
+            "--data.path",
+            examples,
+            "--precision",
+            "fp16",
+            *flags,
+        ]
         return script(f"finetune/{kind}.py", *words, cwd=tmp_path, code=2).stderr
 
-    assert "activations of gemma3_text models are beyond the range" in message("lora", gemma)
+    assert "activations of gemma3_text models are beyond the range" in message(
+        "lora", gemma
+    )
     in_backward = ["--train.optimizer_in_backward", "--train.max_grad_norm", "0"]
     in_backward += ["--train.global_batch_size", "4", "--train.micro_batch_size", "4"]
     assert "before all gradients are known" in message("full", tiny, *in_backward)

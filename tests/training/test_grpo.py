@@ -70,7 +70,9 @@ def test_ratio_and_clip_of_two_tokens_by_hand():
         objective = GRPO(GrpoArgs(updates=2), [])
         (batch,) = BatchLayout(1).batches([completion(2, advantage, old)])
         network.zero_grad()
-        values = objective(network, batch, objective.totals([completion(2, advantage, old)]))
+        values = objective(
+            network, batch, objective.totals([completion(2, advantage, old)])
+        )
         values[0].backward()
         assert values[0].item() == pytest.approx(expected)
         assert values[2].item() == pytest.approx(clipped)
@@ -91,7 +93,8 @@ def test_advantages():
         ],
         "leave_one_out": [[-1.5, 0, 1.5], [0, 0, 0], [-4, 0, 4]],
         "batch": [
-            [x / (everything + 1e-4) for x in row] for row in [[-1, 0, 1], [0, 0, 0], [-2, 0, 2]]
+            [x / (everything + 1e-4) for x in row]
+            for row in [[-1, 0, 1], [0, 0, 0], [-2, 0, 2]]
         ],
     }
     for kind, rows in expected.items():
@@ -100,7 +103,10 @@ def test_advantages():
     # in one group no completion is rated, in the other one is
     unrated = torch.tensor([[NAN, NAN], [NAN, 3.0]])
     for kind in expected:
-        assert GRPO(GrpoArgs(advantages=kind), []).advantages(unrated).tolist() == [[0, 0], [0, 0]]
+        assert GRPO(GrpoArgs(advantages=kind), []).advantages(unrated).tolist() == [
+            [0, 0],
+            [0, 0],
+        ]
 
 
 def test_advantages_do_not_depend_on_the_order_of_prompts():
@@ -175,7 +181,9 @@ def trainer_of(args: LoRAFinetuneArgs, folder: Path) -> Trainer:
 def test_a_run_learns_and_records_it(flags, tmp_path):
     args = replace(flags, out_dir=str(tmp_path / "run"))
     evaluation = replace(args.eval, max_new_tokens=8)
-    result = run_finetuning(replace(args, train=replace(args.train, max_steps=12), eval=evaluation))
+    result = run_finetuning(
+        replace(args, train=replace(args.train, max_steps=12), eval=evaluation)
+    )
     rows = [row for row in rows_of(tmp_path / "run") if "reward" in row]
     assert len(rows) == 12
     first, last = (sum(row["reward"] for row in part) for part in (rows[:3], rows[-3:]))
@@ -183,7 +191,9 @@ def test_a_run_learns_and_records_it(flags, tmp_path):
     # the completions of one prompt at each validation, with their rewards
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     rated = [item for item in map(json.loads, lines) if "reward" in item]
-    assert len(rated) == 4 * len([row for row in rows_of(tmp_path / "run") if "val_reward" in row])
+    assert len(rated) == 4 * len(
+        [row for row in rows_of(tmp_path / "run") if "val_reward" in row]
+    )
     assert len({item["prompt"] for item in rated}) == 1
     assert len({item["answer"] for item in rated}) > 4
     assert "reward 0." in (tmp_path / "run" / "report.html").read_text()
@@ -203,7 +213,9 @@ def test_a_run_learns_and_records_it(flags, tmp_path):
         assert mean_of(parts["reward"]) == pytest.approx(row["val_reward"])
     (text,) = run_dir.verdict_texts(tmp_path / "run")
     assert "reward +" in text
-    assert result is not None and (result.folder / "final" / "adapter_config.json").is_file()
+    assert (
+        result is not None and (result.folder / "final" / "adapter_config.json").is_file()
+    )
 
 
 def test_the_demo_is_known_by_its_name(tmp_path):
@@ -269,7 +281,9 @@ def test_groups_with_one_reward_are_drawn_again(flags, tmp_path):
     first = rollouts.rate("step 0", prompts)
 
     def tokens(rated, place: int) -> list[list[int]]:
-        return [completion.tokens for completion in rated.completions[4 * place : 4 * place + 4]]
+        return [
+            completion.tokens for completion in rated.completions[4 * place : 4 * place + 4]
+        ]
 
     # a reward that is one for all but the second prompt, until the second attempt
     calls = []
@@ -467,7 +481,9 @@ def test_a_second_update_has_other_ratios(flags, tmp_path):
 def test_masked_completions_have_no_target(flags, tmp_path):
     args = replace(flags, grpo=replace(flags.grpo, max_new_tokens=2, mask_truncated=True))
     trainer = trainer_of(args, tmp_path / "a")
-    samples, facts = trainer.rollouts.collect(0, trainer.batches.step(0), trainer.schedule.layout)
+    samples, facts = trainer.rollouts.collect(
+        0, trainer.batches.step(0), trainer.schedule.layout
+    )
     trainer.rollouts.close()
     assert facts["truncated"] > 0
     masked = [sample for sample in samples if not sample.supervised]

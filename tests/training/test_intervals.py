@@ -44,7 +44,9 @@ def test_a_short_run_without_a_validation_set_answers_only_at_its_ends():
 def test_the_flags_decide_where_they_are_given():
     fixed = LoRAFinetuneArgs(eval=EvalArgs(interval=7), save=SaveArgs(interval=4))
     assert validation_interval(fixed, 300, cost=1.0, has_losses=True) == 7
-    assert [step for step in range(1, 13) if checkpoint_is_due(fixed, step, 300, seconds=1e6)] == [
+    assert [
+        step for step in range(1, 13) if checkpoint_is_due(fixed, step, 300, seconds=1e6)
+    ] == [
         4,
         8,
         12,

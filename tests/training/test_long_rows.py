@@ -34,7 +34,9 @@ NETWORKS = {
         ("short convolution", "full"),
     ],
 )
-def test_a_long_row_is_on_the_line_of_shorter_ones(network, recomputed, tmp_path, monkeypatch):
+def test_a_long_row_is_on_the_line_of_shorter_ones(
+    network, recomputed, tmp_path, monkeypatch
+):
     name, special = NETWORKS[network]
     getattr(transformers, name)(**SIZES | special).save_pretrained(tmp_path)
     args = PlanArgs(checkpoint_dir=str(tmp_path))

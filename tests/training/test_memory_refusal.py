@@ -32,7 +32,11 @@ def large_model(tmp_path_factory) -> Path:
     )
     (folder / "config.json").write_text(json.dumps(config))
     copy_tokenizer(STORIES, folder)
-    sizes = {"model.embed_tokens": (128256, 4096), "model.norm": (4096,), "lm_head": (128256, 4096)}
+    sizes = {
+        "model.embed_tokens": (128256, 4096),
+        "model.norm": (4096,),
+        "lm_head": (128256, 4096),
+    }
     for layer in range(32):
         prefix = f"model.layers.{layer}."
         for name in ("q", "o"):
@@ -49,7 +53,11 @@ def large_model(tmp_path_factory) -> Path:
     for name, shape in sizes.items():
         start = end
         end += 2 * torch.Size(shape).numel()
-        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        header[f"{name}.weight"] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -70,12 +78,16 @@ def test_full_fine_tuning_of_8b_without_a_gpu_is_refused(large_model, examples, 
     ]
     start = time.monotonic()
     done = subprocess.run(
-        [*command, "--accelerator", "cpu"], cwd=tmp_path, env=ENV, capture_output=True, text=True
+        [*command, "--accelerator", "cpu"],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and time.monotonic() - start < 60, done.stderr
-    assert "the run needs 1" in done.stderr and "GiB, and this machine has" in done.stderr, (
-        done.stderr
-    )
+    assert (
+        "the run needs 1" in done.stderr and "GiB, and this machine has" in done.stderr
+    ), done.stderr
     assert "most of it is for" in done.stderr
     for remedy in (
         "finetune/lora.py saves about",
@@ -87,7 +99,8 @@ def test_full_fine_tuning_of_8b_without_a_gpu_is_refused(large_model, examples, 
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param("finetune/lora.py", marks=pytest.mark.slow), "generate/base.py"]
+    "command",
+    [pytest.param("finetune/lora.py", marks=pytest.mark.slow), "generate/base.py"],
 )
 def test_a_limit_of_the_address_space_is_named(large_model, examples, tmp_path, command):
     """The weights cannot be mapped into memory."""
@@ -116,7 +129,7 @@ def test_a_limit_of_the_address_space_is_named(large_model, examples, tmp_path, 
         text=True,
     )
     assert done.returncode == 2, done.stderr
-    assert "error: not enough memory" in done.stderr and "5.7 GiB (ulimit -v)" in done.stderr, (
-        done.stderr
-    )
+    assert (
+        "error: not enough memory" in done.stderr and "5.7 GiB (ulimit -v)" in done.stderr
+    ), done.stderr
     assert "Traceback" not in done.stderr

@@ -39,14 +39,18 @@ METHODS = {
 
 def rows_of(run):
     with (run / "metrics.csv").open() as file:
-        return [{k: v for k, v in row.items() if k not in TIMED} for row in csv.DictReader(file)]
+        return [
+            {k: v for k, v in row.items() if k not in TIMED} for row in csv.DictReader(file)
+        ]
 
 
 def files_of(folder):
     """Return every file's content, without the record of the base model in adapter_config.json."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     if config := files.get("adapter_config.json"):
-        files["adapter_config.json"] = {k: v for k, v in json.loads(config).items() if k != "litft"}
+        files["adapter_config.json"] = {
+            k: v for k, v in json.loads(config).items() if k != "litft"
+        }
     return files
 
 
@@ -119,7 +123,9 @@ def test_training_continues_from_an_adapter(tiny, examples, tmp_path, method):
     )
     assert "training continues from this adapter" in done.stdout
     first, second = rows_of(tmp_path / "first"), rows_of(tmp_path / "second")
-    assert float(second[0]["val_loss"]) == pytest.approx(float(first[-1]["val_loss"]), rel=1e-5)
+    assert float(second[0]["val_loss"]) == pytest.approx(
+        float(first[-1]["val_loss"]), rel=1e-5
+    )
     other = "adapter" if method == "lora" else "lora"
     stderr = script(
         f"finetune/{other}.py", "--checkpoint_dir", "first", *flags, cwd=tmp_path, code=2
@@ -134,11 +140,15 @@ def test_training_continues_from_an_adapter(tiny, examples, tmp_path, method):
     stderr = script(
         f"finetune/{method}.py", "--checkpoint_dir", "first", *flags, cwd=tmp_path, code=2
     ).stderr
-    assert "--data.new_tokens '<time>': an adapter goes on with the tokens that it has" in stderr
+    assert (
+        "--data.new_tokens '<time>': an adapter goes on with the tokens that it has"
+        in stderr
+    )
 
 
 @pytest.mark.parametrize(
-    "method", ["lora", *(pytest.param(m, marks=pytest.mark.slow) for m in ("full", "adapter"))]
+    "method",
+    ["lora", *(pytest.param(m, marks=pytest.mark.slow) for m in ("full", "adapter"))],
 )
 def test_new_tokens(tiny, examples, tmp_path, method):
     """They are single tokens in training, in the folder and in transformers.
@@ -155,7 +165,9 @@ def test_new_tokens(tiny, examples, tmp_path, method):
         "--out_dir",
         "run",
     ]
-    script(f"finetune/{method}.py", *flags, "--data.new_tokens", "once upon,<x>", cwd=tmp_path)
+    script(
+        f"finetune/{method}.py", *flags, "--data.new_tokens", "once upon,<x>", cwd=tmp_path
+    )
     model, tokenizer = litft.load(tmp_path / "run")
     ids = tokenizer.encode("say once upon a <x>time", bos=False)
     assert {512, 513} <= set(ids)
@@ -190,7 +202,12 @@ def test_new_tokens(tiny, examples, tmp_path, method):
         assert [tuple(tensor.shape) for tensor in rows] == [(2, 32)] * 2
     if method == "lora":
         script(
-            "scripts/merge_lora.py", "--checkpoint_dir", "run", "--out_dir", "merged", cwd=tmp_path
+            "scripts/merge_lora.py",
+            "--checkpoint_dir",
+            "run",
+            "--out_dir",
+            "merged",
+            cwd=tmp_path,
         )
         final = tmp_path / "merged"
     if method != "adapter":
@@ -280,7 +297,9 @@ def test_a_full_run_equals_plain_training(tiny, examples, tmp_path):
     assert [float(row["loss"]) for row in rows_of(tmp_path / "run")] == pytest.approx(
         losses, abs=1e-4
     )
-    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype="float32")
+    tuned = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "final", dtype="float32"
+    )
     for parameter, expected in zip(tuned.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=0, atol=2e-3)
 

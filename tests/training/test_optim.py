@@ -18,7 +18,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW
 
 import litft
-from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
+from litft.args import (
+    AdapterV2Args,
+    DataArgs,
+    EvalArgs,
+    FullFinetuneArgs,
+    LoRAArgs,
+    TrainArgs,
+)
 from litft.commands.finetune import prepare_run
 from litft.methods import AdapterV2, Full, LoRA
 from litft.model.norm import Norm
@@ -64,7 +71,9 @@ def displacement(folder, precision, make=make_optimizer):
     method.attach(model)
     method.set_compute_dtype(model, precision)
     parameters = method.parameters(model)
-    before = {name: p.detach().float().clone() for name, p in parameters.items() if p.dim() == 2}
+    before = {
+        name: p.detach().float().clone() for name, p in parameters.items() if p.dim() == 2
+    }
     optimizer = make(TrainArgs(), method, parameters)
     set_learning_rate(optimizer, 1e-6)
     torch.manual_seed(0)
@@ -73,7 +82,9 @@ def displacement(folder, precision, make=make_optimizer):
         (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: parameters[name].detach().float() - value for name, value in before.items()}
+    return {
+        name: parameters[name].detach().float() - value for name, value in before.items()
+    }
 
 
 def projections(changes, expected):
@@ -91,7 +102,9 @@ def test_bf16_weights_lose_no_updates(folder):
     updates."""
 
     def plain(args, method, parameters):
-        optimizer = torch.optim.AdamW(parameters.values(), betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            parameters.values(), betas=(0.9, 0.95), weight_decay=0.0
+        )
         optimizer.param_groups[0]["factor"] = 1.0
         return optimizer
 
@@ -102,7 +115,9 @@ def test_bf16_weights_lose_no_updates(folder):
         assert all(0.95 <= fraction <= 1.05 for fraction in fractions.values()), fractions
     nearest_fractions = projections(displacement(folder, "bf16-true", plain), expected)
     print("nearest", min(nearest_fractions.values()), max(nearest_fractions.values()))
-    assert all(abs(fraction) < 0.2 for fraction in nearest_fractions.values()), nearest_fractions
+    assert all(abs(fraction) < 0.2 for fraction in nearest_fractions.values()), (
+        nearest_fractions
+    )
 
 
 def test_stochastic_rounding_is_unbiased():
@@ -130,7 +145,9 @@ def test_stochastic_rounding_equals_adamw_for_fp32_weights():
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(*weights)
-    assert {tensor.dtype for tensor in optimizers[1].state[weights[1]].values()} == {torch.float32}
+    assert {tensor.dtype for tensor in optimizers[1].state[weights[1]].values()} == {
+        torch.float32
+    }
 
 
 def test_rates_and_decay_by_kind(tiny):
@@ -154,24 +171,32 @@ def test_rates_and_decay_by_kind(tiny):
 
 
 def test_vectors_of_stacked_experts_do_not_decay(make_model):
-    _, folder = make_model(transformers.Qwen3MoeConfig, **ROWS["qwen3_moe"][1]["renormalized"])
+    _, folder = make_model(
+        transformers.Qwen3MoeConfig, **ROWS["qwen3_moe"][1]["renormalized"]
+    )
     source, method = resolve(folder), AdapterV2(AdapterV2Args())
     method.select_targets(source.meta_model(), source.adapter_rules)
     model = base_model(source)
     method.attach(model)
     parameters = method.parameters(model)
-    assert any(p.dim() == 2 for name, p in parameters.items() if name.endswith(".adapter_scale"))
+    assert any(
+        p.dim() == 2 for name, p in parameters.items() if name.endswith(".adapter_scale")
+    )
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
     decayed = {
-        id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]
+        id(p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if group["weight_decay"]
     }
-    assert {name.rpartition(".")[2] for name, p in parameters.items() if id(p) in decayed} == {
-        "adaption_prompt"
-    }
+    assert {
+        name.rpartition(".")[2] for name, p in parameters.items() if id(p) in decayed
+    } == {"adaption_prompt"}
 
 
 @pytest.mark.parametrize(
-    "family, variation", [("cohere", "q/k norms, biases"), ("stablelm", "q/k norms, biases")]
+    "family, variation",
+    [("cohere", "q/k norms, biases"), ("stablelm", "q/k norms, biases")],
 )
 def test_norm_weights_with_two_dimensions_do_not_decay(make_model, family, variation):
     """Norm weights per head have two dimensions, but do not decay and are not stepped by Muon."""
@@ -179,15 +204,24 @@ def test_norm_weights_with_two_dimensions_do_not_decay(make_model, family, varia
     model, method, parameters = trainable(
         make_model(getattr(transformers, kind), **variations[variation])[1]
     )
-    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Norm)}
+    norms = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, Norm)
+    }
     norms &= parameters.keys()
     assert any(parameters[name].dim() == 2 for name in norms)
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
     decayed = {
-        id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]
+        id(p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if group["weight_decay"]
     }
     assert {
-        name for name, p in parameters.items() if id(p) not in decayed and not name.endswith("bias")
+        name
+        for name, p in parameters.items()
+        if id(p) not in decayed and not name.endswith("bias")
     } == norms
     assert not any(is_hidden(name, parameters[name]) for name in norms)
 
@@ -254,11 +288,15 @@ def test_moments_have_the_given_settings(tiny, name):
         )
 
     default, actual = with_settings(), with_settings(**settings)
-    has_moments = [key for key in default if name != "muon" or not is_hidden(key, default[key])]
+    has_moments = [
+        key for key in default if name != "muon" or not is_hidden(key, default[key])
+    ]
     assert all(not torch.equal(default[key], actual[key]) for key in has_moments)
     if name == "adamw":
         expected = trained(
-            lambda _, parameters: AdamW(parameters.values(), lr=0.1, weight_decay=0.0, **settings)
+            lambda _, parameters: AdamW(
+                parameters.values(), lr=0.1, weight_decay=0.0, **settings
+            )
         )
         for key, p in expected.items():
             torch.testing.assert_close(actual[key], p, rtol=1e-6, atol=1e-7, msg=key)
@@ -308,10 +346,14 @@ def test_adafactor_equals_torchs(tiny):
     results = []
     for make in (Adafactor, torch.optim.Adafactor):
         model, _, parameters = trainable(tiny)
-        optimizer = make([{"params": [*parameters.values()], "factor": 1.0}], weight_decay=0.1)
+        optimizer = make(
+            [{"params": [*parameters.values()], "factor": 1.0}], weight_decay=0.1
+        )
         train_steps(model, optimizer, 4, rate=3e-2)
         states = [
-            value for state in optimizer.state_dict()["state"].values() for value in state.items()
+            value
+            for state in optimizer.state_dict()["state"].values()
+            for value in state.items()
         ]
         results.append([*((name, p.detach()) for name, p in parameters.items()), *states])
     for (name, value), (expected_name, expected) in zip(*results, strict=True):
@@ -373,11 +415,19 @@ def test_8_bit_moments_follow_32_bit_moments(tiny):
         model, method, parameters = trainable(tiny)
         before = {key: p.detach().clone() for key, p in parameters.items()}
         train_steps(model, optimizer_of(name, method, parameters), 30)
-        changes[name] = {key: parameters[key].detach() - value for key, value in before.items()}
-    for name, bound in (("paged_adamw", 0.99999), ("adamw_8bit", 0.98), ("paged_adamw_8bit", 0.98)):
+        changes[name] = {
+            key: parameters[key].detach() - value for key, value in before.items()
+        }
+    for name, bound in (
+        ("paged_adamw", 0.99999),
+        ("adamw_8bit", 0.98),
+        ("paged_adamw_8bit", 0.98),
+    ):
         for key, change in changes["adamw"].items():
             assert (
-                torch.cosine_similarity(changes[name][key].flatten(), change.flatten(), dim=0)
+                torch.cosine_similarity(
+                    changes[name][key].flatten(), change.flatten(), dim=0
+                )
                 > bound
             ), (name, key)
 
@@ -392,7 +442,9 @@ def test_the_plan_counts_the_optimizer_state(tiny, name):
         tensor.data_ptr(): tensor.nbytes
         for p in parameters.values()
         for kind, tensor in optimizer.state[p].items()
-        if kind != "step" and not kind.startswith("qmap") and isinstance(tensor, torch.Tensor)
+        if kind != "step"
+        and not kind.startswith("qmap")
+        and isinstance(tensor, torch.Tensor)
     }
     expected = sum(OPTIMIZERS[name].state_bytes(key, p) for key, p in parameters.items())
     assert expected == pytest.approx(sum(tensors.values()), rel=0.01)
@@ -405,7 +457,9 @@ def test_every_optimizer_resumes_bit_identically(tiny, tmp_path, name, precision
         pytest.skip("refused")
     fabric = Fabric(accelerator="cpu", devices=1)
     model, method, parameters = trainable(tiny, precision)
-    model, optimizer = fabric.setup(model, optimizer_of(name, method, parameters, weight_decay=0.1))
+    model, optimizer = fabric.setup(
+        model, optimizer_of(name, method, parameters, weight_decay=0.1)
+    )
     losses = train_steps(model, optimizer, 3)
     run_checkpoints.Saver(tmp_path, True, None).begin(
         3, parameters, optimizer, PROGRESS, lambda: None, in_background=False
@@ -413,7 +467,9 @@ def test_every_optimizer_resumes_bit_identically(tiny, tmp_path, name, precision
     losses += train_steps(model, optimizer, 3, first=3)
     resumed_model, method, restored = trainable(tiny, precision)
     resumed_optimizer = optimizer_of(name, method, restored, weight_decay=0.1)
-    progress, damaged = run_checkpoints.restore_newest(tmp_path, {}, restored, resumed_optimizer)
+    progress, damaged = run_checkpoints.restore_newest(
+        tmp_path, {}, restored, resumed_optimizer
+    )
     assert progress["step"] == 3 and not damaged
     resumed_model, resumed_optimizer = fabric.setup(resumed_model, resumed_optimizer)
     assert train_steps(resumed_model, resumed_optimizer, 3, first=3) == losses[3:]
@@ -426,7 +482,9 @@ def test_every_optimizer_resumes_bit_identically(tiny, tmp_path, name, precision
                 else None
             )
             assert (
-                value == resumed_optimizer.state[restored[key]][kind] if same is None else same
+                value == resumed_optimizer.state[restored[key]][kind]
+                if same is None
+                else same
             ), (key, kind)
 
 
@@ -445,7 +503,13 @@ def test_a_sharded_parameter_resumes_bit_identically(mesh):
     def make_learner():
         torch.manual_seed(0)
         weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)]))
-        group = {"params": [weight], "lr": 0.01, "factor": 1.0, "weight_decay": 0.0, "hidden": True}
+        group = {
+            "params": [weight],
+            "lr": 0.01,
+            "factor": 1.0,
+            "weight_decay": 0.0,
+            "hidden": True,
+        }
         return weight, StochasticRounding([group], OPTIMIZERS["paged_adamw"].make)
 
     def step(weight, optimizer, number):
@@ -464,7 +528,9 @@ def test_a_sharded_parameter_resumes_bit_identically(mesh):
             if isinstance(value, torch.Tensor):
                 restored_optimizer.state[restored][kind].copy_(value)
     run_checkpoints._set_scalars(
-        run_checkpoints._scalars({"w": original}, optimizer), {"w": restored}, restored_optimizer
+        run_checkpoints._scalars({"w": original}, optimizer),
+        {"w": restored},
+        restored_optimizer,
     )
     for weight, its_optimizer in ((original, optimizer), (restored, restored_optimizer)):
         step(weight, its_optimizer, 5)
@@ -542,7 +608,9 @@ def test_stepping_in_the_backward_pass_equals_stepping_after_it(
         rows[name + " weights"] = tensors
     for a, b in zip(rows["after"], rows["within"], strict=True):
         for column in {"loss", "grad_norm"} & a.keys():
-            assert a[column] == pytest.approx(b[column], rel=1e-5 if precision == "fp32" else 5e-2)
+            assert a[column] == pytest.approx(
+                b[column], rel=1e-5 if precision == "fp32" else 5e-2
+            )
     if precision == "fp32":
         for name, tensor in rows["after weights"].items():
             assert torch.equal(tensor, rows["within weights"][name]), name
@@ -568,7 +636,10 @@ def test_conflicts_with_optimizer_in_backward_are_reported(tiny, examples, tmp_p
 def in_backward(tiny, path, **train):
     """Arguments of a run that steps each weight in the backward pass."""
     settings = dict(
-        optimizer_in_backward=True, max_grad_norm=0.0, micro_batch_size=1, global_batch_size=4
+        optimizer_in_backward=True,
+        max_grad_norm=0.0,
+        micro_batch_size=1,
+        global_batch_size=4,
     )
     return FullFinetuneArgs(
         checkpoint_dir=str(tiny),
@@ -601,7 +672,9 @@ def step_of_longest_example(args):
     without_flag = replace(args, train=replace(args.train, optimizer_in_backward=False))
     schedule = prepare_run(without_flag).schedule
     longest = int(schedule.data.train.lengths.argmax())
-    return next(step for step in range(schedule.steps) if longest in schedule.step_indices(step))
+    return next(
+        step for step in range(schedule.steps) if longest in schedule.step_indices(step)
+    )
 
 
 def test_the_memory_probe_discards_gradients(tiny, examples, tmp_path, monkeypatch):

@@ -84,7 +84,9 @@ def test_flops_of_experts(make_model):
     factors = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * 3 * (32 + 24))
     expected = 4 * linears + 6 * factors + 4 * 32 * 96 + 12 * 32
     assert (
-        Flops(model)([Sample(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))])
+        Flops(model)(
+            [Sample(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))]
+        )
         == expected
     )
 
@@ -126,13 +128,31 @@ CASES = {
     "LoRA, fp32": ("smollm2-135m", 2, LORA, "fp32", Shape(1, 1024)),
     "LoRA, two chunks of logits": ("smollm2-135m", 2, LORA, "bf16", Shape(1, 2048, True)),
     "full, fp32": ("smollm2-135m", 2, FullFinetuneArgs(), "fp32", Shape(1, 2048)),
-    "full, fp32 masters": ("smollm2-135m", 2, FullFinetuneArgs(), "bf16", Shape(1, 2048, True)),
-    "full, bf16 weights": ("qwen3-0.6b", 2, FullFinetuneArgs(), "bf16-true", Shape(1, 2048)),
+    "full, fp32 masters": (
+        "smollm2-135m",
+        2,
+        FullFinetuneArgs(),
+        "bf16",
+        Shape(1, 2048, True),
+    ),
+    "full, bf16 weights": (
+        "qwen3-0.6b",
+        2,
+        FullFinetuneArgs(),
+        "bf16-true",
+        Shape(1, 2048),
+    ),
     "LoRA, fp16": ("smollm2-135m", 2, LORA, "fp16", Shape(1, 1024, True)),
     "full, fp16": ("smollm2-135m", 2, FullFinetuneArgs(), "fp16", Shape(1, 1024)),
     "LoRA on a Llama 3": ("llama-3-8b", 2, LORA, "bf16", Shape(1, 2048)),
     "LLaMA-Adapter": ("llama-3.2-1b", 4, AdapterFinetuneArgs(), "fp32", Shape(2, 512)),
-    "LLaMA-Adapter v2": ("tinyllama-1.1b", 4, AdapterV2FinetuneArgs(), "bf16", Shape(2, 1024)),
+    "LLaMA-Adapter v2": (
+        "tinyllama-1.1b",
+        4,
+        AdapterV2FinetuneArgs(),
+        "bf16",
+        Shape(2, 1024),
+    ),
     "soft caps and windows": ("gemma-2-2b", 2, LORA, "bf16", Shape(1, 1024)),
     "dropout, a parallel block": ("phi-2", 2, DROPOUT, "bf16", Shape(2, 1024)),
     "DoRA": ("pythia-6.9b", 2, DORA, "bf16", Shape(1, 1024)),
@@ -198,7 +218,9 @@ def test_planned_memory_matches_training_steps(monkeypatch, case, recomputed):
     monkeypatch.setattr(activation_checkpointing, "PIECE_TOKENS", 300)
     name, layers, args, precision, shape = CASES[case]
     source = resolve(config_folder(name))
-    source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
+    source = replace(
+        source, config=replace(source.config, layers=source.config.layers[:layers])
+    )
     method = method_of(args)
     method.select_targets(source.meta_model(), source.adapter_rules)
     planned = predict(
@@ -217,19 +239,27 @@ def test_planned_memory_matches_training_steps(monkeypatch, case, recomputed):
     [
         pytest.param(LoRAFinetuneArgs(), "none", id="lora", marks=pytest.mark.slow),
         pytest.param(FullFinetuneArgs(), "full", id="full", marks=pytest.mark.slow),
-        pytest.param(AdapterV2FinetuneArgs(), "none", id="adapter_v2", marks=pytest.mark.slow),
+        pytest.param(
+            AdapterV2FinetuneArgs(), "none", id="adapter_v2", marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.weekly
 def test_planned_memory_matches_real_tensors(checkpoints, args, recomputed):
     """Within 3 % on a small model that is trained with real tensors."""
-    source, method, shape = resolve(checkpoints["stories15M"]), method_of(args), Shape(2, 200, True)
+    source, method, shape = (
+        resolve(checkpoints["stories15M"]),
+        method_of(args),
+        Shape(2, 200, True),
+    )
     method.select_targets(source.meta_model(), source.adapter_rules)
     planned = predict(
         source, method, "fp32", "none", shape, recomputed=recomputed, device="cpu"
     ).memory.peak
-    expected = tracked_peak(source, method, args.train, "fp32", shape, recomputed, nullcontext)
+    expected = tracked_peak(
+        source, method, args.train, "fp32", shape, recomputed, nullcontext
+    )
     print(
         f"{planned / 2**20:,.1f} MiB predicted, {expected / 2**20:,.1f} tracked, "
         f"{planned / expected - 1:+.2%}"
@@ -290,7 +320,9 @@ def test_memory_of_large_micro_batches_of_a_parallel_block(layers):
         resolve(config_folder("phi-2")),
         LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"])),
     )
-    source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
+    source = replace(
+        source, config=replace(source.config, layers=source.config.layers[:layers])
+    )
     method, shape = method_of(args), Shape(4, 2048)
     method.select_targets(source.meta_model(), source.adapter_rules)
     planned = predict(source, method, "bf16", "none", shape, device="cpu").memory.peak
@@ -306,7 +338,10 @@ def test_every_optimizer_in_backward_has_a_plan(tiny, optimizer):
     method.select_targets(source.meta_model(), source.adapter_rules)
     for precision in ("fp32", "bf16-true") if optimizer != "schedule_free" else ("fp32",):
         values = dict(optimizer=optimizer, in_backward=True)
-        assert predict(source, method, precision, "none", Shape(1, 8), **values).memory.peak > 0
+        assert (
+            predict(source, method, precision, "none", Shape(1, 8), **values).memory.peak
+            > 0
+        )
 
 
 LARGE = "llama-3-8b"
@@ -337,7 +372,9 @@ def test_printed_parts_add_up_to_the_peak(values):
 def first_layers(layers):
     """Return a large model's source with only its first `layers` layers."""
     source = resolve(config_folder(LARGE))
-    return replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
+    return replace(
+        source, config=replace(source.config, layers=source.config.layers[:layers])
+    )
 
 
 @pytest.mark.parametrize("device, mlp_mib", [("cuda", 128), ("cpu", 112)])
@@ -354,7 +391,9 @@ def test_pinned_weights_take_powers_of_two(device, mlp_mib):
 def test_offloaded_memory_is_planned_on_the_host():
     source, method = first_layers(4), method_of(FullFinetuneArgs())
     cases = dict(
-        stays={}, paged=dict(optimizer="paged_adamw"), offloaded=dict(cpu_offload="activations")
+        stays={},
+        paged=dict(optimizer="paged_adamw"),
+        offloaded=dict(cpu_offload="activations"),
     )
     cases |= dict(sharded=dict(shards=2), waiting=dict(shards=2, cpu_offload="parameters"))
     plans = {
@@ -367,12 +406,16 @@ def test_offloaded_memory_is_planned_on_the_host():
     )
     # of four blocks; two of them are on the GPU
     assert plans["offloaded"].host == plans["stays"].activations
-    assert plans["stays"].activations == pytest.approx(2 * plans["offloaded"].activations, rel=0.02)
+    assert plans["stays"].activations == pytest.approx(
+        2 * plans["offloaded"].activations, rel=0.02
+    )
     on_host, sharded = plans["waiting"], plans["sharded"]
     assert (on_host.weights, on_host.gradients, on_host.optimizer) == (0, 0, 0)
     assert on_host.host == sharded.weights + sharded.gradients + sharded.optimizer
     rounded = [
-        predict(source, method, "bf16-true", "none", Shape(4, 512), shards=n).memory.stepping
+        predict(
+            source, method, "bf16-true", "none", Shape(4, 512), shards=n
+        ).memory.stepping
         for n in (1, 2)
     ]
     assert rounded[0] == 2 * rounded[1] > 0
@@ -394,7 +437,9 @@ def test_discarded_gradients_need_no_memory(tiny):
 def test_rounding_in_the_backward_pass_is_planned(tiny):
     """A bf16 weight is stepped as fp32 while its block's backward pass runs."""
     source, method = resolve(tiny), method_of(FullFinetuneArgs())
-    memory = predict(source, method, "bf16-true", "none", Shape(1, 8), in_backward=True).memory
+    memory = predict(
+        source, method, "bf16-true", "none", Shape(1, 8), in_backward=True
+    ).memory
     largest = max(parameter.numel() for parameter in source.meta_model().parameters())
     assert memory.backward >= ROUNDING_BYTES * largest
 
@@ -414,7 +459,9 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(tiny, capsys):
     args = PlanArgs(checkpoint_dir=str(tiny), budget="96MiB", longest=True, quantize="nf4")
     print_longest(args)
     printed = capsys.readouterr().out
-    longest = int(re.search(r"fits into 96MiB: ([\d,]+) tokens", printed)[1].replace(",", ""))
+    longest = int(
+        re.search(r"fits into 96MiB: ([\d,]+) tokens", printed)[1].replace(",", "")
+    )
     assert "--quantize nf4 --train.cpu_offload activations" in printed
     assert "(the model reads at most 256)" in printed
     source, method = model_and_method(args)
@@ -442,7 +489,9 @@ def test_a_budget_offloads_activations_where_nothing_else_fits(tiny):
     source, method = model_and_method(args)
     make_plan = planner(args, source, method, 16384)
     without = min(make_plan(1, kind, "nf4", "none").memory.peak for kind in OF_BLOCKS)
-    with_offload = min(make_plan(1, kind, "nf4", "activations").memory.peak for kind in OF_BLOCKS)
+    with_offload = min(
+        make_plan(1, kind, "nf4", "activations").memory.peak for kind in OF_BLOCKS
+    )
     assert with_offload < without
     between = (without + with_offload) // 2
     size = f"{between / USABLE_FRACTION / 2**20:.2f}MiB"
@@ -491,7 +540,8 @@ def test_a_budget_selects_the_fastest_settings(tmp_path):
             for name, value in settings.items()
         }
         stdout = plan_script(
-            tmp_path, *(word for name, value in settings.items() for word in (f"--{name}", value))
+            tmp_path,
+            *(word for name, value in settings.items() for word in (f"--{name}", value)),
         ).stdout
         assert (
             float(re.search(r"memory: ([\d.]+) GiB", stdout)[1])
@@ -510,7 +560,8 @@ def test_a_budget_selects_the_fastest_settings(tmp_path):
     stderr = plan_script(tmp_path, "--budget", "3GiB", code=2).stderr
     assert "this needs at least" in stderr and "--train.cpu_offload parameters" in stderr
     assert (
-        "expected a size such as 24GiB" in plan_script(tmp_path, "--budget", "lots", code=2).stderr
+        "expected a size such as 24GiB"
+        in plan_script(tmp_path, "--budget", "lots", code=2).stderr
     )
 
 
@@ -519,7 +570,9 @@ def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeyp
     """With `--train.micro_batch_size auto` it also takes as many rows as fit."""
     train = TrainArgs(micro_batch_size="auto", global_batch_size=32)
     args = LoRAFinetuneArgs(
-        checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)], packing=False), train=train
+        checkpoint_dir=str(tiny),
+        data=DataArgs(path=[str(examples)], packing=False),
+        train=train,
     )
     source = resolve(tiny)
     setup = resolve_setup(args, source)
@@ -550,7 +603,8 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
     model = base_model(source, "fp32", "cpu", kind)
     total = sum(
         {
-            p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()
+            p.untyped_storage()._cdata: p.untyped_storage().nbytes()
+            for p in model.parameters()
         }.values()
     )
     for module in model.modules():
@@ -605,7 +659,9 @@ def test_a_frozen_parameter_has_no_gradient_in_the_plan(tiny):
     method.select_targets(source.meta_model(), source.adapter_rules)
     unfrozen = predict(source, method, "fp32", "none", Shape(1, 64))
     method.frozen = {
-        name for name in method.parameters(attached(source, method)) if name.startswith("blocks.0.")
+        name
+        for name in method.parameters(attached(source, method))
+        if name.startswith("blocks.0.")
     }
     frozen = predict(source, method, "fp32", "none", Shape(1, 64))
     assert (

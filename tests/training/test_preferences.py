@@ -64,7 +64,9 @@ def pair(
     lengths: tuple[int, int], supervised: tuple[int, int], reference: tuple[float, float]
 ) -> Sample:
     targets = [
-        torch.cat((torch.full((length - count,), IGNORED), torch.ones(count, dtype=torch.int64)))
+        torch.cat(
+            (torch.full((length - count,), IGNORED), torch.ones(count, dtype=torch.int64))
+        )
         for length, count in zip(lengths, supervised, strict=True)
     ]
     return Sample(
@@ -98,7 +100,9 @@ def expected_loss(name: str) -> float:
     chosen, rejected = (-1.4, -0.4), (-2.1, -2.1)
     counts, references = ((2, 3), (1, 1)), ((-2.0, -4.0), (-0.5, -1.5))
     total = 0.0
-    for c, r, (n_c, n_r), (ref_c, ref_r) in zip(chosen, rejected, counts, references, strict=True):
+    for c, r, (n_c, n_r), (ref_c, ref_r) in zip(
+        chosen, rejected, counts, references, strict=True
+    ):
         if name == "dpo":
             h = 0.4 * ((c - ref_c) - (r - ref_r))
             total += -0.9 * math.log(sigmoid(h)) - 0.1 * math.log(sigmoid(-h))
@@ -127,7 +131,9 @@ def test_a_pairs_loss_equals_the_closed_form_and_finite_differences(name):
     assert scores["chosen_logp"] == pytest.approx(-0.9) and scores[
         "rejected_logp"
     ] == pytest.approx(-2.1)
-    assert scores["margin"] == pytest.approx(scores["chosen_reward"] - scores["rejected_reward"])
+    assert scores["margin"] == pytest.approx(
+        scores["chosen_reward"] - scores["rejected_reward"]
+    )
 
 
 def _at(objective, losses, batch, totals):
@@ -166,9 +172,13 @@ def test_ktos_loss_equals_the_closed_form():
         0.7 * (1 - sigmoid(0.4 * (kl - ratios[1]))),
         1.5 * (1 - sigmoid(0.4 * (ratios[2] - kl))),
     ]
-    assert float(values[0]) == pytest.approx(sum(losses) / 3 + 0.2 * (1.4 + 1.8) / 5, rel=1e-6)
+    assert float(values[0]) == pytest.approx(
+        sum(losses) / 3 + 0.2 * (1.4 + 1.8) / 5, rel=1e-6
+    )
     scores = dict(zip(objective.scores, values[1:].tolist(), strict=True))
-    assert scores["chosen_reward"] == pytest.approx(0.4 * (ratios[0] + ratios[2]) / 2, rel=1e-6)
+    assert scores["chosen_reward"] == pytest.approx(
+        0.4 * (ratios[0] + ratios[2]) / 2, rel=1e-6
+    )
     assert scores["rejected_reward"] == pytest.approx(0.4 * ratios[1], rel=1e-6)
     assert scores["kl"] == pytest.approx(kl) and scores["accuracy"] == 1
     objective.before_step(OneProcess(), Given([1.5, 1.9, 1.7]), samples, BatchLayout(8))
@@ -196,9 +206,16 @@ def pairs(tmp_path_factory) -> Path:
 
 
 def flags(
-    base: Path, data: Path, out: Path, kind=LoRAFinetuneArgs, objective: str = "dpo", **values
+    base: Path,
+    data: Path,
+    out: Path,
+    kind=LoRAFinetuneArgs,
+    objective: str = "dpo",
+    **values,
 ):
-    train = dict(max_steps=4, global_batch_size=8, learning_rate=5e-3) | values.pop("train", {})
+    train = dict(max_steps=4, global_batch_size=8, learning_rate=5e-3) | values.pop(
+        "train", {}
+    )
     return kind(
         checkpoint_dir=str(base),
         out_dir=str(out),
@@ -241,7 +258,9 @@ METHODS = [
     ("kind", "values"), METHODS, ids=lambda value: getattr(value, "__name__", "")
 )
 @pytest.mark.halved
-def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path, kind, values):
+def test_the_reference_is_the_frozen_start_of_every_method(
+    tiny, pairs, tmp_path, kind, values
+):
     args = flags(tiny, pairs, tmp_path / "run", kind, **values)
     run_finetuning(args)
     data, model = prepare_run(args).schedule.data, litft.load(tiny, precision="fp32")[0]
@@ -252,7 +271,8 @@ def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path
             assert actual == pytest.approx(plain_log_probs(model, samples[index]), rel=1e-6)
     rows = rows_of(tmp_path / "run")
     assert (
-        rows[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[0]["val_margin"] == 0
+        rows[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        and rows[0]["val_margin"] == 0
     )
     assert rows[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
@@ -272,7 +292,9 @@ def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(tiny, pairs, t
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 @pytest.mark.halved
-def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tmp_path, quantize):
+def test_the_reference_of_a_quantized_base_is_the_quantized_base(
+    tiny, pairs, tmp_path, quantize
+):
     args = flags(tiny, pairs, tmp_path / "run", quantize=quantize)
     run_finetuning(args)
     assert rows_of(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -287,9 +309,7 @@ def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tm
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes_learn_as_one(tiny, pairs, tmp_path, strategy):
     """Also with labels, whose KL divergence is that of the global batch."""
-    common = (
-        f"--checkpoint_dir {tiny} --data.path {pairs} --data.val_fraction 0.2 --train.max_steps 3 "
-    )
+    common = f"--checkpoint_dir {tiny} --data.path {pairs} --data.val_fraction 0.2 --train.max_steps 3 "
     common += (
         "--train.global_batch_size 6 --eval.interval 2 --eval.max_new_tokens 0 "
         "--train.learning_rate 0.005"
@@ -327,7 +347,8 @@ def test_two_processes_learn_as_one(tiny, pairs, tmp_path, strategy):
 
 
 @pytest.mark.parametrize(
-    "objective", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))]
+    "objective",
+    ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))],
 )
 def test_an_interrupted_run_equals_an_uninterrupted_one(tiny, pairs, tmp_path, objective):
     common = [
@@ -347,7 +368,13 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(tiny, pairs, tmp_path, o
     common += "--save.interval 2 --train.learning_rate 0.005".split()
     script("finetune/lora.py", *common, "--out_dir", "whole", cwd=tmp_path)
     kill_after(
-        2, tmp_path / "killed", "finetune/lora.py", *common, "--out_dir", "killed", cwd=tmp_path
+        2,
+        tmp_path / "killed",
+        "finetune/lora.py",
+        *common,
+        "--out_dir",
+        "killed",
+        cwd=tmp_path,
     )
     # what was lost is computed with the weights of the start
     for path in (tmp_path / "killed" / FOLDER).glob("train-*"):
@@ -408,7 +435,8 @@ def test_a_run_killed_within_the_reference_resumes_it(tiny, pairs, tmp_path, mon
     resumed = file.rows()
     assert len(resumed) == len(rows) and file.path.stat().st_size == len(stored)
     assert (
-        np.array_equal(resumed["values"][:10], marked) and len(set(resumed["index"].tolist())) == 32
+        np.array_equal(resumed["values"][:10], marked)
+        and len(set(resumed["index"].tolist())) == 32
     )
 
 
@@ -431,7 +459,9 @@ def test_kill_9_within_the_reference_pass(checkpoints, tmp_path):
         "--out_dir",
         "run",
     ]
-    common += "--train.max_steps 60 --train.global_batch_size 8 --eval.max_new_tokens 0".split()
+    common += (
+        "--train.max_steps 60 --train.global_batch_size 8 --eval.max_new_tokens 0".split()
+    )
     process = start("finetune/lora.py", *common, cwd=tmp_path)
     folder = tmp_path / "run" / FOLDER
     while not any(path.stat().st_size for path in folder.glob("train-*.bin")):
@@ -443,7 +473,13 @@ def test_kill_9_within_the_reference_pass(checkpoints, tmp_path):
     row_bytes = LogProbFile(path, 2).row.itemsize
     assert 0 < len(before) < row_bytes * 380
     script(
-        "finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "2", cwd=tmp_path
+        "finetune/lora.py",
+        "--resume",
+        "--out_dir",
+        "run",
+        "--train.max_steps",
+        "2",
+        cwd=tmp_path,
     )
     assert (
         path.read_bytes()[: len(before) // row_bytes * row_bytes]
@@ -463,7 +499,11 @@ def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
     )
     rows = rows_of(tmp_path / "run")
     last = rows[-1]
-    assert last["val_accuracy"] >= 0.9 and last["val_margin"] > 0.5 and "val_perplexity" not in last
+    assert (
+        last["val_accuracy"] >= 0.9
+        and last["val_margin"] > 0.5
+        and "val_perplexity" not in last
+    )
     assert last["val_margin"] == pytest.approx(
         last["val_chosen_reward"] - last["val_rejected_reward"], rel=1e-6
     )
@@ -505,7 +545,9 @@ def test_log_probs_with_a_flipped_bit_are_computed_again(tmp_path):
         file.path.write_bytes(changed)
         values = np.full((3, 2), np.nan)
         file.read_into(values)
-        assert np.isnan(values[1]).all() and np.array_equal(values[[0, 2]], expected[[0, 2]])
+        assert np.isnan(values[1]).all() and np.array_equal(
+            values[[0, 2]], expected[[0, 2]]
+        )
     file.append([1], expected[1:2])
     file.read_into(values)
     assert np.array_equal(values, expected)
@@ -515,7 +557,11 @@ def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
     """Each position of the stream has the answer of another example, and another one in the next
     epoch."""
     args = flags(
-        tiny, pairs, tmp_path / "run", objective="kto", train={"epochs": 2, "max_steps": None}
+        tiny,
+        pairs,
+        tmp_path / "run",
+        objective="kto",
+        train={"epochs": 2, "max_steps": None},
     )
     partners = {}
     for seed in (42, 42, 43):
@@ -526,7 +572,9 @@ def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
         assert partners.setdefault(seed, drawn) == drawn and all(i != j for i, j in drawn)
         assert [i for i, _ in drawn] == schedule.order.indices(0, schedule.samples)
     size = len(partners[42]) // 2
-    assert partners[42] != partners[43] and dict(partners[42][:size]) != dict(partners[42][size:])
+    assert partners[42] != partners[43] and dict(partners[42][:size]) != dict(
+        partners[42][size:]
+    )
 
 
 def test_a_run_that_cannot_be_resumed_computes_no_reference(tiny, pairs, tmp_path):
@@ -542,7 +590,13 @@ def test_a_run_that_cannot_be_resumed_computes_no_reference(tiny, pairs, tmp_pat
         "2",
     ]
     script(
-        "finetune/lora.py", *common, "--eval.max_new_tokens", "0", "--out_dir", "run", cwd=tmp_path
+        "finetune/lora.py",
+        *common,
+        "--eval.max_new_tokens",
+        "0",
+        "--out_dir",
+        "run",
+        cwd=tmp_path,
     )
     files = {path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()}
     script("finetune/lora.py", "--resume", "--out_dir", "run", cwd=tmp_path)
@@ -551,11 +605,15 @@ def test_a_run_that_cannot_be_resumed_computes_no_reference(tiny, pairs, tmp_pat
         "preference.beta 0.1, now 0.3"
         in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
     )
-    assert files == {path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()}
+    assert files == {
+        path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()
+    }
 
 
 def test_a_step_with_one_kind_of_labels_has_no_margin(tiny, tmp_path):
-    records = [{"prompt": f"Say {n}", "completion": f"it is {n}", "label": True} for n in range(8)]
+    records = [
+        {"prompt": f"Say {n}", "completion": f"it is {n}", "label": True} for n in range(8)
+    ]
     data = write_records(tmp_path / "labels.jsonl", records)
     run_finetuning(flags(tiny, data, tmp_path / "run", objective="kto"))
     for row in rows_of(tmp_path / "run"):
@@ -574,16 +632,21 @@ def test_flags_without_a_meaning_are_refused(tiny, pairs, tmp_path):
             "preference": PreferenceArgs(gamma=2.0)
         },
         "--preference.beta 0": {"preference": PreferenceArgs(beta=0.0)},
-        "--data.mask_prompt false": {"data": DataArgs(path=[str(pairs)], mask_prompt=False)},
+        "--data.mask_prompt false": {
+            "data": DataArgs(path=[str(pairs)], mask_prompt=False)
+        },
         "--train.label_smoothing 0.1": {"train": TrainArgs(label_smoothing=0.1)},
     }
     for message, values in cases.items():
         problems = replace(flags(tiny, pairs, tmp_path / "run"), **values).problems()
         assert any(problem.startswith(message) for problem in problems), message
     supervised = replace(
-        flags(tiny, pairs, tmp_path / "run", objective="sft"), preference=PreferenceArgs(beta=0.2)
+        flags(tiny, pairs, tmp_path / "run", objective="sft"),
+        preference=PreferenceArgs(beta=0.2),
     )
-    assert any("--preference.beta applies only to" in problem for problem in supervised.problems())
+    assert any(
+        "--preference.beta applies only to" in problem for problem in supervised.problems()
+    )
 
 
 def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_path):
@@ -593,7 +656,9 @@ def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_
         (LoRAFinetuneArgs, "simpo"): 1e-5,
     }
     for (kind, objective), rate in expected.items():
-        args = flags(tiny, pairs, tmp_path / "run", kind, objective, train={"learning_rate": None})
+        args = flags(
+            tiny, pairs, tmp_path / "run", kind, objective, train={"learning_rate": None}
+        )
         assert prepare_run(args).setup.args.train.learning_rate == pytest.approx(rate)
     supervised = LoRAFinetuneArgs(
         checkpoint_dir=str(tiny), data=DataArgs(path=[str(ROOT / "litft" / "demo")])
@@ -615,7 +680,13 @@ def test_margins_do_not_depend_on_the_number_of_each_label():
 
 def test_rounding_errors_are_ties():
     """Before the first step, all margins are 0 but for rounding."""
-    assert wins(torch.tensor([1e-7, -1e-7, 0.0, 1e-3, -1e-3])).tolist() == [0.5, 0.5, 0.5, 1.0, 0.0]
+    assert wins(torch.tensor([1e-7, -1e-7, 0.0, 1e-3, -1e-3])).tolist() == [
+        0.5,
+        0.5,
+        0.5,
+        1.0,
+        0.0,
+    ]
 
 
 @pytest.mark.slow
@@ -625,7 +696,12 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
         flags(tiny, pairs, tmp_path / "run", train={"max_steps": 20, "learning_rate": 1e-2})
     )
     script(
-        "scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path
+        "scripts/run_eval.py",
+        "--checkpoint_dir",
+        "run/final",
+        "--out",
+        "scores.json",
+        cwd=tmp_path,
     )
     scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
     last = rows_of(tmp_path / "run")[-1]
@@ -671,27 +747,41 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
 def test_answers_with_labels_are_scored_by_label(tiny, tmp_path):
     """Undesirable answers are not expected ones: a file of labels is recognised by its fields."""
     records = [
-        {"prompt": f"Say {n}.", "completion": f"number {n}", "label": n % 3 > 0} for n in range(30)
+        {"prompt": f"Say {n}.", "completion": f"number {n}", "label": n % 3 > 0}
+        for n in range(30)
     ]
     path = write_records(tmp_path / "labels.jsonl", records)
     args = flags(
-        tiny, path, tmp_path / "run", objective="kto", train={"max_steps": 4, "learning_rate": 1e-2}
+        tiny,
+        path,
+        tmp_path / "run",
+        objective="kto",
+        train={"max_steps": 4, "learning_rate": 1e-2},
     )
     run_finetuning(args)
     done = script(
-        "scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path
+        "scripts/run_eval.py",
+        "--checkpoint_dir",
+        "run/final",
+        "--out",
+        "scores.json",
+        cwd=tmp_path,
     )
     written = json.loads((tmp_path / "scores.json").read_text())
     data = prepare_run(args).schedule.data.val
     folders = {"base": tiny, "tuned": tmp_path / "run" / "final"}
-    models = {name: litft.load(folder, precision="fp32")[0] for name, folder in folders.items()}
+    models = {
+        name: litft.load(folder, precision="fp32")[0] for name, folder in folders.items()
+    }
     sums = {
         name: [plain_log_probs(model, data[n])[0] for n in range(len(data))]
         for name, model in models.items()
     }
     for desirable, title in ((True, "desirable"), (False, "undesirable")):
         chosen = [n for n in range(len(data)) if data[n].desirable is desirable]
-        means = {name: np.mean([values[n] for n in chosen]) for name, values in sums.items()}
+        means = {
+            name: np.mean([values[n] for n in chosen]) for name, values in sums.items()
+        }
         for name, mean in means.items():
             assert written["scores"][name][f"{title}: log-probability"] == pytest.approx(
                 mean, rel=1e-5
@@ -699,5 +789,6 @@ def test_answers_with_labels_are_scored_by_label(tiny, tmp_path):
         gain = written["scores"]["tuned"][f"{title}: log-probability over the base"]
         assert gain == pytest.approx(means["tuned"] - means["base"], abs=1e-4)
     assert (
-        "exact_match" not in written["scores"]["tuned"] and "tuned, log-probability:" in done.stdout
+        "exact_match" not in written["scores"]["tuned"]
+        and "tuned, log-probability:" in done.stdout
     )

@@ -51,8 +51,12 @@ def run(checkpoints, examples, tmp_path_factory):
         f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir "
         "out/smol "
     )
-    command += f"--data.path {examples} --train.max_steps {STEPS} --train.learning_rate {RATE} "
-    command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH} "
+    command += (
+        f"--data.path {examples} --train.max_steps {STEPS} --train.learning_rate {RATE} "
+    )
+    command += (
+        f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH} "
+    )
     command += f"--eval.interval {STEPS} --eval.max_new_tokens 8"
     done = script(*command.split(), cwd=folder)
     (folder / "out" / "smol" / "stdout.txt").write_text(done.stdout)
@@ -73,11 +77,12 @@ def peft_loss(model, samples):
     """Return the summed loss of a micro-batch."""
     batch = collate([[sample] for sample in samples])
     mask = (
-        torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])
+        torch.arange(batch.tokens.size(1))
+        < torch.tensor([[s.tokens.numel()] for s in samples])
     ).long()
-    logits = model(input_ids=batch.tokens, attention_mask=mask, use_cache=False).logits.flatten(
-        0, 1
-    )
+    logits = model(
+        input_ids=batch.tokens, attention_mask=mask, use_cache=False
+    ).logits.flatten(0, 1)
     return torch.nn.functional.cross_entropy(
         logits, batch.targets.flatten(), ignore_index=-100, reduction="sum"
     )
@@ -86,7 +91,9 @@ def peft_loss(model, samples):
 def mean_loss(model, samples) -> float:
     model.eval()
     with torch.no_grad():
-        total = sum(float(peft_loss(model, samples[i : i + 4])) for i in range(0, len(samples), 4))
+        total = sum(
+            float(peft_loss(model, samples[i : i + 4])) for i in range(0, len(samples), 4)
+        )
     model.train()
     return total / sum(sample.supervised for sample in samples)
 
@@ -98,8 +105,12 @@ def train_with_peft(folder, data) -> tuple[float, float]:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), config)
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear"
+    )
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), config
+    )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
     held_out = evenly_spaced(data.val, VALIDATION)
@@ -107,7 +118,9 @@ def train_with_peft(folder, data) -> tuple[float, float]:
     order = SampleOrder([len(data.train)], 42)
     for step in range(STEPS):
         samples = [data.train[i] for i in order.indices(step * BATCH, (step + 1) * BATCH)]
-        optimizer.param_groups[0]["lr"] = learning_rate(TrainArgs(learning_rate=RATE), step, STEPS)
+        optimizer.param_groups[0]["lr"] = learning_rate(
+            TrainArgs(learning_rate=RATE), step, STEPS
+        )
         for start in range(0, BATCH, 4):
             (
                 peft_loss(model, samples[start : start + 4])
@@ -151,7 +164,9 @@ def test_peft_and_transformers_open_the_result(run, checkpoints, tmp_path):
         cwd=tmp_path,
     )
     model, tokenizer = litft.load(run / "final", precision="fp32")
-    tokens = torch.tensor([tokenizer.encode(tokenizer.apply_chat_template(MESSAGES), bos=False)])
+    tokens = torch.tensor(
+        [tokenizer.encode(tokenizer.apply_chat_template(MESSAGES), bos=False)]
+    )
     expected = model(tokens)
     base = AutoModelForCausalLM.from_pretrained(
         checkpoints["SmolLM2-135M-Instruct"], dtype="float32"
@@ -168,9 +183,20 @@ def test_peft_and_transformers_open_the_result(run, checkpoints, tmp_path):
 
 
 def test_the_fine_tuned_model_answers(run, tmp_path):
-    flags = ["--checkpoint_dir", run / "final", "--temperature", "0", "--max_new_tokens", "40"]
-    done = script("generate/base.py", *flags, "--prompt", MESSAGES[0]["content"], cwd=tmp_path)
+    flags = [
+        "--checkpoint_dir",
+        run / "final",
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        "40",
+    ]
+    done = script(
+        "generate/base.py", *flags, "--prompt", MESSAGES[0]["content"], cwd=tmp_path
+    )
     assert "blue" in done.stdout.lower()
     lines = ["Name three primary colours.", "What is the capital of France?", "Say hello."]
     answers = script("generate/chat.py", *flags, cwd=tmp_path, text="\n".join(lines)).stdout
-    assert "blue" in answers.lower() and "Paris" in answers and len(answers.splitlines()) >= 3
+    assert (
+        "blue" in answers.lower() and "Paris" in answers and len(answers.splitlines()) >= 3
+    )

@@ -119,11 +119,19 @@ def test_a_model_that_ends_no_answer_is_refused(tiny, examples, tmp_path, monkey
     "flags, message",
     [
         (["--data.replay", "2"], "--data.replay 2: must lie between 0 and 1"),
-        (["--data.replay", "0.1", "--objective", "dpo"], "does not apply to --objective dpo"),
-        (["--data.replay", "0.1", "--data.path", "text.txt"], "the examples are texts to continue"),
+        (
+            ["--data.replay", "0.1", "--objective", "dpo"],
+            "does not apply to --objective dpo",
+        ),
+        (
+            ["--data.replay", "0.1", "--data.path", "text.txt"],
+            "the examples are texts to continue",
+        ),
     ],
 )
-def test_what_replay_cannot_do(tiny, examples, tmp_path, capsys, monkeypatch, flags, message):
+def test_what_replay_cannot_do(
+    tiny, examples, tmp_path, capsys, monkeypatch, flags, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text to continue. " * 50)
     base = ["--checkpoint_dir", tiny]

@@ -38,13 +38,16 @@ def page(browser, tmp_path):
     page.problems, page.requests = [], []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on(
-        "console", lambda message: message.type == "error" and page.problems.append(message.text)
+        "console",
+        lambda message: message.type == "error" and page.problems.append(message.text),
     )
     page.on("request", lambda sent: page.requests.append(sent.url))
     page.goto((tmp_path / "report.html").as_uri())
     yield page
     assert (
-        not page.problems and len(page.requests) == 1 and page.evaluate("window.injected") is None
+        not page.problems
+        and len(page.requests) == 1
+        and page.evaluate("window.injected") is None
     )
     page.close()
 

@@ -56,7 +56,9 @@ def test_tensorboard_has_every_row_once(args):
     train_and_resume(args)
     events = EventAccumulator("run/tensorboard").Reload()
     for column in ("loss", "val_loss", "learning_rate", "data_share"):
-        expected = [(row["step"], row[column]) for row in rows_of(Path("run")) if column in row]
+        expected = [
+            (row["step"], row[column]) for row in rows_of(Path("run")) if column in row
+        ]
         assert [(e.step, e.value) for e in events.Scalars(column)] == [
             pytest.approx(pair) for pair in expected
         ], column
@@ -72,9 +74,13 @@ def test_mlflow_continues_the_same_run(args, monkeypatch):
     client = MlflowClient("sqlite:///mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("litft").experiment_id])
     assert run.data.params["train/max_steps"] == "4" and run.info.status == "FINISHED"
-    losses = {item.step: item.value for item in client.get_metric_history(run.info.run_id, "loss")}
+    losses = {
+        item.step: item.value for item in client.get_metric_history(run.info.run_id, "loss")
+    }
     assert losses == {
-        row["step"]: pytest.approx(row["loss"]) for row in rows_of(Path("run")) if "loss" in row
+        row["step"]: pytest.approx(row["loss"])
+        for row in rows_of(Path("run"))
+        if "loss" in row
     }
 
 
@@ -89,17 +95,24 @@ def test_wandb_continues_the_same_run(args, monkeypatch):
         monkeypatch.setenv(f"WANDB_{name}", value)
     args.logger = "wandb"
     train_and_resume(args)
-    stored = b"".join(path.read_bytes() for path in Path("run/wandb").glob("offline-run-*/*.wandb"))
+    stored = b"".join(
+        path.read_bytes() for path in Path("run/wandb").glob("offline-run-*/*.wandb")
+    )
     assert b"theirs" in stored and b"they" in stored and b"a-run" in stored
-    names = {path.name.rpartition("-")[2] for path in Path("run/wandb").glob("offline-run-*")}
+    names = {
+        path.name.rpartition("-")[2] for path in Path("run/wandb").glob("offline-run-*")
+    }
     progress = json.loads(Path("run/checkpoints/step-000004/progress.json").read_text())
     assert ["wandb", *names] == progress["logger"]
 
 
 @pytest.mark.parametrize(
-    "project, expected", [pytest.param(None, "theirs", marks=pytest.mark.slow), ("mine", "mine")]
+    "project, expected",
+    [pytest.param(None, "theirs", marks=pytest.mark.slow), ("mine", "mine")],
 )
-def test_the_project_flag_precedes_the_environment(tmp_path, monkeypatch, project, expected):
+def test_the_project_flag_precedes_the_environment(
+    tmp_path, monkeypatch, project, expected
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -140,7 +153,8 @@ def test_answers_are_generated_at_every_validation(args, capfd):
     args.eval.prompts = ["Who are you?", "prompts.txt"]
     litft.finetune(args)
     samples = [
-        json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
+        json.loads(line)
+        for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
     ]
     prompts = ["Who are you?", "Say it 2 times", "Say it, please"]
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [
@@ -148,7 +162,9 @@ def test_answers_are_generated_at_every_validation(args, capfd):
     ]
     model, tokenizer = litft.load("run/final")
     messages = [{"role": "user", "content": "Who are you?"}]
-    answer = "".join(litft.stream(model, tokenizer, messages, temperature=0, max_new_tokens=5))
+    answer = "".join(
+        litft.stream(model, tokenizer, messages, temperature=0, max_new_tokens=5)
+    )
     assert answer.strip() == samples[6]["answer"]
     stdout = capfd.readouterr().out
     assert stdout.count("  Who are you?\n  -> ") == 3
@@ -164,11 +180,14 @@ def test_without_validation_the_answers_are_to_trained_questions(args, capfd):
     args.data.val_fraction = 0.0
     litft.finetune(args)
     samples = [
-        json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
+        json.loads(line)
+        for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
     ]
     questions = [sample["prompt"] for sample in samples if sample["step"] == 0]
     records = json.loads(Path(args.data.path[0]).read_text())
-    assert len(questions) == 3 and set(questions) <= {record["instruction"] for record in records}
+    assert len(questions) == 3 and set(questions) <= {
+        record["instruction"] for record in records
+    }
     assert [sample["prompt"] for sample in samples if sample["step"] == 4] == questions
     assert "the sample answers are to trained questions" in capfd.readouterr().out
 
@@ -184,15 +203,20 @@ def test_answers_after_the_resumed_checkpoint_are_dropped(args):
 
 def test_prompts_of_plain_text_are_continued_unchanged(args, tmp_path, capfd):
     """The end of the run names the command that does the same."""
-    (tmp_path / "texts.jsonl").write_text('{"text": "once upon a time there was a dog"}\n' * 20)
+    (tmp_path / "texts.jsonl").write_text(
+        '{"text": "once upon a time there was a dog"}\n' * 20
+    )
     args.data.path, args.eval.prompts = ["texts.jsonl"], ["once upon"]
     litft.finetune(args)
     model, tokenizer = litft.load("run/final")
     suggested = capfd.readouterr().out.partition("next:")[2]
     assert "--template none --prompt TEXT" in suggested and "chat" not in suggested
-    answer = "".join(litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5))
+    answer = "".join(
+        litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5)
+    )
     samples = [
-        json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
+        json.loads(line)
+        for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()
     ]
     assert answer.strip() == samples[-1]["answer"]
 
@@ -219,7 +243,9 @@ def test_the_suggested_chat_has_the_system_prompt_of_the_examples(args, tmp_path
     assert words[words.index("--tools") + 1] == str(tmp_path / "chats.jsonl")
     assert "# with the system prompt and the functions of the examples" in command
     # not where some examples have none
-    write_records(tmp_path / "chats.jsonl", [*chats[1:], {"messages": chats[0]["messages"][1:]}])
+    write_records(
+        tmp_path / "chats.jsonl", [*chats[1:], {"messages": chats[0]["messages"][1:]}]
+    )
     args.overwrite = True
     litft.finetune(args)
     suggested = capfd.readouterr().out.partition("next:")[2]
@@ -252,7 +278,9 @@ def test_prompts_of_records_are_conversations(args, tmp_path):
     assert [sample["prompt"] for sample in samples[:4]] == ["Zero?", "Two?", "Two?", "Two?"]
     assert samples[1]["answer"] == samples[2]["answer"] != samples[3]["answer"]
     # each prompt with its own answers, although three have one question
-    shown = re.findall(r"<div class=pair>(.*?)</div>", Path("run/report.html").read_text("utf-8"))
+    shown = re.findall(
+        r"<div class=pair>(.*?)</div>", Path("run/report.html").read_text("utf-8")
+    )
     for first, last, pair in zip(samples[:3], samples[-4:], shown, strict=False):
         for sample in (first, last):
             text = html.escape(sample["answer"]) or "(empty)"
@@ -281,7 +309,9 @@ def test_another_logger_takes_over(args, monkeypatch):
     args.logger = "tensorboard"
     litft.finetune(args)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    longer = replace(args, resume=True, logger="wandb", train=replace(args.train, max_steps=6))
+    longer = replace(
+        args, resume=True, logger="wandb", train=replace(args.train, max_steps=6)
+    )
     litft.finetune(longer)
     (name,) = [path.name for path in Path("run/wandb").glob("offline-run-*")]
     assert not name.endswith("tensorboard")
@@ -293,7 +323,9 @@ def test_another_logger_takes_over(args, monkeypatch):
 def test_a_line_and_a_row_at_every_log_interval(args, interval, capfd):
     args.train.max_steps, args.train.log_interval, args.eval.interval = 7, interval, 0
     callback_rows = []
-    litft.finetune(args, lambda row: callback_rows.append((row["step"], len(rows_of(Path("run"))))))
+    litft.finetune(
+        args, lambda row: callback_rows.append((row["step"], len(rows_of(Path("run")))))
+    )
     lines = [
         line.split(":")[0]
         for line in capfd.readouterr().out.splitlines()
@@ -397,7 +429,10 @@ def test_the_report_shows_no_private_paths(args, tmp_path):
         ("path:\n- /home/me/a b.json\n", "path:\n- a b.json\n"),
         ("~/models/llama in bf16", "llama in bf16"),
         (f"{Path.home()}/secret name/a.json", "~/secret name/a.json"),
-        ("tokens </think>, [/INST] and </tool_call>", "tokens </think>, [/INST] and </tool_call>"),
+        (
+            "tokens </think>, [/INST] and </tool_call>",
+            "tokens </think>, [/INST] and </tool_call>",
+        ),
         (
             "owner/name, 1/2 of https://host/a/b, 3 tokens/s",
             "owner/name, 1/2 of https://host/a/b, 3 tokens/s",
@@ -466,7 +501,9 @@ def test_long_runs_are_drawn_as_means_without_nan():
 def test_a_report_of_a_run_without_rows(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,loss\n")
     (tmp_path / "config.yaml").write_text("a: 1\n")
-    write_report(tmp_path, Report("nothing", "failed", [], {}, [], [], [(1, 2, 3)], [], "Loss"))
+    write_report(
+        tmp_path, Report("nothing", "failed", [], {}, [], [], [(1, 2, 3)], [], "Loss")
+    )
     assert not Page((tmp_path / "report.html").read_text()).open
 
 
@@ -508,4 +545,7 @@ def test_what_only_the_resumed_part_has_measured_says_so(tiny, examples, tmp_pat
     said = capsys.readouterr().out
     assert "exact match (since step 2): " in said
     assert "validation loss: " in said
-    assert "lowest at step 1" in said and "best/ is empty: that step was before --save.best" in said
+    assert (
+        "lowest at step 1" in said
+        and "best/ is empty: that step was before --save.best" in said
+    )

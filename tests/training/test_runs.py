@@ -65,7 +65,9 @@ FRESH = "--checkpoint_dir model --data.path data.json".split()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 class Evil:
@@ -133,7 +135,9 @@ def test_every_flipped_bit_of_a_checkpoint_is_noticed(folder, name):
         damaged = bytearray(whole)
         damaged[position] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
-        with pytest.raises(run_checkpoints.DamagedCheckpoint, match="step-000004 is damaged"):
+        with pytest.raises(
+            run_checkpoints.DamagedCheckpoint, match="step-000004 is damaged"
+        ):
             run_checkpoints.check_files(step, run_checkpoints.read_progress(step))
 
 
@@ -162,7 +166,9 @@ def test_a_truncated_file_is_detected_by_its_size(folder, capsys):
 
 def test_without_an_intact_checkpoint_nothing_is_trained(folder, capsys):
     for step in (2, 4):
-        damage(folder / "a" / "checkpoints" / f"step-00000{step}" / "progress.json", "truncate")
+        damage(
+            folder / "a" / "checkpoints" / f"step-00000{step}" / "progress.json", "truncate"
+        )
     before = contents(folder)
     stderr = lora("--resume", "--out_dir", "a", capsys=capsys)
     assert (
@@ -185,14 +191,17 @@ def test_a_damaged_checkpoint_is_not_kept_after_a_fallback(folder, capsys):
 def test_resume_without_a_run_trains_nothing(folder, capsys, words):
     stderr = lora(*words, capsys=capsys)
     assert (
-        "name it with --out_dir, or start one with --checkpoint_dir and --data.path" in stderr
+        "name it with --out_dir, or start one with --checkpoint_dir and --data.path"
+        in stderr
         and not Path("typo").exists()
     )
 
 
 def test_resume_writes_only_into_a_run_folder(folder, capsys):
     before = contents(folder)
-    assert "is not a litft run" in lora(*FRESH, "--resume", "--out_dir", "model", capsys=capsys)
+    assert "is not a litft run" in lora(
+        *FRESH, "--resume", "--out_dir", "model", capsys=capsys
+    )
     assert contents(folder) == before
 
 
@@ -278,7 +287,9 @@ def test_an_invalid_flag_leaves_the_old_run(folder, capsys, flags):
 def test_a_folder_with_another_config_yaml_is_not_a_run(folder, capsys):
     Path("mine").mkdir()
     Path("mine/config.yaml").write_text("mine: 1\n")
-    assert "is not a litft run" in lora(*FRESH, "--out_dir", "mine", "--overwrite", capsys=capsys)
+    assert "is not a litft run" in lora(
+        *FRESH, "--out_dir", "mine", "--overwrite", capsys=capsys
+    )
     assert Path("mine/config.yaml").is_file()
 
 
@@ -306,7 +317,9 @@ def test_continuing_from_an_adapter_uses_the_new_dropout(folder, capsys):
         json.loads(Path(f"{run}/final/adapter_config.json").read_text()) for run in "ab"
     )
     assert (before["lora_dropout"], after["lora_dropout"]) == (0.0, 0.5)
-    before, after = (json.loads(Path(f"{run}/final/litft.json").read_text()) for run in "ab")
+    before, after = (
+        json.loads(Path(f"{run}/final/litft.json").read_text()) for run in "ab"
+    )
     assert before["base_fingerprint"] == after["base_fingerprint"]
     assert Path("b/final", after["base_path"]).resolve() == Path("model").resolve()
 
@@ -320,7 +333,9 @@ def test_nan_is_found_before_training(folder, capsys):
 
 
 def test_a_run_that_diverges_stops(folder, capsys):
-    stderr = lora(*FRESH, *FLAGS, "--train.learning_rate", "2e9", "--out_dir", "b", capsys=capsys)
+    stderr = lora(
+        *FRESH, *FLAGS, "--train.learning_rate", "2e9", "--out_dir", "b", capsys=capsys
+    )
     assert (
         "so training cannot continue; start another run with a lower --train.learning_rate (now "
         in stderr
@@ -344,7 +359,9 @@ def test_commands_without_a_folder_say_which_run_they_took(folder, capsys):
         f"--resume: continuing {Path('out/a')}, the newest unfinished run"
         in capsys.readouterr().err
     )
-    done = script("generate/base.py", "--prompt", "a", "--max_new_tokens", "2", cwd=Path.cwd())
+    done = script(
+        "generate/base.py", "--prompt", "a", "--max_new_tokens", "2", cwd=Path.cwd()
+    )
     assert (
         f"using {Path('out/a')}, the newest finished run; --checkpoint_dir names another model"
         in done.stderr
@@ -353,7 +370,9 @@ def test_commands_without_a_folder_say_which_run_they_took(folder, capsys):
 
 def test_two_simultaneous_runs_get_separate_folders(folder):
     env = {"OMP_NUM_THREADS": "1"}
-    runs = [start("finetune/lora.py", *FRESH, *FLAGS, cwd=Path.cwd(), env=env) for _ in range(2)]
+    runs = [
+        start("finetune/lora.py", *FRESH, *FLAGS, cwd=Path.cwd(), env=env) for _ in range(2)
+    ]
     assert [run.wait() for run in runs] == [0, 0]
     assert sorted(path.name for path in Path("out").iterdir()) == ["lora", "lora-2"]
     assert all((path / "final").is_dir() for path in Path("out").iterdir())
@@ -399,7 +418,9 @@ def test_resume_keeps_the_validation_set(folder, capsys):
         code=None,
     )
     flags = ["--resume", "--out_dir", "b", "--train.max_steps", 2]
-    assert "validation data" in lora(*flags, "--data.val_path", "second.json", capsys=capsys)
+    assert "validation data" in lora(
+        *flags, "--data.val_path", "second.json", capsys=capsys
+    )
     lora(*flags, capsys=capsys, code=None)
 
 
@@ -454,12 +475,18 @@ def test_the_cause_of_a_failed_write_is_named(tmp_path):
         OSError("196608 requested and 73152 written"),  # numpy
         # safetensors
         OSError(
-            0, "Error while serializing: I/O error: No space left on device (os error 28)", "x"
+            0,
+            "Error while serializing: I/O error: No space left on device (os error 28)",
+            "x",
         ),
-        OSError(28, "No space left on device", "base/tokenizer.json"),  # shutil, of the source
+        # shutil, of the source
+        OSError(28, "No space left on device", "base/tokenizer.json"),
     ],
 )
 def test_a_full_disk_is_named_while_a_folder_is_written(tmp_path, error):
-    with pytest.raises(OSError, match=r"the disk is full: .*out"), atomic_folder(tmp_path / "out"):
+    with (
+        pytest.raises(OSError, match=r"the disk is full: .*out"),
+        atomic_folder(tmp_path / "out"),
+    ):
         raise error
     assert not list(tmp_path.iterdir())

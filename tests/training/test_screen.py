@@ -12,7 +12,14 @@ import pytest
 from conftest import ENV, ROOT, start
 from rich.console import Console
 
-from litft.training.output.screen import Lines, Screen, Terminal, open_screen, shorten, shorten_left
+from litft.training.output.screen import (
+    Lines,
+    Screen,
+    Terminal,
+    open_screen,
+    shorten,
+    shorten_left,
+)
 
 ROW = {
     "step": 7.0,
@@ -151,12 +158,19 @@ def test_a_notebook_shows_a_bar_and_the_curve(tmp_path):
         f"out_dir={str(tmp_path / 'run')!r}).metrics['step']"
     )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     outputs = notebook.cells[0].outputs
     (page,) = (
-        output["data"]["text/html"] for output in outputs if output.output_type == "display_data"
+        output["data"]["text/html"]
+        for output in outputs
+        if output.output_type == "display_data"
     )
-    assert '<progress value="12" max="12"></progress> 12/12 loss ' in page and "tokens/s" in page
+    assert (
+        '<progress value="12" max="12"></progress> 12/12 loss ' in page
+        and "tokens/s" in page
+    )
     assert page.count("<polyline") == 2 and "over 12 steps" in page
     assert outputs[-1]["data"]["text/plain"] == "12"
     printed = "".join(output.text for output in outputs if output.output_type == "stream")

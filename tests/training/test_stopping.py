@@ -122,7 +122,9 @@ def test_a_signal_from_another_process(tiny, examples, tmp_path, devices):
         "--eval.interval",
         "0",
     ]
-    flags += "--train.max_steps 2000 --train.global_batch_size 4 --save.interval 1000".split()
+    flags += (
+        "--train.max_steps 2000 --train.global_batch_size 4 --save.interval 1000".split()
+    )
     flags += "--train.lr_schedule constant --train.warmup_fraction 0".split()
     run = tmp_path / "run"
     process = start_training(run, flags, tmp_path)
@@ -134,7 +136,9 @@ def test_a_signal_from_another_process(tiny, examples, tmp_path, devices):
         and f"--resume --out_dir {run}\n" in err
         and "Traceback" not in err
     )
-    (step,) = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()]
+    (step,) = [
+        int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()
+    ]
     assert 5 <= step < 2000 and step == int(rows_of(run)[-1]["step"])
     script(
         "finetune/lora.py",
@@ -228,13 +232,17 @@ def test_finetune_from_python_equals_the_command(args, tmp_path):
         == pytest.approx(result.metrics["loss"])
     )
     assert result.metrics["val_loss"] == pytest.approx(rows[-1]["val_loss"])
-    assert rows[-1]["val_perplexity"] == pytest.approx(math.exp(rows[-1]["val_loss"]), rel=1e-6)
+    assert rows[-1]["val_perplexity"] == pytest.approx(
+        math.exp(rows[-1]["val_loss"]), rel=1e-6
+    )
     assert all(0 <= row["data_share"] < 1 for row in rows if "loss" in row)
     config = yaml.safe_load((result.folder / "config.yaml").read_text())
     assert not {"out_dir", "resume", "overwrite"} & config.keys()
     script("finetune/lora.py", "--config", result.folder / "config.yaml", cwd=tmp_path)
     rerun = tmp_path / "out" / "lora"
-    assert weights(rerun) == weights(result.folder) and losses(rerun) == losses(result.folder)
+    assert weights(rerun) == weights(result.folder) and losses(rerun) == losses(
+        result.folder
+    )
 
 
 @pytest.mark.parametrize("disk", ["fast", "slow"])
@@ -244,12 +252,20 @@ def test_patience_ends_a_run_and_the_best_is_kept(args, disk, monkeypatch):
 
     On a slow disk a save is pending when the next is due.
     """
-    monkeypatch.setattr(Saver, "poll", Saver.finish if disk == "fast" else lambda saver: None)
-    args.train.learning_rate, args.train.max_steps, args.train.lr_schedule = 0.1, 200, "constant"
+    monkeypatch.setattr(
+        Saver, "poll", Saver.finish if disk == "fast" else lambda saver: None
+    )
+    args.train.learning_rate, args.train.max_steps, args.train.lr_schedule = (
+        0.1,
+        200,
+        "constant",
+    )
     args.eval.patience, args.save.best = 3, True
     folder, metrics = litft.finetune(args)
     val_losses = {
-        row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]
+        row["step"]: row["val_loss"]
+        for row in rows_of(folder)
+        if "val_loss" in row and row["step"]
     }
     best_step = min(val_losses, key=val_losses.get)
     assert list(val_losses)[-1] == metrics["step"] == best_step + 6 < 200
@@ -272,14 +288,16 @@ def held_out_loss(model, args) -> float:
             model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val
         ]
     return float(
-        sum(loss for loss, _ in losses_and_counts) / sum(count for _, count in losses_and_counts)
+        sum(loss for loss, _ in losses_and_counts)
+        / sum(count for _, count in losses_and_counts)
     )
 
 
 def test_patience_needs_validation_data(args):
     args.data.val_fraction, args.eval.patience = 0.0, 3
     with pytest.raises(
-        ValueError, match=r"--eval.patience: it needs a validation loss, and nothing is held out"
+        ValueError,
+        match=r"--eval.patience: it needs a validation loss, and nothing is held out",
     ):
         litft.finetune(args)
 
@@ -302,7 +320,19 @@ def test_max_time_ends_a_run_with_a_decayed_learning_rate(args):
 def test_durations_are_parsed():
     parsed = {
         text: parse_duration(text)
-        for text in ("90m", "1h30m", "45s", "1.5h", "2d", "1h 3", "5", "", "h", "1.2.3s", "0s")
+        for text in (
+            "90m",
+            "1h30m",
+            "45s",
+            "1.5h",
+            "2d",
+            "1h 3",
+            "5",
+            "",
+            "h",
+            "1.2.3s",
+            "0s",
+        )
     }
     assert parsed == {
         "90m": 5400,
@@ -328,7 +358,9 @@ def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
     tokenizer = resolve(model).tokenizer()
     tensors = load_file(model / "model.safetensors")
     (token,) = {
-        token for token in tokenizer.encode("Z", bos=False) if "Z" in tokenizer.decode([token])
+        token
+        for token in tokenizer.encode("Z", bos=False)
+        if "Z" in tokenizer.decode([token])
     }
     tensors["model.embed_tokens.weight"][token] = torch.inf
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
@@ -403,7 +435,10 @@ def test_an_exploding_loss_ends_the_run(args):
     args.checkpoint_dir = str(STORIES)
     train = TrainArgs(max_steps=12, global_batch_size=4, learning_rate=1.0)
     full_args = FullFinetuneArgs(
-        checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train
+        checkpoint_dir=args.checkpoint_dir,
+        out_dir=args.out_dir,
+        data=args.data,
+        train=train,
     )
     with pytest.raises(
         ValueError,
@@ -481,7 +516,9 @@ def run_limited(large, tmp_path, name, code=0, **settings):
     } | settings
     settings = {"objective": "sft", "data": str(large[1])} | settings
     body = LARGE.format(model=str(large[0]), out=str(tmp_path / name), **settings)
-    (tmp_path / f"{name}.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
+    (tmp_path / f"{name}.py").write_text(
+        WORKER.format(tests=str(ROOT / "tests"), body=body)
+    )
     return script(tmp_path / f"{name}.py", cwd=tmp_path, code=code)
 
 
@@ -490,7 +527,9 @@ def test_out_of_memory_names_the_longest_row_and_remedies(large, tmp_path):
     done = run_limited(
         large, tmp_path, "none", code=2, retry=False, at=1, rows=32, size=32, more=300 << 20
     )
-    assert "micro-batches of up to 32 x 256 tokens do not fit into cpu's memory" in done.stderr
+    assert (
+        "micro-batches of up to 32 x 256 tokens do not fit into cpu's memory" in done.stderr
+    )
     assert (
         "the longest row has training example" in done.stderr
         and "with its 256 tokens" in done.stderr
@@ -510,7 +549,9 @@ def test_smaller_micro_batches_give_the_same_losses(large, tmp_path):
     run_limited(large, tmp_path, "whole", **settings)
     done = run_limited(large, tmp_path, "halved", more=600 << 20, **settings)
     assert "do not fit into memory; continuing with" in done.stdout
-    assert losses(tmp_path / "halved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert losses(tmp_path / "halved") == pytest.approx(
+        losses(tmp_path / "whole"), rel=1e-5
+    )
 
 
 FULL = """
@@ -529,9 +570,15 @@ with user_errors():
 def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
     def train(out, code=0, resume=False, full=True):
         body = FULL.format(
-            model=str(tiny), data=str(examples), out=str(tmp_path / out), resume=resume, full=full
+            model=str(tiny),
+            data=str(examples),
+            out=str(tmp_path / out),
+            resume=resume,
+            full=full,
         )
-        (tmp_path / "worker.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
+        (tmp_path / "worker.py").write_text(
+            WORKER.format(tests=str(ROOT / "tests"), body=body)
+        )
         return script(tmp_path / "worker.py", cwd=tmp_path, code=code)
 
     train("whole", full=False)
@@ -540,7 +587,9 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
         "step-000002 is complete: --resume continues from it" in done.stderr
         and "File too large" in done.stderr
     )
-    assert [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-000002"]
+    assert [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()] == [
+        "step-000002"
+    ]
     train("full", resume=True, full=False)
     assert weights(tmp_path / "full") == weights(tmp_path / "whole")
 
@@ -556,7 +605,12 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
 @pytest.mark.halved
 def test_a_run_killed_at_any_moment_ends_the_same(method, kills, flags):
     arguments = ["--checkpoint_dir", STORIES, "--method", method, "--kills", str(kills)]
-    arguments += ["--steps", str(40 + 6 * kills), "--flags", f"--eval.max_new_tokens 0 {flags}"]
+    arguments += [
+        "--steps",
+        str(40 + 6 * kills),
+        "--flags",
+        f"--eval.max_new_tokens 0 {flags}",
+    ]
     done = script("tests/faults/kill.py", *arguments, cwd=ROOT)
     print(done.stdout)
     assert f"{kills} kills" in done.stdout and "equal weights: True" in done.stdout
@@ -615,8 +669,12 @@ def test_a_signal_during_validation_saves_at_once(args, tmp_path, monkeypatch, s
     )
     assert val_losses == expected
     steps = [(row["step"], row["epoch"], row["samples"]) for row in rows_of(run)]
-    assert steps == [(row["step"], row["epoch"], row["samples"]) for row in rows_of(uninterrupted)]
-    assert (run / "samples.jsonl").read_text() == (uninterrupted / "samples.jsonl").read_text()
+    assert steps == [
+        (row["step"], row["epoch"], row["samples"]) for row in rows_of(uninterrupted)
+    ]
+    assert (run / "samples.jsonl").read_text() == (
+        uninterrupted / "samples.jsonl"
+    ).read_text()
 
 
 @pytest.mark.slow
@@ -641,7 +699,8 @@ def test_a_signal_before_the_first_step_is_reported(args, monkeypatch):
 def test_resuming_discards_a_later_best_checkpoint(args, monkeypatch):
     """A best checkpoint from after the resumed step is discarded."""
     args.save.best, args.save.interval, args.eval.interval = True, 4, 3
-    monkeypatch.setattr(Saver, "poll", Saver.finish)  # step 4's checkpoint is complete at step 5
+    # step 4's checkpoint is complete at step 5
+    monkeypatch.setattr(Saver, "poll", Saver.finish)
     best_weights = []  # best/ at step 5, written at step 3
 
     def callback(row):
@@ -658,7 +717,9 @@ def test_resuming_discards_a_later_best_checkpoint(args, monkeypatch):
     ).folder
     assert best_weights[0] == best_weights[1]
     val_losses = {
-        row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]
+        row["step"]: row["val_loss"]
+        for row in rows_of(folder)
+        if "val_loss" in row and row["step"]
     }
     model, _ = litft.load(folder / "best")
     assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
@@ -684,7 +745,9 @@ def test_the_best_weights_of_an_interrupted_validation_are_written_later(args, m
     assert not (folder / "best").exists()
     litft.finetune(resumed)
     val_losses = {
-        row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]
+        row["step"]: row["val_loss"]
+        for row in rows_of(folder)
+        if "val_loss" in row and row["step"]
     }
     assert json.loads((folder / "best" / "litft.json").read_text())["step"] == min(
         val_losses, key=val_losses.get
@@ -693,7 +756,9 @@ def test_the_best_weights_of_an_interrupted_validation_are_written_later(args, m
     assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
 
 
-def test_a_signal_during_sample_answers_stops_before_the_next_step(args, monkeypatch, capfd):
+def test_a_signal_during_sample_answers_stops_before_the_next_step(
+    args, monkeypatch, capfd
+):
     """The run saves after the answers.
 
     Resumed, it writes the weights and answers of an uninterrupted run, and knows the most memory
@@ -701,8 +766,12 @@ def test_a_signal_during_sample_answers_stops_before_the_next_step(args, monkeyp
     """
     args.train.max_steps = 4
     args.eval = EvalArgs(interval=2, max_new_tokens=4, prompts=["Say it"])
-    expected = weights(litft.finetune(replace(args, out_dir=f"{args.out_dir}-whole")).folder)
-    assert "stopped after step 2" in interrupt_validation(args, monkeypatch, 2, "generate_answers")
+    expected = weights(
+        litft.finetune(replace(args, out_dir=f"{args.out_dir}-whole")).folder
+    )
+    assert "stopped after step 2" in interrupt_validation(
+        args, monkeypatch, 2, "generate_answers"
+    )
     metrics = Path(args.out_dir) / "metrics.csv"
     header, first, *rows = metrics.read_text().splitlines()
     values = first.split(",")
@@ -711,7 +780,9 @@ def test_a_signal_during_sample_answers_stops_before_the_next_step(args, monkeyp
     folder = litft.finetune(replace(args, resume=True)).folder
     assert weights(folder) == expected
     assert "peak memory of the process 77.00 GiB" in capfd.readouterr().out
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()
+    ]
     assert [sample["step"] for sample in samples] == [0, 2, 4]
 
 
@@ -726,13 +797,17 @@ def test_a_finished_run_that_is_continued_is_not_finished_until_its_end(args, mo
 
     with pytest.raises(AssertionError, match="the crash"):
         litft.finetune(longer, callback)
-    assert not run_dir.finished(folder) and read_run(folder).state.startswith("not finished")
+    assert not run_dir.finished(folder) and read_run(folder).state.startswith(
+        "not finished"
+    )
     assert (folder / "previous" / "adapter_model.safetensors").read_bytes() == first
     monkeypatch.setattr(run_dir, "OUT", folder.parent)
     assert run_dir.newest_run(is_finished=False) == folder
     litft.finetune(longer)
     assert (
-        run_dir.finished(folder) and weights(folder) != first and not (folder / "previous").exists()
+        run_dir.finished(folder)
+        and weights(folder) != first
+        and not (folder / "previous").exists()
     )
     litft.finetune(longer)  # there is nothing left to do
     assert run_dir.finished(folder) and not (folder / "previous").exists()
@@ -759,7 +834,9 @@ def test_resuming_a_finished_run_writes_its_validation(args):
     litft.finetune(args)
     callback_rows = []
     eval_args = replace(args.eval, exact_match=True)
-    result = litft.finetune(replace(args, resume=True, eval=eval_args), callback_rows.append)
+    result = litft.finetune(
+        replace(args, resume=True, eval=eval_args), callback_rows.append
+    )
     assert (
         "exact_match" in result.metrics
         and "exact_match" in rows_of(result.folder)[-1]
@@ -784,7 +861,9 @@ def test_a_base_that_has_changed_is_not_resumed(args, tiny, tmp_path):
     tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[-1] += 1
     save_file(tensors, path, metadata={"format": "pt"})
     args.train.max_steps = 4
-    with pytest.raises(ValueError, match=r"model\.safetensors has changed since the run began"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors has changed since the run began"
+    ):
         litft.finetune(replace(args, resume=True))
     shutil.copyfile(tiny / "model.safetensors", path)
     config = json.loads((base / "config.json").read_text())
@@ -799,20 +878,28 @@ def test_damaged_metrics_rows_are_dropped(args):
     path = folder / "metrics.csv"
     rows_before = rows_of(folder)
     with path.open("ab") as file:
-        file.write(b"4,x4637,1,2\n\xff\xfe,\n3,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,x\n7,")
+        file.write(
+            b"4,x4637,1,2\n\xff\xfe,\n3,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,x\n7,"
+        )
     litft.finetune(replace(args, resume=True))
     assert [row["step"] for row in rows_of(folder)][: len(rows_before)] == [
         row["step"] for row in rows_before
     ]
     path.write_text("1,2,3\n")
-    with pytest.raises(ValueError, match=r"metrics.csv does not start with a row of column names"):
+    with pytest.raises(
+        ValueError, match=r"metrics.csv does not start with a row of column names"
+    ):
         litft.finetune(replace(args, resume=True))
     path.unlink()
     assert litft.finetune(replace(args, resume=True)).metrics["val_loss"]
 
 
 def test_damaged_samples_are_dropped(args):
-    args.eval.max_new_tokens, args.eval.prompts, args.train.max_steps = 2, ["a\u2028b\x85c"], 2
+    args.eval.max_new_tokens, args.eval.prompts, args.train.max_steps = (
+        2,
+        ["a\u2028b\x85c"],
+        2,
+    )
     folder = litft.finetune(args).folder
     before = (folder / "samples.jsonl").read_text("utf-8")
     damaged_lines = [
@@ -905,10 +992,16 @@ def test_the_reference_is_computed_in_smaller_micro_batches_after_an_out_of_memo
     large, tmp_path
 ):
     records = [
-        {"prompt": f"{n} times", "chosen": "once upon a time " * 60, "rejected": "the end " * 60}
+        {
+            "prompt": f"{n} times",
+            "chosen": "once upon a time " * 60,
+            "rejected": "the end " * 60,
+        }
         for n in range(64)
     ]
     data = write_records(tmp_path / "pairs.jsonl", records)
-    done = run_limited(large, tmp_path, "limited", objective="dpo", data=str(data), more=450 << 20)
+    done = run_limited(
+        large, tmp_path, "limited", objective="dpo", data=str(data), more=450 << 20
+    )
     assert done.stdout.count("do not fit into memory; continuing with") >= 1
     assert done.stdout.count("reference log-probabilities of 64 train examples") >= 2

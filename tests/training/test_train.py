@@ -9,7 +9,15 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ROOT, STORIES, config_folder, copy_tokenizer, kill_after, script, write_records
+from conftest import (
+    ROOT,
+    STORIES,
+    config_folder,
+    copy_tokenizer,
+    kill_after,
+    script,
+    write_records,
+)
 from lightning_fabric import Fabric
 
 import litft
@@ -77,7 +85,8 @@ def ragged_preferences(count: int, objective: str) -> list[Sample]:
     for chosen, rejected in zip(answers[::2], answers[:0:-2], strict=True):
         sides = chosen, rejected
         tokens, targets = (
-            torch.cat([getattr(side, name) for side in sides]) for name in ("tokens", "targets")
+            torch.cat([getattr(side, name) for side in sides])
+            for name in ("tokens", "targets")
         )
         lengths = tuple(side.tokens.numel() for side in sides)
         reference = tuple(-6.0 * side.supervised for side in sides)
@@ -178,7 +187,9 @@ def gradients(
 
 def distance(actual: dict, expected: dict) -> float:
     """Return the 2-norm of the difference relative to that of the expected gradient."""
-    difference = torch.cat([(actual[name] - grad).flatten() for name, grad in expected.items()])
+    difference = torch.cat(
+        [(actual[name] - grad).flatten() for name, grad in expected.items()]
+    )
     return float(
         difference.norm() / torch.cat([grad.flatten() for grad in expected.values()]).norm()
     )
@@ -266,7 +277,9 @@ def test_gradients_do_not_depend_on_processes(tiny, tmp_path):
     results = torch.load(out, weights_only=True)
     for name, (kind, count, _, _) in LAYOUTS.items():
         loss, expected = gradients(tiny, 8, count, name=kind, head="head" in name)
-        assert results[name][0] == pytest.approx(loss, rel=1e-6, abs=1e-6, nan_ok=True), name
+        assert results[name][0] == pytest.approx(loss, rel=1e-6, abs=1e-6, nan_ok=True), (
+            name
+        )
         assert distance(results[name][1], expected) <= 1e-6, name
 
 
@@ -280,7 +293,9 @@ def test_every_rank_runs_the_same_number_of_micro_batches():
         assert row_tokens is None or all(
             batch.tokens.size(1) <= row_tokens for group in batches for batch in group
         )
-        targets = sum(int((batch.targets != IGNORED).sum()) for group in batches for batch in group)
+        targets = sum(
+            int((batch.targets != IGNORED).sum()) for group in batches for batch in group
+        )
         assert targets == sum(sample.supervised for sample in samples)
 
 
@@ -313,7 +328,8 @@ def test_rates_rise_and_fall(warmup, schedule):
 
 def test_the_warmup_can_be_given_in_steps():
     rates = [
-        learning_rate(TrainArgs(learning_rate=1.0, warmup_steps=4), step, 10) for step in range(10)
+        learning_rate(TrainArgs(learning_rate=1.0, warmup_steps=4), step, 10)
+        for step in range(10)
     ]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0]) and rates[5] < 1
     assert learning_rate(TrainArgs(learning_rate=1.0, warmup_steps=0), 0, 10) == 1.0
@@ -327,7 +343,11 @@ def test_schedules_have_their_closed_form():
         "cosine": [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)],
         "linear": [1 - step / 10 for step in range(10)],
         "constant": [1.0] * 10,
-        "wsd": [*[1.0] * 6, *[1 - math.sqrt(step / 4) for step in range(4)]],  # the last 40 % fall
+        # the last 40 % fall
+        "wsd": [
+            *[1.0] * 6,
+            *[1 - math.sqrt(step / 4) for step in range(4)],
+        ],
     }
     for schedule, expected in factors.items():
         args = TrainArgs(
@@ -338,7 +358,9 @@ def test_schedules_have_their_closed_form():
             decay_fraction=0.4,
         )
         rates = [learning_rate(args, step, 10) for step in range(10)]
-        assert rates == pytest.approx([2.0 * (0.1 + 0.9 * factor) for factor in expected]), schedule
+        assert rates == pytest.approx(
+            [2.0 * (0.1 + 0.9 * factor) for factor in expected]
+        ), schedule
 
 
 def test_planned_samples():
@@ -356,7 +378,8 @@ def rows_of(run) -> list[dict[str, str]]:
 def untimed(run) -> list[dict[str, str]]:
     """Return the rows of metrics.csv without measured times and memory."""
     return [
-        {name: value for name, value in row.items() if name not in TIMED} for row in rows_of(run)
+        {name: value for name, value in row.items() if name not in TIMED}
+        for row in rows_of(run)
     ]
 
 
@@ -374,7 +397,14 @@ def uninterrupted(tiny, examples, tmp_path_factory):
     return folder / "run", flags, done
 
 
-RUN = {"config.yaml", "metrics.csv", "samples.jsonl", "verdict.json", "checkpoints", "final"}
+RUN = {
+    "config.yaml",
+    "metrics.csv",
+    "samples.jsonl",
+    "verdict.json",
+    "checkpoints",
+    "final",
+}
 RUN |= {"report.html", "data.json"}
 
 
@@ -397,12 +427,18 @@ def test_a_run_writes_what_the_readme_says(uninterrupted, examples, tiny):
     assert [n for n, row in enumerate(rows) if row["val_loss"]] == [0, *range(5, 49, 5), 48]
     _, tokenizer = litft.load(tiny)
     data = load_data(DataArgs(path=[str(examples)], val_fraction=0.2), tokenizer, 512, 256)
-    assert int(rows[-1]["tokens"]) == 2 * sum(sample.tokens.numel() for sample in data.train)
+    assert int(rows[-1]["tokens"]) == 2 * sum(
+        sample.tokens.numel() for sample in data.train
+    )
     assert float(rows[-1]["epoch"]) == 2 and int(rows[-1]["samples"]) == 48
     # a CPU's peak is not known
     assert all(float(row["tokens_per_second"]) > 0 and not row["mfu"] for row in rows[1:])
     assert float(rows[-1]["val_loss"]) < float(rows[0]["val_loss"])
-    assert "next:" in done.stdout and "peak memory" in done.stdout and "tokens/s" in done.stdout
+    assert (
+        "next:" in done.stdout
+        and "peak memory" in done.stdout
+        and "tokens/s" in done.stdout
+    )
 
 
 def test_the_loss_of_a_step_is_measured_before_its_update(uninterrupted, examples, tiny):
@@ -411,7 +447,9 @@ def test_the_loss_of_a_step_is_measured_before_its_update(uninterrupted, example
     first = data.train[SampleOrder([len(data.train)], 42).indices(0, 1)[0]]
     with torch.no_grad():
         loss, count = model(first.tokens[None], targets=first.targets[None])
-        val = [model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val]
+        val = [
+            model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val
+        ]
     rows = rows_of(uninterrupted[0])
     assert float(rows[1]["loss"]) == pytest.approx(float(loss / count), rel=1e-5)
     mean = float(sum(loss for loss, _ in val) / sum(count for _, count in val))
@@ -446,14 +484,24 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path):
 
 def test_resume_without_a_checkpoint_starts_at_step_0(uninterrupted, tmp_path):
     _, flags, _ = uninterrupted
-    command = ["finetune/lora.py", *flags, "--train.max_steps", "2", "--out_dir", "new", "--resume"]
+    command = [
+        "finetune/lora.py",
+        *flags,
+        "--train.max_steps",
+        "2",
+        "--out_dir",
+        "new",
+        "--resume",
+    ]
     assert (
         "no checkpoint to continue from; starting at step 0"
         in script(*command, cwd=tmp_path).stdout
     )
     assert len(rows_of(tmp_path / "new")) == 3
     again = script(*command, cwd=tmp_path).stdout
-    assert "all 2 steps are done, and final/ is written again; to train further, add" in again
+    assert (
+        "all 2 steps are done, and final/ is written again; to train further, add" in again
+    )
 
 
 def test_learned_positions_are_not_exceeded(make_model, examples, tmp_path):
@@ -463,7 +511,9 @@ def test_learned_positions_are_not_exceeded(make_model, examples, tmp_path):
     """
     from transformers import GPT2Config
 
-    _, folder = make_model(GPT2Config, vocab_size=512, max_position_embeddings=192, n_inner=56)
+    _, folder = make_model(
+        GPT2Config, vocab_size=512, max_position_embeddings=192, n_inner=56
+    )
     copy_tokenizer(STORIES, folder)
     command = [
         "finetune/lora.py",
@@ -475,7 +525,10 @@ def test_learned_positions_are_not_exceeded(make_model, examples, tmp_path):
         "2",
     ]
     done = script(*command, "--data.max_seq_length", "193", cwd=tmp_path, code=2)
-    assert "--data.max_seq_length 193: this model has only 192 learned positions" in done.stderr
+    assert (
+        "--data.max_seq_length 193: this model has only 192 learned positions"
+        in done.stderr
+    )
     script(*command, "--eval.exact_match", "--out_dir", "run", cwd=tmp_path)
     generate = [
         "generate/base.py",
@@ -502,9 +555,18 @@ def test_learned_positions_are_not_exceeded(make_model, examples, tmp_path):
 def test_resume_with_another_lora_rank_is_refused(uninterrupted, tmp_path):
     run, _, _ = uninterrupted
     done = script(
-        "finetune/lora.py", "--out_dir", run, "--resume", "--lora.r", "5", cwd=tmp_path, code=2
+        "finetune/lora.py",
+        "--out_dir",
+        run,
+        "--resume",
+        "--lora.r",
+        "5",
+        cwd=tmp_path,
+        code=2,
     )
-    assert "was saved with lora.r 32, now 5; resume with the original settings" in done.stderr
+    assert (
+        "was saved with lora.r 32, now 5; resume with the original settings" in done.stderr
+    )
     assert not (tmp_path / "out").exists() and "r: 32" in (run / "config.yaml").read_text()
 
 
@@ -512,7 +574,11 @@ def test_two_processes_train_as_one(tiny, tmp_path):
     # examples that differ, and a third of them held out: otherwise the processes' parts of the
     # validation have one loss
     records = [
-        {"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 7 + 1)}
+        {
+            "instruction": f"Say {n}",
+            "input": "",
+            "output": "once upon a time " * (n % 7 + 1),
+        }
         for n in range(30)
     ]
     data = write_records(tmp_path / "data.jsonl", records)
@@ -541,7 +607,8 @@ def test_two_processes_train_as_one(tiny, tmp_path):
 
 @pytest.mark.parametrize("row_tokens", [None, 128], ids=["rows", "packed"])
 @pytest.mark.parametrize(
-    "name", ["llama-3.2-1b", "gemma-2-2b", "pythia-6.9b", "phi-2", "qwen3-0.6b", "qwen3-30b-a3b"]
+    "name",
+    ["llama-3.2-1b", "gemma-2-2b", "pythia-6.9b", "phi-2", "qwen3-0.6b", "qwen3-30b-a3b"],
 )
 def test_a_step_reads_no_value_from_the_device(name, row_tokens):
     """Meta tensors have no values: reading one, which would wait for a GPU, raises an error."""
@@ -554,7 +621,8 @@ def test_a_step_reads_no_value_from_the_device(name, row_tokens):
         method.attach(model)
         model.train().neftune_alpha = 5.0
         batches = [
-            batch.to(torch.device("meta")) for batch in BatchLayout(4, row_tokens).batches(ragged())
+            batch.to(torch.device("meta"))
+            for batch in BatchLayout(4, row_tokens).batches(ragged())
         ]
         if not with_indices:  # the mistake that this test detects
             with pytest.raises(NotImplementedError, match="nonzero"):
@@ -568,11 +636,16 @@ def test_a_step_reads_no_value_from_the_device(name, row_tokens):
         torch.nn.utils.clip_grad_norm_(method.parameters(model).values(), 1.0)
 
 
-def test_the_memory_probe_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkeypatch):
+def test_the_memory_probe_has_as_many_targets_as_any_micro_batch(
+    tiny, tmp_path, monkeypatch
+):
     """Even if the micro-batch with the most tokens has few: the memory of the loss grows with the
     targets."""
     short, long = "once upon a time " * 3, "once upon a time " * 12
-    records = [{"prompt": long, "completion": "Lily"}, {"prompt": "Who?", "completion": short}]
+    records = [
+        {"prompt": long, "completion": "Lily"},
+        {"prompt": "Who?", "completion": short},
+    ]
     (tmp_path / "data.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records * 4)
     )

@@ -9,7 +9,14 @@ import torch
 from conftest import STORIES, adapted, copy_tokenizer, rows_of
 from safetensors.torch import load_file
 
-from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
+from litft.args import (
+    DataArgs,
+    EvalArgs,
+    LoRAArgs,
+    LoRAFinetuneArgs,
+    PreferenceArgs,
+    TrainArgs,
+)
 from litft.commands.finetune import prepare_run, run_finetuning
 from litft.distributed.devices import make_fabric
 from litft.distributed.process_group import Processes, launch
@@ -79,7 +86,9 @@ def write_data(folder: Path, objective: str) -> Path:
             for side, label in [sides[n % 3 > 0]]
         ]
     (folder / "template.jinja").write_text(TEMPLATE, "utf-8")
-    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), "utf-8")
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in records), "utf-8"
+    )
     return folder / "data.jsonl"
 
 
@@ -110,7 +119,9 @@ def first_gradients(args: LoRAFinetuneArgs, folder: Path) -> dict[str, torch.Ten
     setup = run.setup
     schedule = run.schedule
     fabric = make_fabric(args, run.settings.strategy)
-    trainer = Trainer(Processes(fabric, launch(fabric, args.timeout)), run, folder / "first")
+    trainer = Trainer(
+        Processes(fabric, launch(fabric, args.timeout)), run, folder / "first"
+    )
     trainer._compute_references()
     trainer.model.train()
     samples = trainer.batches.step(0)
@@ -209,7 +220,9 @@ def mean_answer_loss(trainer) -> None:
         chosen_logps, rejected_logps, chosen_logits, *rest = forward(model, batch)
         labels = batch["chosen_labels"][:, 1:]
         logits = chosen_logits[:, : labels.size(1)]
-        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels, ignore_index=-100
+        )
         return chosen_logps, rejected_logps, chosen_logits, rest[0], loss, *rest[2:]
 
     trainer.concatenated_forward = concatenated_forward
@@ -247,7 +260,9 @@ def test_gradients_and_ten_losses_equal_trls(objective, adapter, tmp_path, monke
     def keep_first() -> None:
         named = expected.model.named_parameters()
         found = {
-            name.replace(".default", ""): p.grad.clone() for name, p in named if p.grad is not None
+            name.replace(".default", ""): p.grad.clone()
+            for name, p in named
+            if p.grad is not None
         }
         gradients.update(gradients or found)
 

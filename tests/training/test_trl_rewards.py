@@ -21,7 +21,9 @@ pytestmark = pytest.mark.slow
 PROMPTS = [3, 3, 3, 3, 5, 5, 5, 5]
 COMPLETIONS = [4, 1, 7, 2, 3, 9, 5, 9]
 LIMIT = 9
-REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.25], [2.0, 1.0, torch.nan, -1.0]], dtype=torch.float64)
+REWARDS = torch.tensor(
+    [[1.0, 0.0, 0.5, 0.25], [2.0, 1.0, torch.nan, -1.0]], dtype=torch.float64
+)
 # flags of TRL for each loss
 LOSSES = {
     "grpo": {"loss_type": "grpo"},
@@ -68,7 +70,9 @@ def make_trainer(folder: Path, loss: str, beta: float, output: Path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.unk_token
     config, trainer = (
-        (trl.RLOOConfig, trl.RLOOTrainer) if loss == "rloo" else (trl.GRPOConfig, trl.GRPOTrainer)
+        (trl.RLOOConfig, trl.RLOOTrainer)
+        if loss == "rloo"
+        else (trl.GRPOConfig, trl.GRPOTrainer)
     )
     args = config(
         output_dir=str(output),
@@ -94,7 +98,9 @@ def make_trainer(folder: Path, loss: str, beta: float, output: Path):
 def padded(rows: list[torch.Tensor], left: bool = False) -> torch.Tensor:
     longest = max(map(len, rows))
     pads = [torch.zeros(longest - len(row), dtype=row.dtype) for row in rows]
-    pairs = [(pad, row) if left else (row, pad) for row, pad in zip(rows, pads, strict=True)]
+    pairs = [
+        (pad, row) if left else (row, pad) for row, pad in zip(rows, pads, strict=True)
+    ]
     return torch.stack([torch.cat(pair) for pair in pairs])
 
 
@@ -141,7 +147,9 @@ for case in product(LOSSES, (0.0, 0.04), (1, 2), (False, True)):
 
 
 @pytest.mark.parametrize(("loss", "beta", "updates", "masked"), CASES)
-def test_loss_and_gradients_equal_trls(folder, texts, tmp_path, loss, beta, updates, masked):
+def test_loss_and_gradients_equal_trls(
+    folder, texts, tmp_path, loss, beta, updates, masked
+):
     args = GrpoArgs(
         group_size=4,
         max_new_tokens=LIMIT,

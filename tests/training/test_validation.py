@@ -117,15 +117,19 @@ def model_and_samples(tiny, examples):
     # otherwise the answers of a random model never end
     tokenizer.stop_ids = [last_greedy_token(model, prompt, 4) for prompt in prompts[::3]]
     generated = [
-        greedy_answers(model, tokenizer, [(prompt, 20)])[0].text.strip() for prompt in prompts
+        greedy_answers(model, tokenizer, [(prompt, 20)])[0].text.strip()
+        for prompt in prompts
     ]
     answers = [
-        torch.tensor(tokenizer.encode(text, bos=False)) if number % 3 == 0 else sample.answer[1]
+        torch.tensor(tokenizer.encode(text, bos=False))
+        if number % 3 == 0
+        else sample.answer[1]
         for number, (sample, text) in enumerate(zip(samples, generated, strict=True))
     ]
     triples = zip(samples, prompts, answers, strict=True)
     samples = [
-        replace(sample, answer=(torch.tensor(prompt), answer)) for sample, prompt, answer in triples
+        replace(sample, answer=(torch.tensor(prompt), answer))
+        for sample, prompt, answer in triples
     ]
     return model, tokenizer, samples, data
 
@@ -151,7 +155,9 @@ def matches_one_by_one(model, tokenizer, samples):
     for sample in samples:
         prompt, expected = (ids.tolist() for ids in sample.answer)
         (answer,) = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8)])
-        matches += [answer.ended and answer.text.strip() == tokenizer.decode(expected).strip()]
+        matches += [
+            answer.ended and answer.text.strip() == tokenizer.decode(expected).strip()
+        ]
     return matches
 
 
@@ -162,20 +168,30 @@ def test_batched_answers_equal_answers_one_by_one(model_and_samples, single_proc
     assert 0 < sum(expected) < len(samples)
     for rows in (1, 5, 12):
         answers = validation_answers(*single_process, model, tokenizer, samples, rows)
-        assert len(answers) == len(samples) and exact_match(answers) == sum(expected) / len(samples)
+        assert len(answers) == len(samples) and exact_match(answers) == sum(expected) / len(
+            samples
+        )
     unanswered = [replace(samples[0], answer=None)]
     moved = [answer._replace(number=answer.number + 1) for answer in answers]
-    assert validation_answers(*single_process, model, tokenizer, unanswered + samples, 5) == moved
+    assert (
+        validation_answers(*single_process, model, tokenizer, unanswered + samples, 5)
+        == moved
+    )
     assert validation_answers(*single_process, model, tokenizer, unanswered) == []
 
 
 @torch.no_grad()
-def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_process, tmp_path):
+def test_exact_match_uses_the_samples_of_the_loss(
+    model_and_samples, single_process, tmp_path
+):
     model, tokenizer, samples, data = model_and_samples
-    expected = matches_one_by_one(model, tokenizer, samples)[::3]  # four of twelve, evenly spaced
+    # four of twelve, evenly spaced
+    expected = matches_one_by_one(model, tokenizer, samples)[::3]
     args = EvalArgs(max_batches=2, exact_match=True, max_new_tokens=0)
     measured = Measured(tokenizer, replace(data, val=samples), args)
-    validation = Validation(Processes(*single_process), model, measured, tmp_path / "samples.jsonl")
+    validation = Validation(
+        Processes(*single_process), model, measured, tmp_path / "samples.jsonl"
+    )
     row = validation.measure(0, BatchLayout(rows=3), 2)
     assert (
         row["exact_match"]
@@ -183,7 +199,9 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
         != sum(matches_one_by_one(model, tokenizer, samples)) / 12
     )
     # not only before the first step
-    assert validation.measure(7, BatchLayout(rows=3), 2)["exact_match"] == row["exact_match"]
+    assert (
+        validation.measure(7, BatchLayout(rows=3), 2)["exact_match"] == row["exact_match"]
+    )
     (loss,) = validation_scores(
         single_process[0], SUPERVISED, model, samples[::3], BatchLayout(rows=1)
     )
@@ -204,7 +222,9 @@ def test_answers_of_one_record_are_one_example(model_and_samples, single_process
     model, tokenizer, samples, data = model_and_samples
     args = EvalArgs(exact_match=True, max_new_tokens=0)
     measured = Measured(tokenizer, replace(data, val=Twice(samples)), args)
-    validation = Validation(Processes(*single_process), model, measured, tmp_path / "samples.jsonl")
+    validation = Validation(
+        Processes(*single_process), model, measured, tmp_path / "samples.jsonl"
+    )
     validation.measure_before(BatchLayout(rows=3), 2)
     parts = validation.before_after.before["exact_match"]
     assert len(parts) == len(samples) // 2
@@ -236,7 +256,9 @@ def test_the_loss_is_a_mean_over_target_tokens(model_and_samples, single_process
 def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process):
     """At the end of the context only the beginning of an answer is generated."""
     model, tokenizer, samples, _ = model_and_samples
-    prompts = [[1, *range(20 + n, 20 + n + model.config.max_positions - 2)] for n in range(20)]
+    prompts = [
+        [1, *range(20 + n, 20 + n + model.config.max_positions - 2)] for n in range(20)
+    ]
     answers = greedy_answers(model, tokenizer, [(prompt, 12) for prompt in prompts])
     prompt, text = next(
         (ids, answer.text)
@@ -244,7 +266,8 @@ def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process)
         if answer.text.strip() and not answer.ended
     )
     truncated = replace(
-        samples[0], answer=(torch.tensor(prompt), torch.tensor(tokenizer.encode(text, bos=False)))
+        samples[0],
+        answer=(torch.tensor(prompt), torch.tensor(tokenizer.encode(text, bos=False))),
     )
     (answer,) = validation_answers(*single_process, model, tokenizer, [truncated])
     assert answer.answer == answer.expected and exact_match([answer]) == 0
@@ -328,7 +351,8 @@ _TURNS = (
 )
 TOOL_TEMPLATES = {
     "tools_as_user_turns": _TURNS.replace(
-        "RESULT", "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+        "RESULT",
+        "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n",
     ),
     "tools_with_a_role": _TURNS.replace(
         "RESULT", "<|im_start|>ipython\n{{ m.content }}<|im_end|>\n"
@@ -341,11 +365,17 @@ TOOL_TEMPLATES = {
 def test_the_last_user_message_is_shown(tokenizer_folder, style, kind):
     tokenizer = Tokenizer(tokenizer_folder("bytes"))
     tokenizer.use_template(STYLES[style])
-    rendered = tokenizer.apply_chat_template(CONVERSATIONS[kind], add_generation_prompt=True)
+    rendered = tokenizer.apply_chat_template(
+        CONVERSATIONS[kind], add_generation_prompt=True
+    )
     assert question_text(tokenizer, tokenizer.encode(rendered, bos=False)) == QUESTION
 
 
-CALL = {"type": "function", "id": "a1b2c3d40", "function": {"name": "f", "arguments": {"a": 1}}}
+CALL = {
+    "type": "function",
+    "id": "a1b2c3d40",
+    "function": {"name": "f", "arguments": {"a": 1}},
+}
 AFTER_A_CALL = [
     *CONVERSATIONS["two turns"],
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -364,9 +394,13 @@ def test_the_question_is_shown_for_an_answer_after_a_call(tokenizer_folder, styl
 
 def test_a_prompt_without_a_known_beginning_is_shown_whole(tokenizer_folder):
     tokenizer = Tokenizer(tokenizer_folder("bytes"))
-    assert question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
+    assert (
+        question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
+    )
     tokenizer.use_template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
+    assert (
+        question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
+    )
 
 
 @torch.no_grad()

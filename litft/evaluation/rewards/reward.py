@@ -54,7 +54,9 @@ def _with_whole_patterns(items: Sequence[str]) -> list[str]:
 
 def _is_open(pattern: str) -> bool:
     """Return whether a pattern has a bracket that is not closed."""
-    return any(pattern.count(opening) > pattern.count(end) for opening, end in ("{}", "[]", "()"))
+    return any(
+        pattern.count(opening) > pattern.count(end) for opening, end in ("{}", "[]", "()")
+    )
 
 
 def of_functions(functions: Sequence[Callable]) -> list[Reward]:
@@ -97,7 +99,9 @@ def _check_source(source: str) -> str:
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"--reward {source}: not known; {hint}use {', '.join(EXAMPLES)}")
     if source == "math" and importlib.util.find_spec("math_verify") is None:
-        raise ValueError("--reward math: needs the package math-verify; pip install 'litft[math]'")
+        raise ValueError(
+            "--reward math: needs the package math-verify; pip install 'litft[math]'"
+        )
     return source
 
 

@@ -14,7 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from litft.args.processes import cores
-from litft.evaluation.rewards.call import Completed, call_with_lists, call_with_one, takes_lists
+from litft.evaluation.rewards.call import (
+    Completed,
+    call_with_lists,
+    call_with_one,
+    takes_lists,
+)
 from litft.evaluation.rewards.reward import Reward
 
 MAX_WORKERS = 4
@@ -56,7 +61,9 @@ class Worker:
             raise EOFError from None
         end = time.monotonic() + seconds
         while b"\n" not in self.pending:
-            ready, _, _ = select.select([self.results], [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select(
+                [self.results], [], [], max(0.0, end - time.monotonic())
+            )
             if not ready:
                 raise TimeoutError
             data = os.read(self.results, 1 << 16)

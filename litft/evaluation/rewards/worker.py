@@ -9,7 +9,12 @@ import os
 import sys
 from collections.abc import Callable
 
-from litft.evaluation.rewards.call import Completed, call_with_lists, call_with_one, takes_lists
+from litft.evaluation.rewards.call import (
+    Completed,
+    call_with_lists,
+    call_with_one,
+    takes_lists,
+)
 from litft.evaluation.rewards.reward import load_function
 
 
@@ -37,7 +42,10 @@ def _answer(request: dict, functions: dict[str, Callable]) -> dict:
         function = functions[source]
         items = [Completed(**item) for item in request["items"]]
         if takes_lists(function):
-            return {"values": call_with_lists(function, items) if items else [], "lists": True}
+            return {
+                "values": call_with_lists(function, items) if items else [],
+                "lists": True,
+            }
         for item in items:
             values.append(call_with_one(function, item))
         return {"values": values, "lists": False}

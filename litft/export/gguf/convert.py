@@ -61,7 +61,10 @@ def config_token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
     """Return config.json's token ids, None where absent: transformers' defaults may be outside of
     the vocabulary."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    ids = {
+        name: file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in keys.items()
+    }
     for name, value in ids.items():
         if type(value) is not int or not 0 <= value < size:
             ids[name] = None
@@ -217,7 +220,8 @@ def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:
             reasons.append(reason)
     if reasons:
         remedy = (
-            "llama.cpp only supports plain LoRA of Linears as an adapter; leave --merge false out"
+            "llama.cpp only supports plain LoRA of Linears as an adapter; "
+            "leave --merge false out"
         )
         raise ValueError(f"{trained.path} {', '.join(reasons)}: {remedy}")
     return sites
@@ -250,7 +254,9 @@ def _write_tensors(
         tensor_type = types[entry.name]
         shape = tuple(entry.like.shape)
         size = int(np.prod(gguf.quant_shape_to_byte_shape(shape, tensor_type)))
-        writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
+        writer.add_tensor_info(
+            entry.name, shape, np.dtype(np.float32), size, raw_dtype=tensor_type
+        )
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()

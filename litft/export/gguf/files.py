@@ -11,7 +11,9 @@ from torch import Tensor
 try:
     import gguf
 except ModuleNotFoundError as error:
-    raise ValueError(f"GGUF needs the package {error.name}: pip install 'litft[gguf]'") from None
+    raise ValueError(
+        f"GGUF needs the package {error.name}: pip install 'litft[gguf]'"
+    ) from None
 
 _TYPES = gguf.GGMLQuantizationType
 _PLAIN = {
@@ -33,7 +35,9 @@ class GgufFile:
 
     is_quantized = False
     config_name = "metadata"
-    mismatch_remedy = "the file is incomplete, or its metadata is another model's; use another file"
+    mismatch_remedy = (
+        "the file is incomplete, or its metadata is another model's; use another file"
+    )
 
     def __init__(self, path: Path) -> None:
         self.folder = path
@@ -89,7 +93,9 @@ class GgufFile:
         if tensor.tensor_type in _PLAIN:
             return torch.from_numpy(tensor.data.copy()).reshape(shape)
         try:
-            return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+            return torch.from_numpy(
+                gguf.dequantize(tensor.data, tensor.tensor_type)
+            ).reshape(shape)
         except NotImplementedError:
             reason = (
                 f"{name} is stored as {tensor.tensor_type.name}, which the package gguf cannot "
@@ -172,7 +178,9 @@ def _reader(path: Path) -> Any:
     except Exception as error:
         # damaged files cause errors of numpy, struct and enum
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} is damaged or truncated ({reason}); download it again") from None
+        raise ValueError(
+            f"{path} is damaged or truncated ({reason}); download it again"
+        ) from None
 
 
 def _shortest(value: float) -> float:

@@ -270,6 +270,8 @@ def in_tiles(encode: Callable[[Tensor], Tensor], weights: Tensor) -> Tensor:
     tiles = weights.reshape(-1, BLOCK).float().split(TILE)
     workers = torch.get_num_threads()
     # each thread has a tile of its own, which is too small to be shared
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(
+        workers, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         encoded = list(pool.map(encode, tiles))
     return torch.cat(encoded).view(*weights.shape[:-1], -1)

@@ -73,7 +73,9 @@ FREQS = "rope_freqs.weight"
 LONG = "rope_factors_long.weight"
 SHORT = "rope_factors_short.weight"
 # of all models so far
-LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA3 = dict(
+    low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
 # architectures for which llama.cpp reads these tensors
 READS_FACTORS = (
     "llama",
@@ -147,7 +149,9 @@ class GgufArchitecture:
             if key in self.metadata:
                 hf[name] = self.metadata[key]
         if self.metadata.get("expert_count") and "expert_count" not in fields:
-            raise ValueError(f"{self.name} with experts is not supported; use a dense model")
+            raise ValueError(
+                f"{self.name} with experts is not supported; use a dense model"
+            )
         hf |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
         # layers for multi-token prediction are the last ones
         if self.extra_layers:
@@ -239,7 +243,9 @@ class GgufArchitecture:
         if "position_embd.weight" in self.tensor_names:
             return {}
         # of files of 2023
-        factor = self.metadata.get("rope.scaling.factor") or self.metadata.get("rope.scale_linear")
+        factor = self.metadata.get("rope.scaling.factor") or self.metadata.get(
+            "rope.scale_linear"
+        )
         kind = self.metadata.get("rope.scaling.type", "linear" if factor else "none")
         original_length = self.metadata.get("rope.scaling.original_context_length")
         rope: dict[str, Any] = {}
@@ -256,7 +262,9 @@ class GgufArchitecture:
         elif kind in ("linear", "yarn"):
             scaling = {"rope_type": kind, "factor": factor or 1.0} | self._yarn_factor(kind)
             rope["rope_scaling"] = scaling | (
-                {"original_max_position_embeddings": original_length} if kind == "yarn" else {}
+                {"original_max_position_embeddings": original_length}
+                if kind == "yarn"
+                else {}
             )
         elif kind not in ("none", "longrope"):
             raise ValueError(f"{self.name}.rope.scaling.type {kind!r} is not supported")
@@ -294,7 +302,9 @@ class GgufArchitecture:
     ) -> dict[str, float]:
         """Return the factor of cos and sin, if it differs from longrope's default."""
         stated = self.metadata.get("rope.scaling.attn_factor")
-        ratio = hf["max_position_embeddings"] / (original_length or hf["max_position_embeddings"])
+        ratio = hf["max_position_embeddings"] / (
+            original_length or hf["max_position_embeddings"]
+        )
         if original_length and ratio > 1:
             default = math.sqrt(1 + math.log(ratio) / math.log(original_length))
         else:
@@ -317,7 +327,9 @@ class GgufArchitecture:
             }
         # Llama 3.1's divisors, if its formula gives the same ones
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
-        rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling}, 2 * len(divisors))
+        rope = RopeConfig.from_hf(
+            {"rope_theta": theta, "rope_scaling": scaling}, 2 * len(divisors)
+        )
         if torch.allclose(_divisors(rope), divisors, rtol=1e-4):
             return scaling
         # any others: longrope with the same list for short and long texts
@@ -411,7 +423,9 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
     )
 
     # read back: what differs from the model, llama.cpp would compute differently
-    unsupported = _differences(config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS)
+    unsupported = _differences(
+        config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS
+    )
     if factors and name not in READS_FACTORS:
         unsupported = [*unsupported, "rope"]
     if unsupported:
@@ -480,7 +494,9 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
         return metadata
 
     # the rotation
-    head_dims = dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
+    head_dims = dict.fromkeys(
+        ("attention.key_length", "attention.value_length"), config.head_dim
+    )
     metadata |= head_dims | {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     rotations = (layer.rope for layer in config.layers if layer.rope and layer.rope.dim)
     local_rope = next((local for local in rotations if local.theta != rope.theta), None)
@@ -513,7 +529,10 @@ def _factors(rope: RopeConfig | None) -> dict[str, Tensor]:
 
 def _divisors(rope: RopeConfig) -> Tensor:
     """Return the divisors of the unscaled frequencies."""
-    return inverse_frequencies(replace(rope, rope_type="default"))[0] / inverse_frequencies(rope)[0]
+    return (
+        inverse_frequencies(replace(rope, rope_type="default"))[0]
+        / inverse_frequencies(rope)[0]
+    )
 
 
 def _differences(config: Config, other: Config, compare_windows: bool) -> list[str]:
@@ -575,4 +594,6 @@ def _same_rotation(rope: RopeConfig | None, other: RopeConfig | None) -> bool:
     close = all(
         torch.allclose(frequencies, twin, rtol=1e-4, atol=0) for frequencies, twin in tables
     )
-    return close and math.isclose(rope.attention_factor, other.attention_factor, rel_tol=1e-5)
+    return close and math.isclose(
+        rope.attention_factor, other.attention_factor, rel_tol=1e-5
+    )

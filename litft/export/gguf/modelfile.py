@@ -13,14 +13,22 @@ from litft.data.tokenizer import Tokenizer
 
 # characters of a private use area, which no template contains
 _MARK = "\ue000words\ue000"
-_PROBES = ("system user", "user assistant user", "system user assistant user assistant user")
+_PROBES = (
+    "system user",
+    "user assistant user",
+    "system user assistant user assistant user",
+)
 
 
 def modelfile(name: str, tokenizer: Tokenizer) -> str:
     """Return the Modelfile for the GGUF file `name` in the same folder."""
     lines = [f"FROM ./{name}"]
-    stop_texts = [tokenizer.decode([number], skip_special=False) for number in tokenizer.stop_ids]
-    stops = [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stop_texts]
+    stop_texts = [
+        tokenizer.decode([number], skip_special=False) for number in tokenizer.stop_ids
+    ]
+    stops = [
+        f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stop_texts
+    ]
     # Ollama then continues the prompt as it is
     if not tokenizer.has_template:
         return "\n".join([*lines, *stops]) + "\n"
@@ -64,9 +72,8 @@ class _Parts(NamedTuple):
 def _go_template(parts: _Parts) -> str:
     """Return the Go template that renders messages with these parts."""
     if parts.without_system:
-        beginning = (
-            f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}{parts.without_system}{{{{ end }}}}'
-        )
+        condition = '{{ if and (eq $i 0) (ne .Role "system") }}'
+        beginning = f"{condition}{parts.without_system}{{{{ end }}}}"
     else:
         beginning = ""
     roles = [
@@ -129,7 +136,8 @@ def _around(text: str) -> tuple[str, str]:
 def _without_system(tokenizer: Tokenizer) -> _Parts:
     """Return the parts of conversations that begin with a user turn."""
     one_turn, two_turns, three_turns = (
-        _render(tokenizer, roles) for roles in ("user", "user assistant", "user assistant user")
+        _render(tokenizer, roles)
+        for roles in ("user", "user assistant", "user assistant user")
     )
     # each turn is what it adds to the conversation before it
     user = _around(_remove_prefix(three_turns, two_turns))

@@ -30,7 +30,9 @@ FALLBACKS = {_TYPES.Q4_K: _TYPES.Q5_0, _TYPES.Q5_K: _TYPES.Q5_1, _TYPES.Q6_K: _T
 
 # norms, positions, convolutions and routers, and tensors with other leaves than weight: llama.cpp
 # computes with them in fp32 alone (conversion/base.py)
-FP32 = re.compile(r"_norm\.weight$|^position_embd|^rope_|ssm_conv1d|shortconv\.conv|ffn_gate_inp")
+FP32 = re.compile(
+    r"_norm\.weight$|^position_embd|^rope_|ssm_conv1d|shortconv\.conv|ffn_gate_inp"
+)
 # matrices that are too small to be quantized
 UNQUANTIZED = re.compile(r"altup|laurel|per_layer_model_proj")
 LEAVES = (".weight", ".lora_a", ".lora_b")
@@ -153,7 +155,11 @@ def _head_type(
 ) -> gguf.GGMLQuantizationType:
     """Return the type of the head."""
     is_ragged = tensor.shape[-1] % gguf.GGML_QUANT_SIZES[default][0] != 0
-    if default in (_TYPES.MXFP4, _TYPES.Q8_0) or is_ragged or sizes.architecture == "falcon":
+    if (
+        default in (_TYPES.MXFP4, _TYPES.Q8_0)
+        or is_ragged
+        or sizes.architecture == "falcon"
+    ):
         return _TYPES.Q8_0
     return _TYPES.Q6_K
 
@@ -164,7 +170,9 @@ def _has_more_bits(position: int, count: int) -> bool:
     return position < first or position >= 7 * count // 8 or (position - first) % 3 == 2
 
 
-def _type_of_values(sizes: ModelSizes, outtype: str, counts: _Counts) -> gguf.GGMLQuantizationType:
+def _type_of_values(
+    sizes: ModelSizes, outtype: str, counts: _Counts
+) -> gguf.GGMLQuantizationType:
     """Return the type of the values' projection in the attention."""
     stored = OUTTYPES[outtype][0]
     is_mixture = outtype in ("q4_k_m", "q5_k_m")
@@ -177,7 +185,9 @@ def _type_of_values(sizes: ModelSizes, outtype: str, counts: _Counts) -> gguf.GG
     return stored
 
 
-def _type_of_downs(position: int, sizes: ModelSizes, outtype: str) -> gguf.GGMLQuantizationType:
+def _type_of_downs(
+    position: int, sizes: ModelSizes, outtype: str
+) -> gguf.GGMLQuantizationType:
     """Return the type of an MLP's last projection."""
     count = sizes.num_layers
     more = _has_more_bits(position, count)
@@ -190,7 +200,9 @@ def _type_of_downs(position: int, sizes: ModelSizes, outtype: str) -> gguf.GGMLQ
     return OUTTYPES[outtype][0]
 
 
-def _fitting_type(stored: gguf.GGMLQuantizationType, columns: int) -> gguf.GGMLQuantizationType:
+def _fitting_type(
+    stored: gguf.GGMLQuantizationType, columns: int
+) -> gguf.GGMLQuantizationType:
     """Return a type whose blocks divide the rows."""
     if columns % gguf.GGML_QUANT_SIZES[stored][0] == 0:
         return stored

@@ -15,7 +15,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers import Tokenizer as Backend
 
 from litft.data.tokenizer import NAMED_TEMPLATES
@@ -84,13 +92,17 @@ PRE_TOKENIZERS = {
     "deepseek-v3": PreTokenizer(_DEEPSEEK, gpt2=False),
 }
 PRE_TOKENIZER_NAMES = {
-    **dict.fromkeys("llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split(), "llama-bpe"),
+    **dict.fromkeys(
+        "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split(), "llama-bpe"
+    ),
     **dict.fromkeys(
         "phi-2 mpt olmo jina-es jina-de gigachat a.x-4.0 mellum exaone4 granite-docling".split(),
         "gpt-2",
     ),
     **dict.fromkeys("starcoder refact command-r exaone mellum2".split(), "smollm"),
-    **dict.fromkeys("deepseek-r1-qwen stablelm2 megrez hunyuan solar-open kormo".split(), "qwen2"),
+    **dict.fromkeys(
+        "deepseek-r1-qwen stablelm2 megrez hunyuan solar-open kormo".split(), "qwen2"
+    ),
     **dict.fromkeys("smaug-bpe chatglm-bpe glm4 glm5".split(), "dbrx"),
     **dict.fromkeys("llama4 kanana2 minimax-m2".split(), "gpt-4o"),
     **dict.fromkeys("hunyuan-dense joyai-llm".split(), "deepseek-v3"),
@@ -100,7 +112,9 @@ ADD_BOS = {"llama-bpe", "tekken"}
 # to NFC; llama.cpp leaves this to its callers
 NORMALIZED = {"qwen2", "qwen35"}
 # if the file names no end-of-turn token, the first of these in the vocabulary is used
-TURN_ENDS = "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|>".split()
+TURN_ENDS = (
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|>".split()
+)
 TURN_ENDS += "<EOT> _<EOT> [EOT]".split()
 
 
@@ -168,7 +182,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         **special,
         "add_bos_token": bool(adds_bos),
     }
-    _write_json(folder / "tokenizer_config.json", config | {"clean_up_tokenization_spaces": False})
+    _write_json(
+        folder / "tokenizer_config.json", config | {"clean_up_tokenization_spaces": False}
+    )
     _write_templates(file, folder)
     stop_ids = _stop_ids(tokens.texts, ids)
     if not stop_ids:
@@ -181,7 +197,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 
 def _stored(file: GgufFile) -> dict[str, Any]:
     """Return the metadata, without the prefix that those of the tokenizer have."""
-    return {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+    return {
+        key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()
+    }
 
 
 def _special_texts(texts: list[str], ids: dict[str, int]) -> dict[str, str]:
@@ -256,7 +274,9 @@ def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> StoredT
         )
     types = stored.get("token_type", [int(TokenType.NORMAL)] * count)
     scores = stored.get("scores", [0.0] * count)
-    complete = all(isinstance(values, list) and len(values) == count for values in (types, scores))
+    complete = all(
+        isinstance(values, list) and len(values) == count for values in (types, scores)
+    )
     if (
         not complete
         or not set(types) <= set(map(int, TokenType))
@@ -300,7 +320,9 @@ def _pre_tokenizer(stored: dict[str, Any]) -> str:
     return PRE_TOKENIZER_NAMES.get(name, name)
 
 
-def _byte_level_bpe(stored: dict[str, Any], tokens: StoredTokens, unknown: str | None) -> Backend:
+def _byte_level_bpe(
+    stored: dict[str, Any], tokens: StoredTokens, unknown: str | None
+) -> Backend:
     """Return a byte-level BPE tokenizer."""
     pre = _pre_tokenizer(stored)
     if pre not in PRE_TOKENIZERS:
@@ -313,7 +335,9 @@ def _byte_level_bpe(stored: dict[str, Any], tokens: StoredTokens, unknown: str |
     split = PRE_TOKENIZERS[pre]
     backend = Backend(
         models.BPE(
-            vocab=_token_ids(tokens), merges=_merges(stored), ignore_merges=split.ignore_merges
+            vocab=_token_ids(tokens),
+            merges=_merges(stored),
+            ignore_merges=split.ignore_merges,
         )
     )
     if pre in NORMALIZED:
@@ -324,7 +348,9 @@ def _byte_level_bpe(stored: dict[str, Any], tokens: StoredTokens, unknown: str |
     steps: list[pre_tokenizers.PreTokenizer] = []
     if split.digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    steps += [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns
+    ]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.gpt2))
     if len(steps) == 1:
         backend.pre_tokenizer = steps[0]
@@ -345,7 +371,8 @@ def _merges(stored: dict[str, Any]) -> list[tuple[str, str]]:
             "another file"
         )
     return [
-        (merge[: (at := merge.find(" ", 1))], merge[at + 1 :]) for merge in stored.get("merges", [])
+        (merge[: (at := merge.find(" ", 1))], merge[at + 1 :])
+        for merge in stored.get("merges", [])
     ]
 
 
@@ -375,7 +402,9 @@ def _sentencepiece_bpe(
     pairs = _merges(stored) if has_merges else _merges_by_score(tokens)
     ids = _token_ids(tokens)
     backend = Backend(
-        models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
     )
     spaces = normalizers.Replace(" ", SPACE)
     prefix = stored.get("add_space_prefix", not has_merges)
@@ -385,7 +414,9 @@ def _sentencepiece_bpe(
         backend.normalizer = spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     # the space that was put before the text is removed again
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    backend.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(" ", 1, 0)] if prefix else steps
+    )
     return backend
 
 
@@ -393,7 +424,9 @@ def _token_ids(tokens: StoredTokens) -> dict[str, int]:
     return {text: i for i, text in enumerate(tokens.texts)}
 
 
-def _add_special_tokens(backend: Backend, tokens: StoredTokens, strips_spaces: bool) -> None:
+def _add_special_tokens(
+    backend: Backend, tokens: StoredTokens, strips_spaces: bool
+) -> None:
     """Add the tokens that are matched before BPE; strips_spaces: special tokens swallow spaces
     after them, as in Phi-3."""
     exceptions = ("<unk>", "<s>", "<|endoftext|>")

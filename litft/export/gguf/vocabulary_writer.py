@@ -38,7 +38,9 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
         tokens = _pad(_texts_and_types(tokenizer), {}, size)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-        writer.add_token_merges([" ".join(merge) for merge in definition["model"]["merges"]])
+        writer.add_token_merges(
+            [" ".join(merge) for merge in definition["model"]["merges"]]
+        )
     else:
         tokens, adds_space = _sentencepiece_tokens(definition, content, tokenizer, size)
         writer.add_tokenizer_model("llama")
@@ -206,14 +208,18 @@ def _texts_and_types(tokenizer: Tokenizer) -> dict[int, tuple[str, int]]:
     special = tokenizer.special_ids
     added = tokenizer.added_ids
     types = {
-        i: TokenType.CONTROL if i in special else TokenType.USER_DEFINED for i in special | added
+        i: TokenType.CONTROL if i in special else TokenType.USER_DEFINED
+        for i in special | added
     }
     return {
-        i: (text, int(types.get(i, TokenType.NORMAL))) for text, i in tokenizer.vocabulary().items()
+        i: (text, int(types.get(i, TokenType.NORMAL)))
+        for text, i in tokenizer.vocabulary().items()
     }
 
 
-def _pad(tokens: dict[int, tuple[str, int]], scores: dict[str, float], size: int) -> StoredTokens:
+def _pad(
+    tokens: dict[int, tuple[str, int]], scores: dict[str, float], size: int
+) -> StoredTokens:
     """Return the tokens ordered by id, with an unused token for each row of the embedding that has
     none."""
     rows = [tokens.get(i, (f"[PAD{i}]", int(TokenType.UNUSED))) for i in range(size)]
@@ -264,8 +270,13 @@ def _sentencepiece_tokens(
                 file=sys.stderr,
             )
         if model.normalizer_spec.remove_extra_whitespaces:
-            spaces = "leading, trailing and repeated spaces, and those next to special tokens"
-            print(f"note: llama.cpp keeps {spaces}, which this tokenizer removes", file=sys.stderr)
+            spaces = (
+                "leading, trailing and repeated spaces, and those next to special tokens"
+            )
+            print(
+                f"note: llama.cpp keeps {spaces}, which this tokenizer removes",
+                file=sys.stderr,
+            )
 
     # control tokens stay so, whatever sentencepiece says of them
     control = TokenType.CONTROL
@@ -294,7 +305,9 @@ def _name_bytes(tokens: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]
     for byte, name in enumerate(BYTES[:128]):
         if name not in texts:
             missing[chr(byte)] = name
-    return {i: (missing.get(text, text), token_type) for i, (text, token_type) in tokens.items()}
+    return {
+        i: (missing.get(text, text), token_type) for i, (text, token_type) in tokens.items()
+    }
 
 
 def _adds_space(definition: dict[str, Any]) -> bool:

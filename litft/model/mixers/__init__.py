@@ -3,7 +3,13 @@
 See `mixer.py` for the protocol.
 """
 
-from litft.model.config import Config, DeltaNetConfig, LayerConfig, Mamba2Config, ShortConvConfig
+from litft.model.config import (
+    Config,
+    DeltaNetConfig,
+    LayerConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from litft.model.mixers.delta_net import DeltaNet
 from litft.model.mixers.mamba2 import Mamba2
 from litft.model.mixers.mixer import Mixer

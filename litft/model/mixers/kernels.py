@@ -152,7 +152,13 @@ def fused_recurrence(
     elif heads > q.size(2):
         # only the kernels of the delta rule share queries and keys
         q, k = (x.repeat_interleave(heads // x.size(2), dim=2) for x in (q, k))
-    inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g.float(), *([] if b is None else [b.float()])]
+    inputs = [
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        g.float(),
+        *([] if b is None else [b.float()]),
+    ]
     # the caller has scaled the queries
     settings = {"scale": 1.0, "initial_state": None if state is None else state.float()}
     y, state = kernel(

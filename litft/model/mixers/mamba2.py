@@ -40,7 +40,9 @@ class Mamba2(Mixer):
         self.step_bias = nn.Parameter(torch.zeros(mamba.n_heads))
         self.skip = nn.Parameter(torch.ones(mamba.n_heads))
         if mamba.norm:
-            self.norm = GatedNorm(width, mamba.norm_eps, "silu", mamba.gate_first, mamba.n_groups)
+            self.norm = GatedNorm(
+                width, mamba.norm_eps, "silu", mamba.gate_first, mamba.n_groups
+            )
         else:
             self.norm = None
         # on the CPU also when the network is built on meta: no file has these values
@@ -62,7 +64,13 @@ class Mamba2(Mixer):
         """Return the mixed x (B, T, C), in the same shape; see Mixer."""
         mamba = self.mamba
         gate, conv, step = self.projections(scaled(x, mamba.input_scale))
-        parameters = self.conv.weight, self.conv.bias, self.log_rate, self.step_bias, self.skip
+        parameters = (
+            self.conv.weight,
+            self.conv.bias,
+            self.log_rate,
+            self.step_bias,
+            self.skip,
+        )
         y = self.recompute_mix(documents, cache, conv, step, *parameters)
         if self.norm is None:
             y = y * F.silu(gate)

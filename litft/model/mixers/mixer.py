@@ -35,14 +35,20 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def mix(
-        self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
+        self,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        *inputs: Tensor | None,
     ) -> Tensor:
         """Return what the mixer computes, (B, T, ...), from its projections (B, T, ...) and its
         parameters."""
         raise NotImplementedError
 
     def recompute_mix(
-        self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None
+        self,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        *inputs: Tensor | None,
     ) -> Tensor:
         """Return `mix`, (B, T, ...).
 
@@ -67,7 +73,9 @@ class SavingInputs(torch.autograd.Function):
     pass."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None
+    ) -> Tensor:
         """Return function(*inputs), for inputs of any shape."""
         ctx.function = function
         ctx.save_for_backward(*inputs)
@@ -82,7 +90,9 @@ class SavingInputs(torch.autograd.Function):
         with torch.enable_grad():
             pairs = zip(ctx.saved_tensors, needed, strict=True)
             # Detached, so that the inner graph ends at the inputs; autograd continues from there.
-            arguments = [x.detach().requires_grad_() if is_needed else x for x, is_needed in pairs]
+            arguments = [
+                x.detach().requires_grad_() if is_needed else x for x, is_needed in pairs
+            ]
             leaves = []
             for x in arguments:
                 if x is not None and x.requires_grad:
@@ -158,7 +168,9 @@ def causal_conv(
 class GatedNorm(nn.Module):
     """RMSNorm over groups of channels, with a gate before or after it, computed in fp32."""
 
-    def __init__(self, size: int, eps: float, gate: str, gate_first: bool, groups: int = 1) -> None:
+    def __init__(
+        self, size: int, eps: float, gate: str, gate_first: bool, groups: int = 1
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.gate_first = gate_first
@@ -182,7 +194,10 @@ class GatedNorm(nn.Module):
             y = y * gate
         # (..., groups, C / groups): each group has a root mean square of its own
         grouped = y.unflatten(-1, (self.groups, -1))
-        y = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * weight.float()
+        y = (
+            F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2)
+            * weight.float()
+        )
         if not self.gate_first:
             y = y * gate
         return y.to(x.dtype)

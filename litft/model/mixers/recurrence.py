@@ -122,7 +122,9 @@ def _(q, k, v, g, b, documents, state):
         state_shape = (0,)
     else:
         state_shape = (v.size(0), v.size(2), k.size(3), v.size(3))
-    return v.new_empty(v.shape, dtype=torch.float32), v.new_empty(state_shape, dtype=torch.float32)
+    return v.new_empty(v.shape, dtype=torch.float32), v.new_empty(
+        state_shape, dtype=torch.float32
+    )
 
 
 def _chunked(
@@ -183,7 +185,9 @@ class _Decays(NamedTuple):
 
 def _decays(g: Tensor, ids: Tensor | None) -> _Decays:
     """Compute the decays of the log decays g (B, G, R, N, L, K or 1) of single tokens."""
-    visible = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=g.device).tril()
+    visible = torch.ones(
+        CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=g.device
+    ).tril()
     if ids is None:
         enters = leaves = passes = None
         total = g.cumsum(-2)
@@ -206,7 +210,9 @@ def _delta_values(
     # S_t = a_t S_(t-1) + k_t u_t^T with u_t = b_t (v_t - S_(t-1)^T k_t): within a chunk, the u are
     # the solution of a triangular system (the WY form), here with two right-hand sides
     right = torch.cat((v * b, k * b * from_start), -1)
-    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(
+        system.tril(-1), right, upper=False, unitriangular=True
+    )
     return solved.split((v.size(-1), k.size(-1)), dim=-1)
 
 
@@ -330,7 +336,9 @@ def _in_chunks(x: Tensor, groups: int) -> Tensor:
     """(B, T, H, .) -> (B, G, H / G, N, L, .) in fp32, padded with zeros."""
     # padding leaves the state as it is: a log decay of 0 keeps it, and zeros add nothing
     padded = F.pad(x.float(), (0, 0, 0, 0, 0, -x.size(1) % CHUNK_TOKENS))
-    return padded.transpose(1, 2).unflatten(2, (-1, CHUNK_TOKENS)).unflatten(1, (groups, -1))
+    return (
+        padded.transpose(1, 2).unflatten(2, (-1, CHUNK_TOKENS)).unflatten(1, (groups, -1))
+    )
 
 
 def _masked_exp(x: Tensor, mask: Tensor | None) -> Tensor:

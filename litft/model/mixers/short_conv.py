@@ -26,7 +26,9 @@ class ShortConv(Mixer):
     ) -> Tensor:
         """Return the mixed x (B, T, C), in the same shape; see Mixer."""
         return self.out_proj(
-            self.recompute_mix(documents, cache, self.in_proj(x), self.conv.weight, self.conv.bias)
+            self.recompute_mix(
+                documents, cache, self.in_proj(x), self.conv.weight, self.conv.bias
+            )
         )
 
     def mix(

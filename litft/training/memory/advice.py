@@ -31,7 +31,9 @@ def remedies(run: PlannedRun) -> list[str]:
     flags = sorted(helpful, key=lambda flag: -saved[flag])
 
     # more flags would hide those that help most
-    lines = [f"{flag} saves about {format_bytes(saved[flag])}" for flag in flags[:MAX_FLAGS]]
+    lines = [
+        f"{flag} saves about {format_bytes(saved[flag])}" for flag in flags[:MAX_FLAGS]
+    ]
     train = run.setup.args.train
     if (
         run.settings.strategy == "single"
@@ -65,10 +67,16 @@ def check_memory(run: PlannedRun) -> None:
         where = "this machine"
     if settings.device.type == "cuda":
         where = "the GPU" if settings.strategy == "single" else "each GPU"
-    reason = f"the run needs {needed}, and {where} has {format_bytes(settings.device_bytes)}"
-    lines = [f"{reason}; most of it is for {largest} ({format_bytes(memory.parts[largest])})"]
+    reason = (
+        f"the run needs {needed}, and {where} has {format_bytes(settings.device_bytes)}"
+    )
+    lines = [
+        f"{reason}; most of it is for {largest} ({format_bytes(memory.parts[largest])})"
+    ]
     lines += [f"  {remedy}" for remedy in remedies(run)]
-    lines.append("  a smaller model; litft plan --checkpoint_dir DIR --budget 24GB shows what fits")
+    lines.append(
+        "  a smaller model; litft plan --checkpoint_dir DIR --budget 24GB shows what fits"
+    )
     lines.append("  --train.ignore_memory_plan true starts it nevertheless")
     raise ValueError("\n".join(lines))
 
@@ -102,7 +110,9 @@ def _options(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
     args = setup.args
     is_full = setup.method.saves_full_model
     # excludes quantization
-    offloads_frozen = settings.strategy == "single" and args.train.cpu_offload == "parameters"
+    offloads_frozen = (
+        settings.strategy == "single" and args.train.cpu_offload == "parameters"
+    )
     # two micro-batches would be two steps of an optimizer in the backward pass
     if shape.rows > 1 and not args.train.optimizer_in_backward:
         yield (

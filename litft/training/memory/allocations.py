@@ -22,7 +22,9 @@ class AllocationTracker(TorchDispatchMode):
         self.current = self.peak = 0
         self.live_storages: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Adafactor reads its step, which fake tensors do not have
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0

@@ -12,7 +12,14 @@ from litft.distributed.devices import DTYPES, device_memory, num_shards
 from litft.model.kv_cache import KVCache
 from litft.pretrained.build import weight_bytes
 from litft.training.intervals import num_measured
-from litft.training.memory.plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
+from litft.training.memory.plan import (
+    USABLE_FRACTION,
+    Fit,
+    Plan,
+    fastest,
+    format_bytes,
+    predict,
+)
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
 from litft.training.objectives import GRPO, Distill
@@ -56,13 +63,19 @@ def planned_shape(schedule: Schedule, strategy: str) -> Shape:
     return shape._replace(accumulated=shape.accumulated or strategy == "ddp")
 
 
-def choose_memory_settings(setup: RunSetup, schedule: Schedule, device: torch.device) -> PlannedRun:
+def choose_memory_settings(
+    setup: RunSetup, schedule: Schedule, device: torch.device
+) -> PlannedRun:
     """Choose what the flags leave open, by the device's memory: also the rows of a micro-batch, by
     which the run's schedule is laid out.
 
     Raises ValueError for flags that the chosen strategy cannot do.
     """
-    args, reason, memory = setup.args, "as asked for", device_memory(device, setup.args.devices)
+    args, reason, memory = (
+        setup.args,
+        "as asked for",
+        device_memory(device, setup.args.devices),
+    )
 
     @cache
     def with_rows(rows: int) -> Schedule:
@@ -89,7 +102,8 @@ def choose_memory_settings(setup: RunSetup, schedule: Schedule, device: torch.de
         if args.strategy == "auto" and strategy == "ddp":
             needed = format_bytes(smallest.plan.memory.peak)
             reason = (
-                f"since each needs {needed} with all of the weights, and has {format_bytes(memory)}"
+                f"since each needs {needed} with all of the weights, and has "
+                f"{format_bytes(memory)}"
             )
         if fit:
             break

@@ -166,7 +166,9 @@ class Flops:
         self.per_target = self.forward_per_target * _num_products(head.requires_grad)
         config = model.config
         # QK and PV of each pair of a query and a key; backward costs twice the forward
-        self.windows = [(layer.window, 2 * config.pair_dims(layer) * 3) for layer in config.layers]
+        self.windows = [
+            (layer.window, 2 * config.pair_dims(layer) * 3) for layer in config.layers
+        ]
 
     def __call__(self, samples: Sequence[Sample]) -> float:
         """Return the FLOPs of one step over `samples`, and of a forward pass over their
@@ -228,7 +230,9 @@ def _matrices(model: GPT) -> list[_Matrix]:
             if name == "bias" or parameter is model.lm_head.weight:
                 continue
             size = _num_weights(linear, name, parameter) * fraction
-            matrices.append(_Matrix(size, parameter.requires_grad, id(linear) in mlp_modules))
+            matrices.append(
+                _Matrix(size, parameter.requires_grad, id(linear) in mlp_modules)
+            )
     return matrices
 
 
@@ -248,7 +252,9 @@ def _counts(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
     return lengths, [sample.supervised for sample in samples]
 
 
-def _num_weights(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter) -> int:
+def _num_weights(
+    linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter
+) -> int:
     """Return the number of elements of a parameter, before quantization packed it."""
     if name != "weight":
         return parameter.numel()

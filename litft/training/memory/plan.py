@@ -144,7 +144,8 @@ def process_line(memory: Memory, malloc: str) -> str:
     )
     if malloc == "glibc":
         line += (
-            ", and what glibc's malloc keeps; with tcmalloc it is less (tutorials/performance.md)"
+            ", and what glibc's malloc keeps; with tcmalloc it is less "
+            "(tutorials/performance.md)"
         )
     return line
 
@@ -225,7 +226,13 @@ def predict(
             in_backward_optimizer = backward_optimizer(model, method, optimizer)
         loss = trace_loss(model, shape, compute, in_backward_optimizer, compiled)
         blocks = trace_blocks(
-            model, shape, compute, in_backward_optimizer, shards, place.activations, compiled
+            model,
+            shape,
+            compute,
+            in_backward_optimizer,
+            shards,
+            place.activations,
+            compiled,
         )
         update = _update_bytes(optimizer, method, trained, shards, in_backward, place)
         memory = Memory(
@@ -562,7 +569,13 @@ def fastest(
             kinds = ("full",)
         for kind in kinds:
             for count in rows:
-                fit = Fit(count, kind, quantize, offload, make_plan(count, kind, quantize, offload))
+                fit = Fit(
+                    count,
+                    kind,
+                    quantize,
+                    offload,
+                    make_plan(count, kind, quantize, offload),
+                )
                 tried.append(fit)
                 # more rows only need more
                 if fit.plan.memory.peak > budget:

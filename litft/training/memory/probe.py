@@ -111,10 +111,14 @@ class MemoryProbe:
         """Return how many bytes of the optimizer's state will be on the device."""
         train = self.args.train
         device = self.fabric.device
-        place = residence(train.optimizer, train.cpu_offload, self.network.sharded, device.type)
+        place = residence(
+            train.optimizer, train.cpu_offload, self.network.sharded, device.type
+        )
         if not place.state:
             return 0
-        parameters = {name: local(parameter) for name, parameter in self.network.trained.items()}
+        parameters = {
+            name: local(parameter) for name, parameter in self.network.trained.items()
+        }
         return state_bytes(train.optimizer, parameters)
 
     def halve(self, reason: str) -> None:
@@ -141,6 +145,8 @@ class MemoryProbe:
             f"micro-batches of up to {self.schedule.shape()} do not fit into "
             f"{self.fabric.device}'s memory"
         )
-        longest = f"the longest row has training example {number} with its {tokens:,} tokens"
+        longest = (
+            f"the longest row has training example {number} with its {tokens:,} tokens"
+        )
         remedy = ", or ".join(remedies(self.run)) or "choose a smaller model"
         return f"{size} ({reason.split('. ')[0][:200]}); {longest}; {remedy}"

@@ -16,10 +16,14 @@ class MemoryPlacement(NamedTuple):
     activations: bool
 
 
-def residence(optimizer: str, cpu_offload: str, sharded: bool, device: str) -> MemoryPlacement:
+def residence(
+    optimizer: str, cpu_offload: str, sharded: bool, device: str
+) -> MemoryPlacement:
     """Return the residence for a run's flags and device type (cpu or cuda)."""
     # FSDP2's offload policy covers all sharded tensors
     offloaded = sharded and cpu_offload == "parameters"
     # CUDA moves it to the host when memory is short
     paged = optimizer.startswith("paged") and device == "cuda"
-    return MemoryPlacement(not offloaded, not offloaded and not paged, cpu_offload != "activations")
+    return MemoryPlacement(
+        not offloaded, not offloaded and not paged, cpu_offload != "activations"
+    )

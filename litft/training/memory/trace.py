@@ -255,7 +255,9 @@ def _traces(
     )
     extras = model.block_extras(tokens, embedding)
     if model.per_layer is not None:
-        trace = _trace_per_layer(model.per_layer, tokens, embedding, shape.accumulated, optimizer)
+        trace = _trace_per_layer(
+            model.per_layer, tokens, embedding, shape.accumulated, optimizer
+        )
         # all blocks' are alive until the first block is done
         token_input = extras[0][0].token_input
         assert token_input is not None  # `per_layer` makes one for each block
@@ -265,17 +267,26 @@ def _traces(
     # a compiled network gives the first block's input a gradient: see `Compiled.embed_tokens`
     has_grad = traces[0].has_grad or (compiled and trains_first_block(model))
     x = torch.empty(
-        shape.rows, shape.tokens, model.config.stream_dim, dtype=dtype, requires_grad=has_grad
+        shape.rows,
+        shape.tokens,
+        model.config.stream_dim,
+        dtype=dtype,
+        requires_grad=has_grad,
     )
 
     # a sharded network allocates a block's full gradients in every micro-batch, and reduces them
     accumulated = shape.accumulated and shards == 1
     not_saved = _recomputed_by_compiler(model, x, compiled)
-    for trace in _block_traces(model, x, cos_sin, documents, extras, accumulated, optimizer):
+    for trace in _block_traces(
+        model, x, cos_sin, documents, extras, accumulated, optimizer
+    ):
         traces.append(trace._replace(saved=max(0, trace.saved - not_saved)))
     x = x.detach().requires_grad_(traces[-1].has_grad)
     parameters = _parameters_under(model, ("norm.", "streams.reductions."))
-    return [*traces, trace_module(model.final_norm, x, parameters, shape.accumulated, optimizer)]
+    return [
+        *traces,
+        trace_module(model.final_norm, x, parameters, shape.accumulated, optimizer),
+    ]
 
 
 def _trace_embedding(
@@ -344,7 +355,9 @@ def _block_traces(
     for index, block in enumerate(model.blocks):
         kind = _kind(model, index, x)
         if kind not in by_kind and is_only_recurrent(model, index):
-            trace_of = partial(_trace_recurrent, block, x, documents, accumulated, optimizer)
+            trace_of = partial(
+                _trace_recurrent, block, x, documents, accumulated, optimizer
+            )
             by_kind[kind] = of_long_row(trace_of, x.size(1))
         elif kind not in by_kind:
             inputs = _block_inputs(model, index, x, cos_sin, documents, extras[index])
@@ -370,7 +383,9 @@ def _trace_recurrent(
     tokens: int,
 ) -> Trace:
     """Trace a recurrent block with rows of so many tokens, in place of those of x (B, T, C)."""
-    row = torch.empty(x.size(0), tokens, x.size(2), dtype=x.dtype, requires_grad=x.requires_grad)
+    row = torch.empty(
+        x.size(0), tokens, x.size(2), dtype=x.dtype, requires_grad=x.requires_grad
+    )
     if documents is not None:
         rows = PackedSequences.rows(x.size(0), tokens, documents.ids.device)
         documents = rows._replace(masks=documents.masks)
@@ -441,7 +456,9 @@ def _parameters_under(model: GPT, prefixes: tuple[str, ...]) -> list[nn.Paramete
     return found
 
 
-def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple[BlockExtra, ...]:
+def _extra_alone(
+    model: GPT, index: int, x: Tensor, *extra: BlockExtra
+) -> tuple[BlockExtra, ...]:
     """Return placeholders for the extra inputs of block `index` (per-layer input, shared keys and
     values), to trace it alone."""
     if not extra:
@@ -460,5 +477,7 @@ def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple
     # a tensor of its own: that of the real network would belong to another graph
     token_input = extra[0].token_input
     if token_input is not None:
-        token_input = input_like(token_input.detach().requires_grad_(token_input.requires_grad))
+        token_input = input_like(
+            token_input.detach().requires_grad_(token_input.requires_grad)
+        )
     return (BlockExtra(token_input, shared),)

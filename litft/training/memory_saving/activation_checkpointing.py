@@ -96,7 +96,9 @@ def _run_again(module: nn.Module, how: type[Recomputed] | type[InPieces]) -> Non
     """Let a module run again in the backward pass."""
     changed = change_class(module, how)
     # dropout must draw the same mask again
-    changed.uses_rng = any(getattr(child, "lora_dropout", 0.0) for child in module.modules())
+    changed.uses_rng = any(
+        getattr(child, "lora_dropout", 0.0) for child in module.modules()
+    )
 
 
 def is_recomputed(model: GPT) -> bool:

@@ -25,7 +25,9 @@ class Compiled(GPT):
         """Return the first block's input (B, T, C) of tokens (B, T), with a gradient if that block
         is trained, so that all blocks share a graph."""
         x = super().embed_tokens(tokens, positions)
-        needs_gradient = torch.is_grad_enabled() and is_compiled(self) and trains_first_block(self)
+        needs_gradient = (
+            torch.is_grad_enabled() and is_compiled(self) and trains_first_block(self)
+        )
         if needs_gradient and not x.requires_grad:
             return x.requires_grad_()
         return x
@@ -126,7 +128,9 @@ def is_compiled(model: GPT) -> bool:
 
 def run_uncompiled(model: GPT, reason: str) -> None:
     """Run the blocks without compilation from now on, and warn about the reason."""
-    warnings.warn(f"the blocks run uncompiled, since torch.compile fails: {reason}", stacklevel=2)
+    warnings.warn(
+        f"the blocks run uncompiled, since torch.compile fails: {reason}", stacklevel=2
+    )
     model.compiled_loss = False
     for block in model.blocks:
         block._compiled_call_impl = None

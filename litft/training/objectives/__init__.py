@@ -26,4 +26,12 @@ def objective_of(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> Objectiv
     return OBJECTIVES[args.objective].of(args, rewards)
 
 
-__all__ = ["GRPO", "OBJECTIVES", "Distill", "Objective", "Supervised", "Totals", "objective_of"]
+__all__ = [
+    "GRPO",
+    "OBJECTIVES",
+    "Distill",
+    "Objective",
+    "Supervised",
+    "Totals",
+    "objective_of",
+]

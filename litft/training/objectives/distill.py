@@ -44,7 +44,12 @@ class Distill(Objective):
         """The columns of metrics.csv that a step has next to the loss."""
         if not self.distill.on_policy:
             return self.scores
-        of_answers = ("own_answers", "completion_tokens", "rollout_seconds", "teacher_seconds")
+        of_answers = (
+            "own_answers",
+            "completion_tokens",
+            "rollout_seconds",
+            "teacher_seconds",
+        )
         return (*of_answers, *self.scores)
 
     def uniform_loss(self, vocab_size: int) -> float:
@@ -78,7 +83,9 @@ class Distill(Objective):
             beta=self.distill.beta,
             temperature=self.distill.temperature,
         )
-        loss, cross_entropy, divergence = model(batch.tokens, **batch.inputs(), distillation=how)
+        loss, cross_entropy, divergence = model(
+            batch.tokens, **batch.inputs(), distillation=how
+        )
         # without labels, their cross-entropy has no value
         labels = totals.labels or math.nan
         return torch.stack(

@@ -131,7 +131,9 @@ class GRPO(Objective):
             ratios, gains, clipped = self._by_token(log_probs, old, completions)
             loss = -(gains * weights).sum()
         else:
-            ratios, gains, clipped = self._by_completion(log_probs, old, completions, lengths)
+            ratios, gains, clipped = self._by_completion(
+                log_probs, old, completions, lengths
+            )
             loss = -gains.sum() / totals.samples
 
         kl = self._divergence(log_probs, completions)

@@ -70,7 +70,9 @@ class KTO(Objective):
         desirable and of all undesirable answers."""
         sums = []
         for values, counts in zip(by_set, totals, strict=True):
-            sums.append(values["chosen_logp"] * counts.desirable if counts.desirable else 0.0)
+            sums.append(
+                values["chosen_logp"] * counts.desirable if counts.desirable else 0.0
+            )
         together = self.together_with_tokens(by_set, totals, sums, self.args.sft_weight)
         together["margin"] = together["chosen_reward"] - together["rejected_reward"]
         return together
@@ -86,7 +88,8 @@ class KTO(Objective):
         """Compute the KL divergence over the step's samples with the answers of others."""
         mismatches: list[Sample] = []
         for sample in samples:
-            assert sample.mismatch is not None  # `Batches` adds one, as `needs_mismatches` says
+            # `Batches` adds one, as `needs_mismatches` says
+            assert sample.mismatch is not None
             mismatches.append(sample.mismatch)
         log_probs, _ = document_log_probs(
             model, mismatches, layout, fabric.device, fabric.global_rank, before_batch
@@ -125,7 +128,9 @@ class KTO(Objective):
         advantage = self.beta * (log_probs - references - self.kl)
         # (B,): how much better the network is with the label than the reference
         gain = torch.where(desirable, advantage, -advantage)
-        weights = torch.where(desirable, self.args.desirable_weight, self.args.undesirable_weight)
+        weights = torch.where(
+            desirable, self.args.desirable_weight, self.args.undesirable_weight
+        )
         losses = weights * (1 - torch.sigmoid(gain))
         loss = losses.sum() / totals.samples
         # plus the mean loss per token of the desirable answers
@@ -145,7 +150,9 @@ class KTO(Objective):
         return torch.stack([loss, *scores])
 
 
-def _means_by_label(values: Tensor, desirable: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
+def _means_by_label(
+    values: Tensor, desirable: Tensor, totals: Totals
+) -> tuple[Tensor, Tensor]:
     """Return this micro-batch's shares of the means over the step's desirable answers, and over its
     undesirable ones, NaN without any."""
     of_desirable = (values * desirable).sum() / totals.desirable

@@ -24,7 +24,9 @@ class Adafactor(optim.Adafactor):
             col_vars: list[Tensor | None] = []
             variances: list[Tensor | None] = []
             counts: list[Tensor] = []
-            self._init_group(group, parameters, gradients, row_vars, col_vars, variances, counts)
+            self._init_group(
+                group, parameters, gradients, row_vars, col_vars, variances, counts
+            )
             moments = map(_Moments, row_vars, col_vars, variances)
             for parameter, gradient, moment, count in zip(
                 parameters, gradients, moments, counts, strict=True
@@ -73,7 +75,9 @@ def _update(
     parameter.sub_(update.mul_(rate * size / excess))
 
 
-def _second_moment(gradient: Tensor, moments: _Moments, decay: float, smallest: float) -> Tensor:
+def _second_moment(
+    gradient: Tensor, moments: _Moments, decay: float, smallest: float
+) -> Tensor:
     """Return the mean of the squared gradient after its state has taken in `gradient`; for
     matrices, of rank one."""
     if moments.variance is not None:

@@ -106,7 +106,10 @@ def make_optimizer(
 def state_bytes(name: str, parameters: Mapping[str, Tensor]) -> int:
     """Return the bytes of an optimizer's state for these parameters."""
     return round(
-        sum(OPTIMIZERS[name].state_bytes(key, parameter) for key, parameter in parameters.items())
+        sum(
+            OPTIMIZERS[name].state_bytes(key, parameter)
+            for key, parameter in parameters.items()
+        )
     )
 
 
@@ -266,14 +269,18 @@ class OptimizerInBackward(StochasticRounding):
         self.squared_norms = []
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, group))
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._on_gradient, group)
+                )
 
     def _on_gradient(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         if self.is_discarding:
             # allocated and freed at once, so that the peak has what rounding would take
             if parameter.dtype == torch.bfloat16:
                 torch.empty(
-                    ROUNDING_BYTES * parameter.numel(), dtype=torch.uint8, device=parameter.device
+                    ROUNDING_BYTES * parameter.numel(),
+                    dtype=torch.uint8,
+                    device=parameter.device,
                 )
             parameter.grad = None
         elif self.is_stepping:
@@ -345,7 +352,9 @@ def _muon(groups: Groups) -> Optimizer:
 def _sgd(groups: Groups) -> Optimizer:
     """Return SGD with momentum and decoupled weight decay: torch's own decay would pass through the
     momentum."""
-    undecayed = [{**group, "weight_decay": 0.0, "decay": group["weight_decay"]} for group in groups]
+    undecayed = [
+        {**group, "weight_decay": 0.0, "decay": group["weight_decay"]} for group in groups
+    ]
     optimizer = SGD(undecayed, momentum=0.9, fused=True)
     optimizer.register_step_pre_hook(_decay)
     return optimizer
@@ -405,7 +414,12 @@ def _bytes_of_muon(name: str, parameter: Tensor) -> float:
 _adamw = partial(AdamW, betas=BETAS, fused=True)
 
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion")
-ELEMENTWISE_WITHOUT_DTENSOR = ("lion", "paged_adamw", "sgd")  # their kernels do not take DTensors
+# their kernels do not take DTensors
+ELEMENTWISE_WITHOUT_DTENSOR = (
+    "lion",
+    "paged_adamw",
+    "sgd",
+)
 OPTIMIZERS = {
     "adamw": OptimizerSpec(_adamw, _bytes_per_element(8)),
     "adamw_8bit": OptimizerSpec(_bitsandbytes("AdamW8bit", betas=BETAS), _bytes_in_8_bits),

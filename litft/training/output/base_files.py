@@ -15,7 +15,9 @@ class BaseFiles:
     while the run begins: the files were just read, so that they are mostly in the system's cache.
     """
 
-    def __init__(self, paths: list[Path], role: str = "the base of what was trained") -> None:
+    def __init__(
+        self, paths: list[Path], role: str = "the base of what was trained"
+    ) -> None:
         # role: what the files are a part of, for messages
         self.paths = paths
         self.role = role

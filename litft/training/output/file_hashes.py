@@ -117,7 +117,9 @@ def check_hashes(folder: Path, hashes: dict[str, str], names: Iterable[str]) -> 
     """
     for name in names:
         if file_hash(folder / Path(name).name) != hashes[name]:
-            raise ValueError(f"{name} has changed since it was written: its hash is another one")
+            raise ValueError(
+                f"{name} has changed since it was written: its hash is another one"
+            )
 
 
 def object_hash(value: Any) -> str:

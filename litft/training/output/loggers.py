@@ -10,7 +10,11 @@ from typing import Any
 # the logger's module and class, and the package it
 # needs; pyproject.toml has an extra of the same name
 LOGGERS = {
-    "tensorboard": ("lightning_fabric.loggers", "TensorBoardLogger", "torch.utils.tensorboard"),
+    "tensorboard": (
+        "lightning_fabric.loggers",
+        "TensorBoardLogger",
+        "torch.utils.tensorboard",
+    ),
     "wandb": ("pytorch_lightning.loggers", "WandbLogger", "wandb"),
     "mlflow": ("pytorch_lightning.loggers", "MLFlowLogger", "mlflow"),
 }

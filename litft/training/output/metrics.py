@@ -17,7 +17,9 @@ from litft.distributed.devices import peak_memory
 COLUMNS = "step epoch samples tokens loss val_loss val_perplexity exact_match".split()
 # in fp16: the factor of the loss, and the updates left out so far
 FP16_COLUMNS = ("loss_scale", "skipped_updates")
-COLUMNS += "learning_rate grad_norm tokens_per_second mfu memory_gib data_share seconds".split()
+COLUMNS += (
+    "learning_rate grad_norm tokens_per_second mfu memory_gib data_share seconds".split()
+)
 INTERNAL = ("flops", "fed")  # of a row until it is written
 
 Row = dict[str, float]

@@ -6,7 +6,11 @@ from pathlib import Path
 
 from litft import run_dir
 from litft.args import FinetuneArgs
-from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config, vllm_obstacles
+from litft.checkpoints.adapter_reader import (
+    ADAPTER_CONFIG,
+    read_adapter_config,
+    vllm_obstacles,
+)
 from litft.data.dataset import DataSplits
 from litft.methods import Method
 
@@ -40,7 +44,9 @@ def next_commands(
     yield from _command_for_vllm(final)
 
 
-def _chat_command(flags: str, args: FinetuneArgs, data: DataSplits, with_tools: bool) -> str:
+def _chat_command(
+    flags: str, args: FinetuneArgs, data: DataSplits, with_tools: bool
+) -> str:
     """Return the command that chats with the result as it was trained: with the system prompt of
     its examples, and their functions if with_tools."""
     chat = f"{run_dir.command('generate/chat.py')} {flags}"

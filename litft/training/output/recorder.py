@@ -102,7 +102,9 @@ class Recorder:
         self.metrics = Metrics(path, peak, columns, self._send_row)
         group = processes.hosts.checkpoint_group
         self.saver = run_checkpoints.Saver(self.folder, self.is_writer, group)
-        self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
+        self.base_files = BaseFiles(
+            [*setup.source.weight_files, setup.source.base / "config.json"]
+        )
         of_teacher = []
         if setup.teacher is not None:
             of_teacher = [*setup.teacher.weight_files, setup.teacher.base / "config.json"]
@@ -229,7 +231,9 @@ class Recorder:
 
         # on a CPU, the copy of a whole model that writing in the background needs would take memory
         # from the steps
-        in_background = self.fabric.device.type == "cuda" or not self.setup.method.saves_full_model
+        in_background = (
+            self.fabric.device.type == "cuda" or not self.setup.method.saves_full_model
+        )
         self.saver.begin(
             step, self.network.parameters, optimizer, progress, when_written, in_background
         )
@@ -261,7 +265,10 @@ class Recorder:
         every process."""
         found = False
         if self.is_writer:
-            written = [self.folder / "best", *(path for _, path in self._preliminary_bests())]
+            written = [
+                self.folder / "best",
+                *(path for _, path in self._preliminary_bests()),
+            ]
             found = any(_step_of(path) == step for path in written)
         return self.fabric.broadcast(found)
 
@@ -295,19 +302,32 @@ class Recorder:
         source = self.setup.source
         method = self.setup.method
         sharded = self.network.sharded
-        values = {name: parameter.detach() for name, parameter in self.network.parameters.items()}
+        values = {
+            name: parameter.detach() for name, parameter in self.network.parameters.items()
+        }
         # None: only take part
-        with atomic_folder(self.folder / name) if self.is_writer else nullcontext() as partial:
+        with (
+            atomic_folder(self.folder / name)
+            if self.is_writer
+            else nullcontext() as partial
+        ):
             if method.saves_full_model and (self.is_writer or sharded):
                 write_result(
-                    partial, source, source.dtype(None), Result(method, values), SHARD_BYTES / 1e9
+                    partial,
+                    source,
+                    source.dtype(None),
+                    Result(method, values),
+                    SHARD_BYTES / 1e9,
                 )
             elif sharded:
                 values = {name: full_tensor(value) for name, value in values.items()}
             if partial is None:
                 return
             if not method.saves_full_model:
-                training = {"quantize": self.setup.quantize, "precision": self.settings.precision}
+                training = {
+                    "quantize": self.setup.quantize,
+                    "precision": self.settings.precision,
+                }
                 source = dataclasses.replace(source, text_names=self.args.save.text_names)
                 record = base_record(source, self.folder / name)
                 method.write(
@@ -375,7 +395,9 @@ class Recorder:
         for name, by_step in validation.metric_values.items():
             scores.append((name.replace("_", " "), metric_format(name), by_step))
         for name in validation.sets:
-            scores.append((f"loss on {name}", "{:.4f}", self._score_by_step(f"val_loss_{name}")))
+            scores.append(
+                (f"loss on {name}", "{:.4f}", self._score_by_step(f"val_loss_{name}"))
+            )
         for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
             scores.append((f"validation {name}", form, self._score_by_step(f"val_{name}")))
 

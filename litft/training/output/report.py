@@ -27,7 +27,9 @@ STYLE, SCRIPT = (
 )
 DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 # no other script runs
-REPORT_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
+REPORT_POLICY = (
+    f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
+)
 CONTROLS = (
     "<div class=controls><label><input type=checkbox id=logarithmic> logarithmic "
     "loss</label><label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 "
@@ -201,7 +203,9 @@ def _write_page(path: Path, title: str, parts: Iterable[str]) -> None:
         f'<meta http-equiv="Content-Security-Policy" content="{REPORT_POLICY}">'
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
     )
-    body = f"<body><main>{''.join(filter(None, parts))}</main><script>{SCRIPT}</script></body>"
+    body = (
+        f"<body><main>{''.join(filter(None, parts))}</main><script>{SCRIPT}</script></body>"
+    )
     atomic_write(path, f"{head}{body}</html>\n")
 
 
@@ -454,7 +458,9 @@ def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str
                 cell = form.format(row[name])
             cells += f"<td>{cell}</td>"
         body += f"<tr>{cells}</tr>"
-    return f"<h2>Validations</h2><div class=scroll><table><tr>{head}</tr>{body}</table></div>"
+    return (
+        f"<h2>Validations</h2><div class=scroll><table><tr>{head}</tr>{body}</table></div>"
+    )
 
 
 def _answers(answers: Sequence[SampleAnswer]) -> str:
@@ -513,7 +519,9 @@ def _hardest(examples: Sequence[HardExample]) -> str:
         about = f"expected, loss {example.loss:.3g}, {size}"
         answers = f"<p class=answer><b>{about}</b> {_shortened(example.answer)}</p>"
         if example.own:
-            answers += f"<p class=answer><b>the model's own</b> {_shortened(example.own)}</p>"
+            answers += (
+                f"<p class=answer><b>the model's own</b> {_shortened(example.own)}</p>"
+            )
         blocks += f"<section><blockquote>{quote}</blockquote>{answers}</section>"
     if blocks:
         return f"<h2>Validation examples with the largest loss per token</h2>{blocks}"

@@ -21,7 +21,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.optim import Optimizer
 
 from litft.atomic import replace_folder
@@ -41,6 +45,8 @@ VALIDATION_DATA = "validation data (--data.val_path)"
 _PROGRESS = "progress.json"
 # the field of progress.json with the hash of all others
 _OWN_HASH = "hash"
+# what reading a damaged file of JSON, and its fields, may raise
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # prefix of the keys of trained parameters
 _PARAMETERS = "parameters."
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -92,7 +98,9 @@ class Saver:
     Every process takes part with its own shards.
     """
 
-    def __init__(self, run: Path, is_writer: bool, group: distributed.ProcessGroup | None) -> None:
+    def __init__(
+        self, run: Path, is_writer: bool, group: distributed.ProcessGroup | None
+    ) -> None:
         self.run = run
         self.is_writer = is_writer
         self.group = group
@@ -130,7 +138,11 @@ class Saver:
         self.when_written = when_written
 
         # the numbers are copied now: training goes on while the tensors are written
-        self.progress = {"step": step, **progress, "optimizer": _scalars(parameters, optimizer)}
+        self.progress = {
+            "step": step,
+            **progress,
+            "optimizer": _scalars(parameters, optimizer),
+        }
         with averaged_weights(optimizer), self._delete_on_error():
             # with one thread: DCP prints errors of additional threads instead of raising them
             writer = HashingWriter(self.partial)
@@ -142,7 +154,9 @@ class Saver:
                 assert isinstance(saving, Future)  # only a stager makes it something else
                 self.saving = saving
             else:
-                state_dict_saver.save(state, storage_writer=writer, process_group=self.group)
+                state_dict_saver.save(
+                    state, storage_writer=writer, process_group=self.group
+                )
                 self.saving = None
         if not in_background:
             self.finish()
@@ -217,7 +231,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
             if actual_size != size:
                 raise ValueError(f"{name} has {actual_size:,} bytes, not {size:,}")
         return progress
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise DamagedCheckpoint(folder, error) from None
 
 
@@ -298,11 +312,17 @@ def check_resumable(run: Path, identity: dict[str, Any]) -> None:
             continue
 
 
-def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
+def _check_identity(
+    folder: Path, progress: dict[str, Any], identity: dict[str, Any]
+) -> None:
     # split and data have messages that name a cause: their hashes would say nothing
-    if "split" in identity and progress.get("identity", {}).get("split") != identity["split"]:
+    if (
+        "split" in identity
+        and progress.get("identity", {}).get("split") != identity["split"]
+    ):
         reason = (
-            "with an older validation split, so it would now train on examples it was validated on"
+            "with an older validation split, so it would now train on "
+            "examples it was validated on"
         )
         remedy = "start another run, with this one's newest result as --checkpoint_dir"
         raise ValueError(f"{folder} was saved {reason}; {remedy}")
@@ -310,9 +330,14 @@ def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, 
 
     # the data
     saved = progress.get("identity", {})
-    for entry, name in ((TRAINING_DATA, "training data"), (VALIDATION_DATA, "validation data")):
+    for entry, name in (
+        (TRAINING_DATA, "training data"),
+        (VALIDATION_DATA, "validation data"),
+    ):
         if entry in identity and saved.get(entry) != identity[entry]:
-            reason = f"other {name}: a data file, a data flag or the tokenizer has changed since"
+            reason = (
+                f"other {name}: a data file, a data flag or the tokenizer has changed since"
+            )
             raise ValueError(
                 f"{folder} was saved with {reason}; restore it to resume, or {other_run}"
             )
@@ -524,7 +549,9 @@ def _init_state(optimizer: Optimizer) -> None:
 def _state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the tensors of parameters and optimizer under flat names; loading fills them in
     place."""
-    state = {f"{_PARAMETERS}{name}": parameter.detach() for name, parameter in parameters.items()}
+    state = {
+        f"{_PARAMETERS}{name}": parameter.detach() for name, parameter in parameters.items()
+    }
     for name, parameter in parameters.items():
         for kind, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
@@ -552,7 +579,9 @@ def _set_scalars(
     """Restore the numbers that `_scalars` returned."""
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
         # another layout of the optimizer may have numbers of its own, which follow from the flags
-        group.update({name: values[name] for name in _only_numbers(group) if name in values})
+        group.update(
+            {name: values[name] for name in _only_numbers(group) if name in values}
+        )
     for name, parameter in parameters.items():
         state = optimizer.state[parameter]
         numbers = {kind: saved["parameters"][name][kind] for kind in _only_numbers(state)}

@@ -82,8 +82,12 @@ class Lines(Screen):
     def row(self, row: Row, steps: int, left: str) -> None:
         """Print a line for the row."""
         rate = f"norm {row['grad_norm']:.3g}, rate {row['learning_rate']:.3g}"
-        speed = f"{row['tokens_per_second']:,.0f} tokens/s, memory {row['memory_gib']:.2f} GiB"
-        self.say(f"step {row['step']:.0f}/{steps}: {_scores(row)}, {rate}, {speed}{_left(left)}")
+        speed = (
+            f"{row['tokens_per_second']:,.0f} tokens/s, memory {row['memory_gib']:.2f} GiB"
+        )
+        self.say(
+            f"step {row['step']:.0f}/{steps}: {_scores(row)}, {rate}, {speed}{_left(left)}"
+        )
 
     def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
         """Print a line for each score."""
@@ -145,7 +149,9 @@ class Terminal(Screen):
             table_column=Column(no_wrap=True, overflow="ellipsis"),
         )
         columns = (BarColumn(bar_width=12), MofNCompleteColumn(), text)
-        with Progress(*columns, console=self.console, refresh_per_second=4) as self.progress:
+        with Progress(
+            *columns, console=self.console, refresh_per_second=4
+        ) as self.progress:
             self.progress.add_task(what, total=steps, completed=step)
             yield
         self.progress = None
@@ -205,7 +211,9 @@ class Notebook(Lines):
     def update(self) -> None:
         """Show the newest values: at most a few times per second, but always after the last
         step."""
-        if self.output is not None and (time.monotonic() >= self.next_update or not self.in_bar):
+        if self.output is not None and (
+            time.monotonic() >= self.next_update or not self.in_bar
+        ):
             self.output.update(self.html(self.page()))
             self.next_update = time.monotonic() + UPDATE_SECONDS
 
@@ -237,7 +245,10 @@ class Notebook(Lines):
             f'<progress value="{self.step}" max="{self.steps}"></progress> '
             f"{self.step:,}/{self.steps:,} {escape(self.text)}"
         )
-        series = {"loss": points(self.rows, "loss"), "val_loss": points(self.rows, "val_loss")}
+        series = {
+            "loss": points(self.rows, "loss"),
+            "val_loss": points(self.rows, "val_loss"),
+        }
         curve = chart("Loss", series, from_zero=False)
         return f'<div class="litft"><style>{style}</style><p>{bar}</p>{curve}</div>'
 

@@ -41,14 +41,19 @@ def build() -> Path:
     torch_dir = Path(importlib.util.find_spec("torch").origin).parent
     version = (torch_dir / "version.py").read_text("utf-8")
     key = hashlib.sha256(
-        "".join([version, str(torch_dir), *(path.read_text("utf-8") for path in SOURCES)]).encode()
+        "".join(
+            [version, str(torch_dir), *(path.read_text("utf-8") for path in SOURCES)]
+        ).encode()
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fake_cuda"
     library = cache / f"{key.hexdigest()[:16]}.so"
     if library.is_file():
         return library
     cache.mkdir(parents=True, exist_ok=True)
-    headers = [f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}"]
+    headers = [
+        f"-I{torch_dir / 'include'}",
+        f"-I{torch_dir / 'include/torch/csrc/api/include'}",
+    ]
     libraries = [
         f"-L{torch_dir / 'lib'}",
         "-ltorch_cpu",
@@ -60,7 +65,8 @@ def build() -> Path:
         out = Path(folder) / "out.so"
         flags = ["-O1", "-std=c++20", "-fPIC", "-shared"]
         subprocess.run(
-            ["g++", *flags, *headers, *map(str, SOURCES), *libraries, "-o", str(out)], check=True
+            ["g++", *flags, *headers, *map(str, SOURCES), *libraries, "-o", str(out)],
+            check=True,
         )
         out.rename(library)
     return library
@@ -78,7 +84,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
 if torch.version.cuda:
-    raise ImportError(f"fake_cuda is for torch's CPU build, and this is {torch.__version__}")
+    raise ImportError(
+        f"fake_cuda is for torch's CPU build, and this is {torch.__version__}"
+    )
 
 aten = torch.ops.aten
 
@@ -95,14 +103,18 @@ class NoWaits(TorchDispatchMode):
     repeat_interleave).
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_cuda:
             raise HostWaits(
                 "a number of a CUDA tensor is read (.item(), .tolist(), float(), bool())"
             )
         if func is aten._to_copy.default and kwargs.get("device") is not None:
-            self.check(args[0].device, kwargs["device"], kwargs.get("non_blocking", False), args[0])
+            self.check(
+                args[0].device, kwargs["device"], kwargs.get("non_blocking", False), args[0]
+            )
         elif func is aten.copy_.default:
             self.check(
                 args[1].device,
@@ -117,7 +129,11 @@ class NoWaits(TorchDispatchMode):
         source: torch.device, target: torch.device, non_blocking: bool, tensor: Tensor
     ) -> None:
         """HostWaits for a blocking copy between host and device."""
-        if not non_blocking and {source.type, target.type} == {"cpu", "cuda"} and tensor.numel():
+        if (
+            not non_blocking
+            and {source.type, target.type} == {"cpu", "cuda"}
+            and tensor.numel()
+        ):
             raise HostWaits(
                 f"a tensor {tuple(tensor.shape)} is copied from {source} to {target} without "
                 "non_blocking=True"
@@ -133,7 +149,9 @@ def properties(capability: tuple[int, int], memory: int, name: str) -> SimpleNam
         max_threads_per_multi_processor=2048,
         L2_cache_size=50 * 2**20,
     )
-    shared = dict(shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=227 * 2**10)
+    shared = dict(
+        shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=227 * 2**10
+    )
     return SimpleNamespace(
         name=name, major=major, minor=minor, total_memory=memory, **sizes, **shared
     )
@@ -207,7 +225,9 @@ class _Mode(FakeTensorMode):
 
     avoid_device_init = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args = [
             self.from_tensor(each) if type(each) is Tensor and each.is_meta else each
             for each in args

@@ -85,7 +85,9 @@ WAYS: dict[str, FinetuneArgs] = {
     "full, bf16-true": FullFinetuneArgs(precision="bf16-true"),
     "adapter v2": AdapterV2FinetuneArgs(precision="bf16"),
     "LoRA, recomputed": _lora(activation_checkpointing="full"),
-    "LoRA, embedding and head": _lora(lora=dict(targets=["all-linear", "embed", "lm_head"])),
+    "LoRA, embedding and head": _lora(
+        lora=dict(targets=["all-linear", "embed", "lm_head"])
+    ),
 }
 # only with the first variation of a few families
 MORE_WAYS: dict[str, FinetuneArgs] = {
@@ -93,7 +95,9 @@ MORE_WAYS: dict[str, FinetuneArgs] = {
     "LoRA, dropout, recomputed MLPs": _lora(
         lora=dict(dropout=0.1), activation_checkpointing="selective"
     ),
-    "full, Adafactor": FullFinetuneArgs(precision="bf16", train=TrainArgs(optimizer="adafactor")),
+    "full, Adafactor": FullFinetuneArgs(
+        precision="bf16", train=TrainArgs(optimizer="adafactor")
+    ),
     "full, Muon, clipped": FullFinetuneArgs(
         precision="bf16", train=TrainArgs(optimizer="muon", max_grad_norm=0.1)
     ),
@@ -139,7 +143,8 @@ class FourSamples(Sequence):
 
     def __init__(self) -> None:
         self.samples = [
-            Sample(tokens[:-1], tokens[1:]) for tokens in (draw(n, seed=n) for n in (20, 9, 14, 5))
+            Sample(tokens[:-1], tokens[1:])
+            for tokens in (draw(n, seed=n) for n in (20, 9, 14, 5))
         ]
         self.lengths = np.array([sample.tokens.numel() for sample in self.samples])
         # counted before the tensors are fake
@@ -191,11 +196,15 @@ def without_overflows(precision: str) -> Iterator[None]:
         yield
 
 
-def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], steps: int) -> None:
+def train(
+    hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], steps: int
+) -> None:
     """Take `steps` optimizer steps of two micro-batches with the Trainer; raise whatever is
     wrong."""
     source = UnreadFolder(Path(), Path(), None, hf, read_config(hf))
-    data = DataSplits(FourSamples(), FourSamples(), [1.0], {}, 32, "none", source.tokenizer(), 64)
+    data = DataSplits(
+        FourSamples(), FourSamples(), [1.0], {}, 32, "none", source.tokenizer(), 64
+    )
     batch_size = args.train.global_batch_size if args.train.optimizer_in_backward else 4
     rows = 4 if args.train.optimizer_in_backward else 1 if args.data.packing else 2
     flags = replace(
@@ -218,7 +227,15 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
         device = torch.device(pick_accelerator("cuda"), 0)
         recomputed = args.train.activation_checkpointing
         settings = MemorySettings(
-            device, "single", "", 1, setup.precision(device), recomputed, None, 1.0, 80 * 2**30
+            device,
+            "single",
+            "",
+            1,
+            setup.precision(device),
+            recomputed,
+            None,
+            1.0,
+            80 * 2**30,
         )
         if args.precision == "auto":
             in_range = fits_fp16(source.config)
@@ -229,17 +246,25 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         fabric = make_fabric(args, "single")
         run = PlannedRun(setup, schedule, settings)
-        trainer = Trainer(Processes(fabric, launch(fabric, args.timeout)), run, Path(folder))
+        trainer = Trainer(
+            Processes(fabric, launch(fabric, args.timeout)), run, Path(folder)
+        )
         optimizer = make_optimizer(setup.args.train, setup.method, trainer.trained)
         # all of it is there already
         model, optimizer = fabric.setup(trainer.model, optimizer, move_to_device=False)
         gradients = {
-            name: p.register_hook(lambda grad, name=name: gradients.__setitem__(name, grad) or grad)
+            name: p.register_hook(
+                lambda grad, name=name: gradients.__setitem__(name, grad) or grad
+            )
             for name, p in trainer.trained.items()
         }
         hooks = set(map(type, gradients.values()))
         # building may wait, steps may not
-        with fake_cuda.NoWaits(), real_on_the_host(mode), without_overflows(settings.precision):
+        with (
+            fake_cuda.NoWaits(),
+            real_on_the_host(mode),
+            without_overflows(settings.precision),
+        ):
             for _ in range(steps):
                 trainer._train_step(model, optimizer)
     missing = [name for name, grad in gradients.items() if type(grad) in hooks]
@@ -274,7 +299,9 @@ def cases(covering: bool) -> Iterator[tuple[str, str, dict[str, Any], FinetuneAr
         modules.add(families()[family])
         more = [*MORE_WAYS] if family in MORE_FAMILIES else []
         more = (
-            more[MORE_FAMILIES.index(family) :: len(MORE_FAMILIES)] if covering and more else more
+            more[MORE_FAMILIES.index(family) :: len(MORE_FAMILIES)]
+            if covering and more
+            else more
         )
         names = [(variation, way) for variation in variations for way in WAYS] + [
             (next(iter(variations)), way) for way in more
@@ -294,7 +321,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--covering", action="store_true", help="one variation of each family file, and each way"
+        "--covering",
+        action="store_true",
+        help="one variation of each family file, and each way",
     )
     parser.add_argument(
         "--only", nargs="*", default=[], help="parts of the names of the steps to take"

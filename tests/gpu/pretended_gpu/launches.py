@@ -43,7 +43,10 @@ def counts() -> tuple[int, ...]:
 def training_step(compiled: bool) -> Callable[[], None]:
     """Return a LoRA step."""
     train = TrainArgs(
-        compile=compiled, micro_batch_size=1, global_batch_size=1, activation_checkpointing="none"
+        compile=compiled,
+        micro_batch_size=1,
+        global_batch_size=1,
+        activation_checkpointing="none",
     )
     args = BenchmarkArgs(
         FOLDER, precision="bf16", train=train, data=DataArgs(max_seq_length=TOKENS)

@@ -104,7 +104,11 @@ def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
     # family tells them apart by the metadata
     model_type = architecture if architecture in model_types else model_types[0]
     family = gguf_families()[model_type]
-    hf = {"model_type": model_type, "architectures": [family.architectures[model_type][1]], **hf}
+    hf = {
+        "model_type": model_type,
+        "architectures": [family.architectures[model_type][1]],
+        **hf,
+    }
     try:
         return family.config(hf)
     except KeyError as missing:

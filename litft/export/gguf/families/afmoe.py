@@ -37,7 +37,8 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts, and which layers have windows; raise ValueError for a
     pattern unlike Trinity's."""
     if any(
-        (layer.window is None) != ((n + 1) % STEP == 0) for n, layer in enumerate(config.layers)
+        (layer.window is None) != ((n + 1) % STEP == 0)
+        for n, layer in enumerate(config.layers)
     ):
         raise ValueError(
             f"llama.cpp reads afmoe with full attention in each {STEP}th layer only; keep the "

@@ -31,12 +31,16 @@ def gguf_mamba_rules(config: Config) -> list[Rule]:
         )
     return [
         fused_projection(mamba, "blk.{}.ssm_in", "weight"),
-        *llama.rename_modules({"conv": "ssm_conv1d", "out_proj": "ssm_out"}, "blk.{}.", prefix),
+        *llama.rename_modules(
+            {"conv": "ssm_conv1d", "out_proj": "ssm_out"}, "blk.{}.", prefix
+        ),
         Rename("blk.{}.ssm_dt.bias", f"{prefix}step_bias"),
         # llama.cpp stores the decay itself, -exp(A_log), with one row for each head
         Reshape("blk.{}.ssm_a", f"{prefix}log_rate", (-1, 1), (-1,), decay=True),
         Reshape("blk.{}.ssm_d", f"{prefix}skip", (-1, 1), (-1,)),
-        Reshape("blk.{}.ssm_norm.weight", f"{prefix}norm.weight", (mamba.n_groups, -1), (-1,)),
+        Reshape(
+            "blk.{}.ssm_norm.weight", f"{prefix}norm.weight", (mamba.n_groups, -1), (-1,)
+        ),
     ]
 
 

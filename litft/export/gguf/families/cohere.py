@@ -24,7 +24,10 @@ GGUF_EXPERTS = {
 GGUF_TENSORS = {"use_qk_norm": "attn_q_norm.weight"}
 # layers from which llama.cpp expects norms of queries and keys (Command R+)
 LARGE = 64
-GGUF_FIELDS = {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"}
+GGUF_FIELDS = {
+    "logit_scale": "logit_scale",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+}
 GGUF_FIELDS |= GGUF_EXPERTS | llama.GGUF_WINDOWS
 
 
@@ -59,7 +62,12 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         width = {"feed_forward_length": dense.hidden_dim}
     else:
         width = {}
-    return scale | deepseek.gguf_experts(config, GGUF_EXPERTS) | llama.gguf_windows(config) | width
+    return (
+        scale
+        | deepseek.gguf_experts(config, GGUF_EXPERTS)
+        | llama.gguf_windows(config)
+        | width
+    )
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,9 @@ def gguf_rules(config: Config) -> list[Rule]:
     }
     kv_b = "blocks.{}.attention.kv_b_proj.weight"
     return [
-        KeysAndValues("blk.{}.attn_{k_b|v_b}.weight", kv_b, config.n_heads, latent.nope_dim),
+        KeysAndValues(
+            "blk.{}.attn_{k_b|v_b}.weight", kv_b, config.n_heads, latent.nope_dim
+        ),
         *gguf_mixture_rules(),
         *llama.gguf_names(config, names | llama.GGUF_MLP | llama.GGUF_NORMS),
     ]
@@ -105,8 +107,21 @@ def gguf_latent(latent: LatentConfig) -> dict[str, Any]:
     width = latent.dim + latent.rope_dim
     expanded = (latent.head_dim, latent.value_dim)
     # in the order of GGUF_LATENT
-    sizes = 1, width, latent.dim, *expanded, latent.dim, latent.query_dim, latent.rope_dim, None
-    return {key: value for key, value in zip(GGUF_LATENT, sizes, strict=True) if value is not None}
+    sizes = (
+        1,
+        width,
+        latent.dim,
+        *expanded,
+        latent.dim,
+        latent.query_dim,
+        latent.rope_dim,
+        None,
+    )
+    return {
+        key: value
+        for key, value in zip(GGUF_LATENT, sizes, strict=True)
+        if value is not None
+    }
 
 
 def gguf_experts(config: Config, keys: Collection[str] = GGUF_EXPERTS) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     metadata = deepseek.gguf_experts(config, GGUF_FIELDS) | mixtral.gguf_sizes(
         config, ["expert_shared_feed_forward_length"]
     )
-    if not all(layer.experts for layer in config.layers[metadata["leading_dense_block_count"] :]):
+    if not all(
+        layer.experts for layer in config.layers[metadata["leading_dense_block_count"] :]
+    ):
         raise ValueError(
             "llama.cpp reads no dense layers of ernie4_5_moe after the first mixture; keep the "
             "Hugging Face folder"

@@ -23,7 +23,10 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Add that all layers have full attention, unless the file states a window."""
-    full = {"sliding_window": None, "layer_types": ["full_attention"] * hf["num_hidden_layers"]}
+    full = {
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * hf["num_hidden_layers"],
+    }
     if hf.get("sliding_window"):
         return hf
     return hf | full

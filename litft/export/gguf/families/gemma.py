@@ -16,10 +16,17 @@ GGUF = {
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp, which stores norm weights plus 1."""
-    post_norms = {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
+    post_norms = {
+        "attention_post_norm": "post_attention_norm",
+        "mlp_post_norm": "post_ffw_norm",
+    }
     rules = llama.gguf_names(
         config,
-        llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | post_norms,
+        llama.GGUF_ATTENTION
+        | llama.GGUF_QK_NORMS
+        | llama.GGUF_MLP
+        | llama.GGUF_NORMS
+        | post_norms,
     )
     # of two rules for a tensor the first one applies, so these replace the plain ones below
     norms = []
@@ -37,7 +44,8 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     activation = {"hidden_activation": "gelu_pytorch_tanh"}
     if is_gemma1:
         return {**hf, **activation, "hidden_act": "gelu_pytorch_tanh"}
-    is_largest = hf["num_hidden_layers"] == (62 if is_gemma3 else 46)  # Gemma 3 27B, Gemma 2 27B
+    # Gemma 3 27B, Gemma 2 27B
+    is_largest = hf["num_hidden_layers"] == (62 if is_gemma3 else 46)
     if is_largest:
         scalar = hf["hidden_size"] // hf["num_attention_heads"]
     else:

@@ -51,7 +51,10 @@ def gguf_rules(config: Config) -> list[Rule]:
         names |= {f"mlp.dense.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")} | {
             "mlp.dense_norm": "ffn_norm"
         }
-        names |= {"mlp.dense_post_norm": "post_ffw_norm_1", "mlp.moe.norm": "pre_ffw_norm_2"}
+        names |= {
+            "mlp.dense_post_norm": "post_ffw_norm_1",
+            "mlp.moe.norm": "pre_ffw_norm_2",
+        }
         names |= {"mlp.moe_post_norm": "post_ffw_norm_2", "mlp.moe.router": "ffn_gate_inp"}
         gate_up = tuple(f"{moe}experts.{n}_proj.weight" for n in ("gate", "up"))
         mixture = [
@@ -63,7 +66,9 @@ def gguf_rules(config: Config) -> list[Rule]:
     else:
         names |= llama.GGUF_MLP | {"mlp_norm": "ffn_norm"}
     outer = {"embed": "token_embd", "projection": "model_proj", "norm": "proj_norm"}
-    shared = llama_family.layers_with(config, lambda layer: layer.kv_sharing == "reuse", "blk.")
+    shared = llama_family.layers_with(
+        config, lambda layer: layer.kv_sharing == "reuse", "blk."
+    )
     return [
         *(
             [Drop(f"{shared}attn_{{k|v|k_norm}}.weight")]
@@ -72,7 +77,9 @@ def gguf_rules(config: Config) -> list[Rule]:
         ),
         *mixture,
         *llama_family.rename_modules(
-            {f"per_layer.{name}": f"per_layer_{other}" for name, other in outer.items()}, "", ""
+            {f"per_layer.{name}": f"per_layer_{other}" for name, other in outer.items()},
+            "",
+            "",
         ),
         Rename("blk.{}.layer_output_scale.weight", "blocks.{}.layer_scale"),
         *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | names),
@@ -93,7 +100,11 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         heads = [layer.n_kv_heads or config.n_kv_heads for layer in layers]
     # a list only where layers differ
     hidden: Any = [layer.hidden_dim or config.hidden_dim for layer in layers]
-    experts = full.experts and (full.experts.count, full.experts.top_k, full.experts.hidden_dim)
+    experts = full.experts and (
+        full.experts.count,
+        full.experts.top_k,
+        full.experts.hidden_dim,
+    )
     # every layer is rotated
     assert sliding.rope is not None
     # in the order of GGUF_FIELDS
@@ -129,7 +140,9 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     full |= hf.get("rope_scaling", {})
     local = {"rope_type": "default", "rope_theta": hf.get("rope_local_base_freq", 1e4)}
     hf |= {
-        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
+        "layer_types": [
+            "sliding_attention" if slides else "full_attention" for slides in sliding
+        ],
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
         "vocab_size_per_layer_input": hf["vocab_size"],
         "enable_moe_block": bool(hf.get("num_experts")),

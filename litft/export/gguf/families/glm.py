@@ -18,7 +18,10 @@ def gguf_rules(config: Config) -> list[Rule]:
     }
     gate_up = tuple(f"blocks.{{}}.mlp.{name}_proj.weight" for name in ("gate", "up"))
     fused = Split("blk.{}.ffn_up.weight", gate_up, (config.hidden_dim,) * 2)
-    return [fused, *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_NORMS | names)]
+    return [
+        fused,
+        *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_NORMS | names),
+    ]
 
 
 GGUF_FAMILY = GgufFamily(

@@ -32,7 +32,9 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     if config.model_type == "dots1" and config.n_kv_heads != config.n_heads:
         raise ValueError(f"llama.cpp's architecture dots1 has no shared key heads; {keep}")
     if config.model_type == "dots1" and config.qkv_bias:
-        raise ValueError(f"llama.cpp's architecture dots1 has no biases of attention; {keep}")
+        raise ValueError(
+            f"llama.cpp's architecture dots1 has no biases of attention; {keep}"
+        )
     if config.model_type != "glm4_moe" and not metadata["expert_shared_count"]:
         raise ValueError(
             f"llama.cpp's architecture for {config.model_type} needs a shared expert; {keep}"
@@ -49,7 +51,9 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json, in which K-EXAONE has other names for two fields."""
     hf = {
-        name: value for name, value in llama.gguf_layer_types(hf).items() if name != "scoring_func"
+        name: value
+        for name, value in llama.gguf_layer_types(hf).items()
+        if name != "scoring_func"
     }
     if hf["model_type"] == "exaone_moe":
         hf |= {

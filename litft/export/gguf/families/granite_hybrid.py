@@ -46,7 +46,9 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     }
     if not hf["num_local_experts"]:
         hf["shared_intermediate_size"] = hf["intermediate_size"]
-    return {name: value for name, value in hf.items() if name not in ("mamba_width", "has_rope")}
+    return {
+        name: value for name, value in hf.items() if name not in ("mamba_width", "has_rope")
+    }
 
 
 GGUF_FAMILY = GgufFamily(

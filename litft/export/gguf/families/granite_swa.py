@@ -22,7 +22,10 @@ def gguf_rules(config: Config) -> list[Rule]:
     experts = mixtral.experts_of(config)
     shared: list[Rule] = []
     if experts and experts.shared_dim:
-        parts = ("blocks.{}.mlp.shared.gate_proj.weight", "blocks.{}.mlp.shared.up_proj.weight")
+        parts = (
+            "blocks.{}.mlp.shared.gate_proj.weight",
+            "blocks.{}.mlp.shared.up_proj.weight",
+        )
         shared = [Split("blk.{}.ffn_up_shexp.weight", parts, (experts.shared_dim,) * 2)]
     return [sinks, *shared, *granite.gguf_rules(config)]
 

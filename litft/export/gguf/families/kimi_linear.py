@@ -11,8 +11,13 @@ from litft.model.config import Config, DeltaNetConfig, LatentConfig
 
 GGUF = {"kimi_linear": ("kimi-linear", "KimiLinearForCausalLM")}
 # without RoPE, there is no YaRN
-GGUF_LATENT = {name: key for name, key in deepseek.GGUF_LATENT.items() if "yarn" not in name}
-GGUF_DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"}
+GGUF_LATENT = {
+    name: key for name, key in deepseek.GGUF_LATENT.items() if "yarn" not in name
+}
+GGUF_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "kda.head_dim": "linear_head_dim",
+}
 GGUF_FIELDS = deepseek.GGUF_EXPERTS | GGUF_LATENT | GGUF_DELTA
 GGUF_NAMES = {
     "mixer.query_proj": "attn_q",
@@ -101,9 +106,17 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
         "mlp_layer_types": ["dense" if n < num_dense else "sparse" for n in range(depth)],
         "num_experts": hf.pop("n_routed_experts"),
         "qk_nope_head_dim": hf["qk_head_dim"] - hf["qk_rope_head_dim"],
-        **dict.fromkeys(("linear_num_heads", "num_key_value_heads"), hf["num_attention_heads"]),
+        **dict.fromkeys(
+            ("linear_num_heads", "num_key_value_heads"), hf["num_attention_heads"]
+        ),
     }
-    unused = ("head_dim", "value_length", "qk_head_dim", "scoring_func", "partial_rotary_factor")
+    unused = (
+        "head_dim",
+        "value_length",
+        "qk_head_dim",
+        "scoring_func",
+        "partial_rotary_factor",
+    )
     return {name: value for name, value in hf.items() if name not in unused}
 
 

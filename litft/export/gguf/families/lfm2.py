@@ -25,8 +25,16 @@ GGUF_FIELDS = GGUF_LAYERS | GGUF_EXPERTS
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
-    mixer = {f"mixer.{name}": f"shortconv.{name}" for name in ("in_proj", "out_proj", "conv")}
-    names = llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | mixer
+    mixer = {
+        f"mixer.{name}": f"shortconv.{name}" for name in ("in_proj", "out_proj", "conv")
+    }
+    names = (
+        llama.GGUF_ATTENTION
+        | llama.GGUF_QK_NORMS
+        | llama.GGUF_MLP
+        | llama.GGUF_NORMS
+        | mixer
+    )
     # llama.cpp's name of the norm before the head
     outer = llama_family.rename_modules({"norm": "token_embd_norm"}, "", "")
     return [*deepseek.gguf_mixture_rules(), *outer, *llama.gguf_names(config, names)]

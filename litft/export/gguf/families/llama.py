@@ -22,7 +22,8 @@ GGUF_NORMS = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 
 
 def gguf_names(
-    config: Config, layer: dict[str, str] = GGUF_ATTENTION | GGUF_QK_NORMS | GGUF_MLP | GGUF_NORMS
+    config: Config,
+    layer: dict[str, str] = GGUF_ATTENTION | GGUF_QK_NORMS | GGUF_MLP | GGUF_NORMS,
 ) -> list[Rule]:
     """Return the rules for llama.cpp's names; its rope tensors are dropped, because the metadata is
     read instead."""
@@ -59,10 +60,13 @@ def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
     # a number: each so-many-th layer has full attention
     if isinstance(pattern, int):
         pattern = [
-            pattern == 0 or n % pattern < pattern - 1 for n in range(hf["num_hidden_layers"])
+            pattern == 0 or n % pattern < pattern - 1
+            for n in range(hf["num_hidden_layers"])
         ]
     return hf | {
-        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        "layer_types": [
+            "sliding_attention" if slides else "full_attention" for slides in pattern
+        ]
     }
 
 
@@ -91,7 +95,9 @@ def gguf_rules(config: Config) -> list[Rule]:
         for leaf in ("weight", "bias"):
             interleaved.append(
                 Interleave(
-                    f"blk.{{}}.attn_{n}.{leaf}", f"blocks.{{}}.attention.{n}_proj.{leaf}", count
+                    f"blk.{{}}.attn_{n}.{leaf}",
+                    f"blocks.{{}}.attention.{n}_proj.{leaf}",
+                    count,
                 )
             )
     return [*interleaved, *gguf_names(config)]

@@ -29,9 +29,9 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the function of its router."""
-    return {name: value for name, value in hf.items() if name != "partial_rotary_factor"} | {
-        "scoring_func": "sigmoid"
-    }
+    return {
+        name: value for name, value in hf.items() if name != "partial_rotary_factor"
+    } | {"scoring_func": "sigmoid"}
 
 
 GGUF_FAMILY = GgufFamily(

@@ -29,7 +29,10 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     # without a function, `deepseek.gguf_config` names no other model type
     hf.pop("scoring_func", None)
     hf = deepseek.gguf_config(hf)
-    rope = {"rope_theta": hf["rope_theta"], **hf.pop("rope_scaling", {"rope_type": "default"})}
+    rope = {
+        "rope_theta": hf["rope_theta"],
+        **hf.pop("rope_scaling", {"rope_type": "default"}),
+    }
     if beta is not None:
         rope["llama_4_scaling_beta"] = beta
     hf.pop("topk_method", None)
@@ -41,5 +44,6 @@ GGUF_FAMILY = GgufFamily(
     rules=deepseek.gguf_rules,
     config=gguf_config,
     metadata=gguf_metadata,
-    fields=deepseek.GGUF_FIELDS | {SCALE: "llama_4_scaling_beta", LENGTH: "scaled_from_length"},
+    fields=deepseek.GGUF_FIELDS
+    | {SCALE: "llama_4_scaling_beta", LENGTH: "scaled_from_length"},
 )

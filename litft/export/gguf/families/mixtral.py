@@ -10,7 +10,10 @@ from litft.families import llama as llama_family
 from litft.model.config import Config, ExpertsConfig
 
 GGUF = {"mixtral": ("llama", "MixtralForCausalLM")}
-GGUF_FIELDS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+GGUF_FIELDS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
 
 
 def gguf_rules(config: Config) -> list[Rule]:

@@ -25,7 +25,11 @@ def gguf_rules(config: Config) -> list[Rule]:
         Shift(f"blk.{{}}.{stored}.weight", f"blocks.{{}}.{name}.weight", 1.0)
         for name, stored in llama.GGUF_NORMS.items()
     ]
-    return [*norms, Shift("output_norm.weight", "norm.weight", 1.0), *llama.gguf_names(config)]
+    return [
+        *norms,
+        Shift("output_norm.weight", "norm.weight", 1.0),
+        *llama.gguf_names(config),
+    ]
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,10 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json; llama.cpp's architecture is the same for OLMo 2 and OLMo 3, which has
     windows."""
     if hf["model_type"] == "olmo2" and hf.get("sliding_window"):
-        hf |= {"model_type": "olmo3", "architectures": [GGUF["olmo3"][1]]} | llama.gguf_ropes(hf)
+        hf |= {
+            "model_type": "olmo3",
+            "architectures": [GGUF["olmo3"][1]],
+        } | llama.gguf_ropes(hf)
     return llama.gguf_layer_types(hf)
 
 

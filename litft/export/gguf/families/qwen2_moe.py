@@ -29,7 +29,10 @@ def gguf_mixture_rules() -> list[Rule]:
     its gate."""
     # llama.cpp stores the only row of the gate as a vector
     gate = Reshape(
-        "blk.{}.ffn_gate_inp_shexp.weight", "blocks.{}.mlp.shared_gate.weight", (-1,), (1, -1)
+        "blk.{}.ffn_gate_inp_shexp.weight",
+        "blocks.{}.mlp.shared_gate.weight",
+        (-1,),
+        (1, -1),
     )
     return [gate, *mixtral.gguf_expert_rules()]
 

@@ -87,7 +87,9 @@ def _norm_rules() -> list[Rule]:
     names = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"}
     rules: list[Rule] = []
     for name, gguf_name in (names | llama.GGUF_QK_NORMS).items():
-        rules.append(Shift(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight", 1.0))
+        rules.append(
+            Shift(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight", 1.0)
+        )
     rules.append(Shift("output_norm.weight", "norm.weight", 1.0))
     return rules
 
@@ -98,7 +100,8 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     delta = delta_of(config)
     if delta.key_dim != delta.value_dim:
         reason = (
-            f"llama.cpp's architecture for {config.model_type} needs keys and values of one size"
+            f"llama.cpp's architecture for {config.model_type} needs keys "
+            "and values of one size"
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     pairs = next(layer.rope.dim // 2 for layer in config.layers if layer.rope)
@@ -120,8 +123,13 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Add the kinds of layers; keys and values have one size."""
     # the metadata lists the linear layers; without it, every fourth layer has full attention
-    recurrent = hf.get("layer_types") or [(n + 1) % 4 != 0 for n in range(hf["num_hidden_layers"])]
-    kinds = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent]
+    recurrent = hf.get("layer_types") or [
+        (n + 1) % 4 != 0 for n in range(hf["num_hidden_layers"])
+    ]
+    kinds = [
+        "linear_attention" if is_recurrent else "full_attention"
+        for is_recurrent in recurrent
+    ]
     hf = {
         name: value
         for name, value in hf.items()
