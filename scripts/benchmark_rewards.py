@@ -3,9 +3,9 @@
     python scripts/benchmark_rewards.py --checkpoint_dir DIR --data.path PROMPTS.jsonl --out FILE
 
 Needs `pip install -e '.[test]'`. Both train the same LoRA targets and rank on the same number of
-prompts, completions and tokens a step, in fp32 with the same threads. Each turn starts a process of
-its own, takes `steps` steps and reports the median time of all but the first; the contenders
-alternate. A record has a `prompt` or a `question`; the reward is the length of a completion, whose
+prompts, completions and tokens a step, in one precision with the same threads. Each turn starts a
+process of its own, takes `steps` steps and reports the median time of all but the first; the
+contenders alternate. A record has a `prompt` or a `question`; the reward is the length of a completion, whose
 spread gives every group an advantage.
 """
 
@@ -20,6 +20,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Literal
 
 from litft.args import DataArgs
 from litft.args.parser import parse
@@ -47,6 +48,8 @@ class RewardBenchmarkArgs:
     """Turns of each contender."""
     threads: int = 2
     """CPU threads."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """The dtype of the frozen weights and of the computation."""
     out: str | None = None
     """A JSON file to write the results to. Default: no file."""
     data: DataArgs = field(default_factory=DataArgs)
@@ -83,7 +86,7 @@ def litft_seconds(args: RewardBenchmarkArgs, folder: Path) -> list[float]:
         "--train.micro_batch_size",
         8,
         "--precision",
-        "fp32",
+        args.precision,
     ]
     command += [
         "--lora.targets",

@@ -58,7 +58,7 @@ def run_finetuning(
     """Train with these arguments; see `litft.finetune`."""
     _check_metrics(metrics or {})
     # what can be refused is refused before the processes meet and weights are read
-    args, named = _resolve(args)
+    args, named = _complete_args(args)
     run = prepare_run(args, rewards)
     if metrics and not len(run.schedule.data.val):
         reason = "metrics: they are of the validation examples, and nothing is held out"
@@ -79,7 +79,7 @@ def run_finetuning(
         fabric = make_fabric(args, run.settings.strategy)
         hosts = launch(fabric, args.timeout)
         # Only the first process makes the folder. Every process has checked its earlier content in
-        # `_resolve`, before the processes met.
+        # `_complete_args`, before the processes met.
         name = ""
         if fabric.global_rank == 0:
             name = str(named or run_dir.claim(run.setup.method.title))
@@ -125,7 +125,7 @@ def _check_metrics(metrics: Mapping[str, Metric]) -> None:
             )
 
 
-def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
+def _complete_args(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     """Return the arguments with defaults filled in, and the run's folder if they name one.
 
     Raises ValueError for invalid flags.

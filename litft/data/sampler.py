@@ -79,6 +79,7 @@ class Largest(NamedTuple):
     # the micro-batch with the most tokens, padding included: rows of sample indices
     rows: list[list[int]]
     max_targets: int  # the most target tokens in a micro-batch
+    max_documents: int  # the most documents in a micro-batch
     # whether a step has several micro-batches per rank
     accumulates: bool
 
@@ -107,6 +108,7 @@ def largest_micro_batch(
     rows = []
     max_slots = 0
     max_targets = 0
+    max_documents = 0
     accumulates = False
     for step in candidates:
         step_indices = indices[starts[step] : starts[step] + batch_size]
@@ -115,8 +117,9 @@ def largest_micro_batch(
             max_slots = slots
             rows = of_step.rows
         max_targets = max(max_targets, of_step.max_targets)
+        max_documents = max(max_documents, of_step.max_documents)
         accumulates |= of_step.accumulates
-    return Largest(rows, max_targets, accumulates)
+    return Largest(rows, max_targets, max_documents, accumulates)
 
 
 def _largest_of_step(
@@ -129,14 +132,20 @@ def _largest_of_step(
     rows = []
     max_slots = 0
     max_targets = 0
+    max_documents = 0
     for batch in batches:
         num_targets = sum(int(supervised[row].sum()) for row in batch)
         max_targets = max(max_targets, num_targets)
+        of_batch = [indices[number] for row in batch for number in row]
+        num_documents = len(samples.document_lengths(of_batch))
+        # the padding of a row is another one
+        max_documents = max(max_documents, num_documents + len(batch))
         slots = num_slots(lengths, batch)
         if slots > max_slots:
             max_slots = slots
             rows = [indices[row].tolist() for row in batch]
-    return max_slots, Largest(rows, max_targets, len(batches) > layout.ranks)
+    accumulates = len(batches) > layout.ranks
+    return max_slots, Largest(rows, max_targets, max_documents, accumulates)
 
 
 def _estimated_slots(

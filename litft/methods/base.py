@@ -63,8 +63,8 @@ class Method:
 
     Order of calls in a training run:
 
-    1. `choose` selects what to train, on a meta model. When training continues from an adapter,
-       `read` and `update_args` replace it. The caller then sets `tokens` and `frozen`.
+    1. `select_targets` chooses what to train, on a meta model. When training continues from an
+       adapter, `read` and `update_args` replace it. The caller then sets `tokens` and `frozen`.
     2. The network is built in the dtype `storage(precision)`, and quantized except for
        `unquantized_modules`. `attach` adds the method's modules, then `set_compute_dtype` sets the
        compute dtype.

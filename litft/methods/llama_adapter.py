@@ -321,10 +321,11 @@ class AdapterV2(Adapter):
 
     def select_extra(self, model: GPT, values: AdapterTensors) -> None:
         """Select all Linears and norms; train biases if the adapter file has any."""
-        # `choose` selects Linears and norms, but also layers; those of the file are restored below
+        # `select_targets` takes Linears and norms, but also layers; those of the file are restored
+        # below
         layers = self.layers
         self.args.bias = any(name.endswith(".adapter_bias") for name in values)
-        # `choose` refuses a layer that the model does not have
+        # `select_targets` refuses a layer that the model does not have
         self.args.start_layer = min(self.args.start_layer, len(model.blocks) - 1)
         self.select_targets(model, [])
         self.layers = layers

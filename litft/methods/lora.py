@@ -54,9 +54,9 @@ class LoraSpec(NamedTuple):
 class LoRA(Method):
     """LoRA: the update of selected weights is a product of two low-rank matrices.
 
-    After `choose` or `read`, `specs` maps the name of each adapted module to its rank and scale,
-    and `trained` lists base
-    parameters that are trained in full: those of `modules_to_save`, and biases.
+    After `select_targets` or `read`, `specs` maps the name of each adapted module to its rank and
+    scale, and `trained` lists base parameters that are trained in full: those of `modules_to_save`,
+    and biases.
     """
 
     name = "lora"

@@ -154,7 +154,8 @@ class LoRALinear(Mixin, LowRankUpdate):
         (..., in).
 
         Experts take x (N, in) and a grouping, and return (N, out). An embedding takes tokens (...)
-        and returns (..., C).
+        and returns (..., C). Linears that read the same input are called by `apply_linears`
+        (`model/linear.py`) instead, through `forward_projected`.
         """
         y = super().forward(x, *grouping)
         if not self.enabled:

@@ -39,7 +39,8 @@ FLAGS_FIXED_ON_RESUME += "optimizer decay_fraction compile".split()
 class RunSetup:
     """What a run is: its flags, model folder, tokenizer, method and objective.
 
-    Nothing changes it later; `resolve_setup` makes it.
+    `resolve_setup` makes it, and nothing changes it later: what is known only then makes a copy
+    (`with_data`, and `run_finetuning` where a launcher restarts the run).
     """
 
     # with the defaults that depend on the objective and the method
@@ -339,8 +340,8 @@ def _check_tokens_of_adapter(
 
 
 def _frozen(args: FinetuneArgs, source: PretrainedFolder, method: Method) -> set[str]:
-    """Return the parameters that --train.freeze names, and constants; raise ValueError for a
-    pattern that matches none."""
+    """Return the parameters that --train.freeze names, and constants, which are parameters of the
+    network only because its files have them; raise ValueError for a pattern that matches none."""
     parameters = _meta_parameters(method, source)
     names = []
     for name, parameter in parameters.items():

@@ -1,6 +1,7 @@
 """Which samples a step has, and how they are laid out: functions of the position in the data."""
 
 import copy
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,8 @@ class Schedule:
     """A run's steps. The position in the data is the number of samples seen.
 
     size: samples per step (--train.global_batch_size, times the completions of a prompt); samples:
-    how many the whole run sees; layout: how a step's samples become micro-batches.
+    how many the whole run sees; steps: how many it takes, from where it was resumed, see
+    `resume_at`; layout: how a step's samples become micro-batches; largest: what that demands.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Schedule:
         self.size = args.train.global_batch_size * group_size
         self.val_fraction = args.data.val_fraction
         self.answers_prompts = args.eval.max_new_tokens > 0
+        self.max_steps = args.train.max_steps
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None
         self.order = SampleOrder(data.train.sizes, args.seed, data.weights, group_size)
         if not self.is_by_epochs and self.size > LARGEST_STEP * self.order.size:
@@ -63,12 +66,16 @@ class Schedule:
         """Start after `step` steps that have seen `samples` samples.
 
         If a finished run is extended, its last step may have had fewer samples: so the position is
-        counted from `samples`, and not from `step`.
+        counted from `samples`, and not from `step`, and the run may have one step more than one
+        from the beginning.
         """
         self.origin = step, samples
-        self.steps = step + max(0, -(-(self.samples - samples) // self.size))
+        num_left = math.ceil(max(0, self.samples - samples) / self.size)
+        if self.max_steps is not None:
+            num_left = max(0, min(num_left, self.max_steps - step))
+        self.steps = step + num_left
         # a finished run has no step to lay out
-        if samples < self.samples:
+        if num_left:
             self.set_layout(self.layout)
 
     def laid_out(self, layout: BatchLayout) -> "Schedule":
@@ -88,7 +95,8 @@ class Schedule:
     def shape(self) -> Shape:
         """The shape of the largest micro-batch, and whether gradients are accumulated over several
         in its step."""
-        rows, target_count, several = self.largest
+        rows = self.largest.rows
+        target_count = self.largest.max_targets
         tokens = num_slots(self.data.train.lengths, rows) // len(rows)
         # where completions share a prompt, there are more targets among as many tokens
         if self.layout.shares_prompts:
@@ -99,8 +107,9 @@ class Schedule:
         return Shape(
             len(rows),
             tokens,
-            accumulated=several,
+            accumulated=self.largest.accumulates,
             max_targets=target_count,
+            max_documents=self.largest.max_documents,
             per_token=self.needs_token_losses,
             teacher_tokens=self.teacher_tokens,
         )

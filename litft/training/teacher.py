@@ -216,7 +216,7 @@ class TeacherPass:
         """Let the teacher read the examples that the file does not have."""
         setup = self.run.setup
         args = setup.args.distill
-        self.folder.claim()
+        self.folder.begin()
         facts = self.folder.identity() | {
             "limit": self.run.schedule.data.limit,
             "files of the teacher": self._stamps(),

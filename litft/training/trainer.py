@@ -100,7 +100,8 @@ class Trainer:
         self.say = self.screen.say
         self.run_folder = RunFolder(processes, run, folder)
 
-        # the samples; a teacher reads them before the student is in memory
+        # the samples, as `Batches`; a teacher, if there is one, reads them before the student is in
+        # memory
         self.batches, teacher = open_batches(processes, run, self.run_folder, self.screen)
 
         # the network, built and filled before Fabric wraps it
@@ -205,7 +206,7 @@ class Trainer:
         """Compute the log-probabilities in the reference model; a resumed run computes them from
         the initial weights, too."""
         if self.batches.parts:
-            self.run_folder.claim()
+            self.run_folder.begin()
             while (reason := self._try_references()) is not None:
                 self.probe.halve(reason)  # what was computed is not computed again
             self.start_time = time.monotonic()
@@ -265,7 +266,7 @@ class Trainer:
         if progress is None:
             return []
         self.step = self.start_step = progress["step"]
-        if self.start_step > self.schedule.steps:
+        if progress["samples"] > self.schedule.samples:
             newest = f"{self.recorder.folder}/checkpoints/step-{self.start_step:06d}"
             reason = f"is beyond the run's {self.schedule.steps} steps"
             raise ValueError(
@@ -323,7 +324,8 @@ class Trainer:
         self.recorder.saver.poll()
         # also advances `elapsed`, by which the end and the checkpoints are decided
         self._check_signals()
-        validate = self._validation_is_due() and step < self.schedule.steps
+        # at the end, `fit` validates
+        validate = self._validation_is_due() and self._end_reason() is None
         if validate:
             with self.screen.showing_activity("validating"):
                 self._validate(optimizer)

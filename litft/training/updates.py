@@ -21,6 +21,9 @@ from litft.training.network import TrainedNetwork
 from litft.training.optimizers.wrapped import unwrapped_in_backward
 from litft.training.output.metrics import FP16_COLUMNS
 
+# beyond the seeds of dropout, one for each rank
+FIRST_ROUNDING_SEED = 2049
+
 
 class Updates:
     """Takes the updates of each step; in fp16, of a loss that is scaled so that small gradients are
@@ -94,7 +97,8 @@ class Updates:
         """Update the weights with the gradient over `samples`; returns the objective's loss and
         scores, and the norm. number: of the update, from the beginning of the run."""
         # Dropout depends on the update and the rank alone, so that a resumed run draws the same.
-        # 4,099 seeds are reserved for it: one for each rank, and one for stochastic rounding.
+        # Each update has 4,099 seeds: the first 2,049 for dropout, the others for stochastic
+        # rounding.
         seed = (self.args.seed * 1_000_003 + number) * 4099
         # the updates of a step share its data
         counts_data = number % self.objective.updates == 0
@@ -113,9 +117,8 @@ class Updates:
         norm = full_tensor(nn.utils.clip_grad_norm_(self.trained.values(), limit))
         if self._is_taken(values[0], norm, number):
             # stochastic rounding: ranks that hold the same weights round them the same way
-            torch.manual_seed(
-                seed + (self.mesh.get_local_rank("shard") if self.mesh else 0)
-            )
+            shard = self.mesh.get_local_rank("shard") if self.mesh else 0
+            torch.manual_seed(seed + FIRST_ROUNDING_SEED + shard)
             optimizer.step()
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)

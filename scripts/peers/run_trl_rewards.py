@@ -14,6 +14,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
 
 class Clock(TrainerCallback):
     """Measures steps."""
@@ -52,9 +54,9 @@ def main() -> None:
         save_strategy="no",
         logging_steps=1,
         use_cpu=True,
-        bf16=False,
+        bf16=setup["precision"] == "bf16",
         gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": DTYPES[setup["precision"]]},
     )
     clock = Clock()
     trainer = GRPOTrainer(

@@ -402,10 +402,12 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
             int(generator.integers(1, 20)),
         )
         samples = SimpleNamespace(
-            lengths=lengths, supervised=lengths - generator.integers(0, lengths)
+            lengths=lengths,
+            supervised=lengths - generator.integers(0, lengths),
+            document_lengths=lengths.__getitem__,
         )
         largest = largest_micro_batch(samples, order, layout, 2 * len(lengths), size)
-        max_slots, max_targets, counts = 0, 0, []
+        max_slots, max_targets, max_documents, counts = 0, 0, 0, []
         for start in range(0, 2 * len(lengths), size):
             indices = np.array(order.indices(start, min(start + size, 2 * len(lengths))))
             batches = layout.plan(lengths[indices].tolist())
@@ -419,8 +421,12 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
                     for rows in batches
                 ),
             )
+            # the padding of a row counts as a document
+            for rows in batches:
+                max_documents = max(max_documents, sum(map(len, rows)) + len(rows))
             counts.append(len(batches) // layout.ranks)
         assert num_slots(lengths, largest.rows) == max_slots
+        assert largest.max_documents == max_documents
         assert largest.max_targets == max_targets and largest.accumulates == (
             max(counts) > 1
         )

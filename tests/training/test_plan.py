@@ -731,3 +731,18 @@ def test_blocks_that_save_nothing_are_planned_without_activations():
             ).memory
         )
     assert 0 < planned[0].activations < planned[1].activations / 10
+
+
+def test_the_buffer_of_packed_attention_grows_with_its_documents():
+    """FlashAttention's backward pass rounds each document up to 128 rows of 32 heads of 64 numbers
+    and a sum, in fp32."""
+    source, method = resolve(config_folder("llama-3.2-1b")), LoRA(LoRAArgs())
+    method.select_targets(source.meta_model(), source.adapter_rules)
+    backward = []
+    for count in (None, 2048, 3072):
+        shape = Shape(1, 8192, max_documents=count)
+        plan = predict(source, method, "bf16", "none", shape, device="cuda", compiled=False)
+        backward.append(plan.memory.backward)
+    assert backward[2] - backward[1] == 1024 * 128 * 32 * (64 + 1) * 4
+    # few documents need less than the MLP's backward pass
+    assert backward[1] > backward[0]

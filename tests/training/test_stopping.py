@@ -303,6 +303,21 @@ def test_patience_needs_validation_data(args):
 
 
 @pytest.mark.weekly
+def test_a_run_that_ends_by_time_is_measured_once(args, monkeypatch):
+    """What it learned and forgot takes a while, also where a validation is due at the end."""
+    args.train.max_steps, args.train.max_time, args.eval.interval = None, "2s", 1
+    measured = []
+    measure_after = Validation.measure_after
+
+    def counted(validation, *arguments):
+        measured.append(arguments)
+        measure_after(validation, *arguments)
+
+    monkeypatch.setattr(Validation, "measure_after", counted)
+    litft.finetune(args)
+    assert len(measured) == 1
+
+
 def test_max_time_ends_a_run_with_a_decayed_learning_rate(args):
     args.train.max_steps, args.train.max_time, args.eval.interval = None, "4s", 0
     args.train.epochs = 10_000.0
@@ -828,6 +843,21 @@ def test_a_longer_run_resumes_at_the_next_example(args):
     assert step_tokens[0] + step_tokens[1] == step_tokens[2] + step_tokens[3], (
         "each epoch feeds every example once"
     )
+    # it is finished, though a run of two epochs from the beginning has one step less
+    weights = (folder / "final" / "adapter_model.safetensors").read_bytes()
+    litft.finetune(longer)
+    assert (folder / "final" / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_a_longer_run_has_no_more_steps_than_asked_for(args):
+    """The last step of the first run had 8 of 16 examples; the others are not made up for."""
+    args.train = TrainArgs(epochs=1, global_batch_size=16)
+    litft.finetune(args)
+    train = replace(args.train, epochs=None, max_steps=3)
+    for _ in range(2):
+        folder, _ = litft.finetune(replace(args, resume=True, train=train))
+        rows = [row for row in rows_of(folder) if "loss" in row]
+        assert [row["samples"] for row in rows] == [16, 24, 40]
 
 
 def test_resuming_a_finished_run_writes_its_validation(args):

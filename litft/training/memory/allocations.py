@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from litft.training.optimizers.make import OptimizerInBackward
 
+_FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
+_FLASH_BLOCK = 128  # rows of queries: FlashAttention rounds each document up to them
+
 
 class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of storages created in this context: the current bytes, and their peak since
@@ -44,7 +47,8 @@ class AllocationTracker(TorchDispatchMode):
                 self.live_storages.add(storage._cdata)
                 self.current += storage.nbytes()
                 weakref.finalize(storage, self.on_free, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.current)
+        workspace = _flash_workspace(args) if func is _FLASH_BACKWARD else 0
+        self.peak = max(self.peak, self.current + workspace)
         return out
 
     def on_free(self, key: int, size: int) -> None:
@@ -56,6 +60,24 @@ class AllocationTracker(TorchDispatchMode):
         """Set the peak to the current bytes, and return them."""
         self.peak = self.current
         return self.current
+
+
+def _flash_workspace(args: Any) -> int:
+    """Return the bytes that FlashAttention's backward pass has in memory while it runs, for the
+    arguments of its operator.
+
+    Source: mha_varlen_bwd in ATen/native/transformers/cuda/flash_attn/flash_api.cpp of torch.
+    """
+    _, q, k, _, _, _, starts = args[:7]
+    tokens, heads, head_dim = q.shape
+    padded_tokens = tokens + _FLASH_BLOCK * (starts.numel() - 1)
+    # the gradient of the queries, and a number for each of them, in fp32
+    accumulated = 4 * padded_tokens * heads * (head_dim + -head_dim % 32 + 1)
+    # the gradients of keys and values for each query head, before those that share one are added
+    expanded = 0
+    if k.size(1) != heads:
+        expanded = 2 * k.size(0) * heads * head_dim * k.element_size()
+    return accumulated + expanded
 
 
 class Trace(NamedTuple):

@@ -108,7 +108,8 @@ def choose_memory_settings(
         if fit:
             break
 
-    # where nothing fits, `check_memory` refuses the plan with the smallest peak
+    # where nothing fits, it is the plan with the smallest peak, which `check_memory` refuses if it
+    # needs more than all of the memory
     chosen = fit or smallest
     chosen_schedule = with_rows(chosen.rows)
     _check(args, chosen_schedule, strategy, reason)

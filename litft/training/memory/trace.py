@@ -55,6 +55,8 @@ class Shape(NamedTuple):
     per_token: bool = False
     # tokens of a teacher at each target, whose probabilities the loss compares; 0: no teacher
     teacher_tokens: int = 0
+    # maximum number of documents in a micro-batch; None: one a row
+    max_documents: int | None = None
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.tokens:,} tokens"
@@ -441,6 +443,10 @@ def _documents(
     if device_type(positions) != "cuda":
         return None
     documents = PackedSequences.rows(shape.rows, shape.tokens, positions.device)
+    if shape.max_documents is not None:
+        # attention's backward pass has a buffer with rows of each document
+        starts = documents.cu_seqlens.new_empty(shape.max_documents + 1)
+        documents = documents._replace(cu_seqlens=starts)
     if compiled and changes_scores(model):
         masks = dict.fromkeys(layer.window for layer in model.config.layers)
         return documents._replace(masks=masks)

@@ -126,8 +126,9 @@ class Metrics:
             # the run was interrupted in this validation
             self.resumed_rows[-1] |= values
             self.newest |= values
-            self._rewrite(list(map(_texts, self.resumed_rows)))
-            self.send(self.resumed_rows[-1])
+            if self.path is not None:
+                self._rewrite(list(map(_texts, self.resumed_rows)))
+                self.send(self.resumed_rows[-1])
         else:
             row = {
                 "step": step,

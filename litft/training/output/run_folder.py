@@ -19,16 +19,16 @@ from litft.training.output import run_checkpoints
 
 
 class RunFolder:
-    """The folder of a run, which needs no network to be claimed."""
+    """The folder of a run, which is begun without the network."""
 
     def __init__(self, processes: Processes, run: PlannedRun, folder: Path) -> None:
         self.fabric = processes.fabric
         self.run = run
         self.args = run.setup.args
         self.folder = folder
-        self.is_claimed = False  # config.yaml is written
+        self.has_config = False  # config.yaml is written
 
-    def claim(self) -> None:
+    def begin(self) -> None:
         """Make the folder of a new run and write its config.yaml; every process takes part.
 
         Called before the run is opened, since what the reference or the teacher says is written
@@ -45,9 +45,9 @@ class RunFolder:
     def write_config(self) -> dict[str, Any]:
         """Make the folder, once without what was in it if it is to be overwritten; returns the
         flags."""
-        if self.args.overwrite and not self.is_claimed:
+        if self.args.overwrite and not self.has_config:
             run_dir.clear(self.folder)
-        self.is_claimed = True
+        self.has_config = True
         self.folder.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(self.args)
         # a resumed run may have other devices, and the launcher sets them
