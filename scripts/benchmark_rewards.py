@@ -5,8 +5,8 @@
 Needs `pip install -e '.[test]'`. Both train the same LoRA targets and rank on the same number of
 prompts, completions and tokens a step, in one precision with the same threads. Each turn starts a
 process of its own, takes `steps` steps and reports the median time of all but the first; the
-contenders alternate. A record has a `prompt` or a `question`; the reward is the length of a completion, whose
-spread gives every group an advantage.
+contenders alternate. A record has a `prompt` or a `question`; the reward is the length of a
+completion, whose spread gives every group an advantage.
 """
 
 import csv

@@ -80,7 +80,7 @@ def learn(learner: Learner, quantize: str, base: Path, folder: Path, max_steps: 
     rewards = [float(row["val_reward"]) for row in rows if row["val_reward"]]
     return (
         f"| {learner.name} | {quantize} | {learner.learning_rate:g} | {rewards[0]:.2f} "
-        f"| {rewards[-1]:.2f} | {float(rows[-1]['seconds']):.0f} |"
+        f"| {rewards[-1]:.2f} |"
     )
 
 
@@ -91,8 +91,8 @@ def main() -> None:
     out = Path(args.out_dir).absolute()
     base = out / "base"
     run("scripts/merge_lora.py", "--checkpoint_dir", DEMO / "tuned", "--out_dir", base)
-    print("| method | base | learning rate | reward before | after | seconds |")
-    print("|---|---|---|---|---|---|")
+    print("| method | base | learning rate | reward before | after |")
+    print("|---|---|---|---|---|")
     for number, learner in enumerate(LEARNERS):
         # full fine-tuning changes every weight, so it has none that are quantized
         kinds = ("none",) if learner.script == "full" else ("none", "nf4")

@@ -40,6 +40,7 @@ from litft.errors import Interrupted
 from litft.signals import Signals
 from litft.training.output.recorder import Recorder
 from litft.training.output.run_checkpoints import Saver, _plain_errors
+from litft.training.trainer import Trainer
 from litft.training.validation import Validation
 
 
@@ -302,22 +303,30 @@ def test_patience_needs_validation_data(args):
         litft.finetune(args)
 
 
-@pytest.mark.weekly
 def test_a_run_that_ends_by_time_is_measured_once(args, monkeypatch):
     """What it learned and forgot takes a while, also where a validation is due at the end."""
-    args.train.max_steps, args.train.max_time, args.eval.interval = None, "2s", 1
+    args.train.max_time, args.eval.interval = "10m", 1
     measured = []
     measure_after = Validation.measure_after
+    train_step = Trainer._train_step
 
     def counted(validation, *arguments):
         measured.append(arguments)
         measure_after(validation, *arguments)
 
+    def long_step(trainer, *arguments):
+        train_step(trainer, *arguments)
+        # the third step takes more than ten minutes
+        if trainer.step == 3:
+            trainer.start_time -= 700
+
     monkeypatch.setattr(Validation, "measure_after", counted)
-    litft.finetune(args)
-    assert len(measured) == 1
+    monkeypatch.setattr(Trainer, "_train_step", long_step)
+    folder, _ = litft.finetune(args)
+    assert rows_of(folder)[-1]["step"] == 3 and len(measured) == 1
 
 
+@pytest.mark.weekly
 def test_max_time_ends_a_run_with_a_decayed_learning_rate(args):
     args.train.max_steps, args.train.max_time, args.eval.interval = None, "4s", 0
     args.train.epochs = 10_000.0
