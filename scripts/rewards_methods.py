@@ -66,7 +66,14 @@ def run(*words: object) -> None:
 
 def learn(learner: Learner, quantize: str, base: Path, folder: Path, max_steps: int) -> str:
     """Train, and return the row of the table."""
-    flags = ["--config", "grpo-demo", "--checkpoint_dir", base, "--data.path", DEMO]
+    flags = [
+        "--config",
+        DEMO / "grpo-demo.yaml",
+        "--checkpoint_dir",
+        base,
+        "--data.path",
+        DEMO,
+    ]
     flags += ["--precision", "bf16", "--quantize", quantize, "--out_dir", folder]
     flags += [
         "--train.learning_rate",

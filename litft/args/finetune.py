@@ -503,6 +503,11 @@ class FinetuneArgs:
         for name, value in clashes.items():
             if value:
                 problems.append(f"--{name} {value}: {reason}")
+        if self.train.optimizer_in_backward and self.distill.on_policy:
+            problems.append(
+                "--train.optimizer_in_backward: each micro-batch is a step, and the student's own "
+                "answers (--distill.on_policy) may make several of a step; leave it out"
+            )
         return problems
 
     def clashes(self, strategy: str) -> list[str]:

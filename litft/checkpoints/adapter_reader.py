@@ -291,3 +291,22 @@ def _named_errors(folder: Path) -> Iterator[None]:
         raise ValueError(
             f"{path} is truncated or not a safetensors file ({error}); copy it again"
         ) from None
+
+
+def note_step(folder: Path, step: int) -> None:
+    """Note in litft's record of a folder of weights, an adapter's or a full model's, after how many
+    steps of its run they were written."""
+    path = folder / ADAPTER_RECORD
+    record = read_object(path) if path.is_file() else {}
+    path.write_text(json.dumps(record | {"step": step}, indent=2) + "\n", "utf-8")
+
+
+def noted_step(folder: Path) -> int | None:
+    """Return the step that `note_step` has noted; None for weights at the end of a run."""
+    try:
+        step = read_object(folder / ADAPTER_RECORD).get("step")
+    except (OSError, ValueError):
+        return None
+    if isinstance(step, int):
+        return step
+    return None

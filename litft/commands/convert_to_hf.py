@@ -6,7 +6,7 @@ from pathlib import Path
 
 from litft.args import ExportArgs
 from litft.export.model_folder import write_folder
-from litft.export.trained_model import read_trained, write_merged
+from litft.export.trained_model import keep_step, read_trained, write_merged
 from litft.pretrained.folder import base_record
 from litft.pretrained.save import check_written, copy_tokenizer
 
@@ -41,6 +41,7 @@ def export(args: ExportArgs) -> Path:
         if tokenizer:
             copy_tokenizer(tokenizer, partial)
         check_written(partial, source)
+        keep_step(trained.path, partial)
 
     out = write_folder(args.target_dir, fill)
     print(

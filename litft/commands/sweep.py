@@ -255,15 +255,28 @@ def _scores(run: Path, seed: int) -> RunScores:
     return RunScores(seed, scores, parts)
 
 
+# the scores that a flag changes without any training, by the beginning of its name: margins are of
+# an objective's own reward, most of them relative to the base, and rewards are of sampled answers
+CHANGED_BY = {
+    "preference.": {"margin"},
+    "objective": {"margin", "accuracy"},
+    "checkpoint_dir": {"margin", "accuracy"},
+    "base_dir": {"margin", "accuracy"},
+    "reward": {"reward"},
+    "grpo.temperature": {"reward"},
+    "grpo.top_p": {"reward"},
+    "grpo.max_new_tokens": {"reward"},
+}
+
+
 def _scaled_scores(args: SweepArgs) -> set[str]:
-    """Return the scores whose scale the grid changes, such as the margin by its beta."""
-    scaled = set()
+    """Return the scores that the grid changes by itself, such as the margin by its beta."""
+    scaled: set[str] = set()
     for setting in args.settings():
         for flag in setting:
-            if flag == "objective" or flag.startswith("preference."):
-                scaled.add("margin")
-            if flag == "reward":
-                scaled.add("reward")
+            for beginning, scores in CHANGED_BY.items():
+                if flag.startswith(beginning):
+                    scaled |= scores
     return scaled
 
 
@@ -275,14 +288,21 @@ def _rows(settings: list[RunsOfSetting], scaled: set[str]) -> list[list[str]]:
         for run in setting.runs:
             names |= dict.fromkeys(run.scores)
     compared = _compared_score(settings, scaled)
-    order = ranked(settings, compared)
+    if compared is None:
+        title = "difference"
+        order = settings
+    else:
+        title = f"difference in {compared} from the best"
+        order = ranked(settings, compared)
     best = order[0]
-    rows = [["setting", *names, f"difference in {compared} from the best"]]
+    rows = [["setting", *names, title]]
     for setting in order:
         cells = [setting.name]
         for name in names:
             cells.append(_cell(setting, name))
-        if setting is best or compared not in names:
+        if compared is None:
+            cells.append("not compared: the grid changes the scores themselves")
+        elif setting is best or compared not in names:
             cells.append("")
         else:
             cells.append(str(difference(best, setting, compared)))
@@ -290,15 +310,16 @@ def _rows(settings: list[RunsOfSetting], scaled: set[str]) -> list[list[str]]:
     return rows
 
 
-def _compared_score(settings: list[RunsOfSetting], scaled: set[str]) -> str:
+def _compared_score(settings: list[RunsOfSetting], scaled: set[str]) -> str | None:
     """Return the score by which settings are compared: the loss, or of runs on preferences and on
-    rewards, which do not have it by example, what they raise; none of `scaled`."""
+    rewards, which do not have it by example, what they raise; None if all are in `scaled`."""
     for score in (LOSS, "margin", "accuracy", "reward", "exact_match"):
         if score in scaled:
             continue
         if any(score in run.parts for setting in settings for run in setting.runs):
             return score
-    return LOSS
+    # the loss that is not by example is the objective's, with the same scale
+    return None if scaled else LOSS
 
 
 def _cell(setting: RunsOfSetting, score: str) -> str:

@@ -75,13 +75,19 @@ class Encoded:
     def compare_preferences(self, preferences: Sequence[Preference]) -> None:
         """Let the preferences of a record be compared with others: the conversation with each of
         the answers, and their labels."""
-        answers = preferences[0].answers
+        answers = []
+        for preference in preferences:
+            answers.extend(preference.answers)
         messages = [without_learned(message) for message in answers[0].messages]
+        # with their calls and thoughts, and the earlier turns of each
+        others = []
+        for other in answers[1:]:
+            others.append([without_learned(message) for message in other.messages])
         self.compare(
             ComparedConversation(
                 messages,
                 learned={len(messages) - 1},
-                rejected=[other.messages[-1]["content"] for other in answers[1:]],
+                others=others,
                 setting=[answers[0].tools, answers[0].template_args],
                 label=[preference.desirable for preference in preferences],
             )

@@ -198,8 +198,9 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
         if all(field in record for field in form.fields):
             filled = [field for field in form.fields if record[field] not in (None, "")]
             num_filled[name] = len(filled)
-    # the text is often the rendered example: a record with an empty answer is not one of that text
-    others = [name for name in num_filled if name != "text"]
+    # the text is often the rendered example: a record with an empty answer is not one of that text.
+    # Token ids beside it may be of another tokenizer.
+    others = [name for name in num_filled if name not in ("text", "tokens")]
     for name in others:
         if num_filled[name] == len(FORMATS[name].fields):
             return name

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from litft.data.chat_template import Message
-from litft.data.reasoning import REASONING_FIELDS
+from litft.data.reasoning import REASONING_FIELDS, InlineThought
 
 SYSTEM_ROLES = ("system", "developer")
 ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
@@ -126,11 +126,25 @@ def _message(message: Any, where: str) -> Message:
                 f"{where} has reasoning in several places; give it once, before the text"
             )
         checked["reasoning_content"] = "\n".join(thoughts)
+    checked["content"] = _without_repeated_thought(checked)
     if calls:
         checked["tool_calls"] = calls
     if not _is_supervised(message, where):
         checked["train"] = False
     return checked
+
+
+def _without_repeated_thought(message: Message) -> str:
+    """Return a message's content without reasoning that a field has as well: some servers answer
+    with both."""
+    content = message["content"]
+    thought = InlineThought.of(content)
+    if thought is None:
+        return content
+    for name in REASONING_FIELDS:
+        if message.get(name, "").strip() == thought.reasoning.strip():
+            return thought.answer
+    return content
 
 
 def text_fields(message: Message, where: str) -> Message:

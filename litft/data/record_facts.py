@@ -57,8 +57,8 @@ class ComparedConversation:
     messages: Sequence[Message]
     # the indices of the answers that are learned; empty: the conversation is a prompt
     learned: Collection[int]
-    # of preferences, the other answers: a prompt usually has several
-    rejected: Sequence[str] | None = None
+    # of preferences, the conversations with the other answers: a prompt usually has several
+    others: Sequence[Sequence[Message]] | None = None
     setting: Any = (
         None  # what the prompt has besides messages: tools, variables of the template
     )
@@ -84,10 +84,14 @@ class ComparedConversation:
         """Return the signatures of the whole conversation and of its prompt, (2, 128): see
         `similarity`. Conversations with different system prompts, settings, labels or answers of
         symbols alone are not nearly equal."""
-        whole = "\n".join((_text_of(self.messages), *(self.rejected or ())))
+        texts = [_text_of(self.messages)]
         answers = [self.messages[number]["content"] for number in sorted(self.learned)]
+        for other in self.others or ():
+            texts.append(_text_of(other[len(self.prompt) :]))
+            answers.append(other[-1]["content"])
+        whole = "\n".join(texts)
         symbols = []
-        for answer in (*answers, *(self.rejected or ())):
+        for answer in answers:
             if not contains_word(answer):
                 symbols.append(answer.strip())
         salt = str(_hash_of(self.system, self.setting, self.label, symbols))
@@ -102,11 +106,11 @@ class ComparedConversation:
         for answer in answers:
             sentences |= outer_sentences(answer)
         prose = [line for line in map(last_line_of_prose, answers) if line]
-        has_prompt = self.learned and self.rejected is None
+        has_prompt = self.learned and self.others is None
         answer = self.messages[len(self.prompt) :]
         return RecordFacts(
             content=_hash_of(
-                self.messages, self.rejected, self.setting, self.rest, self.label
+                self.messages, self.others, self.setting, self.rest, self.label
             ),
             prompt=_hash_of(self.prompt, self.setting) if has_prompt else None,
             answer=_hash_of(answer),

@@ -1,6 +1,7 @@
 """Where examples come from: files, folders with both splits, and data sets of the Hugging Face
 hub."""
 
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -93,9 +94,11 @@ class HubSplit(NamedTuple):
 
     def digest(self) -> str:
         """Return the hash of the content."""
-        return " ".join(
-            digest_of(Path(file["filename"])) for file in self.dataset().cache_files
-        )
+        dataset = self.dataset()
+        # one that is held in memory has no files
+        if not dataset.cache_files:
+            return digest_of_texts([json.dumps(record, default=str) for record in dataset])
+        return " ".join(digest_of(Path(file["filename"])) for file in dataset.cache_files)
 
 
 def source_digests(args: DataArgs) -> dict[str, str]:

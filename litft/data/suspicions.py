@@ -29,11 +29,12 @@ REFUSALS = re.compile(
     r"|\bI must decline\b",
     re.IGNORECASE,
 )
-# marks of Alpaca, ChatML, Llama 2 and 3, Gemma, Phi, Zephyr and plain dialogues
+# marks of Alpaca, ChatML, Llama 2 and 3, Gemma, Phi, Zephyr and plain dialogues, and those that
+# templates write around the result of a tool
 MARKS = re.compile(
     r"^### ?(?:Response|Instruction|Input|Human|Assistant|User|System):"
     r"|<\|im_(?:start|end)\|>|\[/?INST\]|<</?SYS>>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>"
-    r"|<(?:start|end)_of_turn>|<\|(?:assistant|user|system)\|>"
+    r"|<(?:start|end)_of_turn>|</?tool_response>|<\|(?:assistant|user|system)\|>"
     r"|^(?:Human|Assistant|USER|ASSISTANT): ",
     re.MULTILINE,
 )

@@ -228,6 +228,10 @@ def _json_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     return calls
 
 
+# what a call has beside its arguments
+_CALL_FIELDS = {"name", "tool_name", "id", "type", "index"}
+
+
 def _call_of_object(entry: Any) -> ToolCall | None:
     """Return the call that a JSON object describes."""
     if not isinstance(entry, dict):
@@ -236,7 +240,9 @@ def _call_of_object(entry: Any) -> ToolCall | None:
     if isinstance(entry.get("function"), dict):
         entry = entry["function"]
     name = entry.get("name", entry.get("tool_name"))
-    arguments = entry.get("arguments", entry.get("parameters", {}))
+    # a call without arguments may leave them out, but not have them under another name
+    is_bare = entry.keys() <= _CALL_FIELDS
+    arguments = entry.get("arguments", entry.get("parameters", {} if is_bare else None))
     if name is None and len(entry) == 1:  # {"weather": {"town": "Oslo"}}
         (name, arguments), *_ = entry.items()
     # arguments that are JSON in a text

@@ -2,7 +2,6 @@
 https://hf.co/docs/hub/model-cards"""
 
 import csv
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,11 @@ import yaml
 
 from litft import __version__, run_dir
 from litft.args import FinetuneArgs
-from litft.checkpoints.adapter_reader import adapter_tensor_names, vllm_obstacles
+from litft.checkpoints.adapter_reader import (
+    adapter_tensor_names,
+    noted_step,
+    vllm_obstacles,
+)
 from litft.checkpoints.hub import HubId, fetch, hub_id
 from litft.data.sources import hub_dataset
 from litft.pretrained.folder import PretrainedFolder, resolve
@@ -228,18 +231,13 @@ def _results(info: CardInfo) -> Iterator[str]:
             rows = list(csv.DictReader(file))
     except OSError:
         return
-    # its weights are those of an earlier step
-    if info.source.folder.name == "best":
-        losses = {
-            int(row["step"]): float(row["val_loss"])
-            for row in rows
-            if row.get("val_loss") and row["step"] != "0"
-        }
-        rows = [
-            row
-            for row in rows
-            if int(row["step"]) <= min(losses, key=losses.__getitem__, default=math.inf)
-        ]
+    # best/, a checkpoint, or what was exported from one
+    weights_step = noted_step(info.source.folder)
+    num_rows = len(rows)
+    if weights_step is not None:
+        rows = [row for row in rows if int(row["step"]) <= weights_step]
+    is_end = len(rows) == num_rows
+    end = "at the end" if is_end else f"after step {weights_step:,}"
     steps = [row for row in rows if row.get("loss")]
     validations = [row for row in rows if row.get("val_loss")]
     if not steps:
@@ -258,36 +256,40 @@ def _results(info: CardInfo) -> Iterator[str]:
         rewards = [float(row["val_reward"]) for row in validations]
         yield f"| validation reward, first and last | {rewards[0]:.4f}, {rewards[-1]:.4f} |"
     elif validations:
-        first = validations[0]
-        best = min(validations, key=lambda row: float(row["val_loss"]))
-        if first["step"] == "0":
-            when = "before training"
-        else:
-            when = f"after step {first['step']}"
-        yield f"| validation loss, {when} | {float(first['val_loss']):.4f} |"
-        yield f"| validation loss, at the end | {float(validations[-1]['val_loss']):.4f} |"
-        yield f"| validation loss, lowest | {float(best['val_loss']):.4f} (step {best['step']}) |"
-        last_accuracy = validations[-1].get("val_accuracy")
-        if last_accuracy:
-            yield f"| validation accuracy, at the end | {float(last_accuracy):.1%} |"
-            yield (
-                "| margin between the rewards, at the end | "
-                f"{float(validations[-1]['val_margin']):.3g} |"
-            )
-        scored = [
-            row
-            for row in validations
-            if row.get("exact_match") and row["step"] == last["step"]
-        ]
-        if scored:
-            yield f"| exact match, at the end | {float(scored[-1]['exact_match']):.1%} |"
+        yield from _losses(validations, end, last["step"])
     yield ""
     # of the weights at the end
     verdicts = run_dir.verdict_texts(info.run)
-    if verdicts and info.source.folder.name != "best":
+    if verdicts and is_end:
         yield "Compared with the model before training:\n"
         yield from (f"- {verdict}" for verdict in verdicts)
         yield ""
+
+
+def _losses(validations: list[dict[str, str]], end: str, last_step: str) -> Iterator[str]:
+    """Yield the rows of a table with the losses and scores of validations; end: when the last was,
+    in words."""
+    first = validations[0]
+    best = min(validations, key=lambda row: float(row["val_loss"]))
+    if first["step"] == "0":
+        when = "before training"
+    else:
+        when = f"after step {first['step']}"
+    yield f"| validation loss, {when} | {float(first['val_loss']):.4f} |"
+    yield f"| validation loss, {end} | {float(validations[-1]['val_loss']):.4f} |"
+    yield f"| validation loss, lowest | {float(best['val_loss']):.4f} (step {best['step']}) |"
+    last_accuracy = validations[-1].get("val_accuracy")
+    if last_accuracy:
+        yield f"| validation accuracy, {end} | {float(last_accuracy):.1%} |"
+        yield (
+            f"| margin between the rewards, {end} | "
+            f"{float(validations[-1]['val_margin']):.3g} |"
+        )
+    scored = [
+        row for row in validations if row.get("exact_match") and row["step"] == last_step
+    ]
+    if scored:
+        yield f"| exact match, {end} | {float(scored[-1]['exact_match']):.1%} |"
 
 
 def _settings(info: CardInfo) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 from litft import run_dir
 from litft.args import ExportArgs, GgufExportArgs, MergedArgs
 from litft.args.parser import finetune_args
+from litft.checkpoints.adapter_reader import note_step, noted_step
 from litft.checkpoints.hub import hub_id
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
@@ -136,6 +137,15 @@ def merge_result(
     return Result(*update, quantize=kind, dtype=DTYPES[precision], trained_with=kind)
 
 
+def keep_step(path: Path, folder: Path) -> None:
+    """Note in an exported folder the step of its weights, where `path` holds those of an earlier
+    step of a run: a checkpoint, or best/."""
+    is_checkpoint = path.parent.name == "checkpoints" and path.name.startswith("step-")
+    step = run_dir.checkpoint_step(path) if is_checkpoint else noted_step(path)
+    if step is not None:
+        note_step(folder, step)
+
+
 def write_merged(
     args: MergedArgs,
     path: Path,
@@ -163,6 +173,7 @@ def write_merged(
         if tokenizer:
             copy_tokenizer(tokenizer, folder)
         check_written(folder, source)
+        keep_step(path, folder)
 
     out = write_folder(args.target_dir, fill)
     name = str(dtype).removeprefix("torch.")

@@ -101,7 +101,7 @@ class Session(NamedTuple):
             # samples of one prompt differ, and the same command gives the same answers
             seed = self.sampling.seed + number
         if is_chat:
-            shown_special_ids = self.tokenizer.structure_ids
+            shown_special_ids = self.tokenizer.answer_ids
         else:
             shown_special_ids = frozenset()
         return Request(

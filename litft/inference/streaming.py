@@ -125,7 +125,7 @@ def stream(
         shown = frozenset()
     else:
         # tokens that structure an answer, such as the marks of a tool call, are part of the text
-        shown = tokenizer.structure_ids
+        shown = tokenizer.answer_ids
     request = Request(
         ids, max_new_tokens, settings, tokenizer.stop_ids, stops, shown_special_ids=shown
     )

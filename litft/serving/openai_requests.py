@@ -197,7 +197,7 @@ class ApiRequest(BaseModel):
                     stop=[*session.stop, *stop],
                     top_logprobs=self.num_top_logprobs or 0,
                     strip_leading=self.begins_answer,
-                    shown_special_ids=session.tokenizer.structure_ids
+                    shown_special_ids=session.tokenizer.answer_ids
                     if self.uses_template
                     else frozenset(),
                     constraint=self.constraint(session),

@@ -34,7 +34,7 @@ from litft.training.intervals import (
     validation_interval,
 )
 from litft.training.lr_schedule import learning_rate
-from litft.training.memory.choose import PlannedRun
+from litft.training.memory.choose import PlannedRun, check_one_micro_batch
 from litft.training.memory.flops import Flops
 from litft.training.memory.probe import MemoryProbe
 from litft.training.memory_saving.compile import is_compiled, uncompiled
@@ -277,6 +277,8 @@ class Trainer:
         # the clock goes on from where the checkpoint was saved
         self.start_time -= self.elapsed
         self.schedule.resume_at(self.start_step, progress["samples"])
+        # after a short step, those that follow have other examples than in one run
+        check_one_micro_batch(self.args, self.schedule)
         self.updates.restore(progress.get("loss_scale") or {})
         return [f"warning: {reason}; using the checkpoint before it" for reason in damaged]
 

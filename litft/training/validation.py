@@ -134,7 +134,9 @@ class Validation:
         """Restore scores and sample answers from an interrupted run's metrics rows and
         samples.jsonl."""
         columns = set(self.columns)
-        self.before_after.restore()
+        # a run without a checkpoint begins again, perhaps with other rewards or another base
+        if rows:
+            self.before_after.restore()
         self.losses = {}
         self.scores = {}
         for row in rows:

@@ -328,6 +328,16 @@ def test_flags_without_effect_are_named(words, note):
         assert note in found
 
 
+def test_answers_of_an_unknown_length_do_not_step_in_the_backward_pass():
+    """They may make several micro-batches of a step, of which each would be a step."""
+    words = "--objective distill --teacher t --checkpoint_dir m --data.path a "
+    words += "--train.optimizer_in_backward --train.max_grad_norm 0 --train.skip_nan false "
+    words += "--train.oom_retry false"
+    parse(flags.FullFinetuneArgs, words.split())
+    with pytest.raises(ValueError, match="the student's own answers"):
+        parse(flags.FullFinetuneArgs, [*words.split(), "--distill.on_policy", "0.5"])
+
+
 @pytest.mark.parametrize(
     ("text", "quantize"),
     [

@@ -27,6 +27,7 @@ from litft.args import (
     UploadArgs,
 )
 from litft.checkpoints.hub import HubId, downloaded_from, files_to_transfer, hub_id
+from litft.cli import run as command
 from litft.export.model_card import model_card
 from litft.export.upload_files import card_info
 from litft.pretrained.folder import resolve
@@ -693,7 +694,15 @@ def test_the_card_of_the_best_step_describes_that_step(tmp_path):
         f"| steps, samples, tokens | {best['step']:.0f}," in card
         and "`--lora.r` | 2" in card
     )
-    assert f"| validation loss, at the end | {best['val_loss']:.4f} |" in card
+    after = f"validation loss, after step {best['step']:.0f} | {best['val_loss']:.4f} |"
+    assert f"| {after}" in card and "Compared with" not in card
+    # also once it is exported
+    for merge in ("true", "false"):
+        exported = tmp_path / f"exported-{merge}"
+        flags = ["--checkpoint_dir", upload.checkpoint_dir, "--out_dir", exported]
+        command("convert_to_hf", [*map(str, flags), "--merge", merge])
+        other = replace(upload, checkpoint_dir=str(exported), run=str(tmp_path / "first"))
+        assert after in model_card(card_info(resolve(exported), other))
     second = replace(
         args,
         checkpoint_dir=str(tmp_path / "first"),

@@ -15,7 +15,13 @@ from litft import run_dir
 from litft.args import SweepArgs
 from litft.args.parser import parse
 from litft.cli import run as command
-from litft.commands.sweep import _check_same, _compared_score, _folder, _scaled_scores
+from litft.commands.sweep import (
+    _check_same,
+    _compared_score,
+    _folder,
+    _rows,
+    _scaled_scores,
+)
 from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
 from litft.evaluation.verdict import Part
 from litft.folder_lock import locked_folder
@@ -304,10 +310,35 @@ def test_a_margin_is_not_compared_where_the_grid_scales_it():
     scores = {"margin": 1.0, "accuracy": 1.0}
     run = RunScores(1, scores, {"margin": parts, "accuracy": parts})
     settings = [RunsOfSetting("a", [run])]
-    grids = {"preference.beta=0.1,0.5": "accuracy", "lora.r=2,4": "margin"}
+    grids = {
+        "preference.beta=0.1,0.5": "accuracy",
+        "lora.r=2,4": "margin",
+        # wins relative to the base, and wins as such
+        "objective=dpo,simpo": None,
+    }
     for grid, score in grids.items():
         args = SweepArgs(grid=[grid])
         assert _compared_score(settings, _scaled_scores(args)) == score
+
+
+@pytest.mark.parametrize(
+    "score, grid",
+    [
+        ("margin", "preference.desirable_weight=0.5,1"),
+        ("reward", "reward=exact|number"),
+        ("reward", "grpo.temperature=0.7,1.0"),
+    ],
+)
+def test_settings_are_not_ranked_where_the_grid_changes_every_score(score, grid):
+    """Of KTO and GRPO one score is measured by example; the loss of metrics.csv has its scale."""
+    settings = []
+    for name, value in (("a", 2.0), ("b", 1.0)):
+        parts = {(number,): Part(value) for number in range(30)}
+        run = RunScores(1, {"loss": value, score: value}, {score: parts})
+        settings.append(RunsOfSetting(name, [run]))
+    rows = _rows(settings, _scaled_scores(SweepArgs(grid=[grid])))
+    assert [row[0] for row in rows] == ["setting", "a", "b"]
+    assert all(row[-1].startswith("not compared") for row in rows[1:])
 
 
 def test_losses_that_are_no_number_show_nothing():

@@ -139,6 +139,11 @@ NO_CALLS += [
     "[f(x=...)]",
     "[f(x=b'a')]",
 ]
+# arguments under a name that no format has are not dropped
+NO_CALLS += [
+    '<tool_call>{"name": "weather", "args": {"town": "Oslo"}}</tool_call>',
+    '{"name": "weather", "town": "Oslo"}',
+]
 NO_CALLS += ["[f(x={1, 2})]", "prose <function=f></function> more", "<function=" * 8000]
 NO_CALLS += [
     "<function=f><parameter=a>\nx\n</parameter><parameter=b>\nlost</function>",

@@ -302,6 +302,9 @@ def test_real_files(shared, name, form, count, turns):
         ({"instruction": "a", "input": "", "output": "", "text": "a text"}, "alpaca"),
         ({"instruction": "", "input": "b", "output": "c", "text": "a text"}, "alpaca"),
         ({"prompt": "a", "completion": None, "text": "a text"}, "prompt"),
+        # token ids beside a text may be of another tokenizer
+        ({"text": "a text", "input_ids": [1, 2]}, "text"),
+        ({"text": "", "input_ids": [1, 2]}, "tokens"),
         # columns of another format are empty
         ({"instruction": None, "output": None, "question": "a", "answer": "b"}, "question"),
         ({"instruction": "", "output": "", "text": "a text"}, "text"),

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from litft.args import DataArgs
+from litft.data.chat_template import STYLES
 from litft.data.dataset import load_data, with_arguments
 from litft.data.encoder import Encoder
 from litft.data.reasoning import InlineThought
@@ -65,12 +66,32 @@ def test_reasoning_is_learned_or_masked(tokenizer):
     """It is a field of the message, or a part of its content."""
     assert learned(tokenizer, FIELD) == "<think>\ntwo and two\n</think>\n\nfour<|im_end|>"
     assert learned(tokenizer, FIELD, reasoning="mask") == "four<|im_end|>"
+    # some servers write it into both
+    twice = [*FIELD[:-1], {**FIELD[-1], "content": "<think>two and two</think>four"}]
+    for mode in ("learn", "mask", "drop"):
+        expected = learned(tokenizer, FIELD, reasoning=mode)
+        assert learned(tokenizer, twice, reasoning=mode) == expected
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     tokenizer.use_template(
         plain + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     assert "two and two" in learned(tokenizer, CONTENT)
     assert learned(tokenizer, CONTENT, reasoning="mask").strip() == "four<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "name", ["alpaca", "guanaco", "llama2", "mistral", "plain", "vicuna"]
+)
+def test_a_style_without_tools_refuses_their_results(tokenizer, name):
+    """They would be learned as answers, or read as questions."""
+    tokenizer.use_template(STYLES[name])
+    messages = [
+        *CONTENT,
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "a"},
+    ]
+    with pytest.raises(ValueError, match="no place for the result of a function"):
+        tokenizer.apply_chat_template(messages)
 
 
 def test_template_arguments_become_defaults_of_the_saved_template(

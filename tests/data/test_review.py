@@ -384,6 +384,30 @@ WITH_THOUGHTS = (
 )
 UNEQUAL = {
     "labels": ("labels", [labelled(True), labelled(False)]),
+    "labels of other answers": (
+        "labels",
+        [
+            {"prompt": QUESTION["content"], "chosen": "six", "rejected": text}
+            for text in ("a wrong answer", "something else")
+        ],
+    ),
+    "thoughts of rejected answers": (
+        "pairs",
+        [
+            {
+                "prompt": [QUESTION],
+                "chosen": turns()[1:],
+                "rejected": [
+                    {
+                        "role": "assistant",
+                        "content": "no",
+                        "thinking": sentence(random.Random(seed)),
+                    }
+                ],
+            }
+            for seed in range(2)
+        ],
+    ),
     "columns of prompts": (
         "prompts",
         [{"prompt": QUESTION["content"], "answer": "six"}, {"prompt": QUESTION["content"]}],
@@ -417,10 +441,11 @@ def test_records_that_differ_outside_of_their_texts_are_no_copies(
     """A dropped label, tool or thought would be lost without a message."""
     (tmp_path / "own.jinja").write_text(WITH_THOUGHTS)
     load = partial(load, template=str(tmp_path / "own.jinja"))
+    size = len(load(records, dedup="none", kind=kind, val_fraction=0.0).train)
     data = load(records, dedup=dedup, kind=kind, val_fraction=0.0)
-    assert len(data.train) == 2 and sum(data.left_out.values()) == 0
+    assert len(data.train) == size and sum(data.left_out.values()) == 0
     twice = load(records * 2, "twice.jsonl", dedup=dedup, kind=kind, val_fraction=0.0)
-    assert len(twice.train) == 2 and sum(twice.left_out.values()) == 2
+    assert len(twice.train) == size and sum(twice.left_out.values()) == size
 
 
 def test_what_is_learned_of_a_conversation_makes_it_another_one(load):

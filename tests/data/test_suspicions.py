@@ -33,11 +33,13 @@ MARKED = [
     "[INST] Why? [/INST] Because.",
     "Well.\nHuman: and now?",
     "<start_of_turn>model\nyes",
+    "<tool_response>\n5\n</tool_response>",
 ]
 UNMARKED = [
     "# Response\nA heading of Markdown",
     "The human: a portrait",
     "an [INSTANCE] of a class",
+    "a <tool_responses> tag",
     "if a <| b |> c",
 ]
 

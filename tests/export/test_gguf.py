@@ -1155,6 +1155,25 @@ def test_an_adapter_file_contains_the_update_that_merging_adds(
         assert relative(logits, expected) <= TOLERANCES.get(which, 2e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("alphas", [{}, {"down_proj": 8}], ids=["all", "most"])
+def test_modules_that_are_switched_off_stay_off_in_an_adapter_file(alphas, tmp_path):
+    """llama.cpp takes an alpha of 0 for none, and the scale for 1."""
+    folder = make_folder("llama", tmp_path / "tiny")
+    adapter = adapted(folder, tmp_path / "adapter", LoRA(LoRAArgs(r=4, **ADAPTED["llama"])))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config |= {"lora_alpha": 0, "alpha_pattern": alphas}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    file = GgufFile(to_gguf(adapter, tmp_path / "file", merge=False))
+    alpha = file.metadata["adapter.lora.alpha"]
+    assert alpha > 0
+    changed = set()
+    for name in file.names:
+        if name.endswith("lora_b") and (alpha * file.read(name)).any():
+            changed.add(name.split(".")[2])
+    assert changed == ({"ffn_down"} if alphas else set())
+
+
 UNWRITABLE = {
     "is DoRA": LoRA(LoRAArgs(r=2, dora=True)),
     "trains whole modules or biases": LoRA(

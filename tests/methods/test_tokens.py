@@ -10,6 +10,7 @@ from conftest import STORIES, copy_tokenizer, copy_unpacked, script
 from own_tokenizers import WRITERS
 from parity import ROWS, draw
 
+import litft
 from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs
 from litft.data.chat_template import STYLES
 from litft.data.encoder import Encoder
@@ -216,3 +217,26 @@ def test_new_tokens_beyond_a_second_table_are_refused(make_model, tmp_path):
         ValueError, match=r"has a second table of .* tokens, to which other"
     ):
         resolve_setup(args, resolve(folder))
+
+
+def test_a_label_that_is_a_special_token_is_shown_in_answers(tiny, tmp_path):
+    """As exact match compares it: it would be an empty answer otherwise."""
+    records = [
+        {"prompt": f"Is it {number}?", "completion": "<|yes|>"} for number in range(30)
+    ]
+    run = litft.finetune(
+        model=tiny,
+        data=records,
+        new_tokens=["<|yes|>"],
+        val_fraction=0.2,
+        max_steps=40,
+        learning_rate=0.02,
+        exact_match=True,
+        eval_max_new_tokens=4,
+        out_dir=tmp_path / "run",
+    )
+    assert run.metrics["exact_match"] == 1
+    model, tokenizer = litft.load(run.folder / "final")
+    question = [{"role": "user", "content": "Is it 7?"}]
+    answer = litft.stream(model, tokenizer, question, max_new_tokens=4, temperature=0)
+    assert "".join(answer) == "<|yes|>"

@@ -303,6 +303,26 @@ def test_patience_needs_validation_data(args):
         litft.finetune(args)
 
 
+def test_a_run_without_a_checkpoint_is_measured_again_before_its_first_step(args):
+    """Its base, or its rewards, may have changed since."""
+    args.save.interval = 0
+
+    def crash(row):
+        assert row["step"] < 1, "the crash"
+
+    with pytest.raises(AssertionError, match="the crash"):
+        litft.finetune(args, crash)
+    path = Path(args.out_dir) / run_dir.VERDICT
+    measured = json.loads(path.read_text())
+    # as another base would have measured
+    other = json.loads(path.read_text())
+    for key in other["before"]["loss"]:
+        key[-1] = 99.0
+    path.write_text(json.dumps(other))
+    litft.finetune(replace(args, resume=True))
+    assert json.loads(path.read_text())["before"] == measured["before"]
+
+
 def test_a_run_that_ends_by_time_is_measured_once(args, monkeypatch):
     """What it learned and forgot takes a while, also where a validation is due at the end."""
     args.train.max_time, args.eval.interval = "10m", 1

@@ -153,7 +153,8 @@ def write_adapter_file(folder: Path, trained: TrainedModel, args: GgufExportArgs
     factors = {site: method.factors(site, values) for site in sites}
     fused = _fused_pairs(trained, sites, factors)
 
-    # the file has a single alpha, so B takes up other scales
+    # The file has a single alpha, so B takes up other scales. It is never 0, which is none to
+    # llama.cpp: the B of what is switched off is 0 instead.
     alphas = Counter(pair.scale * pair.a.size(-2) for pair in fused.values())
     alpha, _ = alphas.most_common(1)[0]
     writer = _writer(gguf_architecture(trained.source.config), trained, outtype, "adapter")
@@ -170,9 +171,7 @@ def _adapter_entries(fused: dict[str, LoraWeights], alpha: float) -> list[LazyTe
     entries = []
     for name, pair in fused.items():
         a = pair.a
-        b = pair.b
-        if alpha:
-            b = b * (pair.scale * a.size(-2) / alpha)
+        b = pair.b * (pair.scale * a.size(-2) / alpha)
         entries.append(LazyTensor(f"{name}.weight.lora_a", a, a.float))
         entries.append(LazyTensor(f"{name}.weight.lora_b", b, b.float))
     return entries

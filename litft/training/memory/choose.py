@@ -194,11 +194,16 @@ def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -
         if args.strategy == "auto":
             message += f" ({strategy}: {reason})"
         raise ValueError(message)
-    # each micro-batch would be a step of its own
-    if (
-        args.train.optimizer_in_backward
-        and (step := schedule.first_accumulating_step()) is not None
-    ):
+    check_one_micro_batch(args, schedule)
+
+
+def check_one_micro_batch(args: FinetuneArgs, schedule: Schedule) -> None:
+    """Raise ValueError if the optimizer steps within the backward pass, but a step has several
+    micro-batches per rank: each of them would be a step of its own."""
+    if not args.train.optimizer_in_backward:
+        return
+    step = schedule.first_accumulating_step()
+    if step is not None:
         reason = (
             f"the {args.train.global_batch_size} examples of step {step + 1} are several "
             "micro-batches"

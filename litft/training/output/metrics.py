@@ -253,6 +253,9 @@ def _texts(row: Row) -> dict[str, str]:
 
 
 def _text(value: float) -> str:
+    # a count, which was read from the file
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     if isinstance(value, float):
         return f"{value:.9g}"
     return str(value)

@@ -2,7 +2,6 @@
 report.html."""
 
 import dataclasses
-import json
 import math
 import shutil
 import time
@@ -16,15 +15,12 @@ from torch.optim import Optimizer
 
 from litft import run_dir
 from litft.atomic import atomic_folder, replace_folder
-from litft.checkpoints.adapter_reader import (
-    ADAPTER_RECORD,
-)
+from litft.checkpoints.adapter_reader import note_step, noted_step
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import histogram
 from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import Processes
 from litft.errors import Interrupted
-from litft.model.config_file import read_object
 from litft.model.placement import full_tensor
 from litft.pretrained.folder import base_record
 from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
@@ -269,7 +265,7 @@ class Recorder:
                 self.folder / "best",
                 *(path for _, path in self._preliminary_bests()),
             ]
-            found = any(_step_of(path) == step for path in written)
+            found = any(noted_step(path) == step for path in written)
         return self.fabric.broadcast(found)
 
     def write_final(self) -> None:
@@ -336,7 +332,7 @@ class Recorder:
             copy_tokenizer(self.setup.tokenizer, partial)
             check_written(partial, source)
             if step is not None:
-                _note_step(partial, step)
+                note_step(partial, step)
 
     # ---- the end
 
@@ -368,7 +364,7 @@ class Recorder:
         lines = []
         if self.args.save.best and validation.best is not None:
             line = validation.best_text
-            kept = _step_of(self.folder / "best")
+            kept = noted_step(self.folder / "best")
             if kept == validation.best:
                 line += ", which is in best/"
             elif kept is not None:
@@ -530,21 +526,3 @@ class Recorder:
             None, [error.strerror or str(error), free, self.newest_checkpoint()]
         )
         return OSError(error.errno, "; ".join(reason), error.filename)
-
-
-def _note_step(folder: Path, step: int) -> None:
-    """Note in litft's record of a folder after how many steps it was written."""
-    path = folder / ADAPTER_RECORD
-    record = read_object(path) if path.is_file() else {}
-    path.write_text(json.dumps(record | {"step": step}, indent=2) + "\n", "utf-8")
-
-
-def _step_of(folder: Path) -> int | None:
-    """Return the step that `_note_step` has noted, or None."""
-    try:
-        step = read_object(folder / ADAPTER_RECORD).get("step")
-    except (OSError, ValueError):
-        return None
-    if isinstance(step, int):
-        return step
-    return None
