@@ -290,14 +290,11 @@ def _settle_differences(
             "orpo: TRL's loss of the chosen answer includes the prompt; here it is the paper's, of "
             "the answer alone"
         )
-    if (
-        given.get("objective") == "simpo"
-        and program is AXOLOTL
-        and "cpo_alpha" not in entries
-    ):
+    adds_sft_loss = program is not LLAMA_FACTORY and "cpo_alpha" not in entries
+    if given.get("objective") == "simpo" and adds_sft_loss:
         notes.append(
-            "cpo_alpha: axolotl adds the loss of the chosen answers with weight 1 by default; "
-            "--preference.sft_weight 1 adds it here"
+            "cpo_alpha: TRL and axolotl add the loss of the chosen answers with weight 1 by "
+            "default; --preference.sft_weight 1 adds it here"
         )
 
 

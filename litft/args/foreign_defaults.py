@@ -110,6 +110,9 @@ def defaults_of(
         missing.pop("train.epochs", None)
 
     objective = given.get("objective", "sft")
+    # the limit of TRL and axolotl is not of prompts with their completions
+    if objective == "grpo":
+        missing.pop("data.max_seq_length", None)
     rates = program.learning_rates
     rate = rates.get(objective, rates.get(""))
     if rate is not None and "train.learning_rate" not in given:

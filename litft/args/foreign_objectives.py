@@ -19,6 +19,7 @@ SETTINGS_OF: dict[str, frozenset[str]] = {
 }
 # of GRPO: TRL's name of a setting, and ours
 OF_GRPO = {"temperature": "grpo.temperature", "top_p": "grpo.top_p"}
+GROUP_SIZE = 8  # completions of a prompt, in TRL and here
 # TRL's defaults of GRPO that differ from ours
 GRPO_DEFAULTS: dict[str, Any] = {"grpo.loss": "dapo"}
 
@@ -66,6 +67,15 @@ def _settle_gkd(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
     given["distill.max_new_tokens"] = given.pop("eval.max_new_tokens", 128)
 
 
+def _advantages(scale_rewards: str) -> str:
+    """Return --grpo.advantages for TRL's setting, a switch or text, which holds for all losses."""
+    if scale_rewards in ("false", "none"):
+        return "group_mean"
+    if scale_rewards == "batch":
+        return "batch"
+    return "group"
+
+
 def _settle_grpo(
     given: dict[str, Any], entries: Mapping[str, Any], is_trl: bool, notes: list[str]
 ) -> None:
@@ -75,9 +85,11 @@ def _settle_grpo(
     for name, flag in OF_GRPO.items():
         if entries.get(name) is not None:
             given[flag] = entries[name]
-    # text in the spelling of TRL's newer versions, or a switch
-    if str(entries.get("scale_rewards")).lower() in ("false", "none"):
-        given["grpo.advantages"] = "group_mean"
+    # TRL's batch is of completions, ours of prompts
+    batch = given.get("train.global_batch_size")
+    if isinstance(batch, int) and "train.global_batch_size" not in entries:
+        group_size = given.get("grpo.group_size", GROUP_SIZE)
+        given["train.global_batch_size"] = max(1, batch // group_size)
     # one number for both limits
     if "grpo.clip_low" in given:
         given.setdefault("grpo.clip_high", given["grpo.clip_low"])
@@ -87,5 +99,11 @@ def _settle_grpo(
         )
     if not is_trl:
         return
+    # the objective and its loss have one name
+    if entries.get("loss_type") == "grpo":
+        given["grpo.loss"] = "grpo"
+    given["grpo.advantages"] = _advantages(
+        str(entries.get("scale_rewards", "group")).lower()
+    )
     for flag, value in GRPO_DEFAULTS.items():
         given.setdefault(flag, value)

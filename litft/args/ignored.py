@@ -53,6 +53,9 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
             reason = "with --grpo.updates 1, probabilities are compared with themselves"
             for name in ("clip_low", "clip_high"):
                 yield from _note("grpo", args.grpo, name, reason)
+        elif args.grpo.loss == "cispo":
+            reason = "--grpo.loss cispo limits the ratio only above"
+            yield from _note("grpo", args.grpo, "clip_low", reason)
     if args.objective == "distill" and args.distill.on_policy == 0:
         reason = "--distill.on_policy 0 learns the answers of the data"
         yield from _note("distill", args.distill, "max_new_tokens", reason)

@@ -171,6 +171,7 @@ def _read_argv(
             problems.append(not_a_flag(word, flag_types))
             continue
         name, equals, value = word.removeprefix("--").partition("=")
+        problems += _other_group(name, _objective(argv), flag_types)
         name = _full_name(name, flag_types)
         if _is_former(name, flag_types):
             if not equals:
@@ -514,6 +515,28 @@ def _full_name(name: str, flag_types: dict[str, Any]) -> str:
     if len(matches) == 1:
         return matches[0]
     return name
+
+
+def _objective(words: list[str]) -> str:
+    """Return the value of --objective on the command line; empty if it is not there."""
+    for index, word in enumerate(words):
+        if word == "--objective" and index + 1 < len(words):
+            return words[index + 1]
+        if word.startswith("--objective="):
+            return word.partition("=")[2]
+    return ""
+
+
+def _other_group(name: str, objective: str, flag_types: dict[str, Any]) -> Iterator[str]:
+    """Yield the problem of a name without its group that stands for the flag of another group than
+    the objective's, which has one of that name, too."""
+    meant = f"{objective}.{name}"
+    full_name = _full_name(name, flag_types)
+    if name not in flag_types and meant in flag_types and full_name in flag_types:
+        yield (
+            f"--{name} stands for --{full_name}, but --objective {objective} has --{meant}, too; "
+            "write the one that is meant"
+        )
 
 
 def _is_former(name: str, flag_types: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from litft.args.checks import (
     sharding_problems,
 )
 from litft.args.data import DataArgs
-from litft.args.finetune import Optimizers
+from litft.args.finetune import CANNOT_SHARD, Optimizers
 from litft.args.grpo import GrpoArgs
 from litft.args.methods import AdapterV2Args, LoRAArgs, Quantization
 from litft.args.preference import Objectives
@@ -227,8 +227,25 @@ class PlanArgs:
         return problems
 
     def _offloading_problems(self) -> list[str]:
-        """Return the problems of --cpu_offload."""
+        """Return the problems of --cpu_offload, and of what sharded weights exclude."""
         problems = []
+        is_sharded = self.strategy != "ddp"
+        num_devices = self.devices * self.num_nodes
+        if self.cpu_offload == "activations" and is_sharded:
+            problems.append(
+                f"--cpu_offload activations with --strategy {self.strategy}: gathered weights "
+                "would be offloaded too; leave it out, or use ddp"
+            )
+        if self.cpu_offload == "parameters" and not is_sharded and num_devices > 1:
+            problems.append(
+                "--cpu_offload parameters: with ddp each device needs all weights; use --strategy "
+                "fsdp"
+            )
+        if self.optimizer in CANNOT_SHARD and is_sharded:
+            problems.append(
+                f"--optimizer {self.optimizer} with --strategy {self.strategy}: "
+                f"{CANNOT_SHARD[self.optimizer]}; choose another, or use ddp"
+            )
         offloads_weights = self.cpu_offload == "parameters"
         if offloads_weights and (self.method == "full" or self.quantize != "none"):
             problems.append(

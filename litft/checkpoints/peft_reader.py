@@ -7,6 +7,7 @@ tokens.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,7 +210,7 @@ def _weights(
     init = reading.init
     # a stack has R rows of A for each expert
     rank = a.size(0) // max(target.experts, 1)
-    scale = update_scale(reading.config, target.config_name, rank)
+    scale = update_scale(reading.config, _name_in_patterns(target, reading.config), rank)
     if init is None or target.embedding:
         return LoraWeights(a, b, scale, parts.get("m"))
     # PEFT subtracts from a tied head's weight, which is the embedding, too
@@ -225,6 +226,16 @@ def _weights(
     return LoraWeights(
         torch.cat((a, a0)), torch.cat((b, -b0), dim=1), scale, parts.get("m")
     )
+
+
+def _name_in_patterns(target: PeftTarget, config: dict[str, Any]) -> str:
+    """Return the name that PEFT looks for in alpha_pattern: of what target_parameters does not
+    name, it has adapted the module."""
+    if target.is_parameter and not target.experts:
+        for entry in config.get("target_parameters") or []:
+            if f".{target.config_name}".endswith(f".{entry}"):
+                return target.config_name
+    return target.name
 
 
 def _initial_factors(
@@ -302,6 +313,9 @@ def _stack_experts(
     """Stack the LoRA weights of single experts; experts without an adapter get zeros."""
     linear = reading.model.get_submodule(name)
     assert isinstance(linear, ExpertLinear)  # the target has `experts`
+    if reading.init is not None:
+        reason = f"init_lora_weights {reading.init!r} of single experts is not supported"
+        raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
 
     # ranks may differ between experts: smaller ones are padded with zeros
     ranks = []

@@ -209,7 +209,9 @@ def longest_row(args: PlanArgs, at_most: int | None = None) -> LongestRow:
     """
     source, method = model_and_method(args)
     budget = int(USABLE_FRACTION * args.budget_bytes)
-    offload = "activations" if args.cpu_offload == "none" else args.cpu_offload
+    offload = args.cpu_offload
+    if offload == "none" and args.strategy == "ddp":
+        offload = "activations"
 
     @cache
     def fit_of(tokens: int, quantize: Quantization) -> Fit:
@@ -304,25 +306,20 @@ def within_budget(
 
     Raises ValueError if none fit.
     """
-    rows = []
-    if args.micro_batch_size:
-        rows.append(args.micro_batch_size)
-    else:
-        for count in (1, 2, 4, 8, 16, 32):
-            if count == 1 or count * tokens <= MAX_TOKENS:
-                rows.append(count)
+    rows = _open_rows(args, tokens)
     if args.activation_checkpointing:
         kinds = [args.activation_checkpointing]
     else:
         kinds = RECOMPUTED
     weight_options = [(quantize, args.cpu_offload) for quantize in open_quantizations(args)]
     # offloaded weights are slowest, so they come last
-    if len(weight_options) > 1 and "full" in kinds:
+    if len(weight_options) > 1 and "full" in kinds and args.devices * args.num_nodes == 1:
         weight_options.append(("none", "parameters"))
     budget = int(USABLE_FRACTION * args.budget_bytes)
     fit, smallest = fastest(make_plan, rows, kinds, weight_options, budget)
     # the last resort: only the inputs of blocks are saved, and they wait in host memory
-    if fit is None and args.cpu_offload == "none" and "full" in kinds:
+    may_offload = args.cpu_offload == "none" and args.strategy == "ddp"
+    if fit is None and may_offload and "full" in kinds:
         options = [(quantize, "activations") for quantize, offload in weight_options]
         of_blocks = [kind for kind in OF_BLOCKS if kind in kinds]
         last = fastest(make_plan, rows[:1], of_blocks, list(dict.fromkeys(options)), budget)
@@ -338,6 +335,17 @@ def within_budget(
             remedy = f"set --micro_batch_size 1, {remedy}"
         raise ValueError(f"--budget {args.budget}: this needs at least {minimum}; {remedy}")
     return fit
+
+
+def _open_rows(args: PlanArgs, tokens: int) -> list[int]:
+    """Return the micro-batch sizes that the flags leave open."""
+    if args.micro_batch_size:
+        return [args.micro_batch_size]
+    rows = []
+    for count in (1, 2, 4, 8, 16, 32):
+        if count == 1 or count * tokens <= MAX_TOKENS:
+            rows.append(count)
+    return rows
 
 
 def setting_flags(fit: Fit) -> str:

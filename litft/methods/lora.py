@@ -51,6 +51,10 @@ class LoraSpec(NamedTuple):
     scale: float  # multiplies B A
 
 
+# modules whose weight has a row for each token or position, which LoRA sees as a Linear (C, V)
+EMBEDDINGS = ("embed", "embed_positions", "per_layer.embed")
+
+
 class LoRA(Method):
     """LoRA: the update of selected weights is a product of two low-rank matrices.
 
@@ -338,9 +342,8 @@ class LoRA(Method):
         # modules_to_save and trained biases replace the base's tensor
         weight = values.get(name, weight)
         if module_name in self.specs and leaf == "weight":
-            # LoRA sees an embedding as a Linear (C, V)
             factors = self.factors(module_name, values)
-            if module_name in ("embed", "embed_positions"):
+            if module_name in EMBEDDINGS:
                 weight = merged_weight(weight.mT, factors).mT
             else:
                 weight = merged_weight(weight, factors)

@@ -186,7 +186,9 @@ class LoRALinear(Mixin, LowRankUpdate):
         bias = getattr(self, "bias", None)
         if bias is None:
             return torch.addcmul(y, y, change)
-        return torch.addcmul(y, y - self.broadcast_rows(bias, *grouping), change)
+        # one that is trained is in fp32
+        bias = self.broadcast_rows(bias, *grouping).to(y.dtype)
+        return torch.addcmul(y, y - bias, change)
 
     def add_update(self, y: Tensor, x: Tensor) -> Tensor:
         """Return y (..., out) plus the update for x (..., in), rounded once: `addmm` accumulates in

@@ -328,6 +328,33 @@ def test_flags_without_effect_are_named(words, note):
         assert note in found
 
 
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        ("--devices 8 --strategy fsdp --cpu_offload activations", "gathered weights would"),
+        ("--devices 2 --cpu_offload parameters", "with ddp each device needs all weights"),
+        (
+            "--devices 2 --strategy fsdp --optimizer adafactor",
+            "each device holds only a shard",
+        ),
+    ],
+)
+def test_the_plan_refuses_what_a_run_refuses(words, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse(flags.PlanArgs, ["--checkpoint_dir", "m", *words.split()])
+
+
+def test_a_short_name_is_not_taken_for_another_groups_flag():
+    """--alpha would scale LoRA's updates by 0.3 / 32."""
+    words = ["--checkpoint_dir", "m", "--data.path", "a", "--objective"]
+    cases = {"distill --teacher t --alpha 0.3": "lora.alpha"}
+    cases["grpo --reward number --max_new_tokens 9"] = "eval.max_new_tokens"
+    for flags_of_objective, flag in cases.items():
+        with pytest.raises(ValueError, match=f"stands for --{flag}, but --objective"):
+            parse(flags.LoRAFinetuneArgs, [*words, *flags_of_objective.split()])
+    parse(flags.LoRAFinetuneArgs, [*words, "sft", "--alpha", "0.3"])
+
+
 def test_answers_of_an_unknown_length_do_not_step_in_the_backward_pass():
     """They may make several micro-batches of a step, of which each would be a step."""
     words = "--objective distill --teacher t --checkpoint_dir m --data.path a "
@@ -1082,10 +1109,35 @@ def test_what_differs_is_converted(text, expected, tmp_path):
             "loss_type: dr_grpo\nepsilon: 0.1\ntemperature: 0.8\nscale_rewards: false\n"
             "gradient_accumulation_steps: 2",
             {"objective": "grpo", "grpo.group_size": 4, "grpo.max_new_tokens": 64}
+            | {"data.max_seq_length": None}
             | {"grpo.beta": 0.04, "preference.beta": None, "grpo.loss": "dr_grpo"}
             | {"grpo.clip_low": 0.1, "grpo.clip_high": 0.1, "grpo.temperature": 0.8}
             | {"grpo.advantages": "group_mean", "train.global_batch_size": 4},
             "reward_funcs: name the functions with --reward",
+        ),
+        # a step of 32 completions has 4 prompts; the loss is named like the objective
+        (
+            "model_name_or_path: m\nnum_generations: 8\nper_device_train_batch_size: 8\n"
+            "gradient_accumulation_steps: 4\nloss_type: grpo",
+            {"grpo.group_size": 8, "train.global_batch_size": 4, "grpo.loss": "grpo"}
+            | {"grpo.advantages": "group"},
+            "",
+        ),
+        # TRL divides by the standard deviation with every loss
+        (
+            "model_name_or_path: m\nnum_generations: 8\nloss_type: dr_grpo",
+            {"grpo.loss": "dr_grpo", "grpo.advantages": "group"},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nnum_generations: 8\nscale_rewards: batch",
+            {"grpo.advantages": "batch"},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nloss_type: simpo",
+            {"objective": "simpo"},
+            "cpo_alpha: TRL and axolotl add the loss of the chosen answers",
         ),
         (
             "base_model: m\nfp16: true\nbf16: false\nwarmup_steps: 0\nwarmup_ratio: 0.1\n"

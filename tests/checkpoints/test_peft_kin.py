@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import script
-from parity import ROWS, draw, load_hf, perturb, relative
+from conftest import adapted, script
+from parity import ROWS, build, draw, load_hf, perturb, relative
 from peft_reference import peft_losses
 
 import litft
-from litft.args import AdapterArgs, DataArgs, LoRAArgs
+from litft.args import AdapterArgs, DataArgs, LoRAArgs, MergeArgs
+from litft.commands.merge_lora import merge
 from litft.data.dataset import load_data
 from litft.methods import Adapter, LoRA
 from litft.pretrained.build import base_model
@@ -336,3 +337,51 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     assert expected[0] - expected[-1] >= 0.3
     assert losses == pytest.approx(expected, abs=2e-5)
+
+
+def test_patterns_name_the_modules_of_networks_with_experts(tmp_path):
+    """PEFT before transformers 5 has adapted a shared expert's Linears as modules, whose names in
+    alpha_pattern do not end with .weight."""
+    config_class, variations = ROWS["qwen2_moe"]
+    build(config_class, tmp_path / "base", **variations["shared expert"])
+    method = LoRA(LoRAArgs(r=2, targets=["*.shared_expert.down_proj"]))
+    adapter = adapted(tmp_path / "base", tmp_path / "adapter", method)
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+    module = config["target_parameters"][0].removesuffix(".weight").rpartition(".")[2]
+    for named_as, expected in (("a module", 32.0), ("a parameter", 4.0)):
+        changed = {"alpha_pattern": {module: 64}, "lora_alpha": 8}
+        if named_as == "a module":
+            changed |= {"target_modules": [module], "target_parameters": None}
+        path.write_text(json.dumps(config | changed))
+        method, _ = LoRA.read(adapter, resolve(adapter))
+        assert {spec.scale for spec in method.specs.values()} == {expected}, named_as
+
+
+@torch.no_grad()
+def test_an_update_of_the_embeddings_per_layer_is_merged(tmp_path):
+    config_class, variations = ROWS["gemma3n_text"]
+    build(config_class, tmp_path / "base", **variations["four streams, shared keys"])
+    method = LoRA(LoRAArgs(r=2, targets=["embed_tokens_per_layer"]))
+    adapter = adapted(tmp_path / "base", tmp_path / "adapter", method)
+    tokens = draw(1, 20, seed=1)
+    expected = litft.load(adapter)[0](tokens)
+    assert relative(litft.load(tmp_path / "base")[0](tokens), expected) > 1e-3
+    merge(MergeArgs(checkpoint_dir=[str(adapter)], out_dir=str(tmp_path / "merged")))
+    assert relative(litft.load(tmp_path / "merged")[0](tokens), expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_dora_with_trained_biases_keeps_the_dtype(tmp_path):
+    """Trained biases are in fp32."""
+    build("Qwen2Config", tmp_path / "base")
+    source = resolve(tmp_path / "base")
+    method = LoRA(LoRAArgs(r=2, dora=True, bias="all", targets=["q_proj", "v_proj"]))
+    method.select_targets(source.outline, source.adapter_rules)
+    model = base_model(source, "bf16")
+    method.attach(model)
+    assert model(draw(1, 20, seed=1)).isfinite().all()
+    assert (
+        model.blocks[0].attention.q_proj(torch.ones(1, 1, 32).bfloat16()).dtype
+        == torch.bfloat16
+    )

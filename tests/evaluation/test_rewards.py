@@ -68,6 +68,12 @@ def test_patterns_may_have_commas():
     ]
 
 
+@pytest.mark.parametrize("pattern", [r"regex:boxed\{", r"regex:^[^(]*$", r"regex:\d{2}"])
+def test_a_pattern_with_a_lone_bracket_does_not_swallow_what_follows(pattern):
+    sources = [item.source for item in parse_rewards([pattern, "number"])]
+    assert sources == [pattern, "number"]
+
+
 def test_brevity_falls_from_the_limit_to_twice_the_limit():
     function = load_function("brief:100")
     assert [function(completion_tokens=n) for n in (1, 100, 150, 200, 900)] == [

@@ -52,11 +52,17 @@ def _with_whole_patterns(items: Sequence[str]) -> list[str]:
     return whole
 
 
-def _is_open(pattern: str) -> bool:
-    """Return whether a pattern has a bracket that is not closed."""
-    return any(
-        pattern.count(opening) > pattern.count(end) for opening, end in ("{}", "[]", "()")
-    )
+def _is_open(item: str) -> bool:
+    """Return whether regex:PATTERN has a bracket that is not closed."""
+    pattern = item.partition(":")[2]
+    # python takes the beginning of {1,3} for plain text
+    if re.search(r"(?<!\\)\{\d*$", pattern):
+        return True
+    try:
+        re.compile(pattern)
+    except re.error:
+        return True
+    return False
 
 
 def of_functions(functions: Sequence[Callable]) -> list[Reward]:

@@ -25,7 +25,7 @@ def next_commands(
     final: Path, args: FinetuneArgs, data: DataSplits, method: Method
 ) -> Iterator[str]:
     """Yield commands that try the result in the folder `final`, each with what it does."""
-    flags = f"--checkpoint_dir {final}"
+    flags = f"--checkpoint_dir {shlex.quote(str(final))}"
     if args.quantize != "none":
         flags += f" --quantize {args.quantize}"
     if data.is_plain_text:
@@ -90,4 +90,5 @@ def _command_for_vllm(final: Path) -> Iterator[str]:
     if obstacles:
         merge = run_dir.command("scripts/merge_lora.py")
         reason = f"for vLLM, which does not load {', '.join(obstacles)} as an adapter"
-        yield f"{merge} --checkpoint_dir {final} --out_dir DIR   # {reason}"
+        folder = shlex.quote(str(final))
+        yield f"{merge} --checkpoint_dir {folder} --out_dir DIR   # {reason}"
