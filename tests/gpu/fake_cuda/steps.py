@@ -157,6 +157,10 @@ class FourSamples(Sequence):
     def __getitem__(self, index: Any) -> Any:
         return self.samples[index]
 
+    def document_lengths(self, indices: Sequence[int]) -> np.ndarray:
+        """Return the number of tokens of each document of these samples, which have one."""
+        return self.lengths[indices]
+
 
 @contextmanager
 def real_on_the_host(mode: FakeTensorMode) -> Iterator[None]:
