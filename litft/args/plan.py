@@ -59,6 +59,11 @@ class PrepareArgs:
         ):
             if not value:
                 problems.append(f"--{name} is missing")
+        if self.data.replay:
+            problems.append(
+                f"--data.replay {self.data.replay:g}: the model's own answers are generated when a "
+                "run begins; leave it out"
+            )
         return (
             problems
             + self._problems_of_findings()

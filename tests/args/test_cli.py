@@ -344,6 +344,12 @@ def test_the_plan_refuses_what_a_run_refuses(words, problem):
         parse(flags.PlanArgs, ["--checkpoint_dir", "m", *words.split()])
 
 
+def test_what_only_a_run_generates_is_not_prepared():
+    words = ["--checkpoint_dir", "m", "--data.path", "a", "--data.replay", "0.1"]
+    with pytest.raises(ValueError, match="own answers are generated when a run begins"):
+        parse(flags.PrepareArgs, words)
+
+
 def test_a_short_name_is_not_taken_for_another_groups_flag():
     """--alpha would scale LoRA's updates by 0.3 / 32."""
     words = ["--checkpoint_dir", "m", "--data.path", "a", "--objective"]

@@ -259,6 +259,12 @@ def test_adapters_of_single_experts_from_before_transformers_5(make_model, tmp_p
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     model, _ = litft.load(tmp_path, base_dir=folder)
     assert relative(model(TOKENS), tuned(TOKENS).logits) <= 1e-5
+    # what each expert began with would have to be subtracted
+    changed = json.dumps(config | {"init_lora_weights": "pissa"})
+    (tmp_path / "adapter_config.json").write_text(changed)
+    with pytest.raises(ValueError, match="'pissa' of single experts is not supported"):
+        litft.load(tmp_path, base_dir=folder)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     del tensors[
         "base_model.model.model.layers.1.block_sparse_moe.experts.2.w2.lora_B.weight"
     ]
