@@ -41,6 +41,21 @@ CANNOT_SHARD = {
     "adamw_8bit": _BLOCK_REASON,
     "paged_adamw_8bit": _BLOCK_REASON,
 }
+OFFLOADS_GATHERED = "gathered weights would be offloaded too"
+
+
+def sharding_clash(flag: str, value: str, strategy: str, reason: str) -> str:
+    """Return the problem of a flag's value that sharded weights exclude; flag: with its group."""
+    return (
+        f"--{flag} {value} with --strategy {strategy}: {reason}; leave it out, or use ddp"
+    )
+
+
+def whole_weights_problem(flag: str) -> str:
+    """Return the problem of offloaded weights, by `flag`, where each device needs all of them."""
+    return (
+        f"--{flag} parameters: with ddp each device needs all weights; add --strategy fsdp"
+    )
 
 
 @dataclass
@@ -526,35 +541,24 @@ class FinetuneArgs:
         # auto is checked again once it is decided
         if strategy not in ("fsdp", "hsdp"):
             if num_devices > 1 and strategy == "ddp" and train.cpu_offload == "parameters":
-                problems.append(
-                    "--train.cpu_offload parameters: with ddp each device needs all weights; add "
-                    "--strategy fsdp"
-                )
+                problems.append(whole_weights_problem("train.cpu_offload"))
             return problems
 
-        # what sharded weights exclude: (flag, its value if it clashes, reason)
-        for flag, value, reason in (
-            (
-                "optimizer",
-                train.optimizer in CANNOT_SHARD and train.optimizer,
-                CANNOT_SHARD.get(train.optimizer),
-            ),
-            (
-                "oom_retry",
-                train.oom_retry and "true",
-                "the other processes would wait for the one that ran out of memory",
-            ),
-            (
-                "cpu_offload",
-                train.cpu_offload == "activations" and "activations",
-                "gathered weights would be offloaded too",
-            ),
-        ):
-            if value:
-                problems.append(
-                    f"--train.{flag} {value} with --strategy {strategy}: {reason}; leave it out, "
-                    "or use ddp"
+        # what sharded weights exclude
+        if train.optimizer in CANNOT_SHARD:
+            reason = CANNOT_SHARD[train.optimizer]
+            problems.append(
+                sharding_clash("train.optimizer", train.optimizer, strategy, reason)
+            )
+        if train.oom_retry:
+            reason = "the other processes would wait for the one that ran out of memory"
+            problems.append(sharding_clash("train.oom_retry", "true", strategy, reason))
+        if train.cpu_offload == "activations":
+            problems.append(
+                sharding_clash(
+                    "train.cpu_offload", train.cpu_offload, strategy, OFFLOADS_GATHERED
                 )
+            )
         return problems
 
 

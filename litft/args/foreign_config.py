@@ -13,7 +13,6 @@ from litft.args.aliases import translate_flag, translate_optimizer
 from litft.args.finetune import WITHOUT_BETAS
 from litft.args.foreign_data import data_paths
 from litft.args.foreign_defaults import (
-    AXOLOTL,
     HELD_OUT,
     LLAMA_FACTORY,
     TRL,
@@ -223,13 +222,8 @@ def _note_full_training(
     entries: Mapping[str, Any], program: ForeignProgram, notes: list[str]
 ) -> None:
     """Note that the other program would train all weights with this file, and no adapter."""
-    if program is AXOLOTL:
-        switch = "adapter"
-    elif program is TRL:
-        switch = "use_peft"
-    else:
-        return
-    if not entries.get(switch):
+    switch = program.adapter_switch
+    if switch is not None and not entries.get(switch):
         notes.append(
             f"{switch}: without it, all weights are trained there; here that is another command, "
             "finetune/full.py"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from litft.args.aliases import BETAS, translate_optimizer
+from litft.args.foreign_objectives import prompts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class ForeignProgram:
     learning_rates: Mapping[str, float]
     # whether a number of steps takes the place of the epochs; otherwise the smaller one counts
     steps_replace_epochs: bool
+    # the setting without which all weights are trained; None: the command says what is trained
+    adapter_switch: str | None = None
 
 
 # of every program that builds on transformers' Trainer
@@ -46,6 +49,7 @@ AXOLOTL = ForeignProgram(
     },
     learning_rates={},
     steps_replace_epochs=False,
+    adapter_switch="adapter",
 )
 LLAMA_FACTORY = ForeignProgram(
     marks=frozenset({"finetuning_type", "stage"}),
@@ -67,6 +71,7 @@ TRL = ForeignProgram(
     # its GKD extends its SFT
     learning_rates={"sft": 2e-5, "distill": 2e-5, "": 1e-6},
     steps_replace_epochs=True,
+    adapter_switch="use_peft",
 )
 # the first whose marks a file has: LLaMA-Factory's files have TRL's, too
 PROGRAMS = (AXOLOTL, LLAMA_FACTORY, TRL)
@@ -131,9 +136,10 @@ def defaults_of(
         rows = given.get("train.micro_batch_size", program.rows)
         accumulated = entries.get("gradient_accumulation_steps") or 1
         if isinstance(rows, int) and isinstance(accumulated, int):
-            # TRL counts completions, litft prompts
-            group_size = given.get("grpo.group_size", 8) if objective == "grpo" else 1
-            missing["train.global_batch_size"] = max(1, rows * accumulated // group_size)
+            size = rows * accumulated
+            if objective == "grpo":
+                size = prompts_of(size, given)
+            missing["train.global_batch_size"] = max(1, size)
 
     # LLaMA-Factory's alpha is twice the rank
     if program is LLAMA_FACTORY and "lora.alpha" not in given:

@@ -4,6 +4,7 @@ something else with it."""
 from collections.abc import Mapping
 from typing import Any
 
+from litft.args.grpo import GrpoArgs
 from litft.args.preference import DATA_KINDS
 
 # settings of TRL that only one of its trainers has
@@ -19,7 +20,6 @@ SETTINGS_OF: dict[str, frozenset[str]] = {
 }
 # of GRPO: TRL's name of a setting, and ours
 OF_GRPO = {"temperature": "grpo.temperature", "top_p": "grpo.top_p"}
-GROUP_SIZE = 8  # completions of a prompt, in TRL and here
 # TRL's defaults of GRPO that differ from ours
 GRPO_DEFAULTS: dict[str, Any] = {"grpo.loss": "dapo"}
 
@@ -67,8 +67,13 @@ def _settle_gkd(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
     given["distill.max_new_tokens"] = given.pop("eval.max_new_tokens", 128)
 
 
+def prompts_of(completions: int, given: Mapping[str, Any]) -> int:
+    """Return the prompts of a batch of GRPO with so many completions, the size that we count."""
+    return max(1, completions // given.get("grpo.group_size", GrpoArgs.group_size))
+
+
 def _advantages(scale_rewards: str) -> str:
-    """Return --grpo.advantages for TRL's setting, a switch or text, which holds for all losses."""
+    """Return --grpo.advantages for TRL's setting, a switch or text."""
     if scale_rewards in ("false", "none"):
         return "group_mean"
     if scale_rewards == "batch":
@@ -85,11 +90,14 @@ def _settle_grpo(
     for name, flag in OF_GRPO.items():
         if entries.get(name) is not None:
             given[flag] = entries[name]
-    # TRL's batch is of completions, ours of prompts
+    # other programs count completions in a batch
     batch = given.get("train.global_batch_size")
     if isinstance(batch, int) and "train.global_batch_size" not in entries:
-        group_size = given.get("grpo.group_size", GROUP_SIZE)
-        given["train.global_batch_size"] = max(1, batch // group_size)
+        given["train.global_batch_size"] = prompts_of(batch, given)
+    # TRL's default holds for all losses
+    scaling = entries.get("scale_rewards", "group" if is_trl else None)
+    if scaling is not None and "grpo.advantages" not in entries:
+        given["grpo.advantages"] = _advantages(str(scaling).lower())
     # one number for both limits
     if "grpo.clip_low" in given:
         given.setdefault("grpo.clip_high", given["grpo.clip_low"])
@@ -102,8 +110,5 @@ def _settle_grpo(
     # the objective and its loss have one name
     if entries.get("loss_type") == "grpo":
         given["grpo.loss"] = "grpo"
-    given["grpo.advantages"] = _advantages(
-        str(entries.get("scale_rewards", "group")).lower()
-    )
     for flag, value in GRPO_DEFAULTS.items():
         given.setdefault(flag, value)

@@ -12,7 +12,13 @@ from litft.args.checks import (
     sharding_problems,
 )
 from litft.args.data import DataArgs
-from litft.args.finetune import CANNOT_SHARD, Optimizers
+from litft.args.finetune import (
+    CANNOT_SHARD,
+    OFFLOADS_GATHERED,
+    Optimizers,
+    sharding_clash,
+    whole_weights_problem,
+)
 from litft.args.grpo import GrpoArgs
 from litft.args.methods import AdapterV2Args, LoRAArgs, Quantization
 from litft.args.preference import Objectives
@@ -167,6 +173,11 @@ class PlanArgs:
         assert num_bytes is not None
         return num_bytes
 
+    @property
+    def may_offload_activations(self) -> bool:
+        """Whether the flags leave it open to move activations to the host."""
+        return self.cpu_offload == "none" and self.strategy == "ddp"
+
     def problems(self) -> list[str]:
         """Return the problems of missing or invalid values."""
         problems = impossible_numbers(self) + self.lora.problems() + self.adapter.problems()
@@ -238,20 +249,18 @@ class PlanArgs:
         num_devices = self.devices * self.num_nodes
         if self.cpu_offload == "activations" and is_sharded:
             problems.append(
-                f"--cpu_offload activations with --strategy {self.strategy}: gathered weights "
-                "would be offloaded too; leave it out, or use ddp"
-            )
-        if self.cpu_offload == "parameters" and not is_sharded and num_devices > 1:
-            problems.append(
-                "--cpu_offload parameters: with ddp each device needs all weights; use --strategy "
-                "fsdp"
-            )
-        if self.optimizer in CANNOT_SHARD and is_sharded:
-            problems.append(
-                f"--optimizer {self.optimizer} with --strategy {self.strategy}: "
-                f"{CANNOT_SHARD[self.optimizer]}; choose another, or use ddp"
+                sharding_clash(
+                    "cpu_offload", "activations", self.strategy, OFFLOADS_GATHERED
+                )
             )
         offloads_weights = self.cpu_offload == "parameters"
+        if offloads_weights and not is_sharded and num_devices > 1:
+            problems.append(whole_weights_problem("cpu_offload"))
+        if self.optimizer in CANNOT_SHARD and is_sharded:
+            reason = CANNOT_SHARD[self.optimizer]
+            problems.append(
+                sharding_clash("optimizer", self.optimizer, self.strategy, reason)
+            )
         if offloads_weights and (self.method == "full" or self.quantize != "none"):
             problems.append(
                 f"--cpu_offload {self.cpu_offload}: only frozen, unquantized weights can be "

@@ -209,9 +209,7 @@ def longest_row(args: PlanArgs, at_most: int | None = None) -> LongestRow:
     """
     source, method = model_and_method(args)
     budget = int(USABLE_FRACTION * args.budget_bytes)
-    offload = args.cpu_offload
-    if offload == "none" and args.strategy == "ddp":
-        offload = "activations"
+    offload = "activations" if args.may_offload_activations else args.cpu_offload
 
     @cache
     def fit_of(tokens: int, quantize: Quantization) -> Fit:
@@ -318,8 +316,7 @@ def within_budget(
     budget = int(USABLE_FRACTION * args.budget_bytes)
     fit, smallest = fastest(make_plan, rows, kinds, weight_options, budget)
     # the last resort: only the inputs of blocks are saved, and they wait in host memory
-    may_offload = args.cpu_offload == "none" and args.strategy == "ddp"
-    if fit is None and may_offload and "full" in kinds:
+    if fit is None and args.may_offload_activations and "full" in kinds:
         options = [(quantize, "activations") for quantize, offload in weight_options]
         of_blocks = [kind for kind in OF_BLOCKS if kind in kinds]
         last = fastest(make_plan, rows[:1], of_blocks, list(dict.fromkeys(options)), budget)

@@ -344,7 +344,7 @@ def collate_shared(rows: list[list[Sample]]) -> MicroBatch:
     made = []
     for row_samples in rows:
         row = SharedRow()
-        # the row has been planned: whatever follows each other shares its prompt
+        # the row is planned: all neighbours with one prompt share it
         for unit in prompt_units(row_samples, limit=math.inf):
             row.add([row_samples[index] for index in unit])
         made.append(row)

@@ -1140,6 +1140,17 @@ def test_what_differs_is_converted(text, expected, tmp_path):
             {"grpo.advantages": "batch"},
             "",
         ),
+        # of a program that does not say which it is; and in our own words
+        (
+            "num_generations: 8\nscale_rewards: none",
+            {"grpo.advantages": "group_mean"},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nnum_generations: 8\ngrpo: {advantages: batch}",
+            {"grpo.advantages": "batch"},
+            "",
+        ),
         (
             "model_name_or_path: m\nloss_type: simpo",
             {"objective": "simpo"},
