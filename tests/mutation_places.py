@@ -54,9 +54,9 @@ def header(node: ast.AST) -> ast.AST:
 
 def is_compound(node: ast.AST) -> bool:
     """Whether a node is a statement, or a handler, with a body of its own."""
-    return isinstance(getattr(node, "body", None), list) and not isinstance(
-        node, ast.Module
-    )
+    # neither a module nor a case of `match`, which have no place of their own
+    is_statement = isinstance(node, ast.stmt | ast.ExceptHandler)
+    return is_statement and isinstance(getattr(node, "body", None), list)
 
 
 def is_expression(code: str) -> bool:

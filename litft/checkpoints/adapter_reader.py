@@ -96,6 +96,11 @@ def _check_record(path: Path, record: Any) -> None:
             f"{path}: new_tokens must be a list of token ids, found {tokens!r:.100}; save the "
             "adapter again"
         )
+    frozen = record.get("frozen", [])
+    if not isinstance(frozen, list) or not all(isinstance(name, str) for name in frozen):
+        raise ValueError(
+            f"{path}: frozen must be a list of names, found {frozen!r:.100}; save the adapter again"
+        )
 
 
 def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:

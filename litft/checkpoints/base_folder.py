@@ -32,7 +32,8 @@ def find_base(adapter: Path, base_dir: str | Path | None) -> Path:
     base_path = config.get("litft", {}).get("base_path")
     base_name = config.get("base_model_name_or_path") or ""
     # litft's path is relative to the adapter, so it survives a move of both
-    candidates = [adapter / base_path] if base_path else []
+    # the folder itself, if the adapter is opened by a link
+    candidates = [adapter.resolve() / base_path] if base_path else []
     if base_name:
         candidates.append(Path(base_name))
     for path in candidates:

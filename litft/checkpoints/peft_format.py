@@ -46,6 +46,7 @@ class LoraAdapter:
     bias: str = "none"
     # the adapter unties the head of a tied model, PEFT's default when it trains one of the two
     untied: bool = False
+    dropout: float = 0.0
 
 
 def write_adapter(
@@ -80,8 +81,7 @@ def write_adapter(
     tensors = vocabulary.tables | _factor_tensors(fused)
 
     # parameters trained in full, and rows of new tokens
-    adapted = {target.name for target in fused}
-    trained = _peft_tensors(adapter.trained, rules, adapted)
+    trained = _peft_tensors(adapter.trained, rules, fused)
     if _trains_tied_embedding(adapter, model):
         trained |= _tied_head(adapter, targets)
     for name, rows in adapter.token_rows.items():
@@ -91,7 +91,11 @@ def write_adapter(
     config = _lora_config(fused, targets, names) | _extra_config(
         adapter, model, rules, targets
     )
+    frozen: dict[str, Tensor] = {}
     if "modules_to_save" in config:
+        saved = set(config["modules_to_save"])
+        frozen = _rest_of_saved_modules(saved, adapter, model, rules, read_base)
+        trained |= frozen
         config["modules_to_save"] = [
             names.of(module) for module in config["modules_to_save"]
         ]
@@ -99,6 +103,8 @@ def write_adapter(
     # PEFT does not know which rows of a whole table are new, so litft's record says it
     if vocabulary.tables or (adapter.tokens and not adapter.token_rows):
         config["litft"] = config.get("litft", {}) | {"new_tokens": adapter.tokens}
+    if frozen:
+        config["litft"] = config.get("litft", {}) | {"frozen": list(frozen)}
     if config.get("target_parameters"):
         # PEFT does not support dropout for target_parameters
         config["lora_dropout"] = 0.0
@@ -309,11 +315,39 @@ def _tied_head(adapter: LoraAdapter, targets: dict[str, PeftTarget]) -> dict[str
     return {f"{targets['lm_head'].name}.weight": adapter.trained["embed.weight"].clone()}
 
 
+def _rest_of_saved_modules(
+    saved: set[str],
+    adapter: LoraAdapter,
+    model: GPT,
+    rules: list[Rule],
+    read_base: ReadBase,
+) -> dict[str, Tensor]:
+    """Return the parameters of saved modules that are not trained, by their names in the
+    checkpoint: PEFT opens only whole modules, so the file has the base's values of them.
+
+    saved: the modules' names in the checkpoint.
+    """
+    others = []
+    for name, _ in model.named_parameters():
+        if name not in adapter.trained:
+            others.append(name)
+    rest = {}
+    for mapping in mappings_to_hf(rules, others):
+        if not any(target.rpartition(".")[0] in saved for target in mapping.targets):
+            continue
+        values = mapping.convert([read_base(name) for name in mapping.sources])
+        for target, value in zip(mapping.targets, values, strict=True):
+            if target.rpartition(".")[0] in saved:
+                rest[target] = value
+    return rest
+
+
 def _peft_tensors(
-    trained: dict[str, Tensor], rules: list[Rule], adapted: set[str]
+    trained: dict[str, Tensor], rules: list[Rule], adapted: Iterable[PeftTarget]
 ) -> dict[str, Tensor]:
     """Rename trained parameters of the base model for PEFT's files: biases of adapted modules are
-    under `base_layer`."""
+    under `base_layer`, once for each wrapper of the module."""
+    wrappers = Counter(_wrapped_module(target) for target in adapted)
     peft_tensors = {}
     for mapping in mappings_to_hf(rules, trained):
         for hf_name, tensor in zip(
@@ -322,8 +356,8 @@ def _peft_tensors(
             strict=True,
         ):
             module, _, leaf = hf_name.rpartition(".")
-            name = f"{module}.base_layer.{leaf}" if module in adapted else hf_name
-            peft_tensors[name] = tensor
+            nested = ".base_layer" * wrappers[module]
+            peft_tensors[f"{module}{nested}.{leaf}"] = tensor
     return peft_tensors
 
 
@@ -335,13 +369,18 @@ def peft_keys(targets: Iterable[PeftTarget]) -> list[tuple[str, PeftTarget]]:
     keys = []
     wrappers = Counter()
     for target in reversed(list(targets)):
-        if target.experts:
-            module = target.name.rpartition(".")[0]
-        else:
-            module = target.name
+        module = _wrapped_module(target)
         keys.append((module + ".base_layer" * wrappers[module], target))
         wrappers[module] += 1
     return keys[::-1]
+
+
+def _wrapped_module(target: PeftTarget) -> str:
+    """Return the module that PEFT wraps to adapt a target: stacked experts are parameters of
+    one."""
+    if target.experts:
+        return target.name.rpartition(".")[0]
+    return target.name
 
 
 def _target_modules(adapted: list[str], adaptable: list[str]) -> list[str]:

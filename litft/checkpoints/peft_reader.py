@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from litft.checkpoints.adapter_reader import (
+    ADAPTER_CONFIG,
     check_lora_config,
     initial_update,
     read_adapter_config,
@@ -87,6 +88,7 @@ def read_adapter(
         tokens=vocabulary.ids,
         token_rows=vocabulary.rows,
         bias=config.get("bias", "none"),
+        dropout=_dropout(config, folder),
     )
 
     # a tied head is the embedding, unless the adapter has other values for it
@@ -95,6 +97,17 @@ def read_adapter(
     if _differs(adapter):
         return replace(adapter, untied=True)
     return _without_head(adapter)
+
+
+def _dropout(config: dict[str, Any], folder: Path) -> float:
+    """Return the dropout of an adapter's inputs; raise ValueError if it is no share."""
+    value = config.get("lora_dropout") or 0.0
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: lora_dropout must be at least 0 and less than 1, found "
+            f"{value!r:.100}; save the adapter again"
+        )
+    return float(value)
 
 
 def _differs(adapter: LoraAdapter) -> bool:
@@ -153,6 +166,7 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
     targets = reading.targets
     stacked = [text_name(name) for name in reading.config.get("target_parameters") or []]
     parameter_keys = _expert_keys(stacked, targets.values())
+    frozen = reading.config.get("litft", {}).get("frozen", [])
     for key, tensor in tensors.items():
         module, leaf = split_key(key)
         if key.endswith(".base_layer.weight"):
@@ -160,10 +174,10 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
             continue
         # a parameter of the base, which PEFT names after its own wrapper
         if leaf is None:
-            base_name = module.replace(".base_layer.", ".").replace(
-                ".modules_to_save.", "."
-            )
-            parts.base[base_name] = tensor
+            base_name = module.replace(".base_layer", "").replace(".modules_to_save.", ".")
+            # which a module that is saved whole has beside its trained ones
+            if base_name not in frozen:
+                parts.base[base_name] = tensor
             continue
         # a stack of experts that is adapted as a parameter
         if module in parameter_keys:
@@ -231,10 +245,11 @@ def _weights(
 def _name_in_patterns(target: PeftTarget, config: dict[str, Any]) -> str:
     """Return the name that PEFT looks for in alpha_pattern: of what target_parameters does not
     name, it has adapted the module."""
-    if target.is_parameter and not target.experts:
+    if not target.experts:
+        parameter = f"{target.name}.weight"
         for entry in config.get("target_parameters") or []:
-            if f".{target.config_name}".endswith(f".{entry}"):
-                return target.config_name
+            if f".{parameter}".endswith(f".{entry}"):
+                return parameter
     return target.name
 
 

@@ -124,7 +124,7 @@ def _print_one(
         stats = chunk.stats
         parts = parser.push(chunk)
         if chunk.finish_reason:
-            parts += parser.finish()
+            parts += parser.finish(chunk.is_cut)
         for part in parts:
             stream = sys.stderr if part.kind == "reasoning" else sys.stdout
             if part.call is None:

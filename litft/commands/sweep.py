@@ -73,6 +73,7 @@ def sweep(args: SweepArgs) -> None:
             if run_dir.finished(run):
                 scores.append(_scores(run, seed))
         settings.append(RunsOfSetting(setting_name(setting), scores))
+    settings = _with_one_kind_of_loss(settings)
     rows = _rows(settings, _scaled_scores(args))
     _print(rows)
     _explain(args, rows)
@@ -253,6 +254,23 @@ def _scores(run: Path, seed: int) -> RunScores:
     for name, by_key in parts.items():
         scores[name] = mean_of(by_key)
     return RunScores(seed, scores, parts)
+
+
+def _with_one_kind_of_loss(settings: list[RunsOfSetting]) -> list[RunsOfSetting]:
+    """Return the settings without the losses of runs whose verdict is damaged, if others have one:
+    theirs are the objective's, and not the cross-entropy."""
+    if not any(LOSS in run.parts for setting in settings for run in setting.runs):
+        return settings
+    comparable = []
+    for setting in settings:
+        runs = []
+        for run in setting.runs:
+            scores = dict(run.scores)
+            if LOSS not in run.parts:
+                scores.pop(LOSS, None)
+            runs.append(run._replace(scores=scores))
+        comparable.append(RunsOfSetting(setting.name, runs))
+    return comparable
 
 
 # the scores that a flag changes without any training, by the beginning of its name: margins are of

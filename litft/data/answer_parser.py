@@ -7,7 +7,7 @@ Text that does not parse stays content, with its marks.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from litft.data.tool_calls import BARE_PREFIXES, CallMarks, ToolCall, read_calls, tool_names
@@ -69,7 +69,7 @@ class AnswerParser:
 
     in_thought: the prompt has opened the reasoning. tools: the functions that the model may call;
     None: unknown. Calls that have no opening mark are looked for only with tools, since they look
-    like any JSON.
+    like any JSON. reads_calls: whether calls are looked for; otherwise they are content.
     """
 
     def __init__(
@@ -77,9 +77,15 @@ class AnswerParser:
         answer_format: AnswerFormat,
         in_thought: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        reads_calls: bool = True,
     ) -> None:
+        self.reads_calls = reads_calls
+        if not reads_calls:
+            answer_format = replace(answer_format, calls=None)
         self.format = answer_format
         self.tools = tools
+        # whether the answer ended before the model had finished it
+        self.is_cut = False
         self.buffer = ""
         self.state = "thought" if in_thought else "start"
         self.closing_marks = tuple(closing for _, closing in answer_format.thoughts)
@@ -103,19 +109,23 @@ class AnswerParser:
         self.buffer += text
         return list(self._parts(is_last=False))
 
-    def finish(self) -> list[AnswerPart]:
-        """Return the rest, at the end of the answer."""
+    def finish(self, is_cut: bool = False) -> list[AnswerPart]:
+        """Return the rest, at the end of the answer.
+
+        is_cut: the model had not finished, so that a call without its end is content.
+        """
+        self.is_cut = is_cut
         parts = list(self._parts(is_last=True))
         if self.spaces and not self.has_calls and self.state == "content":
             parts.append(AnswerPart("content", self.spaces))
         self.spaces = ""
         return parts
 
-    def parse(self, text: str) -> ParsedAnswer:
-        """Take a complete answer apart."""
+    def parse(self, text: str, is_cut: bool = False) -> ParsedAnswer:
+        """Take a whole answer apart; is_cut: see `finish`."""
         parsed = ParsedAnswer()
         parsed.add(self.push(text))
-        parsed.add(self.finish())
+        parsed.add(self.finish(is_cut))
         return parsed
 
     def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
@@ -245,13 +255,13 @@ class AnswerParser:
         body = region
         if not opening:
             body = _without_prefixes(region)
-        elif not opening.startswith("<function"):
+        elif not opening.startswith(("<function=", "<function name=")):
             # such a mark is a part of the syntax of its calls
             body = region.removeprefix(opening)
             if not self._call_marks.closing:  # the mark may come before each call
                 body = _without_marks(body, opening)
         try:
-            calls = read_calls(body.lstrip(), self.tools)
+            calls = read_calls(body.lstrip(), self.tools, self.is_cut)
         except ValueError:
             return []
         # without a mark, JSON is a call only if it names a function
@@ -310,8 +320,9 @@ class ChannelParser(AnswerParser):
         answer_format: AnswerFormat,
         in_thought: bool = False,
         tools: list | None = None,
+        reads_calls: bool = True,
     ) -> None:
-        super().__init__(answer_format, in_thought, tools)
+        super().__init__(answer_format, in_thought, tools, reads_calls)
         self.state = "header"
         self.header = ""
 
@@ -344,7 +355,11 @@ class ChannelParser(AnswerParser):
             if not mark and not is_last:
                 return
             text = self.buffer[:end] if mark else self.buffer
-            yield from self._call(recipient["name"], text)
+            # an empty text is a call without arguments, unless they were about to follow
+            if self.reads_calls and (mark or text.strip() or not self.is_cut):
+                yield from self._call(recipient["name"], text)
+            else:
+                yield from self._text("content", f"{self.header}<|message|>{text}")
             self._next_message(len(text) + len(mark))
             return
         kind: PartKind = "reasoning" if "analysis" in self.header else "content"
@@ -383,11 +398,14 @@ def _may_be_header(text: str) -> bool:
 
 
 def make_parser(
-    answer_format: AnswerFormat, in_thought: bool = False, tools: list | None = None
+    answer_format: AnswerFormat,
+    in_thought: bool = False,
+    tools: list | None = None,
+    reads_calls: bool = True,
 ) -> AnswerParser:
     """Return a parser for one answer."""
     parser = ChannelParser if answer_format.channels else AnswerParser
-    return parser(answer_format, in_thought, tools)
+    return parser(answer_format, in_thought, tools, reads_calls)
 
 
 def _without_marks(calls: str, mark: str) -> str:

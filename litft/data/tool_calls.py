@@ -100,11 +100,14 @@ def tool_names(tools: list[dict[str, Any]] | None) -> set[str]:
     return names
 
 
-def read_calls(text: str, tools: list[dict[str, Any]] | None = None) -> list[ToolCall]:
+def read_calls(
+    text: str, tools: list[dict[str, Any]] | None = None, is_cut: bool = False
+) -> list[ToolCall]:
     """Return the calls in the text between a template's marks.
 
     tools: the functions that the model could call. Their schemas tell text from numbers in syntaxes
-    that do not quote text. Raises ValueError if the text is in no known syntax.
+    that do not quote text. is_cut: the answer ended within the marks, so that a call may lack
+    arguments: it has to be closed. Raises ValueError if the text is in no known syntax.
     """
     is_short = all(
         text.count(tag) <= MAX_TAGS
@@ -112,10 +115,23 @@ def read_calls(text: str, tools: list[dict[str, Any]] | None = None) -> list[Too
     )
     if is_short:
         for reader in _READERS:
+            if is_cut and not _is_closed(text, reader):
+                continue
             calls = reader(text.strip(), _Schemas(tools))
             if calls and all(map(_is_json, calls)):
                 return calls
     raise ValueError(f"not a tool call: {text[:80]!r}")
+
+
+def _is_closed(text: str, reader: "_Reader") -> bool:
+    """Return whether a syntax shows that the last call in a text has all of its arguments."""
+    # only the mark after the call closes it
+    if reader is _keyed_calls:
+        return False
+    if reader is _element_calls:
+        return _CLOSED_ELEMENT.search(text) is not None
+    # brackets do, which the reader requires
+    return True
 
 
 def _is_json(call: ToolCall) -> bool:
@@ -132,6 +148,9 @@ def _is_json(call: ToolCall) -> bool:
 def _no_constant(name: str) -> Any:
     """Refuse NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{name} is not JSON")
+
+
+_JSON_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class _Schemas:
@@ -164,8 +183,12 @@ class _Schemas:
             return None
         if declared in ({"string"}, {"string", "null"}):
             return text
+        value = text.strip()
+        if declared and "string" not in declared:
+            # many templates write these values as Python does
+            value = _JSON_OF_PYTHON.get(value, value)
         try:
-            return json.loads(text, parse_constant=_no_constant)
+            return json.loads(value, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return text
 
@@ -266,8 +289,9 @@ _FUNCTION = re.compile(
     rf"(?P<body>.*?)(?:{_CLOSING_TAG}(?:function|invoke)>|\Z)",
     re.DOTALL,
 )
+_CLOSED_ELEMENT = re.compile(rf"{_CLOSING_TAG}(?:function|invoke)>\s*\Z")
 _PARAMETER = re.compile(
-    rf"""{_TAG}param(?:eter)?(?:=|\s+name=)["']?(?P<name>[^"'>]+?)["']?"""
+    rf"""{_TAG}param(?:eter)?(?P<form>=|\s+name=)["']?(?P<name>[^"'>]+?)["']?"""
     r"""(?:\s+string=["'](?P<is_text>true|false)["'])?\s*>(?P<value>.*?)"""
     rf"{_CLOSING_TAG}param(?:eter)?>",
     re.DOTALL,
@@ -292,8 +316,14 @@ def _element_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
         arguments = {}
         for parameter in _PARAMETER.finditer(body):
             key = parameter["name"].strip()
-            # the template writes one line break on each side
-            value = parameter["value"].removeprefix("\n").removesuffix("\n")
+            value = parameter["value"]
+            # Qwen's templates write a line break on each side, others none
+            if (
+                parameter["form"] == "="
+                and len(value) > 1
+                and value[0] == value[-1] == "\n"
+            ):
+                value = value[1:-1]
             is_text = parameter["is_text"] == "true"
             arguments[key] = value if is_text else schemas.value(name, key, value)
         if _PARAMETER.sub("", body).strip():  # an argument is incomplete
@@ -327,7 +357,7 @@ def _keyed_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
         arguments = {}
         for argument in _KEYED_ARGUMENT.finditer(match["body"]):
             key = argument["key"].strip()
-            arguments[key] = schemas.value(match["name"], key, argument["value"].strip())
+            arguments[key] = schemas.value(match["name"], key, argument["value"])
         rest = _KEYED_ARGUMENT.sub("", match["body"])
         if re.sub(r"<tool_sep(?::\w+)?>", "", rest).strip():  # an argument is incomplete
             return None
@@ -524,7 +554,8 @@ def _gemma_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
 
 # the first syntax that takes the whole text is used; that
 # of names alone comes last, since a word could be one
-_READERS: tuple[Callable[[str, _Schemas], list[ToolCall] | None], ...] = (
+_Reader = Callable[[str, _Schemas], list[ToolCall] | None]
+_READERS: tuple[_Reader, ...] = (
     _json_calls,
     _element_calls,
     _named_calls,

@@ -132,15 +132,28 @@ def _interval_over_seeds(
     if len(seeds) < 2:
         return None
     # imported here because it takes half a second
-    from scipy.stats import ttest_rel
+    from scipy.stats import t
 
-    test = ttest_rel([after[seed] for seed in seeds], [before[seed] for seed in seeds])
-    interval = test.confidence_interval(LEVEL)
-    # equal differences have no spread
-    if math.isnan(interval.low):
-        mean = second.mean(score) - first.mean(score)
-        return mean, mean
-    return float(interval.low), float(interval.high)
+    differences = [after[seed] - before[seed] for seed in seeds]
+    # a run that has diverged
+    if not all(map(math.isfinite, differences)):
+        return math.nan, math.nan
+    # a share of few examples is often the same by chance
+    deviation = max(stdev(differences), _rounding(first.runs[0], score))
+    quantile = t.ppf((1 + LEVEL) / 2, len(seeds) - 1)
+    half = float(quantile) * deviation / math.sqrt(len(seeds))
+    mean = fmean(differences)
+    return mean - half, mean + half
+
+
+def _rounding(run: RunScores, score: str) -> float:
+    """Return the standard deviation of numbers that are rounded to the steps of a score: a share of
+    N examples has steps of 1 / N; 0 for other scores."""
+    parts = run.parts.get(score, {})
+    is_share = all(part.weight == 1 and part.value in (0, 1) for part in parts.values())
+    if not parts or not is_share:
+        return 0.0
+    return 1 / (len(parts) * math.sqrt(12))
 
 
 def ranked(settings: Sequence[RunsOfSetting], score: str) -> list[RunsOfSetting]:

@@ -77,9 +77,12 @@ def _hub_base_of_run(args: FinetuneArgs) -> HubId | None:
 def _hub_base_of_adapter(source: PretrainedFolder, config: dict[str, Any]) -> HubId | None:
     """Return the base model of an adapter on the hub; None if it is unknown. config:
     adapter_config.json."""
-    return downloaded_from(source.base) or hub_id(
+    known = downloaded_from(source.base) or hub_id(
         config.get("base_model_name_or_path") or ""
     )
+    if known and known.revision is None and config.get("revision"):
+        return HubId(known.name, config["revision"])
+    return known
 
 
 def files_to_upload(info: CardInfo) -> dict[str, Path | bytes]:

@@ -48,7 +48,10 @@ def config(hf: dict[str, Any]) -> Config:
         "n_layers": "num_hidden_layers",
         "n_heads": "num_attention_heads",
     }
-    renamed = {names[name]: hf[name] for name in names if name in hf}
+    renamed = {}
+    for name in names:
+        if hf.get(name) is not None:
+            renamed[names[name]] = hf[name]
     hf = {**hf, **renamed}
 
     # other values of MPT's settings are other networks

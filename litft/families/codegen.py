@@ -15,6 +15,12 @@ GROUPS = 4
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' CodeGenConfig."""
+    # a field of CodeGen2, two of whose models have the rows in eight parts
+    if hf.get("head_dim") is not None:
+        raise ValueError(
+            f"config.json: head_dim {hf['head_dim']} is CodeGen2's, which is not supported: its "
+            "weights may have another layout"
+        )
     return gptj.config(hf)
 
 

@@ -29,7 +29,8 @@ def config(hf: dict[str, Any]) -> Config:
     )
     hf = {**defaults, "sliding_window": 8192, **hf}
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
-        hf["rope_parameters"] = {**ROPE, "rope_theta": hf.get("rope_theta") or 1e6}
+        # whatever rope_theta says
+        hf["rope_parameters"] = {**ROPE, "rope_theta": 1e6}
     base = llama.config(hf, rope_theta=1e6)
     # the first of every four layers has full attention
     windows = llama.layer_windows(hf, lambda index: index % 4 != 0)

@@ -24,11 +24,13 @@ def config(hf: dict[str, Any]) -> Config:
         kv_heads = 1 if hf.get("multi_query", True) else heads
     hidden_dim = hf.get("ffn_hidden_size") or 4 * hf["hidden_size"]
     overrides = dict(
-        num_key_value_heads=kv_heads, intermediate_size=hidden_dim, head_dim=None
+        num_key_value_heads=kv_heads,
+        intermediate_size=hidden_dim,
+        head_dim=None,
+        hidden_act=hf.get("activation", "gelu"),
     )
     base = llama.config(
         {
-            "hidden_act": hf.get("activation", "gelu"),
             "tie_word_embeddings": True,
             **hf,
             **overrides,

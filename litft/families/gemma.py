@@ -106,7 +106,8 @@ def _with_windows(hf: dict[str, Any], base: Config, norm: NormConfig) -> Config:
     else:
         ropes = (base.layers[0].rope,) * 2
         own = dict(qk_norm=None, attention_softcap=50.0, logit_softcap=30.0)
-    if "attn_logit_softcapping" in hf:
+    # Gemma 3 does not read it
+    if "attn_logit_softcapping" in hf and not is_gemma3:
         own["attention_softcap"] = hf["attn_logit_softcapping"]
     if "final_logit_softcapping" in hf:
         own["logit_softcap"] = hf["final_logit_softcapping"]

@@ -13,7 +13,9 @@ from litft.model.config import Config
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GPTBigCodeConfig."""
-    base = gpt2.config({"activation_function": "gelu_pytorch_tanh", **hf})
+    # which only GPT-2 obeys
+    ignored = {"scale_attn_by_inverse_layer_idx": False}
+    base = gpt2.config({"activation_function": "gelu_pytorch_tanh", **hf, **ignored})
     if hf.get("multi_query", True):
         return replace(base, n_kv_heads=1)
     return replace(base, n_kv_heads=base.n_heads)

@@ -14,8 +14,8 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GPTNeoXConfig."""
     theta = hf.get("rotary_emb_base", 10000.0)
     fraction = hf.get("rotary_pct", 0.25)
-    # the family uses rotary_pct instead
-    overrides = dict(num_key_value_heads=None, partial_rotary_factor=None)
+    # the family has rotary_emb_base and rotary_pct instead
+    overrides = dict(num_key_value_heads=None, rope_theta=None, partial_rotary_factor=None)
     base = llama.config({"hidden_act": "gelu", **hf, **overrides}, theta, fraction)
     return replace(
         base,

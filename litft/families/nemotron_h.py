@@ -17,8 +17,8 @@ FIELDS = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_min": "time_step_min",
 }
-FIELDS |= {"mamba_dt_min": "time_step_min"}
 
 
 def config(hf: dict[str, Any]) -> Config:

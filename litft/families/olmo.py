@@ -27,9 +27,11 @@ def config(hf: dict[str, Any]) -> Config:
         **hf,
     }
     theta = 5e5 if is_flex or model_type == "olmo3" else 1e4
+    if model_type == "olmo3":
+        _check_olmo3_ropes(hf, nested)
     # with one set for each kind of layer, `_olmo3_layer` reads them
     if nested:
-        base = llama.config({**hf, "rope_parameters": None}, theta)
+        base = llama.config({**hf, "rope_parameters": None, "rope_scaling": None}, theta)
     else:
         base = llama.config(hf, theta)
     base = replace(base, mlp_bias=False, qkv_clip=hf.get("clip_qkv"))
@@ -60,6 +62,18 @@ def config(hf: dict[str, Any]) -> Config:
     )
 
 
+def _check_olmo3_ropes(hf: dict[str, Any], nested: dict[str, Any]) -> None:
+    """Raise ValueError for scaled `rope_parameters` of all layers: OLMo 3 scales only those with
+    full attention, and transformers ignores such parameters."""
+    parameters = hf.get("rope_parameters") or {}
+    rope_type = parameters.get("rope_type", "default")
+    if not nested and rope_type != "default":
+        raise ValueError(
+            f"config.json: rope_parameters with rope_type {rope_type!r} name no kind of layer; put "
+            "them under full_attention, or into rope_scaling"
+        )
+
+
 def _olmo3_layer(
     base: Config, hf: dict[str, Any], nested: dict[str, Any], window: int | None
 ) -> Any:
@@ -67,7 +81,13 @@ def _olmo3_layer(
     layer = base.layers[0]
     # as written by transformers 5; older files have one base, and scale only full attention
     if nested:
-        parameters = nested.get("full_attention" if window is None else "sliding_attention")
+        if window is None:
+            # rope_scaling is added by hand
+            full = nested.get("full_attention") or {}
+            parameters = {**full, **(hf.get("rope_scaling") or {})}
+        else:
+            parameters = nested.get("sliding_attention")
+        hf = {**hf, "rope_scaling": None}
         rope = RopeConfig.from_hf({**hf, "rope_parameters": parameters}, base.head_dim, 5e5)
     else:
         if window is None:

@@ -25,10 +25,6 @@ MIXER = {
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' OlmoHybridConfig."""
     base = llama.config({"max_position_embeddings": 65536, **hf, "head_dim": None})
-    # null: no RoPE
-    has_rope = "rope_parameters" not in hf or bool(
-        (hf["rope_parameters"] or {}).get("rope_theta")
-    )
     heads = hf.get("linear_num_value_heads") or base.n_heads
     key_heads = hf.get("linear_num_key_heads") or base.n_heads
     key_dim = hf.get("linear_key_head_dim") or int(0.75 * base.dim / key_heads)
@@ -41,7 +37,7 @@ def config(hf: dict[str, Any]) -> Config:
         1e-5,
         negative_eigenvalues=hf.get("linear_allow_neg_eigval", True),
     )
-    if has_rope:
+    if _has_rope(hf):
         attention = base.layers[0]
     else:
         attention = replace(base.layers[0], rope=None)
@@ -53,6 +49,16 @@ def config(hf: dict[str, Any]) -> Config:
     layers = tuple(linear if kind else attention for kind in is_linear)
     base = replace(base, layers=layers, norm_position="after", mlp_bias=False)
     return replace(base, qk_norm=base.norm, qk_norm_over="all")
+
+
+def _has_rope(hf: dict[str, Any]) -> bool:
+    """Return whether attention rotates queries and keys: not where the base is null, as in the
+    released models."""
+    parameters = hf.get("rope_parameters", {})
+    if parameters is None:
+        return bool(hf.get("rope_theta") or hf.get("rope_scaling"))
+    # the base may be beside the parameters, too
+    return parameters.get("rope_theta", 1.0) is not None
 
 
 def rules(config: Config) -> list[Rule]:

@@ -41,6 +41,9 @@ def config(hf: dict[str, Any]) -> Config:
     )
     base = llama.config(hf, rope_fraction=0.25)
     hf = {**shared, **hf}
+    # Qwen3.5's routers always normalize, whatever the file says
+    if model_type.startswith("qwen3_5"):
+        hf["norm_topk_prob"] = True
     # Qwen3.5's dense models have 0 experts
     if hf["num_experts"]:
         experts = qwen2_moe.layer_experts(hf, True)

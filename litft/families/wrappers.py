@@ -100,6 +100,8 @@ class Wrapper:
     names: ModuleNames = LANGUAGE_MODEL
     # fields whose default differs from that of the language model alone
     defaults: dict[str, Any] = field(default_factory=dict)
+    # fields that the class does not read, with the value that it computes with
+    fixed: dict[str, Any] = field(default_factory=dict)
     # whether `text_config` alone says if embedding and head are tied: the class contains the
     # language model with its head
     has_text_ties: bool = False
@@ -152,7 +154,8 @@ WRAPPERS = {
     ),
     "qwen3_vl_moe": Wrapper(
         "qwen3_moe",
-        defaults=dict(rope_theta=5e5, norm_topk_prob=True),
+        defaults=dict(rope_theta=5e5),
+        fixed=dict(norm_topk_prob=True),
         own_rules=qwen2_moe.experts_of_qwen3_vl,
     ),
     "smolvlm": TEXT_MODEL,
@@ -192,7 +195,7 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": wrapper.tied,
         **wrapper.defaults,
     }
-    text = {**defaults, **text, "model_type": model_type}
+    text = {**defaults, **text, **wrapper.fixed, "model_type": model_type}
     if wrapper.heads_divide_size and text.get("head_dim") is None:
         text["head_dim"] = _divided(
             text.get("hidden_size"), text.get("num_attention_heads")

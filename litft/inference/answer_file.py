@@ -59,10 +59,8 @@ def _is_answer(line: bytes, record: dict[str, Any], num_samples: int) -> bool:
             texts = [output_record.pop("completion")]
         else:
             texts = output_record.pop("completions")
-        # litft has added these, unless the prompt's record had them
         for name in EXTRA_FIELDS:
-            if name not in record:
-                output_record.pop(name, None)
+            output_record.pop(name, None)
         return len(texts) == num_samples and output_record == record
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False

@@ -174,7 +174,7 @@ class Conversation:
                 parts = parser.push(chunk)
                 parsed.add(parts)
                 yield AnswerStep(parts, chunk)
-            parts = parser.finish()
+            parts = parser.finish(is_cut=chunk.is_cut)
             parsed.add(parts)
             yield AnswerStep(parts, chunk)
         except ValueError:
@@ -185,7 +185,7 @@ class Conversation:
             # answer is kept.
             if self.messages is not original_messages:
                 # nothing, unless the caller has stopped early
-                parsed.add(parser.finish())
+                parsed.add(parser.finish(is_cut=True))
                 self.messages.append(answer_message(parsed))
             self.output_text = self.tokenizer.decode(tokens, skip_special=False)
             # An answer that was cut has no end token, and the
@@ -272,7 +272,7 @@ class Conversation:
             for _, chunk in generate_batch(decoder, self.tokenizer, [request]):
                 parts = parser.push(chunk)
                 yield AnswerStep(parts, chunk)
-        yield AnswerStep(parser.finish(), chunk)
+        yield AnswerStep(parser.finish(is_cut=chunk.is_cut), chunk)
 
 
 class Chat:

@@ -3,7 +3,6 @@
 import json
 import secrets
 import string
-from dataclasses import replace
 from typing import Any
 
 from litft.data.answer_format import is_in_thought, opens_thought
@@ -82,11 +81,8 @@ def answer_parser(
     reads_calls: whether calls are looked for. continued: the beginning of the answer, where the
     prompt ends with it.
     """
-    answer_format = tokenizer.answer_format
-    if not reads_calls:
-        answer_format = replace(answer_format, calls=None)
     in_thought = opens_thought(prompt) or is_in_thought(continued)
-    parser = make_parser(answer_format, in_thought, tools)
+    parser = make_parser(tokenizer.answer_format, in_thought, tools, reads_calls)
     if isinstance(parser, ChannelParser):
         parser.continue_message(prompt)
     return parser

@@ -116,6 +116,11 @@ class GenerationChunk(str):
         chunk.stats = stats
         return chunk
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model has not finished the answer, as far as this chunk tells."""
+        return self.finish_reason != "stop"
+
 
 class TextPiece(NamedTuple):
     """A part of an answer's text, which may be a special token that is not shown."""

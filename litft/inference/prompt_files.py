@@ -14,6 +14,7 @@ from litft.data.messages import check_messages, read_tools
 from litft.data.readers import read_records
 from litft.data.stored_messages import TABLE, parse_messages, read_stored_messages
 from litft.data.tokenizer import Tokenizer
+from litft.inference.answer_file import EXTRA_FIELDS
 from litft.inference.chat_answers import answer_parser, call_entry
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import GenerationChunk, GenerationStats
@@ -62,17 +63,18 @@ def completed_in_order(
 ) -> Iterator[FinishedAnswer]:
     """Yield complete answers in the order of their requests."""
     texts: dict[int, str] = {}
-    done: dict[int, GenerationStats] = {}
+    done: dict[int, GenerationChunk] = {}  # the last chunk of an answer
     next_number = 0
     for number, chunk in chunks:
         texts[number] = texts.get(number, "") + chunk
         if chunk.finish_reason:
-            done[number] = chunk.stats
+            done[number] = chunk
         # answers that finish early wait here for those before them
         while next_number in done:
             parser = prompts[next_number // num_samples].parser(tokenizer)
-            parsed = parser.parse(texts.pop(next_number))
-            yield FinishedAnswer(next_number, parsed, done.pop(next_number))
+            last = done.pop(next_number)
+            parsed = parser.parse(texts.pop(next_number), last.is_cut)
+            yield FinishedAnswer(next_number, parsed, last.stats)
             next_number += 1
 
 
@@ -93,10 +95,12 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
             check_messages(record["messages"], where)
         elif not isinstance(record.get("prompt"), str):
             raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
-        if key in record:
-            raise ValueError(
-                f"{where}: already has a field {key!r}, which the answer would overwrite; rename it"
-            )
+        for name in (key, *EXTRA_FIELDS):
+            if name in record:
+                raise ValueError(
+                    f"{where}: already has a field {name!r}, which the answer would overwrite; "
+                    "rename it"
+                )
         try:
             # fails now rather than when the answer is written
             json.dumps(record, ensure_ascii=False).encode()

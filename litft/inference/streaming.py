@@ -55,9 +55,11 @@ def generate(
     )
     parser = answer_parser(tokenizer, text, checked_tools)
     parsed = ParsedAnswer()
+    is_cut = True
     for chunk in stream(model, tokenizer, messages, tools=tools, **settings):
         parsed.add(parser.push(chunk))
-    parsed.add(parser.finish())
+        is_cut = chunk.is_cut
+    parsed.add(parser.finish(is_cut))
     return ChatAnswer(parsed)
 
 

@@ -297,13 +297,14 @@ class LoRA(Method):
         """Read PEFT's two files, written by litft or by PEFT."""
         model = source.outline
         adapter = read_adapter(folder, model, source.adapter_rules, source.tensor)
-        # dropout, targets and alpha are not read: specs hold the rank and scale of each module
+        # targets and alpha are not read: specs hold the rank and scale of each module
         own_values: dict[str, TrainedBiases] = {
             peft_value: value for value, peft_value in _PEFT_BIAS.items()
         }
         bias = own_values[adapter.bias]
         has_magnitudes = any(weights.m is not None for weights in adapter.factors.values())
-        method = cls(LoRAArgs(dora=has_magnitudes, bias=bias))
+        args = LoRAArgs(dropout=adapter.dropout, dora=has_magnitudes, bias=bias)
+        method = cls(args)
         method.tokens = {token: [] for token in adapter.tokens}
         method.trained = list(adapter.trained)
         method.untied = adapter.untied

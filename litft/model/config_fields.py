@@ -197,7 +197,7 @@ FIELD_TYPES: dict[str, FieldType] = {
         DIMENSION.or_null(),
         "head_dim n_inner ffn_hidden_size rotary_dim q_lora_rank v_head_dim "
         "prefix_dense_intermediate_size block_ff_dim mamba_d_ssm dim_model_base "
-        "word_embed_proj_dim moe_latent_size",
+        "word_embed_proj_dim moe_latent_size n_embed",
     ),
     **_all(DIMENSIONS.or_null(), "intermediate_size moe_intermediate_size"),
     **_all(
@@ -255,7 +255,7 @@ FIELD_TYPES: dict[str, FieldType] = {
         "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier logit_scale "
         "rms_norm_eps scale_depth block_ffn_dim_multiplier",
     ),
-    **_all(NOT_NEGATIVE, "router_jitter_noise time_step_min moe_norm_min"),
+    **_all(NOT_NEGATIVE, "router_jitter_noise time_step_min mamba_dt_min moe_norm_min"),
     "rotary_pct": SHARE,
     "partial_rotary_factor": SHARE.or_null(),
     # flags

@@ -129,22 +129,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the matrix (out, in) in `dtype`."""
-        functional = bitsandbytes().functional
-        if isinstance(self.state, Tensor):
-            return functional.int8_vectorwise_dequant(self.data, self.state).to(dtype)
-        # the dtype, and below the shape, are set for this call alone
-        state = copy(self.state)
-        if dtype in (torch.bfloat16, torch.float16):
-            state.dtype = dtype
-        else:
-            state.dtype = torch.float32
-        # the CPU kernel (0.50.2) would use the scales of wrong blocks
-        if state.shape[1] % state.blocksize:
-            count = math.prod(state.shape)
-            # Seen as one row, or as rows of one block each, no block crosses the end of a row.
-            width = count if count % state.blocksize else state.blocksize
-            state.shape = torch.Size((count // width, width))
-        return functional.dequantize_4bit(self.data, state).view(self.state.shape).to(dtype)
+        return dequantized(self.data, *self.components(), dtype)
 
     def components(self) -> tuple[list[Tensor], list[int], str]:
         """Return `state` as operator arguments: tensors, integers that begin with the matrix's
@@ -168,38 +153,6 @@ class QuantizedTensor:
             *([inner.blocksize] if state.nested else []),
         ]
         return [state.absmax, state.code, *nested], numbers, state.quant_type
-
-    @classmethod
-    def from_components(
-        cls, data: Tensor, tensors: list[Tensor], numbers: list[int], kind: str
-    ) -> "QuantizedTensor":
-        """Build from `data` and the result of `components`, whose shapes the tensors have.
-
-        data: int8 (out, in), or bytes of two 4-bit values each, a column of half of out * in rows,
-        rounded up.
-        """
-        if kind == "int8":
-            return cls(data, tensors[0])
-        make_state = bitsandbytes().functional.QuantState
-        absmax, code, *nested = tensors
-        height, width, block_size, *inner_block_sizes = numbers
-        # the block scales may be quantized themselves, after an offset was subtracted
-        if nested:
-            inner_absmax, inner_code, offset = nested
-            inner = make_state(
-                inner_absmax,
-                code=inner_code,
-                blocksize=inner_block_sizes[0],
-                dtype=torch.float32,
-            )
-        else:
-            offset = None
-            inner = None
-        shape = torch.Size((height, width))
-        state = make_state(
-            absmax, shape, code, block_size, kind, torch.float32, offset, inner
-        )
-        return cls(data, state)
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
         """Return a copy on another device."""
@@ -238,8 +191,56 @@ def _check_state(data: Tensor, state: Any) -> None:
         )
 
 
-@torch.library.custom_op("litft::quantized_matmul", mutates_args=())
-def quantized_matmul(
+def dequantized(
+    data: Tensor, tensors: list[Tensor], numbers: list[int], kind: str, dtype: torch.dtype
+) -> Tensor:
+    """Return the matrix (out, in) of a QuantizedTensor's data and its `components` in `dtype`.
+
+    The operators of bitsandbytes are called directly: its functions around them take as long on the
+    host as they do.
+    """
+    package = bitsandbytes()
+    if kind == "int8":
+        return package.functional.int8_vectorwise_dequant(data, tensors[0]).to(dtype)
+    operators = torch.ops.bitsandbytes
+    height, width, block_size, *inner_block_sizes = numbers
+    scales, _, *nested = tensors
+    # the block scales may be quantized themselves, after an offset was subtracted
+    if nested:
+        inner_scales, inner_code, offset = nested
+        scales = operators.dequantize_blockwise.default(
+            scales, inner_scales, inner_code, inner_block_sizes[0], torch.float32
+        )
+        scales += offset
+
+    shape = [height, width]
+    # the CPU kernel (0.50.2) would use the scales of wrong blocks
+    if width % block_size:
+        count = height * width
+        # Seen as one row, or as rows of one block each, no block crosses the end of a row.
+        row = count if count % block_size else block_size
+        shape = [count // row, row]
+    # the kernels write these dtypes
+    written = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    weight = operators.dequantize_4bit.default(
+        data, scales, block_size, kind, shape, written
+    )
+    return weight.view(height, width).to(dtype)
+
+
+# The compiler cannot trace dequantization, so the product is one operator. It has no gradient of
+# its own, see `QuantizedProduct`: torch calls the gradient of an operator through Python code
+# that takes longer than the rest of the call.
+torch.library.define(
+    "litft::quantized_matmul",
+    "(Tensor x, Tensor data, Tensor[] statistics, SymInt[] numbers, str kind, Tensor? ends, "
+    "bool transpose) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@torch.library.impl("litft::quantized_matmul", "CompositeExplicitAutograd")
+def _quantized_matmul(
     x: Tensor,
     data: Tensor,
     statistics: list[Tensor],
@@ -248,19 +249,8 @@ def quantized_matmul(
     ends: Tensor | None,
     transpose: bool,
 ) -> Tensor:
-    """Return x W^T, (..., out), for x (..., in) and a quantized W (out, in); with `transpose`, x W,
-    (..., in), for x (..., out), as in the backward.
-
-    No dense copy of W is saved.
-
-    data, statistics, numbers, kind: from a QuantizedTensor and its `components`. ends: for experts,
-    (E,), as in `Grouping`; their matrices are concatenated by rows to W (E out, in), and x is
-    (N, in) or (N, out). This is a single operator for the compiler, which cannot trace
-    dequantization.
-    """
-    weight = QuantizedTensor.from_components(data, statistics, numbers, kind).dequantize(
-        x.dtype
-    )
+    """Return what `quantized_matmul` does; with `transpose`, x W, (..., in), for x (..., out)."""
+    weight = dequantized(data, statistics, numbers, kind, x.dtype)
     if ends is None:
         if transpose:
             return x @ weight
@@ -272,7 +262,7 @@ def quantized_matmul(
     return grouped_product(x, weight, ends)
 
 
-@quantized_matmul.register_fake
+@torch.library.register_fake("litft::quantized_matmul")
 def _(x, data, statistics, numbers, kind, ends, transpose):
     height, width = numbers[:2]
     if ends is not None:
@@ -281,21 +271,48 @@ def _(x, data, statistics, numbers, kind, ends, transpose):
     return x.new_empty(*x.shape[:-1], features)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    _, data, statistics, ctx.numbers, ctx.kind, ends, ctx.transpose = inputs
-    ctx.save_for_backward(data, ends, *statistics)
+class QuantizedProduct(torch.autograd.Function):
+    """`quantized_matmul` and its gradient for x: the weight is frozen, and dequantized again in the
+    backward, so that no dense copy of it is saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, data: Tensor, ends: Tensor | None, *rest: Any
+    ) -> Tensor:
+        """Return x W^T; rest: the numbers, the kind, and each of the statistics."""
+        numbers, kind, *statistics = rest
+        ctx.numbers = numbers
+        ctx.kind = kind
+        ctx.save_for_backward(data, ends, *statistics)
+        return torch.ops.litft.quantized_matmul.default(
+            x, data, statistics, numbers, kind, ends, False
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x, (..., in)."""
+        data, ends, *statistics = ctx.saved_tensors
+        d_x = torch.ops.litft.quantized_matmul.default(
+            grads[0].contiguous(), data, statistics, ctx.numbers, ctx.kind, ends, True
+        )
+        return d_x, *[None] * (4 + len(statistics))
 
 
-def _backward(ctx, grad: Tensor):
-    # only x gets a gradient: the weight is frozen
-    data, ends, *statistics = ctx.saved_tensors
-    d_x = quantized_matmul(
-        grad.contiguous(), data, statistics, ctx.numbers, ctx.kind, ends, not ctx.transpose
-    )
-    return d_x, None, [None] * len(statistics), None, None, None, None
+def quantized_matmul(
+    x: Tensor,
+    data: Tensor,
+    statistics: list[Tensor],
+    numbers: list[int],
+    kind: str,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Return x W^T, (..., out), for x (..., in) and a quantized W (out, in).
 
-
-quantized_matmul.register_autograd(_backward, setup_context=_setup_context)
+    data, statistics, numbers, kind: of a QuantizedTensor and its `components`. ends: for experts,
+    (E,), as in `Grouping`; their matrices are concatenated by rows to W (E out, in), and x is
+    (N, in).
+    """
+    return QuantizedProduct.apply(x, data, ends, numbers, kind, *statistics)
 
 
 class QuantizedModule(nn.Module):
@@ -365,7 +382,7 @@ class QuantizedLinear(QuantizedModule, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, (..., out), for x (..., in)."""
-        y = quantized_matmul(x, self.weight, *self.components(x.device), None, False)
+        y = quantized_matmul(x, self.weight, *self.components(x.device))
         if self.bias is None:
             return y
         return y + self.bias.to(y.dtype)
@@ -380,9 +397,7 @@ class QuantizedExpertLinear(QuantizedModule, ExpertLinear):
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply to x (N, in), sorted by expert; return (N, out)."""
-        y = quantized_matmul(
-            x, self.weight, *self.components(x.device), grouping.ends, False
-        )
+        y = quantized_matmul(x, self.weight, *self.components(x.device), grouping.ends)
         if self.bias is None:
             return y
         return y + by_expert(self.bias.to(y.dtype), grouping)

@@ -134,7 +134,7 @@ class ChatReply(Reply):
         self.num_calls: Counter[int] = Counter()  # of streamed choices
 
     def choice(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
-        parsed = self.make_parser().parse("".join(chunks))
+        parsed = self.make_parser().parse("".join(chunks), chunks[-1].is_cut)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
@@ -158,7 +158,7 @@ class ChatReply(Reply):
         parser = self.parsers.setdefault(index, self.make_parser())
         parts = parser.push(chunk)
         if chunk.finish_reason:
-            parts += parser.finish()
+            parts += parser.finish(chunk.is_cut)
         deltas = [self._delta(index, part) for part in parts]
         # an end, or log-probabilities, are sent even without text
         if not deltas and (chunk.finish_reason or (self.with_logprobs and chunk.tokens)):
@@ -251,7 +251,11 @@ class CompletionReply(Reply):
         self.offsets[index] = offsets[-1]
         top = []
         for _, _, alternatives in entries:
-            top.append({self.text_of(token): logprob for token, logprob in alternatives})
+            by_text: dict[str, float] = {}
+            for token, logprob in alternatives:
+                # the parts of a character have one text; the most likely comes first
+                by_text.setdefault(self.text_of(token), logprob)
+            top.append(by_text)
         logprobs = [logprob for _, logprob, _ in entries]
         return {
             "tokens": texts,

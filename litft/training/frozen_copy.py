@@ -13,8 +13,10 @@ class FrozenCopy:
     """A copy of the trained weights of a network, or of this process's shards of them."""
 
     def __init__(self, model: GPT) -> None:
-        self.parameters = [local(p) for p in model.parameters() if p.requires_grad]
-        self.values = [parameter.detach().clone() for parameter in self.parameters]
+        # FSDP2 moves a shard to other memory in the first forward pass, to pad or to pin it, so
+        # that only the parameter itself is kept
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.values = [local(p).detach().clone() for p in self.parameters]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -29,6 +31,7 @@ class FrozenCopy:
     def _exchange(self) -> None:
         """Exchange the values of network and copy, one tensor after the other."""
         for parameter, value in zip(self.parameters, self.values, strict=True):
-            current = parameter.clone()
-            parameter.copy_(value)
+            shard = local(parameter)
+            current = shard.clone()
+            shard.copy_(value)
             value.copy_(current)

@@ -288,6 +288,9 @@ class Trainer:
         metrics = self.metrics
         metrics.start()
         samples = self.batches.step(step)
+        if self.rollouts is not None or self.own_answers is not None:
+            # to generate and to rate answers is no waiting for data
+            metrics.data_ready()
         of_rollouts: dict[str, float] = {}
         if self.rollouts is not None:
             samples, of_rollouts = self.rollouts.collect(
@@ -309,7 +312,7 @@ class Trainer:
             epoch=samples_seen / self.schedule.order.size,
             samples=samples_seen,
             tokens=sum(sample.tokens.numel() for sample in samples),
-            flops=self.flops(samples),
+            flops=self.objective.updates * self.flops(self.objective.learned(samples)),
             loss=values[0],
             **dict(zip(self.objective.scores, values[1:], strict=True)),
             **of_rollouts,

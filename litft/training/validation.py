@@ -36,6 +36,7 @@ from litft.evaluation.scoring import (
 )
 from litft.evaluation.verdict import Part, parts_of
 from litft.inference.chat_answers import answer_parser
+from litft.inference.generation import Completion
 from litft.model.transformer import GPT, eval_mode
 from litft.training.before_after import BeforeAfter, ComparedTexts
 from litft.training.objectives import Objective, Supervised
@@ -400,8 +401,10 @@ class Validation:
         if self.rollouts is not None:
             parts = [f"step {step}: validation reward {scores['val_reward']:.4f}"]
             for name in self.objective.validation_scores[1:]:
-                at = name.removeprefix("pass_")
-                parts.append(f"pass@{at} {scores[f'val_{name}']:.1%}")
+                # not where the first function applies to no completion
+                if f"val_{name}" in scores:
+                    at = name.removeprefix("pass_")
+                    parts.append(f"pass@{at} {scores[f'val_{name}']:.1%}")
         for name, form in SHOWN_SCORES.items():
             if f"val_{name}" in scores:
                 parts.append(f"{name} {form.format(scores[f'val_{name}'])}")
@@ -439,7 +442,7 @@ class Validation:
                     self.model, self.tokenizer, [(ids, self.args.max_new_tokens)]
                 )
             self.answers.append(
-                {"step": step, "prompt": text, **self._shown(ids, completion.text)}
+                {"step": step, "prompt": text, **self._shown(ids, completion)}
             )
             yield self.answers[-1]
         if self.rollouts is not None and self.args.max_new_tokens and len(self.samples):
@@ -463,11 +466,12 @@ class Validation:
                 answer["reward"] = reward
             self.answers.append(answer)
 
-    def _shown(self, prompt: list[int], text: str) -> ShownAnswer:
+    def _shown(self, prompt: list[int], completion: Completion) -> ShownAnswer:
         """Return an answer as people read it: the calls after the content, and the reasoning by
         itself."""
         prompt_text = self.tokenizer.decode(prompt, skip_special=False)
-        parsed = answer_parser(self.tokenizer, prompt_text).parse(text)
+        parser = answer_parser(self.tokenizer, prompt_text)
+        parsed = parser.parse(completion.text, is_cut=not completion.ended)
         calls = [
             f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})"
             for call in parsed.calls

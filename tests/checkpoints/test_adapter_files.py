@@ -112,6 +112,50 @@ def test_what_is_written_opens(folder, tmp_path):
     assert relative(litft.load(tmp_path, base_dir=folder)[0](TOKENS), model(TOKENS)) <= 1e-5
 
 
+# what is trained beside, or instead of, the factors of experts and routers
+WHOLE_PARTS = {
+    "biases of adapted experts": ("gpt_oss", "sinks, experts", dict(bias="lora")),
+    "all biases": ("gpt_oss", "sinks, experts", dict(bias="all")),
+    "one of two stacks": (
+        "mixtral",
+        "4 experts",
+        dict(targets=["q_proj"], modules_to_save=["down_proj"]),
+    ),
+    "a router with a correction": (
+        "deepseek_v3",
+        "groups, correction",
+        dict(targets=["q_proj", "q_a_proj"], modules_to_save=["router"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_PARTS)
+@torch.no_grad()
+def test_trained_parts_of_mixtures_open_in_peft(make_model, tmp_path, case):
+    """PEFT names biases after all wrappers of a module, and opens only whole modules."""
+    from peft import PeftModel
+
+    family, variation, values = WHOLE_PARTS[case]
+    config_class, variations = ROWS[family]
+    _, folder = make_model(getattr(transformers, config_class), **variations[variation])
+    present = resolve(folder).meta_model().named_modules()
+    names = {name.rpartition(".")[2] for name, _ in present}
+    if "targets" in values:
+        targets = [name for name in values["targets"] if name in names]
+        values = values | {"targets": targets}
+    model, method, _ = write_random_adapter(folder, tmp_path, **values)
+    expected = model(TOKENS)
+    base = load_hf(folder)
+    assert relative(base(TOKENS).logits, expected) > 1e-3
+    opened = PeftModel.from_pretrained(base, tmp_path).eval()
+    assert relative(opened(TOKENS).logits, expected) <= 1e-5
+
+    # and as it was trained, here
+    read, _ = LoRA.read(tmp_path, resolve(tmp_path, folder))
+    assert sorted(read.trained) == sorted(method.trained)
+    assert relative(litft.load(tmp_path, base_dir=folder)[0](TOKENS), expected) <= 1e-5
+
+
 TOKENS = draw(2, 23, seed=8)
 
 
@@ -339,6 +383,7 @@ def test_a_published_adapter_gives_pefts_logits(shared, make_model, tmp_path, na
     [
         ({"new_tokens": ["a"]}, "new_tokens must be a list of token ids"),
         ({"base_path": 5}, "base_path must be text"),
+        ({"frozen": ["a", 1]}, "frozen must be a list of names"),
         (["base_path"], "object"),
     ],
 )

@@ -3,6 +3,7 @@ training steps."""
 
 import csv
 import json
+import shutil
 
 import pytest
 import torch
@@ -356,6 +357,60 @@ def test_patterns_name_the_modules_of_networks_with_experts(tmp_path):
         path.write_text(json.dumps(config | changed))
         method, _ = LoRA.read(adapter, resolve(adapter))
         assert {spec.scale for spec in method.specs.values()} == {expected}, named_as
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", ["q_proj.weight", "q_proj"])
+def test_a_linear_that_peft_adapts_as_a_parameter_has_the_patterns_of_one(
+    make_model, tmp_path, pattern
+):
+    """PEFT looks for the parameter's name in alpha_pattern."""
+    from peft import LoraConfig, get_peft_model
+
+    _, folder = make_model(transformers.LlamaConfig)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=[],
+        target_parameters=["q_proj.weight"],
+        alpha_pattern={pattern: 16},
+    )
+    model = get_peft_model(load_hf(folder), config).eval()
+    perturb({name: p for name, p in model.named_parameters() if "lora_" in name}.values())
+    model.save_pretrained(tmp_path)
+    ours = litft.load(tmp_path, base_dir=folder)[0](TOKENS)
+    assert relative(ours, model(TOKENS).logits) <= 1e-5
+
+
+def test_an_adapter_that_is_written_again_keeps_its_dropout(make_model, tmp_path):
+    _, folder = make_model(transformers.LlamaConfig)
+    first = adapted(folder, tmp_path / "first", LoRA(LoRAArgs(r=2, dropout=0.1)))
+    source = resolve(first)
+    method, values = LoRA.read(first, source)
+    (tmp_path / "second").mkdir()
+    method.write(tmp_path / "second", source, values, {})
+    config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
+    assert config["lora_dropout"] == 0.1
+
+    path = first / "adapter_config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"lora_dropout": "much"}))
+    with pytest.raises(
+        ValueError, match=r"lora_dropout must be at least 0 .* found 'much'"
+    ):
+        LoRA.read(first, source)
+
+
+def test_an_adapter_opened_by_a_link_has_the_base_beside_the_folder(make_model, tmp_path):
+    """Its path to the base is relative to the folder, not to the link."""
+    _, made = make_model(transformers.LlamaConfig)
+    folder = tmp_path / "deep" / "er" / "base"
+    shutil.copytree(made, folder)
+    adapter = tmp_path / "deep" / "er" / "run" / "final"
+    adapter.parent.mkdir()
+    adapted(folder, adapter, LoRA(LoRAArgs(r=2)))
+    (tmp_path / "link").symlink_to(adapter)
+    assert resolve(tmp_path / "link").base == folder
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from litft.commands.sweep import (
     _folder,
     _rows,
     _scaled_scores,
+    _with_one_kind_of_loss,
 )
 from litft.evaluation.settings import RunScores, RunsOfSetting, difference, ranked
 from litft.evaluation.verdict import Part
@@ -266,6 +267,35 @@ def test_a_difference_is_real_over_examples_and_over_seeds():
     assert not few.is_real
     assert [item.name for item in ranked([worse, best], "loss")] == ["best", "worse"]
     assert [item.name for item in ranked([worse, best], "exact_match")] == ["worse", "best"]
+
+
+def shares(name, correct_of_seeds):
+    """Return a setting whose examples are answered right or wrong."""
+    runs = []
+    for seed, correct in enumerate(correct_of_seeds, 1):
+        parts = {(n,): Part(float(n < correct), 1.0) for n in range(8)}
+        runs.append(RunScores(seed, {"exact_match": correct / 8}, {"exact_match": parts}))
+    return RunsOfSetting(name, runs)
+
+
+def test_equal_differences_of_shares_are_no_certainty():
+    """Two seeds of eight examples: both settings differ by one example twice."""
+    found = difference(shares("a", [4, 6]), shares("b", [5, 7]), "exact_match")
+    low, high = found.over_seeds
+    assert low < 0 < high and not found.is_real
+    # ten seeds that all differ by four of eight examples leave no doubt
+    many = difference(shares("a", [1, 3] * 5), shares("b", [5, 7] * 5), "exact_match")
+    assert many.over_seeds[0] > 0.4
+
+
+def test_losses_of_two_kinds_are_not_averaged():
+    """A run without its verdict has the loss of its objective."""
+    runs = setting("a", np.linspace(1, 2, 40), noise=[0.0, 0.1], seeds=2).runs
+    damaged = runs[1]._replace(scores={"loss": 0.3, "exact_match": 0.5}, parts={})
+    (kept,) = _with_one_kind_of_loss([RunsOfSetting("a", [runs[0], damaged])])
+    assert kept.values("loss").keys() == {1} and kept.values("exact_match") == {2: 0.5}
+    alone = [RunsOfSetting("a", [damaged])]
+    assert _with_one_kind_of_loss(alone) == alone
 
 
 def test_a_difference_is_not_real_if_the_intervals_disagree():

@@ -389,6 +389,112 @@ def test_calls_with_marks_in_unusual_places(answer_format, text, expected):
         assert "done, thanks" not in text or parsed.content.strip() == "done, thanks"
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_calls_between_marks_that_begin_like_elements(size):
+    """OLMo 3's mark is no `<function=`."""
+    olmo = AnswerFormat(calls=CallMarks("<function_calls>", "</function_calls>"))
+    text = "<function_calls>weather(town='Köln \"x\"', days=3)</function_calls>"
+    assert parsed_in_pieces(olmo, text, size).calls == [CALL]
+
+
+FILE_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "write",
+            "parameters": {
+                "properties": {
+                    "path": {"type": "string"},
+                    "text": {"type": "string"},
+                    "dry": {"type": "boolean"},
+                    "mode": {"type": ["integer", "null"]},
+                }
+            },
+        },
+    }
+]
+HERMES = AnswerFormat(calls=CallMarks("<tool_call>", "</tool_call>"))
+MISTRAL = AnswerFormat(calls=CallMarks("[TOOL_CALLS]"))
+# a format, the text of an answer, and the number of calls in it if the answer was cut there
+CUT = {
+    "before an argument": (HERMES, "<tool_call>\n<function=write>\n", 0),
+    "after an argument": (
+        HERMES,
+        "<tool_call>\n<function=write>\n<parameter=path>\na\n</parameter>\n",
+        0,
+    ),
+    "after the element": (HERMES, "<tool_call>\n<function=write>\n</function>\n", 1),
+    "after a key": (
+        HERMES,
+        "<tool_call>write\n<arg_key>path</arg_key>\n<arg_value>a</arg_value>\n",
+        0,
+    ),
+    "within a name": (HERMES, "<tool_call>write", 0),
+    "after a mark": (HERMES, "<tool_call>write</tool_call>", 1),
+    "JSON": (HERMES, '<tool_call>{"name": "write", "arguments": {"path": "a"}}', 1),
+    "before JSON": (MISTRAL, "[TOOL_CALLS]write", 0),
+    "after JSON": (MISTRAL, '[TOOL_CALLS]write[ARGS]{"path": "a"}', 1),
+    "a header": (
+        AnswerFormat(channels=True),
+        "<|channel|>commentary to=functions.write<|message|>",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_a_call_that_is_cut_is_content(case):
+    """It might lack arguments, or be another function's; a stop token stands for the mark."""
+    answer_format, text, count = CUT[case]
+    cut = make_parser(answer_format, tools=FILE_TOOLS).parse(text, is_cut=True)
+    assert len(cut.calls) == count
+    assert count or (cut.content.strip() in text.strip() and "write" in cut.content)
+    whole = make_parser(answer_format, tools=FILE_TOOLS).parse(text)
+    assert len(whole.calls) == 1 and not whole.content
+
+
+# the arguments of a call, as templates write them
+WRITTEN = {
+    "Qwen 3 Coder": "<function=write><parameter={}>\n{}\n</parameter></function>",
+    "Seed": "<function=write><parameter={}>{}</parameter></function>",
+    "MiniMax": '<invoke name="write"><parameter name="{}">{}</parameter></invoke>',
+    "GLM": "write<arg_key>{}</arg_key><arg_value>{}</arg_value>",
+}
+
+
+@pytest.mark.parametrize("syntax", WRITTEN)
+@pytest.mark.parametrize(
+    "key,text,value",
+    [
+        ("text", "    return x\n", "    return x\n"),
+        ("text", "None", "None"),
+        ("dry", "False", False),
+        ("dry", "true", True),
+        ("mode", "None", None),
+        ("mode", "3", 3),
+    ],
+)
+def test_values_are_read_as_templates_write_them(syntax, key, text, value):
+    (call,) = read_calls(WRITTEN[syntax].format(key, text), FILE_TOOLS)
+    assert call.arguments == {key: value}
+
+
+@pytest.mark.parametrize(
+    "answer_format,text",
+    [
+        (HERMES, '<tool_call>{"name": "write", "arguments": {}}</tool_call>'),
+        (
+            AnswerFormat(channels=True),
+            "<|channel|>commentary to=functions.write<|message|>{}<|call|>",
+        ),
+    ],
+)
+def test_calls_that_are_not_looked_for_are_content(answer_format, text):
+    assert make_parser(answer_format, tools=FILE_TOOLS).parse(text).calls
+    parsed = make_parser(answer_format, tools=FILE_TOOLS, reads_calls=False).parse(text)
+    assert not parsed.calls and "write" in parsed.content
+
+
 def test_channels_that_are_cut_or_continued():
     channels = AnswerFormat(channels=True)
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin"

@@ -1180,13 +1180,18 @@ UNWRITABLE = {
         LoRAArgs(r=2, targets=["q_proj"], modules_to_save=["down_proj"])
     ),
     "adapts embed": LoRA(LoRAArgs(r=2, targets=["q_proj", "embed"])),
+    # which is no table, and of Gemma 4 alone
+    "adapts per_layer.projection": LoRA(LoRAArgs(r=2)),
     "is adapter_v2": AdapterV2(AdapterV2Args()),
 }
 
 
 @pytest.mark.parametrize("reason", UNWRITABLE)
 def test_adapters_that_llama_cpp_does_not_support_are_refused(reason, tiny, tmp_path):
-    adapter = adapted(tiny, tmp_path / "adapter", UNWRITABLE[reason])
+    base = tiny
+    if "per_layer" in reason:
+        base = make_folder("gemma4", tmp_path / "base")
+    adapter = adapted(base, tmp_path / "adapter", UNWRITABLE[reason])
     with pytest.raises(
         ValueError, match=rf"{reason}.*: llama.cpp only supports plain LoRA of Linears"
     ):

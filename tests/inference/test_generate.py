@@ -384,6 +384,10 @@ def test_a_file_cut_inside_a_character_is_resumed(folder, tmp_path):
     "record, message",
     [
         ({"prompt": "a", "completion": "b"}, "already has a field 'completion'"),
+        (
+            {"prompt": "a", "reasoning_content": "b"},
+            "already has a field 'reasoning_content'",
+        ),
         ({"prompt": "a", "id": "\ud83d"}, "cannot be written as JSON"),
         ({"prompt": "a " * 600}, "the prompt has"),
     ],

@@ -350,7 +350,24 @@ def test_what_was_forgotten_is_measured_at_temperature_1(flags, tmp_path):
         run_finetuning(args)
         verdict = json.loads((tmp_path / str(temperature) / "verdict.json").read_text())
         before.append(verdict["before"]["loss on neutral text"])
+        # the decoder's log-probabilities are known at temperature 1 alone
+        rows = [row for row in rows_of(tmp_path / str(temperature)) if "reward" in row]
+        assert rows and all(("mismatch" in row) == (temperature == 1) for row in rows)
     assert before[0] == before[1]
+
+
+def test_a_first_function_that_never_applies(flags, tmp_path):
+    """No completion passes or fails by it. The time of rewards is no waiting for data."""
+    (tmp_path / "rewards.py").write_text(
+        "import time\n\n\ndef none(completion):\n    time.sleep(0.03)\n    return None\n"
+    )
+    reward = [f"{tmp_path / 'rewards.py'}:none", "brief:6=0.5"]
+    run_finetuning(replace(flags, reward=reward, out_dir=str(tmp_path / "run")))
+    rows = rows_of(tmp_path / "run")
+    assert any("val_reward" in row for row in rows)
+    assert not any("val_pass_1" in row for row in rows)
+    shares = [row["data_share"] for row in rows if "data_share" in row]
+    assert shares and max(shares) < 0.3
 
 
 def test_a_step_without_a_reward_is_said(flags, tmp_path, capsys):

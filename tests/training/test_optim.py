@@ -33,16 +33,21 @@ from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
 from litft.training.memory.allocations import AllocationTracker
 from litft.training.memory.probe import MemoryProbe
+from litft.training.optimizers import rounded
 from litft.training.optimizers.adafactor import Adafactor
 from litft.training.optimizers.make import (
+    ELEMENTWISE,
     OPTIMIZERS,
-    ROUNDING_BYTES,
     ChainedOptimizer,
-    StochasticRounding,
     averaged_weights,
     is_hidden,
     make_optimizer,
     set_learning_rate,
+)
+from litft.training.optimizers.rounded import (
+    FP32_BYTES,
+    ROUNDING_BYTES,
+    StochasticRounding,
     stochastically_rounded,
 )
 from litft.training.output import run_checkpoints
@@ -137,7 +142,7 @@ def test_stochastic_rounding_equals_adamw_for_fp32_weights():
     groups = [{"params": [weights[1]], "factor": 1.0, "lr": 0.1}]
     optimizers = [
         torch.optim.AdamW([weights[0]], lr=0.1),
-        StochasticRounding(groups, torch.optim.AdamW),
+        StochasticRounding(groups, torch.optim.AdamW, in_slices=False),
     ]
     for _ in range(5):
         for weight, optimizer in zip(weights, optimizers, strict=True):
@@ -148,6 +153,36 @@ def test_stochastic_rounding_equals_adamw_for_fp32_weights():
     assert {tensor.dtype for tensor in optimizers[1].state[weights[1]].values()} == {
         torch.float32
     }
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_weight_that_is_stepped_in_slices_equals_one_stepped_whole(monkeypatch, name):
+    """Both the weight and the optimizer's state after three steps."""
+    monkeypatch.setattr(rounded, "SLICE", 64)
+
+    def learner(in_slices):
+        weight = torch.nn.Parameter(draw(8, 40, seed=1).float())
+        group = {"params": [weight], "factor": 1.0, "lr": 0.1, "weight_decay": 0.1}
+        optimizer = StochasticRounding([group], OPTIMIZERS[name].make, in_slices)
+        return weight, optimizer
+
+    def step(weight, optimizer, number):
+        weight.grad = draw(8, 40, seed=10 + number).float()
+        optimizer.step()
+
+    whole, of_whole = learner(in_slices=False)
+    sliced, of_slices = learner(in_slices=True)
+    for number in range(3):
+        step(whole, of_whole, number)
+        step(sliced, of_slices, number)
+    assert torch.equal(whole, sliced)
+    whole_state = of_whole.state[whole]
+    sliced_state = of_slices.state[sliced]
+    assert whole_state.keys() == sliced_state.keys()
+    for kind, value in whole_state.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(sliced_state[kind])), (
+            kind
+        )
 
 
 def test_rates_and_decay_by_kind(tiny):
@@ -510,7 +545,8 @@ def test_a_sharded_parameter_resumes_bit_identically(mesh):
             "weight_decay": 0.0,
             "hidden": True,
         }
-        return weight, StochasticRounding([group], OPTIMIZERS["paged_adamw"].make)
+        make = OPTIMIZERS["paged_adamw"].make
+        return weight, StochasticRounding([group], make, in_slices=False)
 
     def step(weight, optimizer, number):
         torch.manual_seed(number)
@@ -698,11 +734,23 @@ def test_the_memory_probe_discards_gradients(tiny, examples, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("discards", [False, True])
-def test_the_memory_probe_needs_as_much_as_a_bf16_step(discards):
+@pytest.mark.parametrize(
+    "optimizer,slices,planned",
+    [
+        ("adamw", 1, FP32_BYTES + ROUNDING_BYTES),
+        ("adamw", 16, (FP32_BYTES + ROUNDING_BYTES) / 16),
+        # stepped whole, but rounded in slices
+        ("paged_adamw", 16, FP32_BYTES + ROUNDING_BYTES / 16),
+    ],
+)
+def test_the_memory_probe_needs_as_much_as_a_bf16_step(
+    monkeypatch, optimizer, slices, planned, discards
+):
     """Both need the same memory in addition to the gradient and the optimizer state of a weight."""
+    monkeypatch.setattr(rounded, "SLICE", 512 * 256 // slices)
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(512, 256, dtype=torch.bfloat16))
-        args = TrainArgs(optimizer_in_backward=True)
+        args = TrainArgs(optimizer_in_backward=True, optimizer=optimizer)
         optimizer = make_optimizer(args, Full(FullFinetuneArgs()), {"weight": weight})
         with optimizer.stepping():
             weight.sum().backward()  # the first step makes the state
@@ -712,4 +760,4 @@ def test_the_memory_probe_needs_as_much_as_a_bf16_step(discards):
         ):
             weight.sum().backward()
     # and 2 of the gradient
-    assert tracker.peak / weight.numel() == pytest.approx(ROUNDING_BYTES + 2, rel=0.01)
+    assert tracker.peak / weight.numel() == pytest.approx(planned + 2, rel=0.01)

@@ -37,6 +37,10 @@ MXFP4_VALUES = 1 << 20
 # for the small matrices of an adapter
 ADAPTER_OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 QUANTIZATION_VERSION = 2
+# what llama.cpp multiplies without looking for an adapter: tables, Gemma 4's projection of them,
+# and Kimi Linear's gates
+NOT_ADAPTED = ("embed", "embed_positions", "per_layer.projection")
+NOT_ADAPTED_IN_KIMI = ("decay_a_proj", "decay_proj", "gate_a_proj", "mixer.gate_proj")
 
 
 @dataclass(frozen=True)
@@ -207,12 +211,17 @@ def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:
         "trains whole modules or biases": isinstance(method, LoRA) and bool(method.trained),
     }
     sites = list(method.specs) if isinstance(method, LoRA) else []
-    embeddings = []
+    names = NOT_ADAPTED
+    if config.model_type == "kimi_linear":
+        names += NOT_ADAPTED_IN_KIMI
+    not_adapted = []
     for site in sites:
-        # llama.cpp adapts Linears only, and a tied head is the embedding
-        if site == "embed" or (site == "lm_head" and config.tied):
-            embeddings.append(site)
-    unsupported[f"adapts {' and '.join(embeddings)}"] = bool(embeddings)
+        # a tied head is the embedding
+        if site.endswith(names) or (site == "lm_head" and config.tied):
+            not_adapted.append(site)
+    # one of many blocks is enough
+    shown = " and ".join(not_adapted[:2])
+    unsupported[f"adapts {shown}"] = bool(not_adapted)
     reasons = []
     for reason, applies in unsupported.items():
         if applies:

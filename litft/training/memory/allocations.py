@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from litft.training.optimizers.make import OptimizerInBackward
+from litft.training.optimizers.rounded import OptimizerInBackward
 
 _FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
 _FLASH_BLOCK = 128  # rows of queries: FlashAttention rounds each document up to them

@@ -13,7 +13,7 @@ from litft.model.loss import LOGIT_ROWS, summed_cross_entropy, token_cross_entro
 from litft.model.transformer import GPT
 from litft.training.memory.allocations import AllocationTracker, stepping_in_backward
 from litft.training.memory.trace import Shape
-from litft.training.optimizers.make import OptimizerInBackward
+from litft.training.optimizers.rounded import OptimizerInBackward
 
 # measured bytes: the plans that a run compares have the same head
 LOSS_CACHE: dict[tuple, int] = {}

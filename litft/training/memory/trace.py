@@ -33,10 +33,10 @@ from litft.training.memory_saving.compile import changes_scores, trains_first_bl
 from litft.training.memory_saving.cpu_offload import MIN_OFFLOAD_BYTES
 from litft.training.optimizers.make import (
     BITSANDBYTES_OPTIMIZERS,
-    OptimizerInBackward,
     is_hidden,
     make_optimizer,
 )
+from litft.training.optimizers.rounded import OptimizerInBackward
 
 # measured bytes: the plans that a run compares have the same trained parameters
 STEP_CACHE: dict[tuple, int] = {}

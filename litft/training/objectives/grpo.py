@@ -3,6 +3,7 @@
 Completions are compared with others of the same prompt, so that no network estimates values.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -141,8 +142,11 @@ class GRPO(Objective):
             # with the ratio, the gradient is that of the divergence (arXiv 2512.02556)
             loss = loss + self.grpo.beta * (kl * ratios * weights).sum()
         with torch.no_grad():
-            decoded = old if completions.decoded is None else completions.decoded
-            sums = [-log_probs.sum(), clipped.sum(), kl.sum(), (old - decoded).abs().sum()]
+            # the decoder's log-probabilities are those at temperature 1
+            mismatch = old.new_tensor(math.nan)
+            if completions.decoded is not None:
+                mismatch = (old - completions.decoded).abs().sum()
+            sums = [-log_probs.sum(), clipped.sum(), kl.sum(), mismatch]
             means = torch.stack([value.float() for value in sums]) / max(1, totals.learned)
         return torch.cat([loss[None], means])
 

@@ -1,8 +1,7 @@
 """Optimizers by name, from torch, bitsandbytes and schedulefree, with a learning rate per kind of
 parameter.
 
-Added here: the choice of parameters that decay, and stochastic rounding, which preserves small
-updates of bf16 weights.
+Added here: the choice of parameters that decay.
 """
 
 import math
@@ -19,9 +18,13 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from litft.args import TrainArgs
 from litft.methods import Method
-from litft.model.placement import local, shard_as
 from litft.model.quantization import bitsandbytes
 from litft.training.optimizers.adafactor import Adafactor
+from litft.training.optimizers.rounded import (
+    Groups,
+    OptimizerInBackward,
+    StochasticRounding,
+)
 
 BETAS = (0.9, 0.95)
 # no weight decay; matched by name, since biases of stacked experts and norms of single heads are
@@ -29,8 +32,6 @@ BETAS = (0.9, 0.95)
 VECTORS = ("bias", "adapter_scale", "lora_m", "norm.weight")
 # matrices with one independent row per token
 LOOKUP_TABLES = ("embed", "lm_head", "token_rows", "adaption_prompt")
-
-Groups = list[dict[str, Any]]
 
 
 class OptimizerSpec(NamedTuple):
@@ -96,10 +97,11 @@ def make_optimizer(
         )
 
     # one weight at a time: bf16 weights in fp32, sharded ones as plain local tensors
+    in_slices = args.optimizer in ELEMENTWISE
     if args.optimizer_in_backward:
-        return OptimizerInBackward(group_list, make)
+        return OptimizerInBackward(group_list, make, in_slices)
     if has_bf16 or (sharded and args.optimizer in ELEMENTWISE_WITHOUT_DTENSOR):
-        return StochasticRounding(group_list, make)
+        return StochasticRounding(group_list, make, in_slices)
     return make(group_list)
 
 
@@ -181,148 +183,6 @@ class ChainedOptimizer(Optimizer):
             optimizer.step()
             # checkpoints read the state from here
             self.state.update(optimizer.state)
-
-
-# temporary bytes per element while a bf16 weight is stepped: weight and gradient in fp32; bits,
-# noise and their sum in int32
-ROUNDING_BYTES = 20
-
-
-class StochasticRounding(Optimizer):
-    """An optimizer for bf16 weights: each is stepped in fp32, and rounded up or down stochastically
-    (arXiv 2010.06192).
-
-    Rounding to nearest would lose an update smaller than half the distance between two bf16
-    numbers. Stochastic rounding is
-    unbiased: the mean over many steps is right. The moments are fp32; only one weight at a time has
-    an fp32 copy. With sharded parameters, each process steps its local shard, which is correct for
-    elementwise optimizers.
-    """
-
-    def __init__(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> None:
-        super().__init__(groups, {})
-        self.inner: dict[nn.Parameter, Optimizer] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                # the number of dimensions decides how an optimizer steps it, so the empty copy
-                # needs them too
-                fp32 = nn.Parameter(
-                    torch.empty(0, *local(parameter).shape[1:], device=parameter.device)
-                )
-                self.inner[parameter] = make([{**group, "params": [fp32]}])
-
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
-        """Step every weight that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.step_one(parameter, group["lr"])
-
-    def step_one(self, parameter: nn.Parameter, rate: float) -> None:
-        """Step one weight, which has a gradient."""
-        gradient = parameter.grad
-        assert gradient is not None  # the callers have looked
-        inner = self.inner[parameter]
-        (group,) = inner.param_groups
-        (fp32,) = group["params"]
-        group["lr"] = rate
-        shard = local(parameter.data)
-        fp32.data = shard.float()
-        fp32.grad = local(gradient).float()
-        inner.step()
-        if parameter.dtype == torch.float32:
-            shard.copy_(fp32)
-        else:
-            shard.copy_(stochastically_rounded(fp32))
-        state = inner.state[fp32]
-        shape = fp32.shape
-
-        # the fp32 copies are freed at once, only the state stays
-        fp32.data = fp32.data.new_empty(0)
-        fp32.grad = None
-        # in a checkpoint, the state of a shard must be a shard too
-        if isinstance(parameter, DTensor):
-            sharded_state = {}
-            for kind, value in state.items():
-                if isinstance(value, Tensor) and value.shape == shape:
-                    sharded_state[kind] = shard_as(parameter, value)
-                else:
-                    sharded_state[kind] = value
-            state = sharded_state
-        self.state[parameter] = state
-
-
-class OptimizerInBackward(StochasticRounding):
-    """Steps each weight in the backward pass once its gradient is complete, then frees the gradient
-    (arXiv 2306.09782).
-
-    The gradients of all weights never exist at once. So their norm cannot be clipped, nor NaN
-    found, before the first weight is stepped. It steps only within `stepping`.
-    """
-
-    def __init__(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> None:
-        super().__init__(groups, make)
-        self.is_stepping = False
-        self.is_discarding = False
-        self.squared_norms = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(
-                    partial(self._on_gradient, group)
-                )
-
-    def _on_gradient(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        if self.is_discarding:
-            # allocated and freed at once, so that the peak has what rounding would take
-            if parameter.dtype == torch.bfloat16:
-                torch.empty(
-                    ROUNDING_BYTES * parameter.numel(),
-                    dtype=torch.uint8,
-                    device=parameter.device,
-                )
-            parameter.grad = None
-        elif self.is_stepping:
-            gradient = parameter.grad
-            assert gradient is not None  # autograd calls this once it is complete
-            self.squared_norms.append(gradient.float().square().sum())
-            self.step_one(parameter, group["lr"])
-            parameter.grad = None
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Within the context, a backward pass steps the weights."""
-        self.is_stepping = True
-        self.squared_norms = []
-        try:
-            yield
-        finally:
-            self.is_stepping = False
-
-    @contextmanager
-    def discarding(self) -> Iterator[None]:
-        """Within the context, a backward pass allocates the memory of a step, discards gradients
-        and changes no weight."""
-        self.is_discarding = True
-        try:
-            yield
-        finally:
-            self.is_discarding = False
-
-    def norm(self) -> Tensor:
-        """Return the L2 norm of the last step's gradients."""
-        return torch.stack(self.squared_norms).sum().sqrt()
-
-
-def stochastically_rounded(fp32: Tensor) -> Tensor:
-    """Round fp32 to one of its two bf16 neighbours, with a probability that falls linearly with the
-    distance; both in any shape."""
-    bits = fp32.detach().view(torch.int32)
-    # bf16 drops the lower 16 bits: adding a random number below 2^16 carries into the upper bits
-    # with the right probability
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
-    return ((bits + noise) & ~0xFFFF).view(torch.float32).bfloat16()
 
 
 def _bitsandbytes(name: str, **settings: Any) -> Callable[[Groups], Optimizer]:
@@ -414,6 +274,8 @@ def _bytes_of_muon(name: str, parameter: Tensor) -> float:
 _adamw = partial(AdamW, betas=BETAS, fused=True)
 
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion")
+# each element is stepped without the others, and the state is plain memory (not paged)
+ELEMENTWISE = ("adamw", "lion", "sgd")
 # their kernels do not take DTensors
 ELEMENTWISE_WITHOUT_DTENSOR = (
     "lion",

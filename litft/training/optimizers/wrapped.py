@@ -3,7 +3,7 @@
 from lightning_fabric.wrappers import _FabricOptimizer
 from torch.optim import Optimizer
 
-from litft.training.optimizers.make import OptimizerInBackward
+from litft.training.optimizers.rounded import OptimizerInBackward
 
 
 def unwrapped_in_backward(optimizer: Optimizer) -> OptimizerInBackward:

@@ -59,6 +59,7 @@ class Metrics:
         # seconds since the last flush: in steps, and of these waiting for data
         self._window_seconds = 0.0
         self._data_seconds = 0.0
+        self._waits_for_data = False
         # the newest written row of a training step
         self.last: Row = {}
         self.newest: Row = {}  # the newest value of every column
@@ -103,10 +104,13 @@ class Metrics:
     def start(self) -> None:
         """Start the clock of a step."""
         self._step_start = time.perf_counter()
+        self._waits_for_data = True
 
     def data_ready(self) -> None:
-        """Count the step's time so far as waiting for data."""
-        self._data_seconds += time.perf_counter() - self._step_start
+        """Count the step's time so far as waiting for data, at the first call of the step."""
+        if self._waits_for_data:
+            self._data_seconds += time.perf_counter() - self._step_start
+        self._waits_for_data = False
 
     def stop(self) -> None:
         """Stop the clock of a step; also call `add` with the step's values."""

@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from litft.atomic import replace_folder
 from litft.distributed.process_group import CpuProcessGroup
 from litft.run_dir import checkpoint_step, checkpoints
-from litft.training.optimizers.make import StochasticRounding, averaged_weights
+from litft.training.optimizers.make import averaged_weights
+from litft.training.optimizers.rounded import StochasticRounding
 from litft.training.output.file_hashes import (
     HashingWriter,
     check_hashes,
