@@ -38,7 +38,7 @@ _GLOBAL = (
     "the examples of a step on all devices; axolotl counts packed rows instead, of several "
     "examples each"
 )
-_MICRO_NAMES = ("micro_batch_size", "per_device_train_batch_size", "train.micro_batch_size")
+MICRO_NAMES = ("micro_batch_size", "per_device_train_batch_size", "train.micro_batch_size")
 _STEPS = "an interval in steps"
 _FRACTION = "a fraction of the examples, not a count"
 _STRATEGY = (
@@ -242,10 +242,10 @@ ALIASES: dict[str, Alias] = {
         Alias("--train.global_batch_size {value}", "the examples of a step on all devices"),
     ),
     "gradient_accumulation_steps": Alias(
-        "--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES
+        "--train.global_batch_size {value}", _GLOBAL, times=MICRO_NAMES
     ),
     "gradient_accumulation_iters": Alias(
-        "--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES
+        "--train.global_batch_size {value}", _GLOBAL, times=MICRO_NAMES
     ),
     "eval_steps": Alias("--eval.interval {value}", _STEPS),
     "eval_strategy": Alias("--eval.interval N", _STEPS),

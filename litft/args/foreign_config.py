@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
-from litft.args.aliases import translate_flag, translate_optimizer
+from litft.args.aliases import MICRO_NAMES, translate_flag, translate_optimizer
 from litft.args.finetune import WITHOUT_BETAS
 from litft.args.foreign_data import data_paths
 from litft.args.foreign_defaults import (
+    AXOLOTL,
     HELD_OUT,
     LLAMA_FACTORY,
     TRL,
@@ -110,13 +111,18 @@ def translate_config(
         _note_packing(entries, notes)
         if "lora.r" in flag_types:
             _note_full_training(entries, program, notes)
-    elif {"lr_scheduler", "lr_scheduler_type"} & entries.keys():
+    elif any(name.startswith("lr_scheduler") for name in entries):
         # the schedules of other programs end at 0
         given.setdefault("train.min_lr_ratio", 0.0)
     _settle_lora(given, entries, flag_types, notes)
     # a constant rate has no end to go to
     if given.get("train.lr_schedule") == "constant":
         given.pop("train.min_lr_ratio", None)
+        # nor a beginning, in transformers, unless its name says so
+        names = (entries.get("lr_scheduler"), entries.get("lr_scheduler_type"))
+        if "constant" in names:
+            given.pop("train.warmup_steps", None)
+            given["train.warmup_fraction"] = 0.0
 
     converted: dict[str, Any] = {}
     for flag, value in given.items():
@@ -144,6 +150,19 @@ def _read_together(
         given["train.label_smoothing"] = smoothing
     elif smoothing is not None:
         given["preference.label_smoothing"] = smoothing
+
+    # the examples on a device, but for axolotl
+    accumulated = entries.get("gradient_accumulation_steps")
+    is_per_device = program_of(entries) is not AXOLOTL
+    if is_per_device and accumulated and not any(name in entries for name in MICRO_NAMES):
+        size = given.get("train.global_batch_size")
+        if isinstance(size, int) and isinstance(accumulated, int):
+            given["train.global_batch_size"] = size * accumulated
+            notes.append(
+                f"batch_size: {size} examples on each device there, and {accumulated} times as "
+                "many in a step; on several devices, multiply --train.global_batch_size by their "
+                "number"
+            )
 
     _read_quantization(given, entries)
     # other programs ignore the rates of moments that the optimizer does not have
@@ -244,6 +263,11 @@ def _settle_differences(
                 f"the number of epochs, {epochs}: max_steps takes its place there; here the run "
                 "would end at whichever comes first"
             )
+    if program is AXOLOTL and "excess_length_strategy" not in entries:
+        notes.append(
+            "sequence_len: axolotl leaves longer examples out; here they are cut, and the report "
+            "says how many"
+        )
     if program is LLAMA_FACTORY:
         template = given.get("data.template")
         if template is not None and not str(template).endswith(".jinja"):

@@ -48,6 +48,11 @@ def set_objective(
         )
 
     objective = given.get("objective")
+    if "cpo_alpha" in names and objective != "simpo":
+        notes.append(
+            "cpo_alpha: TRL's CPO has no reference model, and no counterpart here; DPO's loss, "
+            "which is set, differs"
+        )
     if objective == "distill" and not SETTINGS_OF["distill"].isdisjoint(names):
         _settle_gkd(given, entries)
     if objective == "grpo":

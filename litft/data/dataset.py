@@ -193,7 +193,7 @@ def load_data(
     # the files, each tokenized once
     train, named_val = find_sources(args)
     files = dict.fromkeys([*train, *(file for _, file in named_val)])
-    stores = _prepare_stores(files, encoder, args.skip_bad, timeout)
+    stores = _prepare_stores(files, encoder, args, timeout)
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
     by_label = _by_label(stores)
@@ -239,12 +239,13 @@ def load_data(
 
 
 def _prepare_stores(
-    files: Iterable[File | HubSplit], encoder: Encoder, skip_bad: float, timeout: float
+    files: Iterable[File | HubSplit], encoder: Encoder, args: DataArgs, timeout: float
 ) -> dict[File | HubSplit, TokenStore]:
     """Return the tokens of each file, which are computed or read from the cache."""
     stores = {}
     for file in files:
-        stores[file] = prepare_store(file, _encoder_of(file, encoder), skip_bad, timeout)
+        of_file = _encoder_of(file, encoder, args.template_args)
+        stores[file] = prepare_store(file, of_file, args.skip_bad, timeout)
     return stores
 
 
@@ -372,13 +373,20 @@ def length_limit(max_seq_length: int | None, context: int) -> int:
     return max_seq_length or min(context, 2048)
 
 
-def _encoder_of(file: File | HubSplit, encoder: Encoder) -> Encoder:
-    """Return the encoder of a file, which may have a format, columns and a template of its own."""
+def _encoder_of(
+    file: File | HubSplit, encoder: Encoder, template_args: list[str]
+) -> Encoder:
+    """Return the encoder of a file, which may have a format, columns and a template of its own.
+
+    template_args: of the flags; they apply to the template if it mentions them.
+    """
     form, columns, template = file.reading
     # a copy: other files are rendered with the template of the flags
     if template is not None:
         own = copy.copy(encoder.tokenizer)
         choose_template(template, own)
+        source = own.chat_template
+        own.chat_template = with_arguments(source, _mentioned(source, template_args))
         encoder = replace(encoder, tokenizer=own)
     own_columns = _columns(
         [f"{name}={file_name}" for name, file_name in columns], encoder.kind
@@ -476,12 +484,17 @@ def _set_arguments(tokenizer: Tokenizer, items: list[str]) -> None:
     templates = {}
     for name, source in tokenizer.named_templates.items():
         # an argument applies to the templates that mention it; the main one must
-        known = []
-        for item in items:
-            if mentions_variable(source, item.partition("=")[0]):
-                known.append(item)
-        templates[name] = with_arguments(source, known)
+        templates[name] = with_arguments(source, _mentioned(source, items))
     tokenizer.named_templates = templates
+
+
+def _mentioned(source: str, items: list[str]) -> list[str]:
+    """Return the arguments, NAME=VALUE each, that a template mentions."""
+    known = []
+    for item in items:
+        if mentions_variable(source, item.partition("=")[0]):
+            known.append(item)
+    return known
 
 
 def with_arguments(source: str, items: list[str]) -> str:

@@ -426,7 +426,7 @@ def _conversations(record: Record, where: str, template: str) -> Example:
         last = messages[-1] if messages else {}
         # an answer and its tool call
         if message["role"] == last.get("role") == "assistant":
-            messages[-1] = joined_messages(last, message)
+            messages[-1] = joined_messages(last, message, f"{where}: turn {number}")
         else:
             messages.append(message)
     return Example(

@@ -230,7 +230,7 @@ def _call(call: Any, where: str) -> dict:
         raise ValueError(
             f"{where}: a tool call needs a name and arguments, found {str(call)[:80]!r}"
         )
-    arguments = function.get("arguments", {})
+    arguments = _arguments_of(function, call, where)
     if arguments == "":  # OpenAI's form of a call without any
         arguments = {}
     if isinstance(arguments, str):
@@ -241,6 +241,29 @@ def _call(call: Any, where: str) -> dict:
         **call_id,
         "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+# what a call has beside its arguments
+_CALL_FIELDS = {"name", "id", "type", "index", "description", "strict", "function"}
+
+
+def _arguments_of(function: dict, call: dict, where: str) -> Any:
+    """Return the arguments of a call, which Llama calls `parameters`; raise ValueError if they have
+    another name, since the call would be learned without any."""
+    for name in ("arguments", "parameters"):
+        if function.get(name) is not None:
+            return function[name]
+    # a table has empty columns for the fields of other records
+    others = []
+    for name, value in {**call, **function}.items():
+        if value is not None and name not in _CALL_FIELDS:
+            others.append(name)
+    if others:
+        raise ValueError(
+            f"{where}: the call of {function['name']} has no arguments, but {', '.join(others)}; "
+            "name them arguments, beside the name"
+        )
+    return {}
 
 
 def with_arguments_as_text(message: Message) -> Message:
@@ -286,9 +309,17 @@ def read_tools(tools: Any, where: str) -> list | None:
     return wrapped
 
 
-def joined_messages(first: Message, second: Message) -> Message:
+def joined_messages(first: Message, second: Message, where: str) -> Message:
     """Return two messages of the assistant as one; its `parts` say which of them are learned, if
-    not all alike."""
+    not all alike.
+
+    Raises ValueError for a call before a text, since templates write the text first.
+    """
+    if first.get("tool_calls") and second["content"].strip():
+        raise ValueError(
+            f"{where}: a call is followed by text of the same speaker; add the result between "
+            "them, or put the text before the call"
+        )
     joined = {**first, **second}
     joined["content"] = "\n\n".join(filter(None, (first["content"], second["content"])))
     for name in REASONING_FIELDS:

@@ -1129,6 +1129,30 @@ def test_what_differs_is_converted(text, expected, tmp_path):
             | {"grpo.advantages": "group"},
             "",
         ),
+        # torchtune's batch is that of a device
+        (
+            "batch_size: 2\ngradient_accumulation_steps: 8\n"
+            "lr_scheduler:\n  num_warmup_steps: 100",
+            {"train.global_batch_size": 16, "train.min_lr_ratio": 0.0},
+            "batch_size: 2 examples on each device there, and 8 times as many in a step",
+        ),
+        # transformers' constant schedule has no warmup
+        (
+            "base_model: m\nlr_scheduler: constant\nwarmup_ratio: 0.1",
+            {"train.lr_schedule": "constant", "train.warmup_fraction": 0.0}
+            | {"train.warmup_steps": None},
+            "sequence_len: axolotl leaves longer examples out; here they are cut",
+        ),
+        (
+            "base_model: m\nlr_scheduler: constant_with_warmup\nwarmup_ratio: 0.1",
+            {"train.lr_schedule": "constant", "train.warmup_fraction": 0.1},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nloss_type: sigmoid\ncpo_alpha: 1.0\nbeta: 0.1",
+            {"objective": "dpo"},
+            "cpo_alpha: TRL's CPO has no reference model, and no counterpart here",
+        ),
         # TRL divides by the standard deviation with every loss
         (
             "model_name_or_path: m\nnum_generations: 8\nloss_type: dr_grpo",

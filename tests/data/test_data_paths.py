@@ -295,6 +295,27 @@ def test_settings_without_effect_are_refused(tiny, tmp_path):
             load(tiny, DataArgs(path=[path], template_args=[item]))
 
 
+def test_template_arguments_apply_to_the_template_of_a_path(tiny, tmp_path):
+    """Both paths have the same template: one by the flag, one as its own."""
+    template = tmp_path / "styled.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ style|default('long') + ': ' + m.content + eos_token }}"
+        "{% endfor %}"
+    )
+    path = str(write_records(tmp_path / "own.jsonl", PLAIN))
+    args = DataArgs(
+        path=[path, json.dumps({"path": path, "template": str(template)})],
+        template=str(template),
+        template_args=["style=short"],
+        val_fraction=0.0,
+    )
+    data = load(tiny, args)
+    count = len(data.train) // 2
+    for number in range(count):
+        text = Tokenizer(tiny).decode(data.train[count + number].tokens.tolist())
+        assert "short: " in text and "long: " not in text, text
+
+
 def test_times_beyond_the_years_of_python_are_text(tiny, tmp_path):
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -262,6 +262,38 @@ def test_capitals_and_spaces_of_field_names_do_not_matter():
             {"conversations": [{"from": "function_call", "value": "add"}]},
             "turn 0: invalid JSON",
         ),
+        (
+            {
+                "conversations": [
+                    {"from": "function_call", "value": '{"name": "add", "args": {"a": 1}}'}
+                ]
+            },
+            "the call of add has no arguments, but args; name them arguments",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"function": {"name": "add"}, "arguments": {"a": 1}}
+                        ],
+                    },
+                ]
+            },
+            "the call of add has no arguments, but arguments; .* beside the name",
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "a"},
+                    {"from": "function_call", "value": '{"name": "clock"}'},
+                    {"from": "gpt", "value": "I called it."},
+                ]
+            },
+            "turn 2: a call is followed by text of the same speaker",
+        ),
         ({"conversations": []}, "at least one turn"),
         ({"prompt": 1, "completion": "a"}, "field 'prompt' must be text, found a number"),
     ],
@@ -270,6 +302,18 @@ def test_errors_name_the_record_and_the_reason(record, message):
     with pytest.raises(ValueError, match=message) as error:
         to_example(record, "data.json, record 7", "")
     assert str(error.value).startswith("data.json, record 7")
+
+
+@pytest.mark.parametrize("name", ["arguments", "parameters"])
+def test_both_names_of_the_arguments_of_a_call_are_read(name):
+    """Llama calls them parameters; a table has both columns, one of them empty."""
+    call = {"name": "add", "arguments": None, name: {"a": 1}}
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": json.dumps(call)},
+    ]
+    message = to_example({"conversations": turns}, "here", "").messages[-1]
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
 
 
 @pytest.mark.parametrize(
