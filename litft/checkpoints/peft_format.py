@@ -93,8 +93,9 @@ def write_adapter(
     )
     frozen: dict[str, Tensor] = {}
     if "modules_to_save" in config:
-        saved = set(config["modules_to_save"])
-        frozen = _rest_of_saved_modules(saved, adapter, model, rules, read_base)
+        frozen = _rest_of_saved_modules(
+            config["modules_to_save"], adapter, model, rules, read_base
+        )
         trained |= frozen
         config["modules_to_save"] = [
             names.of(module) for module in config["modules_to_save"]
@@ -316,7 +317,7 @@ def _tied_head(adapter: LoraAdapter, targets: dict[str, PeftTarget]) -> dict[str
 
 
 def _rest_of_saved_modules(
-    saved: set[str],
+    saved: list[str],
     adapter: LoraAdapter,
     model: GPT,
     rules: list[Rule],

@@ -408,6 +408,9 @@ def _loading(info: CardInfo) -> Iterator[str]:
         flags = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={repo_id}"
         # the chat template and the end tokens of the adapter, not of its base
         files = f"--tokenizer {repo_id} --generation-config {repo_id}"
+        revision = info.base.revision if info.base else None
+        if revision:
+            flags = f"--revision {revision} {flags}"
         yield _vllm(f"vllm serve {base} {flags} {files}", info)
     if kind in (None, "LORA"):
         yield (

@@ -202,17 +202,8 @@ def dequantized(
     package = bitsandbytes()
     if kind == "int8":
         return package.functional.int8_vectorwise_dequant(data, tensors[0]).to(dtype)
-    operators = torch.ops.bitsandbytes
-    height, width, block_size, *inner_block_sizes = numbers
-    scales, _, *nested = tensors
-    # the block scales may be quantized themselves, after an offset was subtracted
-    if nested:
-        inner_scales, inner_code, offset = nested
-        scales = operators.dequantize_blockwise.default(
-            scales, inner_scales, inner_code, inner_block_sizes[0], torch.float32
-        )
-        scales += offset
-
+    scales = _block_scales(tensors, numbers)
+    height, width, block_size = numbers[:3]
     shape = [height, width]
     # the CPU kernel (0.50.2) would use the scales of wrong blocks
     if width % block_size:
@@ -222,10 +213,20 @@ def dequantized(
         shape = [count // row, row]
     # the kernels write these dtypes
     written = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-    weight = operators.dequantize_4bit.default(
-        data, scales, block_size, kind, shape, written
-    )
+    dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
+    weight = dequantize(data, scales, block_size, kind, shape, written)
     return weight.view(height, width).to(dtype)
+
+
+def _block_scales(tensors: list[Tensor], numbers: list[int]) -> Tensor:
+    """Return the scales (S,) of 4-bit data in fp32, given the `components` of its state."""
+    scales, _, *nested = tensors
+    if not nested:
+        return scales
+    # they are quantized themselves, after an offset was subtracted
+    inner_scales, inner_code, offset = nested
+    dequantize = torch.ops.bitsandbytes.dequantize_blockwise.default
+    return dequantize(scales, inner_scales, inner_code, numbers[3], torch.float32) + offset
 
 
 # The compiler cannot trace dequantization, so the product is one operator. It has no gradient of

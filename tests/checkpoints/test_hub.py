@@ -29,7 +29,7 @@ from litft.args import (
 from litft.checkpoints.hub import HubId, downloaded_from, files_to_transfer, hub_id
 from litft.cli import run as command
 from litft.export.model_card import model_card
-from litft.export.upload_files import card_info
+from litft.export.upload_files import _hub_base_of_adapter, card_info
 from litft.pretrained.folder import resolve
 
 CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_")}
@@ -457,7 +457,8 @@ def test_the_model_card_describes_the_run(tuned, examples):
         "| `--lora.r` | 4 |",
         "| `--lora.rank_pattern` | q_proj=6 |",
         "| `--train.learning_rate` |",
-        "vllm serve me/tiny --enable-lora --max-lora-rank 8 --lora-modules mine=me/mine",
+        f"vllm serve me/tiny --revision {hub.commit('me/tiny')} --enable-lora",
+        "--max-lora-rank 8 --lora-modules mine=me/mine",
         "litft convert_to_gguf --checkpoint_dir me/mine --out_dir gguf",
     ):
         assert text in result.stdout, text
@@ -652,6 +653,12 @@ def test_an_adapter_on_a_local_base_needs_the_hub_id_of_its_base(online, tiny, e
     assert not any(str(tiny).encode() in data for data in hub.models["me/local"].values())
     result = run([*arguments, "--base_model", "tiny"], root, env, code=2)
     assert "--base_model tiny: expected owner/name" in result.stderr
+
+
+def test_the_base_of_an_uploaded_adapter_keeps_its_revision(tiny):
+    """Where the base was opened from a folder that does not know where it comes from."""
+    config = {"base_model_name_or_path": "me/tiny", "revision": "abc123"}
+    assert _hub_base_of_adapter(resolve(tiny), config) == HubId("me/tiny", "abc123")
 
 
 @pytest.mark.slow

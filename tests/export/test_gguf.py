@@ -1550,7 +1550,10 @@ def test_the_modelfile_renders_like_the_chat_template(style, tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(STYLES[style], "utf-8")
     tokenizer = Tokenizer(tmp_path / "model")
-    content = modelfile("model-F16.gguf", tokenizer)
+    sampling = {"temperature": 0.7, "top_k": None, "repetition_penalty": 1.05}
+    content = modelfile("model-F16.gguf", tokenizer, sampling)
+    # Ollama has other defaults
+    assert "\nPARAMETER temperature 0.7\nPARAMETER repeat_penalty 1.05\n" in content
     assert (
         content.startswith("FROM ./model-F16.gguf\n") and 'PARAMETER stop "</s>"' in content
     )
@@ -1933,7 +1936,7 @@ def test_the_modelfile_has_no_template_of_a_day_or_without_tools(addition, tiny,
     (tmp_path / "model" / "chat_template.jinja").write_text(
         STYLES["chatml"] + addition, "utf-8"
     )
-    content = modelfile("model-F16.gguf", Tokenizer(tmp_path / "model"))
+    content = modelfile("model-F16.gguf", Tokenizer(tmp_path / "model"), {})
     assert (
         "TEMPLATE" not in content
         and "the chat template in the GGUF file is used" in content

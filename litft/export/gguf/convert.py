@@ -20,6 +20,7 @@ from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.tensor_types import OUTTYPES, ModelSizes, StoredTensor, tensor_types
 from litft.export.gguf.vocabulary_writer import add_tokenizer, model_name
 from litft.export.trained_model import TrainedModel
+from litft.inference.generation_config import read_generation_config
 from litft.methods import Method
 from litft.methods.lora import LoRA
 from litft.model.config import Config
@@ -102,16 +103,7 @@ def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) 
         outtype = "f16"
     name = f"model-{outtype.upper()}.gguf"
     writer = _writer(architecture.name, trained, outtype)
-    for key, value in architecture.metadata.items():
-        # by the exact type, since a bool is an int, too
-        adders = {
-            float: writer.add_float32,
-            str: writer.add_string,
-            int: writer.add_uint32,
-            bool: writer.add_bool,
-        }
-        adders |= {list: writer.add_array}
-        adders[type(value)](f"{architecture.name}.{key}", value)
+    _add_metadata(writer, architecture)
     add_tokenizer(writer, tokenizer, config.vocab_size)
     entries = model_entries(source, torch.float32, result, gguf_rules(config))
     # some architectures need the tensor of a head even if it is the embedding
@@ -123,8 +115,25 @@ def write_model_file(folder: Path, trained: TrainedModel, args: GgufExportArgs) 
     for tensor_name, factors in architecture.factors.items():
         entries.append(LazyTensor(tensor_name, factors, factors.float))
     _write_tensors(writer, folder / name, entries, architecture.sizes, outtype)
-    (folder / "Modelfile").write_text(modelfile(name, tokenizer), "utf-8")
+    settings = read_generation_config([source.folder, source.base])
+    (folder / "Modelfile").write_text(
+        modelfile(name, tokenizer, settings.sampling), "utf-8"
+    )
     return name
+
+
+def _add_metadata(writer: gguf.GGUFWriter, architecture: GgufArchitecture) -> None:
+    """Add what describes the network."""
+    # by the exact type, since a bool is an int, too
+    adders = {
+        float: writer.add_float32,
+        str: writer.add_string,
+        int: writer.add_uint32,
+        bool: writer.add_bool,
+        list: writer.add_array,
+    }
+    for key, value in architecture.metadata.items():
+        adders[type(value)](f"{architecture.name}.{key}", value)
 
 
 def _warn_of_differences(architecture: GgufArchitecture, config: Config) -> None:

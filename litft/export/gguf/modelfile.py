@@ -6,7 +6,8 @@ https://docs.ollama.com/modelfile
 """
 
 import json
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from litft.data.chat_template import Message
 from litft.data.tokenizer import Tokenizer
@@ -20,8 +21,21 @@ _PROBES = (
 )
 
 
-def modelfile(name: str, tokenizer: Tokenizer) -> str:
-    """Return the Modelfile for the GGUF file `name` in the same folder."""
+# Ollama's names of the settings of sampling
+PARAMETERS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+
+
+def modelfile(name: str, tokenizer: Tokenizer, sampling: Mapping[str, Any]) -> str:
+    """Return the Modelfile for the GGUF file `name` in the same folder.
+
+    sampling: how answers are drawn here, by the fields of `Sampling`; Ollama has other defaults.
+    """
     lines = [f"FROM ./{name}"]
     stop_texts = [
         tokenizer.decode([number], skip_special=False) for number in tokenizer.stop_ids
@@ -29,9 +43,13 @@ def modelfile(name: str, tokenizer: Tokenizer) -> str:
     stops = [
         f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stop_texts
     ]
+    settings = []
+    for field, parameter in PARAMETERS.items():
+        if sampling.get(field) is not None:
+            settings.append(f"PARAMETER {parameter} {sampling[field]:g}")
     # Ollama then continues the prompt as it is
     if not tokenizer.has_template:
-        return "\n".join([*lines, *stops]) + "\n"
+        return "\n".join([*lines, *settings, *stops]) + "\n"
     parts = None
     # a Go template could print neither the day of a question nor tools
     has_tools = "tools" in tokenizer.template_for([{}])
@@ -42,7 +60,7 @@ def modelfile(name: str, tokenizer: Tokenizer) -> str:
         lines.append(f'TEMPLATE """{_go_template(parts)}"""')
     else:
         lines.append("# the chat template in the GGUF file is used (Ollama 0.30 and newer)")
-    return "\n".join([*lines, *stops]) + "\n"
+    return "\n".join([*lines, *settings, *stops]) + "\n"
 
 
 class _Parts(NamedTuple):
