@@ -46,7 +46,7 @@ class RunEvalArgs(OpenArgs):
     """Number of texts per forward pass."""
     max_new_tokens: int | None = None
     """Maximum length of an answer to an example of --data, in tokens. Default: that of the expected
-    answer plus 8; with --reward, 256."""
+    answer plus 8; with --reward, 256, or half of a length limit below 512."""
     show: int = 3
     """Number of answers to --data to print."""
     out: str | None = None

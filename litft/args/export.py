@@ -100,7 +100,7 @@ class MergeArgs(MergedArgs):
 
     checkpoint_dir: list[str] = field(default_factory=list)
     """An adapter folder or a run folder; several are combined. Default: the newest finished run
-    under out/."""
+    in out/ itself."""
     weights: list[float] = field(default_factory=list)
     """The factor of each adapter's change, such as 0.7,0.3. Default: 1 for each."""
     combination: Literal["linear", "ties"] = "linear"
@@ -148,7 +148,7 @@ class ExportArgs(MergedArgs):
 
     checkpoint_dir: str | None = None
     """A run folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished
-    run under out/."""
+    run in out/ itself."""
     merge: bool = True
     """Write the merged model. false: write only the adapter, in PEFT's format."""
     text_names: bool = False
@@ -207,7 +207,7 @@ class GgufExportArgs:
 
     checkpoint_dir: str | None = None
     """A run folder, one of its checkpoints, or a model or adapter folder. Default: the newest
-    finished run under out/."""
+    finished run in out/ itself."""
     base_dir: str | None = None
     """The folder of the base model, if it has moved. Default: the path stored with the adapter."""
     out_dir: str | None = None

@@ -75,9 +75,9 @@ class TrainArgs:
     """Examples (pairs of answers count once) per optimizer step, summed over all devices and
     micro-batches."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Rows per forward pass on one device. It affects speed and memory, not the result. auto: the
-    fastest number that fits into memory. Default: 1 row of packed examples, or 4 rows without
-    packing."""
+    """Rows per forward pass on one device. It affects speed and memory, not the result, but for
+    what dropout and NEFTune draw. auto: the fastest number that fits into memory. Default: 1 row of
+    packed examples, or 4 rows without packing."""
     compile: bool | None = None
     """Compile the transformer blocks with torch.compile. The first step starts up to a minute
     later, and all steps are faster. Default: true on a GPU, false on a CPU."""
@@ -124,7 +124,8 @@ class TrainArgs:
     betas: list[float] = field(default_factory=list)
     """The decay rates of AdamW's and Lion's two moments. Default: 0.9,0.95; with lion, 0.9,0.99."""
     eps: float | None = None
-    """The constant in the denominator of AdamW's update. Default: 1e-8."""
+    """The constant in the denominator of AdamW's update, and of Muon's normalization. Default:
+    1e-8; of Muon's, 1e-7."""
     max_grad_norm: float = 1.0
     """Clip gradients whose global 2-norm is larger to this norm. 0: no clipping."""
     freeze: list[str] = field(default_factory=list)
@@ -141,7 +142,7 @@ class TrainArgs:
     on a GPU."""
     oom_retry: bool = False
     """When memory runs out, halve the micro-batch size and continue. Steps and losses stay the
-    same."""
+    same, but for what dropout and NEFTune draw."""
     ignore_memory_plan: bool = False
     """Start a run that needs more memory than there is according to its plan, which is refused
     otherwise."""
@@ -367,7 +368,7 @@ class FinetuneArgs:
     """The run folder to write. Default: the first free out/<method>[-n]."""
     resume: bool = False
     """Continue from the newest complete checkpoint in out_dir. Default out_dir: the newest
-    unfinished run under out/."""
+    unfinished run in out/ itself."""
     overwrite: bool = False
     """Delete the run in out_dir and start a new one there."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -376,7 +377,8 @@ class FinetuneArgs:
     arithmetic, fp16 on a T4, V100 or RTX 20, otherwise fp32."""
     quantize: Quantization = "none"
     """Quantize the frozen Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their
-    scales (double quantization). A folder that is already quantized stays unchanged."""
+    scales (double quantization). A folder that bitsandbytes has quantized opens as it is; GPTQ,
+    AWQ, FP8, MXFP4 and packed INT4 are quantized again."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """The kind of device to run on. auto: a GPU if there is one, otherwise the CPU."""
     devices: int = 1

@@ -27,7 +27,8 @@ class GrpoArgs:
     top_p: float = 1.0
     """Draw from the likeliest tokens whose probabilities add up to this. 1: from all."""
     rollout_rows: int = 64
-    """Completions that a device generates at once. It affects speed and memory alone."""
+    """Completions that a device generates at once. It affects speed and memory alone, but for
+    rounding in bf16."""
     loss: Losses = "grpo"
     """grpo: mean over completions of the mean over tokens. dr_grpo: sum over tokens, divided by
     max_new_tokens. dapo: mean over all tokens. gspo: one ratio for each completion. cispo: clipped
@@ -38,12 +39,13 @@ class GrpoArgs:
     standard deviation of the step. Default: group; with dr_grpo, group_mean; with rloo,
     leave_one_out."""
     beta: float = 0.0
-    """Weight of the KL divergence from the base without the method; with full fine-tuning, from a
-    copy of the weights at the start. 0: none, and no reference."""
+    """Weight of the KL divergence from the network at the start: the base, with the adapter that
+    the run continues. 0: none, and no reference."""
     clip_low: float = 0.2
-    """Lower limit of the probability ratio: 1 - clip_low."""
+    """Lower limit of the probability ratio: 1 - clip_low. Of use with updates above 1, and not with
+    cispo."""
     clip_high: float = 0.2
-    """Upper limit of the probability ratio: 1 + clip_high."""
+    """Upper limit of the probability ratio: 1 + clip_high. Of use with updates above 1."""
     updates: int = 1
     """Optimizer updates with the completions of one step."""
     resample: int = 0

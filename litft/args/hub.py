@@ -40,8 +40,8 @@ class UploadArgs:
     generated from the run."""
 
     checkpoint_dir: str | None = None
-    """A run folder, a model folder or an adapter folder. Default: the newest finished run under
-    out/."""
+    """A run folder, a model folder or an adapter folder. Default: the newest finished run in
+    out/ itself."""
     base_dir: str | None = None
     """The folder of an adapter's base model, if it has moved. Default: the path stored with the
     adapter."""

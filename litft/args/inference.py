@@ -14,14 +14,15 @@ class OpenArgs:
     """Which model to load, and how."""
 
     checkpoint_dir: str | None = None
-    """A model folder, an adapter folder or a run folder. Default: the newest finished run under
-    out/."""
+    """A model folder, an adapter folder or a run folder. Default: the newest finished run in
+    out/ itself."""
     base_dir: str | None = None
     """The folder of an adapter's base model, if it has moved. Default: the path stored with the
     adapter."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The dtype of weights and computation. auto: bf16 on a GPU that has bf16 arithmetic, otherwise
-    fp32. To generate text, auto is also bf16 for bf16 weights on a CPU with bf16 arithmetic."""
+    """The dtype of weights and computation. auto: bf16 on a GPU that has bf16 arithmetic, fp16 on
+    others where the model fits, otherwise fp32. To generate text, auto is also bf16 for bf16
+    weights on a CPU with bf16 arithmetic."""
     quantize: Quantization = "none"
     """Quantize Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales
     (double quantization)."""
@@ -74,10 +75,10 @@ class ModelArgs(OpenArgs):
     256."""
     temperature: float | None = None
     """Sampling temperature: higher is more varied, 0 always takes the likeliest token (greedy).
-    Default: from generation_config.json, otherwise 0.7."""
+    Default: from generation_config.json; 0.7 if it does not mention sampling, otherwise 1."""
     top_k: int | None = None
     """Sample from the k likeliest tokens only; 0 and -1: from all. Default: from
-    generation_config.json, otherwise off."""
+    generation_config.json, where do_sample without top_k means 50; otherwise off."""
     top_p: float | None = None
     """Sample from the likeliest tokens whose probabilities add up to this. Default: from
     generation_config.json; 0.9 if it does not mention sampling."""
@@ -177,7 +178,7 @@ class GenerateArgs(SpeculativeArgs):
     overwrite: bool = False
     """Replace --out if it exists."""
     batch_size: int = 8
-    """Number of answers generated at once."""
+    """Number of answers generated at once; one with --lookup or --draft_dir."""
     num_samples: int = 1
     """Number of answers per prompt."""
     template: Literal["auto", "none"] = "auto"

@@ -24,7 +24,7 @@ class LoRAArgs:
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules to adapt: names or patterns, in litft's or the checkpoint's naming (q_proj,
     blocks.1?.mlp.*, embed, lm_head), or all-linear: every Linear, experts included, except the
-    output head and the expert routers."""
+    output head, the expert routers and the out_proj of Mamba-2."""
     rank_pattern: list[str] = field(default_factory=list)
     """Different ranks for some targets, NAME=RANK (down_proj=16,blocks.0.*=4). The first match
     wins."""

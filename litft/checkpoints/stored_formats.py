@@ -424,7 +424,11 @@ def dequantize_gptq(
 
     # values are packed along the inputs, zeros along the outputs
     values = _unpack(qweight.mT, bits)  # (O, I)
-    zeros = _unpack(qzeros, bits) + int(v1)  # (G, O)
+    if v1:
+        # 1 was subtracted from every number, with a borrow from the next one for 0
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        qzeros = (qzeros.long() + ones).to(torch.int32)
+    zeros = _unpack(qzeros, bits)  # (G, O)
     features = values.size(1)
     if g_idx is None:
         groups = torch.arange(features) // (features // scales.size(0))

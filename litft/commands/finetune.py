@@ -59,6 +59,11 @@ def run_finetuning(
     _check_metrics(metrics or {})
     # what can be refused is refused before the processes meet and weights are read
     args, named = _complete_args(args)
+    if metrics and args.objective == "grpo":
+        raise ValueError(
+            "metrics: they compare answers with those of the data, which --objective grpo does not "
+            "validate; give reward functions"
+        )
     run = prepare_run(args, rewards)
     if metrics and not len(run.schedule.data.val):
         reason = "metrics: they are of the validation examples, and nothing is held out"

@@ -74,7 +74,7 @@ def to_prompt(
     template: see `formats.to_example`.
     """
     stated = None if form else _stated_prompt(record, where, template)
-    if stated is None or form or _has_format(record):
+    if stated is None or form or has_format(record):
         whole = to_example(record, where, template, form or detect_format(record, where))
     else:
         whole = stated
@@ -107,7 +107,7 @@ def to_prompt(
     return PromptExample(replace(example, messages=messages), whole, columns, unused)
 
 
-def _has_format(record: Record) -> bool:
+def has_format(record: Record) -> bool:
     """Whether a record has all fields of a format with answers."""
     for form in FORMATS.values():
         if form.fields != ("text",) and all(record.get(name) for name in form.fields):
@@ -127,7 +127,7 @@ def _stated_prompt(record: Record, where: str, template: str) -> Example | None:
     is_stated = bool(prompt) and not record.get("completion")
     if is_stated and not isinstance(prompt, list):
         is_stated = not any(record.get(name) for name in CONVERSATIONS)
-    if not is_stated and _has_format(record):
+    if not is_stated and has_format(record):
         return None
     for name in PROMPT_FIELDS:
         value = record.get(name)

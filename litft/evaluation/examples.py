@@ -17,6 +17,7 @@ from litft.data.chat_template import STYLES
 from litft.data.dataset import DataSplits, length_limit, load_data
 from litft.data.formats import preference_kind, rename_columns
 from litft.data.notes import CUT, CUT_AWAY, NO_ROOM, TOOLS_LOST
+from litft.data.prompts import has_format
 from litft.data.sources import File, HubSplit, find_sources, source_digests
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
@@ -156,10 +157,35 @@ def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
     return replace(data, columns=trained_data.columns, format=trained_data.format)
 
 
+def _first_record(args: RunEvalArgs) -> dict[str, Any]:
+    """Return the first record of --data by the names of our fields; empty if it is no object."""
+    first_file = find_sources(args.data)[0][0]
+    _, record = next(iter(first_file.records()), ("", {}))
+    if not isinstance(record, dict):
+        return {}
+    columns = dict(item.split("=", 1) for item in args.data.columns)
+    return rename_columns(record, columns | dict(first_file.reading.columns))
+
+
+def _check_held_out_prompts(args: RunEvalArgs, own_run: Path | None) -> None:
+    """Raise ValueError if the run has held out records by their prompts, as preferences are, and
+    the records have an answer beside the pair, by which prompts are held out here."""
+    if own_run is None or not args.data.val_fraction or is_supervised(own_run):
+        return
+    if not has_format(_first_record(args)):
+        return
+    trained = finetune_args(own_run).objective
+    raise ValueError(
+        f"--reward: {own_run} was trained with {trained}, which holds out other examples; give "
+        "--data.path a file of its own"
+    )
+
+
 def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
     """Return what the examples of --data are, see `Encoder`: by the flag, the run that held them
     out, or their fields."""
     if args.reward:
+        _check_held_out_prompts(args, own_run)
         return "prompts"
     objective = args.objective
     if own_run is not None:
@@ -175,16 +201,8 @@ def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
         return scored_kind(objective)
 
     # by the fields of the first record
-    first_file = find_sources(args.data)[0][0]
-    _, record = next(iter(first_file.records()), ("", {}))
-    if not isinstance(record, dict):
-        return "supervised"
-    columns = dict(item.split("=", 1) for item in args.data.columns) | dict(
-        first_file.reading.columns
-    )
-    return preference_kind(rename_columns(record, columns)) or (
-        "labels" if objective else "supervised"
-    )
+    kind = preference_kind(_first_record(args))
+    return kind or ("labels" if objective else "supervised")
 
 
 def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, DataArgs]:

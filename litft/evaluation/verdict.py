@@ -53,7 +53,9 @@ class Verdict:
     @property
     def outcome(self) -> str:
         """`better`, `worse` or `not shown`, of the second model."""
-        if self.examples < FEWEST or self.low <= 0 <= self.high:
+        # of losses that are no number, neither bound is on a side
+        is_known = not math.isnan(self.low + self.high)
+        if self.examples < FEWEST or not is_known or self.low <= 0 <= self.high:
             return "not shown"
         is_higher = self.low > 0
         if self.score.startswith(LOSS):

@@ -448,9 +448,7 @@ class Chat:
         check_text(json.dumps(messages, ensure_ascii=False))
         checked = with_system(check_messages(messages, rest), record, rest)
         if read_template_args(record, rest):
-            raise ValueError(
-                f"{rest}: {TEMPLATE_ARGS} is not read here; start with --template_args instead"
-            )
+            raise ValueError(f"{rest}: {TEMPLATE_ARGS} is not read here; leave it out")
         loaded_tools = read_tools(tools, rest)
         self.conversation.tokenizer.check_tools(loaded_tools)
         self.conversation.tools = loaded_tools

@@ -107,6 +107,13 @@ class QuantizedTensor:
         """
         if "SCB" in tensors:
             quantized = cls(tensors["weight"], tensors["SCB"].float())
+            # older versions of bitsandbytes saved the order of a GPU's kernels
+            order = tensors.get("weight_format")
+            if order is not None and int(order) != 0:
+                raise ValueError(
+                    f"weight_format {int(order)}: only rows (0) are supported; save the folder "
+                    "with bitsandbytes 0.45 or newer"
+                )
             if (
                 quantized.data.dtype != torch.int8
                 or quantized.data.dim() != 2

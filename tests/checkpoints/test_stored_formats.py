@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import ConvertArgs
-from litft.checkpoints.stored_formats import AWQ_ORDER, dequantize_packed
+from litft.checkpoints.stored_formats import AWQ_ORDER, dequantize_gptq, dequantize_packed
 from litft.commands.convert_hf_checkpoint import convert
 
 SIZES = dict(
@@ -378,6 +378,24 @@ def test_damaged_parts_are_refused(base, tmp_path, count):
         save_file(whole, path, metadata={"format": "pt"})
     for name in STORED:
         litft.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_of_gptqs_first_version_are_stored_with_a_borrow(bits):
+    """1 is subtracted from each field of a whole number, so that a 0 borrows from the next."""
+    fields = 32 // bits
+    draw = torch.Generator().manual_seed(0)
+    zeros = torch.randint(0, 2, (1, 8 * fields), generator=draw)
+    shifts = torch.arange(fields) * bits
+    packed = (zeros.unflatten(1, (-1, fields)) << shifts).sum(-1)
+    ones = int((1 << shifts).sum())
+    stored = packed - ones
+    as_int32 = (stored + 2**31) % 2**32 - 2**31
+    values = torch.zeros(1, 8 * fields, dtype=torch.int32)
+    weight = dequantize_gptq(
+        values, as_int32.int(), torch.ones(1, 8 * fields), bits=bits, v1=True
+    )
+    assert torch.equal(weight, -zeros.mT.expand(-1, fields).float())
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

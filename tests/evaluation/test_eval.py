@@ -4,11 +4,13 @@ import importlib.util
 import json
 import math
 import re
+from dataclasses import replace
 from shutil import copyfile, copytree
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from conftest import adapted, refused, script, write_records
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -24,7 +26,12 @@ from litft.args import (
 from litft.args.parser import parse
 from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
-from litft.evaluation.examples import compared_sources, readable_by_all, resolve_data
+from litft.evaluation.examples import (
+    compared_sources,
+    kind_of,
+    readable_by_all,
+    resolve_data,
+)
 from litft.inference.session import open_session, source_of
 from litft.methods import LoRA
 from litft.pretrained.folder import resolve
@@ -485,6 +492,35 @@ def test_answers_are_rated_by_reward_functions(folder, tuned, examples, tmp_path
         assert scores["reward_vowels"] == pytest.approx(sum(vowels) / len(vowels))
         assert 0 <= scores["reward_brief"] <= 1
     assert "reward_vowels" in done.stdout
+
+
+@pytest.mark.parametrize("with_answer", [True, False])
+def test_rewards_are_not_measured_on_other_prompts_than_were_held_out(
+    tiny, tmp_path, with_answer
+):
+    """Pairs are held out by their prompts, prompts with an answer by both."""
+    records = []
+    for number in range(8):
+        record = {"prompt": f"q{number}", "chosen": "yes", "rejected": "no"}
+        if with_answer:
+            record |= {"messages": [{"role": "user", "content": f"q{number}"}]}
+            record["messages"].append({"role": "assistant", "content": "yes"})
+        records.append(json.dumps(record))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(records))
+    (tmp_path / "run").mkdir()
+    paths = {"path": [str(tmp_path / "pairs.jsonl")], "val_fraction": 0.2}
+    config = {"checkpoint_dir": str(tiny), "objective": "dpo"}
+    config |= {"data": paths}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    args = RunEvalArgs(reward=["number"], data=DataArgs(**paths))
+    if with_answer:
+        with pytest.raises(ValueError, match="trained with dpo, which holds out other"):
+            kind_of(args, tmp_path / "run")
+    else:
+        assert kind_of(args, tmp_path / "run") == "prompts"
+    # all of a file of its own is measured
+    whole = replace(args, data=replace(args.data, val_fraction=0.0))
+    assert kind_of(whole, tmp_path / "run") == "prompts"
 
 
 def test_plain_text_has_only_a_perplexity(folder, tmp_path):

@@ -37,6 +37,11 @@ def completed(text: str, answer: str = "", tokens: int = 1, **columns) -> Comple
         ("number", "a loss of -$3", "3", 0),
         ("number", "about 1e3", "1000", 1),
         ("number", "no idea", "3", 0),
+        # no thousands
+        ("number", "the point (12,2023)", "2023", 1),
+        ("number", "the point (12,2023)", "3", 0),
+        ("number", "x = 1,5000", "5000", 1),
+        ("number", "5,2023", "3", 0),
         ("exact", "None", None, None),
         ("contains", "anything", "", None),
         ("number", "3", "none", None),
@@ -51,6 +56,19 @@ def completed(text: str, answer: str = "", tokens: int = 1, **columns) -> Comple
         ("format:think", "<think>a<think>b</think>c", "", 0),
         ("math", r"so it is $\frac{2}{4}$", "0.5", 1),
         ("math", "so it is $0.4$", r"$\frac{1}{2}$", 0),
+        # LaTeX without marks
+        ("math", r"$\boxed{3\sqrt{13}}$", r"3\sqrt{13}", 1),
+        ("math", r"$\boxed{3}$", r"3\sqrt{13}", 0),
+        ("math", r"$\boxed{6 - 5i}$", "6 - 5i", 1),
+        ("math", r"$\boxed{5}$", "6 - 5i", 0),
+        ("math", r"$\boxed{2k+2}$", "2k+2", 1),
+        ("math", r"$\boxed{(-\infty, 3)}$", r"(-\infty, 3)", 1),
+        ("math", r"$\boxed{3}$", r"(-\infty, 3)", 0),
+        ("math", r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}", 1),
+        ("math", r"$\boxed{14}$", "14 dollars", 1),
+        ("math", r"$\boxed{1234}$", "1,234", 1),
+        ("math", r"$\boxed{5^{10}}$", "5^{10}", 1),
+        ("math", r"$\boxed{5}$", "5^{10}", 0),
     ],
 )
 def test_built_in_functions(source, text, answer, expected):
@@ -108,6 +126,10 @@ def test_weights_names_and_patterns_with_an_equals_sign():
             "regex:answer=42",
             r"write regex:answer=42=1 for the pattern, or regex:\(answer\)=42",
         ),
+        ("regex:answer = 42", "its end may be a weight or a part of the pattern"),
+        (r"regex:\bx=5", "its end may be a weight or a part of the pattern"),
+        ("number=nan", "the weight nan is not finite"),
+        ("number=inf", "the weight inf is not finite"),
     ],
 )
 def test_unknown_functions_are_named(item, message):

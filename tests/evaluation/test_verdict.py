@@ -142,6 +142,14 @@ def test_few_and_equal_examples():
     assert found.outcome == "not shown" and found.examples_needed is None
 
 
+@pytest.mark.parametrize("score", ["loss", "loss on neutral text", "exact_match"])
+def test_what_is_no_number_is_not_shown(score):
+    """A model that has diverged is not better."""
+    nan = float("nan")
+    found = Verdict(score, difference=nan, low=nan, high=nan, examples=100)
+    assert found.outcome == "not shown"
+
+
 def test_the_number_of_examples_that_would_show_it():
     """With so many examples, the interval just leaves 0 out."""
     random = np.random.default_rng(0)

@@ -28,7 +28,8 @@ from litft.data.chat_template import STYLES
 from litft.data.tokenizer import Tokenizer
 from litft.export.gguf.files import GgufFile
 from litft.export.gguf.modelfile import modelfile
-from litft.export.gguf.vocabulary import PRE_TOKENIZERS, _stop_ids
+from litft.export.gguf.vocabulary import PRE_TOKENIZERS, _pre_tokenizer, _stop_ids
+from litft.export.gguf.vocabulary_writer import _check_sentencepiece
 from litft.methods import AdapterV2, LoRA
 from litft.model.mlp import ACTIVATIONS
 from litft.pretrained.folder import resolve
@@ -1359,6 +1360,78 @@ def test_normalizers_are_refused(tmp_path):
         ValueError, match=r"the normalizer of its tokenizer.json changes texts .*Lowercase"
     ):
         to_gguf(folder, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "step, is_divided",
+    [
+        (None, False),
+        ({"type": "Metaspace", "split": False}, False),
+        ({"type": "Metaspace"}, True),
+        ({"type": "Split", "pattern": {"String": " "}}, False),
+        ({"type": "Split", "pattern": {"Regex": "[0-9]"}}, True),
+        ({"type": "ByteLevel"}, True),
+        ({"type": "Digits", "individual_digits": True}, True),
+    ],
+)
+def test_pre_tokenizers_beside_sentencepiece_are_refused(tmp_path, step, is_divided):
+    vocabulary = {"a": 0, "\u2581a": 1, "a\u2581a": 2}
+    definition = {"pre_tokenizer": step, "model": {"vocab": vocabulary}}
+    if not is_divided:
+        _check_sentencepiece(definition, tmp_path)
+        return
+    with pytest.raises(
+        ValueError, match=r"the pre-tokenizer of its tokenizer.json divides"
+    ):
+        _check_sentencepiece(definition, tmp_path)
+    # no token goes on after a space, so nothing changes
+    del vocabulary["a\u2581a"]
+    if step == {"type": "Metaspace"}:
+        _check_sentencepiece(definition, tmp_path)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_runs_of_spaces_are_no_literal_text(tmp_path, merged):
+    """Gemma has them as added tokens, and forms them by merges: llama.cpp would write \u2581."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_fallback(folder)
+    path = folder / "tokenizer.json"
+    definition = json.loads(path.read_text("utf-8"))
+    model = definition["model"]
+    run = "\u2581\u2581"
+    number = (
+        max([*model["vocab"].values(), *(t["id"] for t in definition["added_tokens"])]) + 1
+    )
+    if merged:
+        model["vocab"][run] = number
+        model["merges"].append(["\u2581", "\u2581"])
+    flags = dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized", "special"), False
+    )
+    definition["added_tokens"].append({"id": number, "content": run, **flags})
+    path.write_text(json.dumps(definition), "utf-8")
+    number = Tokenizer(folder).token_id(run)
+    kind, values = MODELS["llama"]
+    build(kind, folder, **{**values, "vocab_size": 1000})
+    file = GgufFile(to_gguf(folder, tmp_path / "file"))
+    text = file.metadata["tokenizer.ggml.tokens"][number]
+    kind = file.metadata["tokenizer.ggml.token_type"][number]
+    assert (text, kind) == ((run, 1) if merged else ("  ", 4))
+
+
+@pytest.mark.parametrize(
+    "architecture, name", [("gpt2", "gpt-2"), ("qwen2", "qwen2"), ("llama", None)]
+)
+def test_an_unnamed_pre_tokenizer_is_that_of_its_architecture(architecture, name):
+    """Files from before May 2024 do not name it."""
+    stored = {"general.architecture": architecture, "model": "gpt2"}
+    if name:
+        assert _pre_tokenizer(stored) == name
+        return
+    with pytest.raises(ValueError, match="does not name its pre-tokenizer"):
+        _pre_tokenizer(stored)
+    assert _pre_tokenizer(stored | {"pre": "llama-bpe"}) == "llama-bpe"
 
 
 def byte_level_folder(folder: Path, **changes) -> Path:

@@ -447,3 +447,16 @@ def test_packed_codes_dequantize_as_in_the_paper(shape, kind):
     torch.testing.assert_close(
         packed.dequantize(torch.bfloat16).float(), packed.dequantize(), rtol=8e-3, atol=0
     )
+
+
+@pytest.mark.parametrize("order", [0, 2])
+def test_int8_of_a_gpus_own_order_is_refused(order):
+    """As older versions of bitsandbytes saved it: all shapes fit."""
+    weight = QuantizedTensor.quantize(torch.randn(64, 32), "int8")
+    stored = {"weight": weight.data, "SCB": weight.state}
+    stored["weight_format"] = torch.tensor(order, dtype=torch.uint8)
+    if order:
+        with pytest.raises(ValueError, match=r"weight_format 2: only rows \(0\)"):
+            QuantizedTensor.from_state(stored)
+    else:
+        assert torch.equal(QuantizedTensor.from_state(stored).data, weight.data)

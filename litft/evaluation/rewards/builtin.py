@@ -7,7 +7,9 @@ from typing import Any
 
 # a number as people write it: 1,234.5 or -3 or −3 (with the minus sign) or -$3 or .5 or 1e3
 SIGN = r"(?:(?<![\w.])[-\u2212](?:[$€£¥](?=[\d.]))?)?"
-DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)"
+# which 1 and 5 of (1,5000) do not form
+THOUSANDS = r"\d{1,3}(?:,\d{3})+(?!\d|,\d)"
+DIGITS = rf"(?:{THOUSANDS}|\d+)?(?:\.\d+)?(?<=\d)"
 NUMBER = re.compile(SIGN + DIGITS + r"(?:[eE][-+]?\d+)?")
 # what a number is written with, and what Python reads
 READABLE = str.maketrans({",": "", "$": "", "€": "", "£": "", "¥": "", "\u2212": "-"})
@@ -62,10 +64,25 @@ def math(completion: str, answer: Any) -> float | None:
 
     if _is_missing(answer):
         return None
-    expected = parse(str(answer)) or parse(f"${answer}$")
+    text = str(answer)
+    # of LaTeX without its marks, math-verify would read a single number: 3 of 3\sqrt{13}
+    if _is_formula(text):
+        expected = parse(f"${text}$") or parse(text)
+    else:
+        expected = parse(text) or parse(f"${text}$")
     if not expected:
         return None
     return float(verify(expected, parse(completion)))
+
+
+def _is_formula(text: str) -> bool:
+    """Return whether a text is mathematics without marks around it: neither a number, nor words
+    such as `14 dollars`, nor LaTeX between dollar signs or in a box."""
+    has_marks = any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed"))
+    is_number = NUMBER.fullmatch(text.strip()) is not None
+    # which is no command, such as \sqrt, nor within one, such as \text{cm}
+    has_words = re.search(r"(?<![\\{A-Za-z])[A-Za-z]{3,}", text) is not None
+    return not (has_marks or is_number or has_words)
 
 
 def make_regex(pattern: str) -> RewardFunction:

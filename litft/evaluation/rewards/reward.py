@@ -1,6 +1,7 @@
 """What `--reward` names: functions, their weights and the columns of metrics.csv."""
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +29,13 @@ def parse_rewards(items: Sequence[str]) -> list[Reward]:
     rewards = []
     for item in _with_whole_patterns(items):
         source, weight = _weight(item.strip())
-        # a word before the equals sign: regex:answer=42
-        if source != item.strip() and re.fullmatch(r"regex:\w+", source):
+        if not math.isfinite(weight):
+            raise ValueError(f"--reward {item}: the weight {weight} is not finite")
+        # an equals sign after neither a bracket nor the end of a text: regex:answer=42
+        is_pattern = source.startswith("regex:") and not source.endswith(
+            (")", "]", "}", "$")
+        )
+        if source != item.strip() and is_pattern:
             pattern = source.removeprefix("regex:")
             raise ValueError(
                 f"--reward {item}: its end may be a weight or a part of the pattern; write "

@@ -177,7 +177,7 @@ class RewardScorer:
         try:
             answer = worker.ask(request, seconds)
         except TimeoutError:
-            reason = f"has not returned within {seconds:g} s (--grpo.reward_timeout)"
+            reason = f"has not returned within {seconds:g} s, the time limit of its calls"
         except EOFError:
             code = worker.process.wait()
             reason = f"has ended its process (exit code {code})"

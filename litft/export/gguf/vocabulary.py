@@ -315,8 +315,25 @@ def _special_ids(stored: dict[str, Any], count: int) -> dict[str, int]:
     return {name: i for name, i in ids.items() if i is not None}
 
 
+# of files from before May 2024, which do not name it
+PRE_OF_ARCHITECTURE = {
+    **dict.fromkeys(("gpt2", "gptneox", "mpt", "phi2"), "gpt-2"),
+    **dict.fromkeys(("qwen2", "qwen2moe"), "qwen2"),
+}
+
+
 def _pre_tokenizer(stored: dict[str, Any]) -> str:
-    name: str = stored.get("pre", "gpt-2")
+    """Return our name of the pre-tokenizer; raise ValueError if the file does not say which it is:
+    with another one, text is divided into other tokens."""
+    architecture = stored.get("general.architecture", "")
+    name = stored.get("pre") or PRE_OF_ARCHITECTURE.get(architecture)
+    # sentencepiece has none
+    if name is None and stored["model"] == "gpt2":
+        raise ValueError(
+            "the file is from before May 2024, and does not name its pre-tokenizer; download a "
+            "newer one, or the model in Hugging Face's format"
+        )
+    name = str(name)
     return PRE_TOKENIZER_NAMES.get(name, name)
 
 

@@ -181,20 +181,44 @@ def _check_sentencepiece(definition: dict[str, Any], folder: Path) -> None:
                 f"{folder}: the normalizer of its tokenizer.json changes texts "
                 f"({json.dumps(step)[:300]}), and llama.cpp has none; keep the Hugging Face folder"
             )
+    if not _divides_as_sentencepiece(definition):
+        step = json.dumps(definition["pre_tokenizer"])[:300]
+        raise ValueError(
+            f"{folder}: the pre-tokenizer of its tokenizer.json divides texts ({step}), and "
+            "llama.cpp does not; keep the Hugging Face folder"
+        )
+
+
+def _divides_as_sentencepiece(definition: dict[str, Any]) -> bool:
+    """Return whether the pre-tokenizer of a tokenizer.json changes no token."""
+    step = definition.get("pre_tokenizer")
+    if step is None:
+        return True
+    # Gemma's, after its normalizer has replaced all spaces
+    if step.get("type") == "Split" and step.get("pattern") == {"String": " "}:
+        return True
+    if step.get("type") != "Metaspace":
+        return False
+    # to divide before each space changes nothing where no token continues after one
+    divides = step.get("split", True)
+    return not divides or not any(
+        "\u2581" in text[1:] for text in definition["model"]["vocab"]
+    )
 
 
 def _note_stripped(definition: dict[str, Any] | None) -> None:
-    """Print a note on special tokens that take the space before them."""
-    texts = []
-    for token in definition["added_tokens"] if definition else []:
-        if token["lstrip"]:
-            texts.append(token["content"])
-    if texts:
-        print(
-            f"note: llama.cpp keeps the space before {', '.join(texts[:5])}, which this tokenizer "
-            "removes",
-            file=sys.stderr,
-        )
+    """Print notes on special tokens that take the space beside them."""
+    added = definition["added_tokens"] if definition else []
+    # see `model_name`
+    is_phi3 = any(token["content"] == "<|endoftext|>" for token in added)
+    for side, place in (("lstrip", "before"), ("rstrip", "after")):
+        texts = [token["content"] for token in added if token[side]]
+        if texts and not (side == "rstrip" and is_phi3):
+            print(
+                f"note: llama.cpp keeps the space {place} {', '.join(texts[:5])}, which this "
+                "tokenizer removes",
+                file=sys.stderr,
+            )
 
 
 def _is_nfc(normalizer: dict[str, Any]) -> bool:
@@ -278,13 +302,20 @@ def _sentencepiece_tokens(
                 file=sys.stderr,
             )
 
-    # control tokens stay so, whatever sentencepiece says of them
-    control = TokenType.CONTROL
-    tokens = {
-        i: (text, int(types.get(text, kind) if kind != control else kind))
-        for i, (text, kind) in tokens.items()
-    }
-    return _pad(tokens, scores, size), adds_space
+    typed = {}
+    for i, (text, kind) in tokens.items():
+        # control tokens stay so, whatever sentencepiece says of them
+        if kind != TokenType.CONTROL:
+            kind = types.get(text, kind)
+        # llama.cpp writes the text of added tokens as it is: Gemma's runs of spaces, which merges
+        # form, would be \u2581
+        if kind == TokenType.USER_DEFINED and "\u2581" in text:
+            if text in scores:
+                kind = TokenType.NORMAL
+            else:
+                text = text.replace("\u2581", " ")
+        typed[i] = (text, int(kind))
+    return _pad(typed, scores, size), adds_space
 
 
 def _merge_scores(merges: Iterable[Sequence[str]]) -> dict[str, float]:

@@ -58,6 +58,7 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
     (r"\bV100\b", 0.0, 15.7),
     (r"\bT4\b", 0.0, 8.1),
 )
+OTHER_CHIP = re.compile(r"[ _-]?(Ti|SUPER|Laptop|Max-Q|D)\b", re.IGNORECASE)
 # of chips with fp16 but not bf16
 FP16_PEAKS = {r"\bV100\b": 125.0, r"\bT4\b": 65.0}
 
@@ -82,7 +83,11 @@ def chip_peak_flops(chip: str, precision: str) -> float | None:
     A chip without bf16 computes in fp32.
     """
     for pattern, bf16, fp32 in CHIPS:
-        if re.search(pattern.replace(" ", "[ _-]?"), chip, re.IGNORECASE):
+        found = re.search(pattern.replace(" ", "[ _-]?"), chip, re.IGNORECASE)
+        if found:
+            # another chip, of nearly the same name
+            if OTHER_CHIP.match(chip[found.end() :]):
+                return None
             if bf16 and precision != "fp32":
                 return bf16 * 1e12
             # without bf16, which such a chip would compute in fp32
