@@ -64,9 +64,11 @@ def check_divides(config: Config, processes: int) -> None:
 
     # sizes that must be multiples of the number of processes
     counts = {"num_attention_heads": config.n_heads}
-    if not all(layer.experts for layer in config.layers):
+    if not all(layer.experts or layer.hidden_dim for layer in config.layers):
         counts["the MLP's hidden size"] = config.hidden_dim
     for layer in config.layers:
+        if layer.hidden_dim:
+            counts["the hidden size of some layers"] = layer.hidden_dim
         if layer.experts:
             counts["an expert's hidden size"] = layer.experts.hidden_dim
             counts["the shared expert's hidden size"] = layer.experts.shared_dim

@@ -88,6 +88,7 @@ class Decoder:
         self._may_hide_nan = self.device.type == "cpu" and not trained
         self._forward_chunk: Callable = model
         self._forward_token: Callable = model
+        self._has_run: set[Callable] = set()
         if compiled:
             self._forward_chunk, self._forward_token = compile_forward(model)
 
@@ -302,6 +303,9 @@ class Decoder:
             cache.key_positions = self._key_positions(length + len(ids))
             positions = torch.arange(length, length + len(ids))[None].to(self.device)
 
+        # an interrupted pass leaves states of which some contain the tokens
+        if self.states:
+            self.states[row].length = None
         logits = self._forward(
             self._forward_chunk,
             tokens,
@@ -370,6 +374,11 @@ class Decoder:
                 torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
             )
 
+        # an interrupted pass leaves states of which some contain the tokens
+        if self.states:
+            for row in range(rows.start, rows.stop):
+                if active[row]:
+                    self.states[row].length = None
         logits = self._forward(
             self._forward_token, tokens[rows, None], positions=positions, cache=cache
         )[:, -1]
@@ -410,9 +419,17 @@ class Decoder:
     def _forward(self, forward: Callable, tokens: Tensor, **inputs: Any) -> Tensor:
         """Run a forward pass; if compiled code fails, warn and continue with the uncompiled
         model."""
+        cache: KVCache = inputs["cache"]
+        # code that has run once is compiled: before, a block may fail after others have run
+        states = None
+        if self.compiled and forward not in self._has_run:
+            states = [state.clone() for state in cache.states()]
         with self._no_grad():
             try:
-                return self._pad_vocab(forward(tokens, **inputs))
+                logits = self._pad_vocab(forward(tokens, **inputs))
+                if self.compiled:
+                    self._has_run.add(forward)
+                return logits
             except Exception as error:  # compilers raise many types of errors
                 if not self.compiled or is_out_of_memory(error):
                     raise
@@ -421,6 +438,8 @@ class Decoder:
                     stacklevel=2,
                 )
                 self._forward_chunk = self._forward_token = self.model
+                if states is not None:
+                    cache.restore(states)
                 return self._pad_vocab(self.model(tokens, **inputs))
 
     def _pad_vocab(self, logits: Tensor) -> Tensor:

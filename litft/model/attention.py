@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from litft.model.attention_cpu import attend_documents, eager_attend_documents
 from litft.model.attention_eager import attention_mask, eager_attention
-from litft.model.config import Chunk, Config
+from litft.model.config import Chunk, Config, LayerConfig
 from litft.model.device_type import device_type, is_planned, runs_flash_attention
 from litft.model.kv_cache import LayerCache
 from litft.model.packed_sequences import PackedSequences, SharedPrompts, row_cu_seqlens
@@ -230,9 +230,7 @@ MAX_BUFFER_ENTRIES = 2**31
 def check_packed_backward(config: Config, tokens: int, documents: int) -> None:
     """Raise ValueError if packed rows have too many tokens and documents for the backward pass of
     FlashAttention: it would write outside of its buffer, which has 128 rows for each document."""
-    head_dim = max(
-        (layer.head_dim or config.head_dim for layer in config.layers), default=0
-    )
+    head_dim = max((_head_size(layer, config) for layer in config.layers), default=0)
     width = config.n_heads * (head_dim + -head_dim % 32)
     entries = (tokens + 128 * documents) * width
     if entries >= MAX_BUFFER_ENTRIES:
@@ -241,6 +239,14 @@ def check_packed_backward(config: Config, tokens: int, documents: int) -> None:
             f"gradient of attention on a GPU ({entries:,} entries, at most {MAX_BUFFER_ENTRIES:,});"
             " lower --train.micro_batch_size or --data.max_seq_length"
         )
+
+
+def _head_size(layer: LayerConfig, config: Config) -> int:
+    """Return the size of a head as the kernel gets it."""
+    if layer.latent:
+        return max(layer.latent.head_dim, layer.latent.value_dim)
+    # two entries more for ALiBi
+    return (layer.head_dim or config.head_dim) + 2 * bool(config.alibi)
 
 
 def _attend_varlen(

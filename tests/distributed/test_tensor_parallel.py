@@ -1,6 +1,8 @@
 """A tensor-parallel model gives the logits of the unsplit one, for every family, method and
 quantization."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -174,4 +176,9 @@ def test_dimensions_that_do_not_divide_are_named(checkpoints, folders):
     ):
         check_divides(moe, 64)
     # two key/value heads, each on two processes
-    check_divides(resolve(folders["llama: grouped"]).config, 4)
+    config = resolve(folders["llama: grouped"]).config
+    check_divides(config, 4)
+    # a layer with a size of its own
+    layers = (replace(config.layers[0], hidden_dim=50), *config.layers[1:])
+    with pytest.raises(ValueError, match="the hidden size of some layers 50"):
+        check_divides(replace(config, layers=layers), 4)

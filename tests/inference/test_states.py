@@ -87,6 +87,49 @@ def test_cut_texts_continue_from_a_snapshot(model):
     assert relative(logits[-1], logits_of(model, [*prompt[:20], 7])) <= 3e-5
 
 
+class Interrupted(Exception):
+    """In place of Ctrl-C."""
+
+
+def interrupt_last_block(model, monkeypatch):
+    """Let the next forward pass end after all but the last block."""
+    block = model.blocks[-1]
+    forward = block.forward
+
+    def interrupted(*args, **kwargs):
+        monkeypatch.setattr(block, "forward", forward)
+        raise Interrupted
+
+    monkeypatch.setattr(block, "forward", interrupted)
+
+
+def test_an_interrupted_pass_leaves_no_trace(model, monkeypatch):
+    """The states of the blocks that ran contain what the text lacks."""
+    decoder, prompt = Decoder(model, rows=1, capacity=100), text(33, 1)
+    decoder.prefill(0, prompt)
+    interrupt_last_block(model, monkeypatch)
+    with pytest.raises(Interrupted):
+        decoder.step(torch.tensor([4]), [True])
+    longer = [*prompt, 7, 8, 9]
+    assert relative(decoder.prefill(0, longer), logits_of(model, longer)) <= 3e-5
+    interrupt_last_block(model, monkeypatch)
+    with pytest.raises(Interrupted):
+        decoder.prefill(0, [*longer, 5, 6])
+    other = [*longer, 2, 1, 3]
+    assert relative(decoder.prefill(0, other), logits_of(model, other)) <= 3e-5
+
+
+def test_a_compiler_that_fails_in_a_later_block_leaves_no_trace(model, monkeypatch):
+    """The pass is repeated without it, from the states before."""
+    decoder, prompt = Decoder(model, rows=1, capacity=100), text(33, 1)
+    decoder.prefill(0, prompt[:20])
+    decoder.compiled = True
+    interrupt_last_block(model, monkeypatch)
+    with pytest.warns(UserWarning, match="decoding runs uncompiled"):
+        logits = decoder.prefill(0, prompt)
+    assert relative(logits, logits_of(model, prompt)) <= 3e-5
+
+
 def test_a_larger_cache_keeps_the_states(model):
     decoder, prompt = Decoder(model, rows=1, capacity=20), text(18, 2)
     decoder.prefill(0, prompt)

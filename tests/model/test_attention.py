@@ -2,14 +2,21 @@
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from graphs import counted_graphs
-from transformers import LlamaConfig
+from parity import ROWS
+from transformers import DeepseekV3Config, LlamaConfig
 
 from litft.families import read_config
-from litft.model.attention import _scaled_dot_product, attend
+from litft.model.attention import (
+    MAX_BUFFER_ENTRIES,
+    _scaled_dot_product,
+    attend,
+    check_packed_backward,
+)
 from litft.model.attention_cpu import attend_documents, attend_documents_backward
 from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.config import Config, LayerConfig, NormConfig
@@ -254,6 +261,20 @@ def test_too_many_documents_for_the_kernels_gradient_are_refused(
     )
     with planned_for("cuda"), refused if is_refused else nullcontext():
         model(torch.zeros(1, 16, dtype=torch.int64, device="meta"), documents=on_gpu)
+
+
+def test_the_kernels_buffer_has_the_expanded_heads_of_latent_attention():
+    """They are larger than the rotated part, which the config names as the size of a head."""
+    values = next(iter(ROWS["deepseek_v3"][1].values()))
+    config = read_config(DeepseekV3Config(**values).to_dict())
+    latent = config.layers[0].latent
+    layers = (replace(config.layers[0], latent=replace(latent, value_dim=40)),)
+    config = replace(config, layers=layers)
+    width = config.n_heads * 64  # of 40, in steps of 32
+    documents = MAX_BUFFER_ENTRIES // (128 * width)
+    with pytest.raises(ValueError, match="too large for the gradient of attention"):
+        check_packed_backward(config, 128, documents)
+    check_packed_backward(config, 0, documents - 1)
 
 
 def test_the_kernel_is_told_the_longest_document(monkeypatch):
