@@ -4,7 +4,7 @@ out for validation."""
 import numpy as np
 
 from litft.data.similarity import first_equal, first_of_group
-from litft.data.token_store import TokenStore
+from litft.data.token_store import NO_ROW, TokenStore
 
 # a store with some of its entries, in ascending order
 Part = tuple[TokenStore, np.ndarray]
@@ -19,12 +19,21 @@ def distinct_entries(stores: list[TokenStore], dedup: str) -> list[Part]:
     if dedup == "none":
         return [(store, np.arange(len(store.units))) for store in stores]
     sizes = [len(store.contents) for store in stores]
-    numbers = np.arange(sum(sizes))
-    contents = np.concatenate([store.contents for store in stores])
-    is_kept = first_equal(contents) == numbers
+    # a record that gave no example is no copy's original
+    has_entry = []
+    for store, size in zip(stores, sizes, strict=True):
+        of_store = np.zeros(size, bool)
+        of_store[store.rows[store.rows != NO_ROW]] = True
+        has_entry.append(of_store)
+    rows = np.flatnonzero(np.concatenate(has_entry))
+    numbers = np.arange(len(rows))
+    contents = np.concatenate([store.contents for store in stores])[rows]
+    is_first = first_equal(contents) == numbers
     if dedup == "near":
-        signatures = np.concatenate([store.signatures[:, 0] for store in stores])
-        is_kept &= first_of_group(signatures) == numbers
+        signatures = np.concatenate([store.signatures[:, 0] for store in stores])[rows]
+        is_first &= first_of_group(signatures) == numbers
+    is_kept = np.zeros(sum(sizes), bool)
+    is_kept[rows] = is_first
 
     parts = []
     ends = np.cumsum(sizes)

@@ -535,8 +535,10 @@ class Encoder:
 
     def _splits_token(self, turn: Turn, prompt_ids: list[int]) -> bool:
         """Return whether a turn begins within a token; prompt_ids: the tokens before it."""
-        # marks and lines end a token
-        if not GOES_ON.fullmatch(turn.text[turn.start - 1 : turn.start]):
+        # marks and lines end a token, but before spaces and signs
+        before = turn.text[turn.start - 1 : turn.start]
+        begins_with_word = turn.text[turn.start : turn.start + 1].isalnum()
+        if begins_with_word and not GOES_ON.fullmatch(before):
             return False
         return self.tokenizer.encode(turn.text[: turn.start], bos=False) != prompt_ids
 

@@ -44,7 +44,7 @@ def readable_history(
     """
     template = tokenizer.template_for(tools)
     has_system = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
-    if checks_system and has_system and not _reads_system(tokenizer, template):
+    if checks_system and has_system and not _reads_system(tokenizer, template, bool(tools)):
         raise ValueError(
             "the chat template leaves out the system prompt; write it into the first question, or "
             "pass another --template"
@@ -56,23 +56,26 @@ def readable_history(
             message = {**message, "content": content}
         is_text = isinstance(message.get("content") or "", str)
         if message.get("role") == "assistant" and is_text:
-            message = _readable_answer(tokenizer, template, message)
+            message = _readable_answer(tokenizer, template, bool(tools), message)
         readable.append(message)
     return readable
 
 
 @lru_cache(maxsize=64)
-def _reads_system(tokenizer: Tokenizer, template: str) -> bool:
+def _reads_system(tokenizer: Tokenizer, template: str, has_tools: bool) -> bool:
     """Return whether a template shows a system prompt, or refuses it, which the real conversation
     will say."""
     messages = [{"role": "system", "content": _SYSTEM}, EXAMPLE_QUESTION]
+    tools = [EXAMPLE_TOOL] if has_tools else None
     try:
-        return _SYSTEM in tokenizer.apply_chat_template(messages, tools=None)
+        return _SYSTEM in tokenizer.apply_chat_template(messages, tools)
     except ValueError:
         return True
 
 
-def _readable_answer(tokenizer: Tokenizer, template: str, message: Message) -> Message:
+def _readable_answer(
+    tokenizer: Tokenizer, template: str, has_tools: bool, message: Message
+) -> Message:
     """Return an answer with its reasoning where the template reads it, if it reads any."""
     answer = ReasonedAnswer.read(message)
     # many clients send the thought back as a part of the content
@@ -80,7 +83,7 @@ def _readable_answer(tokenizer: Tokenizer, template: str, message: Message) -> M
         return message
     if not answer.reasoning.strip():
         return message
-    spelling = _spelling(tokenizer, template, answer.spelling)
+    spelling = _spelling(tokenizer, template, has_tools, answer.spelling)
     if spelling is None:
         return message
     return answer.spelled(spelling).write()
@@ -117,7 +120,9 @@ def _content_beside_calls(
 
 
 @lru_cache(maxsize=64)
-def _spelling(tokenizer: Tokenizer, template: str, preferred: str) -> str | None:
+def _spelling(
+    tokenizer: Tokenizer, template: str, has_tools: bool, preferred: str
+) -> str | None:
     """Return the spelling in which a template reads reasoning: `preferred` if it can; None if it
     reads none."""
     spellings = [*REASONING_FIELDS, PARTS]
@@ -127,19 +132,21 @@ def _spelling(tokenizer: Tokenizer, template: str, preferred: str) -> str | None
     if "<think>" in template:
         spellings.append(INLINE)
     for spelling in spellings:
-        if _is_read(tokenizer, template, spelling):
+        if _is_read(tokenizer, has_tools, spelling):
             return spelling
     return None
 
 
-def _is_read(tokenizer: Tokenizer, template: str, spelling: str) -> bool:
+def _is_read(tokenizer: Tokenizer, has_tools: bool, spelling: str) -> bool:
     """Return whether a template renders the reasoning of the last answer in a spelling."""
     written = ReasonedAnswer({"role": "assistant"}, _REASONING, _ANSWER, spelling).write()
     messages = [{"role": "user", "content": "a"}, written]
+    # a tokenizer may have another template for conversations with tools
+    tools = [EXAMPLE_TOOL] if has_tools else None
     # some templates write reasoning only where thinking is switched on
     for switch in ({}, BOTH_ON):
         try:
-            text = tokenizer.apply_chat_template(messages, tools=None, **switch)
+            text = tokenizer.apply_chat_template(messages, tools, **switch)
         except ValueError:
             continue
         if _REASONING in text and _ANSWER in text and not prints_parts(text):

@@ -98,7 +98,8 @@ class InlineThought:
                     content, opening.end(), closing_start, closing_start + len("</think>")
                 )
         closing = _INLINE_CLOSING_LINE.search(content)
-        if closing:
+        # an answer that shows a thought has its opening mark, too
+        if closing and "<think>" not in content[: closing.start()]:
             return cls._divided(content, 0, closing.start(), closing.end())
         return None
 

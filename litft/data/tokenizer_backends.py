@@ -238,12 +238,14 @@ class SentencePieceBackend:
                 widths.append(int(byte[1], 16) & 0xC0 != 0x80)
             else:
                 widths.append(len(piece))
-        added_space = (
-            bool(pieces) and pieces[0].startswith("▁") and not text.startswith((" ", "▁"))
-        )
-        if pieces:
-            return accumulate(widths[1:], initial=widths[0] - added_space)
-        return iter(())
+        # the model adds one before a text that begins with a space, too
+        added_space = bool(pieces) and pieces[0][:1] == "▁" and sum(widths) > len(text)
+        if not pieces:
+            return
+        ends = list(accumulate(widths[1:], initial=widths[0] - added_space))
+        # the added space alone is a token of the text that follows
+        yield max(ends[0], 1)
+        yield from ends[1:]
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:

@@ -431,7 +431,9 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
         if position >= 0:
             return position + len(beginning)
     common = _outside_tag(text, common_length(prompt, text[:first]))
-    if common >= floor:
+    # with a system prompt in front of the last message, the common part may end before it, or
+    # within what looks like it
+    if common >= max(floor, _end_in_prompt(rendering, prompt)):
         return common
     return None
 
@@ -447,9 +449,29 @@ def _end_of_earlier(rendering: TurnRendering, text: str, first: int) -> int:
     except ValueError:
         return 0
     position = common_length(marked.partition(CONTENT_MARK)[0], text[:first])
-    content = last["content"].strip()
-    if text.startswith(content, position):
-        return position + len(content)
+    return _after_content(text, position, last["content"])
+
+
+def _end_in_prompt(rendering: TurnRendering, prompt: str) -> int:
+    """Return where the content of the last earlier message ends in the prompt; 0 if it is not
+    found."""
+    if not rendering.earlier or not isinstance(rendering.earlier[-1].get("content"), str):
+        return 0
+    *earlier, last = rendering.earlier
+    marked_last = {**last, "content": CONTENT_MARK}
+    marked = replace(rendering, earlier=[*earlier, marked_last]).usual_prompt
+    if marked is None:
+        return 0
+    position = common_length(marked.partition(CONTENT_MARK)[0], prompt)
+    return _after_content(prompt, position, last["content"])
+
+
+def _after_content(text: str, position: int, content: str) -> int:
+    """Return where a message's content, which begins at a position, ends in a text: templates may
+    strip it; the position if it is not there."""
+    for written in (content, content.strip()):
+        if text.startswith(written, position):
+            return position + len(written)
     return position
 
 

@@ -1316,8 +1316,11 @@ def test_a_prompt_that_ends_within_a_token_is_noted(tokenizer_folder, tmp_path):
     """Its last token goes on into the answer, which generation does not do."""
     tokenizer = Tokenizer(tokenizer_folder("header"))
     spaced = {"prompt": "Q: Who is it?\nA: ", "completion": "the cat"}
+    # a line break and that at the beginning of the answer are one token
+    lines = {"prompt": "Q: Who is it?\n", "completion": "\nthe cat"}
     moved = {"prompt": "Q: Who is it?\nA:", "completion": " the cat"}
-    for record, noted in ((spaced, 1), (moved, 0)):
+    assert len(tokenizer.encode("\n\n", bos=False)) == 1
+    for record, noted in ((spaced, 1), (lines, 1), (moved, 0)):
         path = write_records(tmp_path / "a.jsonl", [record])
         data = load(path, tokenizer, vocab_size=1000, template="plain")
         assert data.count(WITHIN_TOKEN) == noted

@@ -138,3 +138,20 @@ def test_python_reads_messages_as_training_does():
     assert "When?" in texts[0] and "type" not in texts[0]
     with pytest.raises(ValueError, match="message 0 has the role 'human'"):
         prompt_ids(tokenizer, [{"role": "human", "content": "Hi"}])
+
+
+def test_the_template_of_conversations_with_tools_is_asked():
+    """A tokenizer may have another one for them."""
+    tokenizer = Tokenizer(Path(ROOT) / "tests" / "stories")
+    tokenizer.use_template(INLINE)
+    tokenizer.named_templates = {
+        "tool_use": "{%- for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]"
+        "{{ m.thinking or '' }}|{{ m.content }}{% endif %}{%- endfor %}{{ tools }}"
+    }
+    tool = {"type": "function", "function": {"name": "f"}}
+    history = readable_history(tokenizer, CHAT, [tool])
+    assert history[1]["thinking"] == "The town matters."
+    system = {"role": "system", "content": "Be brief."}
+    with pytest.raises(ValueError, match="leaves out the system prompt"):
+        readable_history(tokenizer, [system, *CHAT], [tool])
+    assert readable_history(tokenizer, [system, *CHAT])[0] == system

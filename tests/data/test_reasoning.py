@@ -154,7 +154,7 @@ def test_invalid_template_arguments_are_reported(item):
 # what InlineThought finds, in one expression, which needs quadratic time for runs of white space
 INLINE = re.compile(
     r"(?P<open>\s*<think>\s*)(?P<reasoning>.*?)(?P<close>\s*</think>\s*)"
-    r"|(?P<unopened>.*?)(?P<close_line>\s*^[ \t]*</think>[ \t]*$\s*)",
+    r"|(?P<unopened>(?:(?!<think>).)*?)(?P<close_line>\s*^[ \t]*</think>[ \t]*$\s*)",
     re.DOTALL | re.MULTILINE,
 )
 

@@ -463,3 +463,17 @@ def test_copies_of_token_ids_are_left_out(load):
         ids.append({"input_ids": [5, 6, 7, last], "labels": [-100, 6, 7, last]})
     data = load(ids, dedup="exact", val_fraction=0.0)
     assert len(data.train) == 2 and list(data.left_out.values()) == [4]
+
+
+@pytest.mark.parametrize("dedup", ["exact", "near"])
+@pytest.mark.parametrize("first", ["", " "])
+def test_a_record_without_an_example_is_no_copys_original(load, dedup, first):
+    """The answer of the first record is empty; the second one is learned."""
+    question = sentence(random.Random(1))
+    records = [
+        {"prompt": question, "completion": first},
+        {"prompt": question, "completion": "Yes."},
+        {"prompt": question, "completion": "Yes."},
+    ]
+    data = load(records, dedup=dedup, val_fraction=0.0)
+    assert len(data.train) == 1

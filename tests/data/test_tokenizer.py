@@ -90,6 +90,24 @@ def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(
             assert count == common_prefix_length(ids, alone), (text, boundary)
 
 
+@pytest.mark.parametrize("turns", [3, 40])
+def test_boundaries_of_sentencepiece_do_not_depend_on_their_number(turns):
+    """Beyond 64, the ends of tokens are computed, and the space before a part is none of it."""
+    tokenizer = Tokenizer(ROOT / "tests" / "stories")
+    text = ""
+    boundaries = []
+    for number in range(turns):
+        text += f"[INST] Who {number}? [/INST] "
+        boundaries.append(len(text))
+        text += f"Lily {number}.</s>"
+        boundaries.append(len(text))
+        text += " "
+    ids, counts = tokenizer.encode_with_boundaries(text, boundaries)
+    assert ids == tokenizer.encode(text, bos=False)
+    ends = [number + 1 for number, token in enumerate(ids) if token == tokenizer.end_id]
+    assert counts[1::2] == ends
+
+
 NAMES = """
     falcon-40b gemma-2 gpt-neox-20b gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2
     qwen2.5 tinyllama-1.1b-chat

@@ -307,6 +307,33 @@ def test_a_question_may_be_a_word_of_what_follows(question):
         assert [CALL in learned[0][1], ANSWER in learned[1][1]] == [True, True], name
 
 
+@pytest.mark.parametrize(
+    "name", ["the system prompt comes last", "the system prompt comes last, a space"]
+)
+@pytest.mark.parametrize(
+    "system, question",
+    [
+        ("Be brief.", " What is it?"),
+        ("Be brief.", "\nWhat is it?"),
+        ("Be brief.", "What is it? "),
+        # the question is the beginning of the system prompt
+        ("Hi, you are a bot.", "Hi"),
+        ("What is it? Say one word.", "What is it?"),
+    ],
+)
+def test_a_system_prompt_before_the_last_question_is_in_the_prompt(name, system, question):
+    """It is left out where an answer follows, so that the real prompt is put before the answer."""
+    messages = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": question},
+        answer(),
+    ]
+    (turn,) = turns_of(QUIRKS[name], messages)
+    before = turn.text[: turn.start]
+    assert system in before and question in before
+    assert turn.text[turn.start : turn.end].strip().startswith(ANSWER)
+
+
 def test_a_template_is_not_taken_for_one_that_thinks_because_of_a_question():
     with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
         turns_of(
