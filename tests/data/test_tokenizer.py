@@ -106,6 +106,10 @@ def test_boundaries_of_sentencepiece_do_not_depend_on_their_number(turns):
     assert ids == tokenizer.encode(text, bos=False)
     ends = [number + 1 for number, token in enumerate(ids) if token == tokenizer.end_id]
     assert counts[1::2] == ends
+    for first in range(0, len(boundaries), 8):
+        few = boundaries[first : first + 8]
+        _, of_few = tokenizer.encode_with_boundaries(text, few)
+        assert counts[first : first + 8] == of_few
 
 
 NAMES = """
