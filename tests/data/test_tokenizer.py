@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from conftest import ROOT, SHARED, copy_unpacked
-from own_tokenizers import OTHER_SCRIPTS, WRITERS, corpus
+from own_tokenizers import OTHER_SCRIPTS, WRITERS, corpus, write_sentencepiece
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer
 
@@ -91,9 +91,10 @@ def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(
 
 
 @pytest.mark.parametrize("turns", [3, 40])
-def test_boundaries_of_sentencepiece_do_not_depend_on_their_number(turns):
+def test_boundaries_of_sentencepiece_do_not_depend_on_their_number(tmp_path, turns):
     """Beyond 64, the ends of tokens are computed, and the space before a part is none of it."""
-    tokenizer = Tokenizer(ROOT / "tests" / "stories")
+    write_sentencepiece(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     text = ""
     boundaries = []
     for number in range(turns):
