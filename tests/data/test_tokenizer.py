@@ -98,9 +98,9 @@ def test_boundaries_of_sentencepiece_do_not_depend_on_their_number(tmp_path, tur
     text = ""
     boundaries = []
     for number in range(turns):
-        text += f"[INST] Who {number}? [/INST] "
+        text += f"[INST] Who {number}? [/INST]"
         boundaries.append(len(text))
-        text += f"Lily {number}.</s>"
+        text += f" Lily {number}.</s>"
         boundaries.append(len(text))
         text += " "
     ids, counts = tokenizer.encode_with_boundaries(text, boundaries)
