@@ -1280,6 +1280,12 @@ def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
         assert model.tokenize(
             text.encode(), add_bos=tokenizer.adds_bos, special=True
         ) == tokenizer.encode(text)
+    # and the text of tokens: Gemma's runs of spaces were others
+    for text in [*texts[:50], "def f():\n    return x\n        y"]:
+        if any(token in text for token in tokenizer.special_texts):
+            continue
+        ids = tokenizer.encode(text, bos=False)
+        assert model.detokenize(ids).decode().strip() == text.strip()
 
 
 @pytest.mark.slow
