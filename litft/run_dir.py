@@ -22,7 +22,7 @@ DATA = "data.json"
 # first line of config.yaml: other programs have files of that name
 _HEADER = "# A run of litft"
 # the folder of the earlier result of a run that is continued
-_PREVIOUS = "previous"
+PREVIOUS = "previous"
 _LAUNCH_LINE = "# begun by the launch "
 
 
@@ -85,12 +85,12 @@ def set_final_aside(folder: Path) -> None:
     """Rename final/ to previous/: a run that is continued is not finished."""
     if finished(folder):
         delete_previous_final(folder)
-        (folder / "final").rename(folder / _PREVIOUS)
+        (folder / "final").rename(folder / PREVIOUS)
 
 
 def delete_previous_final(folder: Path) -> None:
     """Delete what `set_final_aside` has kept."""
-    shutil.rmtree(folder / _PREVIOUS, ignore_errors=True)
+    shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -76,7 +76,8 @@ def parse(cls: type[AnyArgs], argv: list[str], prog: str | None = None) -> AnyAr
     if problems:
         raise ValueError("\n".join(problems))
     args = args_from(namespace, cls)
-    for name, value in values:
+    # of a flag that is given several times, the last value
+    for name, value in dict(values).items():
         if flag_types[name] in (str, str | None) and value != "null":
             group, _, leaf = name.rpartition(".")
             if group:
@@ -232,7 +233,12 @@ def _next_boolean(words: list[str]) -> str:
 
 def _has_model(values: dict[str, str]) -> bool:
     """Return whether flags name a model, or resume a run, which has one."""
-    return "checkpoint_dir" in values or values.get("resume", "").lower() == "true"
+    return "checkpoint_dir" in values or _is_on(values.get("resume", ""))
+
+
+def _is_on(text: str) -> bool:
+    """Return whether the text of a boolean flag means true, as YAML 1.1 reads it."""
+    return text.lower() in ("true", "yes", "on")
 
 
 def finetune_args(run: Path) -> flags.FinetuneArgs:
@@ -251,8 +257,7 @@ def _implied_flags(
     """Return the flags that are implied, and problems: those of the resumed run, or the demo's if
     no model is named."""
     method = method_name(cls)
-    overwrites = values.get("overwrite", "false").lower() != "false"
-    if values.get("resume", "").lower() == "true" and not overwrites:
+    if _is_on(values.get("resume", "")) and not _is_on(values.get("overwrite", "")):
         run = run_dir.from_flags(values.get("out_dir"), resume=True)
         if run and run_dir.is_run(run):
             run_method = run_dir.method(run)

@@ -136,6 +136,16 @@ def _read_count(name: str) -> int:
     return int(text)
 
 
+def is_one_of_several() -> bool:
+    """Return whether this process may be a restarted one: of several, or of a job that SLURM has
+    put back into its queue."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return True
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return tasks > 1 or restarts > 0
+
+
 def launch_id() -> str | None:
     """Return an id shared by all processes of a launch and their restarts, or None if unknown."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")

@@ -1,7 +1,9 @@
 """The flags of `sweep`."""
 
 import shlex
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
 from litft.args.checks import below_minimum
@@ -144,7 +146,20 @@ def _divided(value: str, flags: list[str]) -> list[str]:
 
 
 def setting_name(setting: Setting) -> str:
-    """Return a short name for a setting: each flag by its last word."""
-    return ", ".join(
-        f"{name.rpartition('.')[2]}={value}" for name, value in setting.items()
-    )
+    """Return a short name for a setting: each flag by its last word, unless several groups have
+    it."""
+    parts = []
+    for name, value in setting.items():
+        word = name.rpartition(".")[2]
+        if word in _shared_words():
+            word = name
+        parts.append(f"{word}={value}")
+    return ", ".join(parts)
+
+
+@cache
+def _shared_words() -> set[str]:
+    """Return the last words of flags that several groups have, such as alpha."""
+    flags = types_of_flags(FINETUNE["lora"])
+    words = Counter(name.rpartition(".")[2] for name in flags)
+    return {word for word, count in words.items() if count > 1}

@@ -96,6 +96,17 @@ def files_to_transfer(names: list[str]) -> list[str]:
     return small_files + [name for name in names if name == WEIGHTS[2]]
 
 
+def _check_same_commit(folder: Path | None, pinned: HubId) -> None:
+    """Raise ValueError if a folder has the files of another commit: those that the new one lacks
+    would stay beside its own."""
+    existing = downloaded_from(folder) if folder else None
+    if existing and existing.revision not in (None, pinned.revision):
+        raise ValueError(
+            f"{folder} contains {existing}, and {pinned} has other files; choose another folder, "
+            "or delete it"
+        )
+
+
 def fetch(
     repo: HubId, token: str | None = None, folder: Path | None = None
 ) -> tuple[Path, HubId]:
@@ -129,6 +140,7 @@ def fetch(
         pinned = HubId(repo.name, info.sha)
         sizes = {str(file.rfilename): int(file.size or 0) for file in info.siblings}
         assert pinned.is_pinned, f"unexpected commit {info.sha!r}"
+    _check_same_commit(folder, pinned)
 
     # download what is missing
     names = files_to_transfer(sorted(sizes))

@@ -13,7 +13,12 @@ import litft
 from litft import run_dir
 from litft.args import FinetuneArgs
 from litft.args.finetune import apply_launcher
-from litft.args.processes import is_first_on_node, is_first_process, launch_id
+from litft.args.processes import (
+    is_first_on_node,
+    is_first_process,
+    is_one_of_several,
+    launch_id,
+)
 from litft.checkpoints.hub import fetch, hub_id, pin_dataset
 from litft.data.dataset import load_data
 from litft.data.sources import hub_dataset
@@ -150,7 +155,13 @@ def _complete_args(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
         print(f"--resume: continuing {folder}, the newest unfinished run", file=sys.stderr)
     # torchrun restarts all nodes after a failure, but tells only the node where a process has died;
     # so a folder that this launch has made is resumed
-    if run_dir.launched_by(folder, launch_id()):
+    may_be_restarted = not args.overwrite or is_one_of_several()
+    if may_be_restarted and run_dir.launched_by(folder, launch_id()):
+        if args.overwrite and is_first_on_node():
+            print(
+                f"--overwrite: this launch has made {folder}, so it goes on there",
+                file=sys.stderr,
+            )
         args = replace(args, resume=True, overwrite=False)
     if folder and not args.dry_run:
         _check_folder(args, folder)

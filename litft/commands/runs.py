@@ -87,6 +87,9 @@ def read_run(folder: Path) -> Run:
     for column, title in (("loss", "loss"), ("val_loss", "validation loss")):
         if column in newest:
             losses[title] = newest[column]
+    # of a run that learns from rewards, it is minus the reward
+    if "val_reward" in newest:
+        losses.pop("validation loss", None)
     method = run_dir.method(folder)
     objective = config.get("objective", "sft")
     if objective != "sft":

@@ -246,8 +246,11 @@ def _scores(run: Path, seed: int) -> RunScores:
     scores: dict[str, float] = {}
     for row in run_dir.metrics_rows(run / "metrics.csv"):
         for column, name in (("val_loss", LOSS), ("exact_match", "exact_match")):
-            if column in row:
+            # of rewards, the loss is minus the reward
+            if column in row and not (name == LOSS and "val_reward" in row):
                 scores[name] = float(row[column])
+        if "val_reward" in row:
+            scores["reward"] = float(row["val_reward"])
     # The verdict's loss is the cross-entropy. That of metrics.csv is the objective's, which a grid
     # may scale.
     parts = parts_in(run / run_dir.VERDICT, "after")

@@ -20,12 +20,7 @@ def distinct_entries(stores: list[TokenStore], dedup: str) -> list[Part]:
         return [(store, np.arange(len(store.units))) for store in stores]
     sizes = [len(store.contents) for store in stores]
     # a record that gave no example is no copy's original
-    has_entry = []
-    for store, size in zip(stores, sizes, strict=True):
-        of_store = np.zeros(size, bool)
-        of_store[store.rows[store.rows != NO_ROW]] = True
-        has_entry.append(of_store)
-    rows = np.flatnonzero(np.concatenate(has_entry))
+    rows = np.flatnonzero(np.concatenate([_has_entry(store) for store in stores]))
     numbers = np.arange(len(rows))
     contents = np.concatenate([store.contents for store in stores])[rows]
     is_first = first_equal(contents) == numbers
@@ -43,6 +38,13 @@ def distinct_entries(stores: list[TokenStore], dedup: str) -> list[Part]:
         entry_is_kept = np.append(kept, True)[store.rows]
         parts.append((store, np.flatnonzero(entry_is_kept)))
     return parts
+
+
+def _has_entry(store: TokenStore) -> np.ndarray:
+    """Return for each row of a store, (R,), whether one of its entries has it."""
+    has_entry = np.zeros(len(store.contents), bool)
+    has_entry[store.rows[store.rows != NO_ROW]] = True
+    return has_entry
 
 
 def split(

@@ -21,12 +21,12 @@ from litft.data.formats import (
     Example,
     Record,
     detect_format,
+    has_other_system,
     rename_columns,
     strip_end_token,
     to_example,
     unused_fields,
 )
-from litft.data.messages import SYSTEM_ROLES
 from litft.data.notes import (
     BLANK,
     CUT,
@@ -137,7 +137,7 @@ class Encoder:
             example = to_example(record, where, self.tokenizer.chat_template, form)
             read = {*FORMATS[form].fields, *FORMATS[form].optional, *COMMON_FIELDS}
             encoded.unused = unused_fields(record, read)
-            if _has_other_system(record, example):
+            if has_other_system(record, example):
                 encoded.unused.append("system")
             if form == "text" and example.text is None:
                 encoded.form = "guanaco"
@@ -169,7 +169,7 @@ class Encoder:
         unit = unit_hash(_prompt_of(plain[0].answers[0]))
         read = {*read_fields(record, where), *COMMON_FIELDS}
         encoded.unused = unused_fields(record, read)
-        if _has_other_system(record, plain[0].answers[0]):
+        if has_other_system(record, plain[0].answers[0]):
             encoded.unused.append("system")
         preferences = to_preferences(record, where, self.tokenizer.chat_template, self.kind)
         # a pair that became two labelled answers: equal
@@ -537,22 +537,10 @@ class Encoder:
         """Return whether a turn begins within a token; prompt_ids: the tokens before it."""
         # marks and lines end a token, but before spaces and signs
         before = turn.text[turn.start - 1 : turn.start]
-        begins_with_word = turn.text[turn.start : turn.start + 1].isalnum()
-        if begins_with_word and not GOES_ON.fullmatch(before):
+        first = turn.text[turn.start : turn.start + 1]
+        if first.isalnum() and not GOES_ON.fullmatch(before):
             return False
         return self.tokenizer.encode(turn.text[: turn.start], bos=False) != prompt_ids
-
-
-def _has_other_system(record: Record, example: Example) -> bool:
-    """Return whether a record has a system prompt that its conversation lacks, since that begins
-    with one of its own."""
-    text = record.get("system")
-    if not isinstance(text, str) or not text.strip() or not example.messages:
-        return False
-    for message in example.messages:
-        if message["role"] in SYSTEM_ROLES and message["content"] == text:
-            return False
-    return True
 
 
 def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:

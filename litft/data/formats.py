@@ -554,3 +554,15 @@ FORMATS: dict[str, Format] = {
 KNOWN_FIELDS = {"chosen", "rejected", "label"}.union(
     *(form.fields + form.optional for form in FORMATS.values())
 )
+
+
+def has_other_system(record: Record, example: Example) -> bool:
+    """Return whether a record has a system prompt that its conversation lacks, since that begins
+    with one of its own."""
+    text = record.get("system")
+    if not isinstance(text, str) or not text.strip() or not example.messages:
+        return False
+    for message in example.messages:
+        if message["role"] in SYSTEM_ROLES and message["content"] == text:
+            return False
+    return True

@@ -231,6 +231,9 @@ def _results(info: CardInfo) -> Iterator[str]:
             rows = list(csv.DictReader(file))
     except OSError:
         return
+    # the result before the run was continued, whose step no file tells
+    if info.source.folder.name == run_dir.PREVIOUS:
+        return
     # best/, a checkpoint, or what was exported from one
     weights_step = noted_step(info.source.folder)
     num_rows = len(rows)
@@ -260,7 +263,7 @@ def _results(info: CardInfo) -> Iterator[str]:
     yield ""
     # of the weights at the end
     verdicts = run_dir.verdict_texts(info.run)
-    if verdicts and is_end:
+    if verdicts and is_end and run_dir.finished(info.run):
         yield "Compared with the model before training:\n"
         yield from (f"- {verdict}" for verdict in verdicts)
         yield ""
@@ -276,6 +279,9 @@ def _losses(validations: list[dict[str, str]], end: str, last_step: str) -> Iter
     else:
         when = f"after step {first['step']}"
     yield f"| validation loss, {when} | {float(first['val_loss']):.4f} |"
+    # a checkpoint may be later than the last validation before it
+    if validations[-1]["step"] != last_step:
+        end = f"after step {int(validations[-1]['step']):,}"
     yield f"| validation loss, {end} | {float(validations[-1]['val_loss']):.4f} |"
     yield f"| validation loss, lowest | {float(best['val_loss']):.4f} (step {best['step']}) |"
     last_accuracy = validations[-1].get("val_accuracy")

@@ -1063,6 +1063,39 @@ def test_what_differs_is_converted(text, expected, tmp_path):
         assert "here it is --data.path ... (a list whose items may" in str(error.value)
 
 
+@pytest.mark.parametrize("flag", ["data.split", "base_dir", "train.max_time", "data.date"])
+def test_a_later_null_takes_back_a_text(flag, tmp_path):
+    """Also where a config file has the text: a later flag wins."""
+    value = {"train.max_time": "90m", "data.date": "2026-01-02"}.get(flag, "a")
+    group, _, leaf = flag.rpartition(".")
+    content = {"checkpoint_dir": "m", "data": {"path": ["owner/data"]}}
+    owner = content.setdefault(group, {}) if group else content
+    owner[leaf] = value
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content))
+    words = ["--config", str(tmp_path / "c.yaml")]
+
+    def read(*more):
+        args = parser.parse(LoRAFinetuneArgs, [*words, *more])
+        owner = getattr(args, group) if group else args
+        return getattr(owner, leaf)
+
+    assert read() == value
+    assert read(f"--{flag}", "null") is None
+    assert read(f"--{flag}", "null", f"--{flag}", value) == value
+
+
+@pytest.mark.parametrize("word", ["true", "yes", "on", "True"])
+def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    config = {"checkpoint_dir": str(tmp_path), "train": {"epochs": 10}}
+    config["data"] = {"path": [str(tmp_path / "d.jsonl")]}
+    run_dir.write_config(run, "lora", yaml.safe_dump(config), launch=None)
+    args = parser.parse(LoRAFinetuneArgs, [f"--resume={word}", "--out_dir", str(run)])
+    assert args.resume and args.train.epochs == 10
+
+
 @pytest.mark.parametrize(
     ("text", "expected", "note"),
     [

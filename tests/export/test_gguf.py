@@ -17,7 +17,7 @@ import torch
 import transformers
 from conftest import STORIES, adapted, copy_tokenizer, copy_unpacked, script
 from own_tokenizers import write_bytes, write_fallback
-from parity import build, draw, relative
+from parity import ROWS, build, draw, relative
 from safetensors.torch import load_file
 
 import litft
@@ -27,9 +27,11 @@ from litft.commands.convert_to_gguf import write
 from litft.data.chat_template import STYLES
 from litft.data.tokenizer import Tokenizer
 from litft.export.gguf.files import GgufFile
+from litft.export.gguf.metadata import to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import PRE_TOKENIZERS, _pre_tokenizer, _stop_ids
 from litft.export.gguf.vocabulary_writer import _check_sentencepiece
+from litft.families import read_config
 from litft.methods import AdapterV2, LoRA
 from litft.model.mlp import ACTIVATIONS
 from litft.pretrained.folder import resolve
@@ -1438,6 +1440,54 @@ def test_an_unnamed_pre_tokenizer_is_that_of_its_architecture(architecture, name
     with pytest.raises(ValueError, match="does not name its pre-tokenizer"):
         _pre_tokenizer(stored)
     assert _pre_tokenizer(stored | {"pre": "llama-bpe"}) == "llama-bpe"
+
+
+LATENT = dict(q_lora_rank=20, num_hidden_layers=2)
+YARN = dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e3
+)
+# what llama.cpp would compute differently, and says nothing of: a family, its values
+OTHER_IN_LLAMA_CPP = {
+    "ranks groups of experts by their two best scores": (
+        "deepseek_v2",
+        dict(topk_method="group_limited_greedy", n_group=2, topk_group=1, **LATENT)
+        | dict(n_routed_experts=8, num_experts_per_tok=2),
+    ),
+    "scales the scores of latent attention with every scaled RoPE": (
+        "deepseek_v3",
+        dict(rope_parameters=YARN, **LATENT),
+    ),
+    "with every scaled RoPE, and this model .linear": (
+        "deepseek_v3",
+        dict(
+            rope_parameters=dict(rope_type="linear", factor=2.5, rope_theta=1e4), **LATENT
+        ),
+    ),
+    "reads mscale_all_dim 0.707 of Mistral Small 4 as 1": (
+        "mistral4",
+        dict(rope_parameters=YARN | dict(mscale=0.707, mscale_all_dim=0.707)),
+    ),
+    "computes the norms of latent attention with rms_norm_eps 0.05": (
+        "deepseek_v3",
+        dict(rms_norm_eps=0.05, **LATENT),
+    ),
+    "gives exaone4 with 64 layers sliding windows": (
+        "exaone4",
+        dict(num_hidden_layers=64, sliding_window=None, layer_types=None),
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", OTHER_IN_LLAMA_CPP)
+def test_what_llama_cpp_computes_differently_is_refused(reason):
+    family, values = OTHER_IN_LLAMA_CPP[reason]
+    config_class, variations = ROWS[family]
+    first = next(iter(variations.values()))
+    if values.get("num_hidden_layers") == 64:
+        values = values | {"layer_types": ["full_attention"] * 64}
+    fields = getattr(transformers, config_class)(**(first | values)).to_dict()
+    with pytest.raises(ValueError, match=reason):
+        to_gguf_architecture(read_config(json.loads(json.dumps(fields))))
 
 
 def byte_level_folder(folder: Path, **changes) -> Path:

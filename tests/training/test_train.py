@@ -210,7 +210,8 @@ def test_gradients_do_not_depend_on_micro_batches(tiny, name):
         other_loss, actual = gradients(
             tiny, rows, row_tokens=row_tokens and 2 * row_tokens, name=name
         )
-        assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
+        # without the decoder's log-probabilities, there is no mismatch
+        assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-6, nan_ok=True)
         # the gradient of a ratio exp(new - old) has the absolute error of the log-probabilities,
         # whose unit in the last place is 4.8e-7 at -5
         bound = 2e-6 if name == "grpo" else 1e-6

@@ -30,7 +30,9 @@ def parse_rewards(items: Sequence[str]) -> list[Reward]:
     for item in _with_whole_patterns(items):
         source, weight = _weight(item.strip())
         if not math.isfinite(weight):
-            raise ValueError(f"--reward {item}: the weight {weight} is not finite")
+            raise ValueError(
+                f"--reward {item}: the weight {weight} is not finite; give a number"
+            )
         # an equals sign after neither a bracket nor the end of a text: regex:answer=42
         is_pattern = source.startswith("regex:") and not source.endswith(
             (")", "]", "}", "$")

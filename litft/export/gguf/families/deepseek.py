@@ -91,18 +91,32 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
             f"layers, found {depth}"
         )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
-    metadata = gguf_latent(latent)
+    metadata = gguf_latent(config, latent)
     # the scale of scores is squared: see `yarn_scale`
+    multiplier = 0.0
     if rope.rope_type == "yarn":
         # YaRN sets it
         assert layer.attention_scale is not None
         scale = math.sqrt(layer.attention_scale * math.sqrt(latent.head_dim))
-        metadata["rope.scaling.yarn_log_multiplier"] = (scale - 1) / math.log(rope.factor)
+        multiplier = (scale - 1) / math.log(rope.factor)
+        metadata["rope.scaling.yarn_log_multiplier"] = multiplier
+    if rope.rope_type != "default" and multiplier <= 0:
+        raise ValueError(
+            "llama.cpp scales the scores of latent attention with every scaled RoPE, and this "
+            f"model ({rope.rope_type} without mscale_all_dim) does not; keep the Hugging Face "
+            "folder"
+        )
     return metadata | gguf_experts(config)
 
 
-def gguf_latent(latent: LatentConfig) -> dict[str, Any]:
-    """Return the sizes of latent attention."""
+def gguf_latent(config: Config, latent: LatentConfig) -> dict[str, Any]:
+    """Return the sizes of latent attention; raise ValueError if the norms of its vectors have
+    another epsilon than the others, which llama.cpp reads for both."""
+    if abs(config.norm.eps - latent.norm.eps) > 1e-5:
+        raise ValueError(
+            "llama.cpp computes the norms of latent attention with rms_norm_eps "
+            f"{config.norm.eps}, and the model with {latent.norm.eps}; keep the Hugging Face folder"
+        )
     # the cache has one key for all heads: the latent vector, and the part that RoPE rotates
     width = latent.dim + latent.rope_dim
     expanded = (latent.head_dim, latent.value_dim)
@@ -136,6 +150,11 @@ def gguf_experts(config: Config, keys: Collection[str] = GGUF_EXPERTS) -> dict[s
         "leading_dense_block_count": num_dense,
     }
     # one group is the whole mixture, and needs no metadata
+    if experts.groups > 1 and experts.group_score == "max":
+        raise ValueError(
+            "llama.cpp ranks groups of experts by their two best scores, and this model by the "
+            "best one (topk_method group_limited_greedy); keep the Hugging Face folder"
+        )
     if experts.groups > 1:
         metadata["expert_group_count"] = experts.groups
         metadata["expert_group_used_count"] = experts.top_groups

@@ -18,6 +18,12 @@ def gguf_rules(config: Config) -> list[Rule]:
             "GGUF files of exaone4 with sliding windows are not supported; keep the Hugging Face "
             "folder"
         )
+    # those of the 32B, whose windows llama.cpp knows by that number
+    if len(config.layers) == 64:
+        raise ValueError(
+            "llama.cpp gives exaone4 with 64 layers sliding windows, and this model has none; keep "
+            "the Hugging Face folder"
+        )
     return olmo_gguf_rules(config)
 
 

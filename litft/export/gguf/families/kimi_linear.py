@@ -92,7 +92,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     sizes = dict(zip(GGUF_DELTA, (delta.conv_width, delta.key_dim), strict=True))
     # llama.cpp always divides by the sum
     keys = deepseek.GGUF_EXPERTS.keys() - {"expert_weights_norm"}
-    attention = deepseek.gguf_latent(latent) | {"attention.head_count_kv": kinds}
+    attention = deepseek.gguf_latent(config, latent) | {"attention.head_count_kv": kinds}
     return attention | sizes | deepseek.gguf_experts(config, keys)
 
 

@@ -1,5 +1,6 @@
 """GGUF files of Mistral Small 4: DeepSeek V3's network, whose queries are scaled by position."""
 
+import math
 from typing import Any
 
 from litft.export.gguf.families import deepseek
@@ -14,6 +15,13 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of latent attention and of the experts, and the scale of queries."""
     metadata = deepseek.gguf_metadata(config)
     rope = config.layers[0].rope
+    # 0.1 of mscale_all_dim
+    multiplier = metadata.get("rope.scaling.yarn_log_multiplier", 0.1)
+    if not math.isclose(multiplier, 0.1, rel_tol=1e-4):
+        raise ValueError(
+            f"llama.cpp reads mscale_all_dim {10 * multiplier:.4g} of Mistral Small 4 as 1; keep "
+            "the Hugging Face folder"
+        )
     if rope is not None and rope.query_beta:
         metadata[SCALE] = rope.query_beta
         metadata[LENGTH] = rope.original_max_positions
