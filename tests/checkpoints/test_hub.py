@@ -26,6 +26,7 @@ from litft.args import (
     TrainArgs,
     UploadArgs,
 )
+from litft.checkpoints import hub as hub_module
 from litft.checkpoints.hub import HubId, downloaded_from, files_to_transfer, hub_id
 from litft.cli import run as command
 from litft.export.model_card import model_card
@@ -655,6 +656,19 @@ def test_an_adapter_on_a_local_base_needs_the_hub_id_of_its_base(online, tiny, e
     assert "--base_model tiny: expected owner/name" in result.stderr
 
 
+def test_files_of_two_commits_are_not_mixed(tmp_path):
+    """Those that the new commit lacks would stay, and one file of weights is read before parts."""
+    old = HubId("me/tiny", "a" * 40)
+    origin = tmp_path / hub_module._ORIGIN_FILE
+    origin.parent.mkdir(parents=True)
+    origin.write_text(json.dumps(old._asdict()))
+    assert downloaded_from(tmp_path) == old
+    hub_module._check_same_commit(tmp_path, old)
+    hub_module._check_same_commit(None, old)
+    with pytest.raises(ValueError, match="has other files; choose another folder"):
+        hub_module._check_same_commit(tmp_path, HubId("me/tiny", "b" * 40))
+
+
 def test_the_base_of_an_uploaded_adapter_keeps_its_revision(tiny):
     """Where the base was opened from a folder that does not know where it comes from."""
     config = {"base_model_name_or_path": "me/tiny", "revision": "abc123"}
@@ -703,6 +717,22 @@ def test_the_card_of_the_best_step_describes_that_step(tmp_path):
     )
     after = f"validation loss, after step {best['step']:.0f} | {best['val_loss']:.4f} |"
     assert f"| {after}" in card and "Compared with" not in card
+    # a checkpoint after the last validation that it knows of
+    metrics = tmp_path / "first" / "metrics.csv"
+    text = metrics.read_text()
+    header, *lines = text.splitlines()
+    column = header.split(",").index("val_loss")
+    of_best = next(line for line in lines if line.startswith(f"{best['step']:.0f},"))
+    blank = ",".join(
+        "" if number == column else value for number, value in enumerate(of_best.split(","))
+    )
+    metrics.write_text(text.replace(of_best, blank))
+    card = model_card(card_info(resolve(upload.checkpoint_dir), upload))
+    assert (
+        f"validation loss, after step {best['step'] - 1:.0f} |" in card or best["step"] == 1
+    )
+    assert f"validation loss, after step {best['step']:.0f} |" not in card
+    metrics.write_text(text)
     # also once it is exported
     for merge in ("true", "false"):
         exported = tmp_path / f"exported-{merge}"

@@ -10,6 +10,7 @@ import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
 from litft.commands.runs import find_runs, read_run
 from litft.folder_lock import locked_folder
+from litft.run_dir import write_config
 
 
 def command(*words: str, cwd: Path, code: int = 0) -> str:
@@ -86,6 +87,15 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
         "model",
     ]
     assert "has no runs" in command("runs", "--folder", "nothing", cwd=tmp_path, code=2)
+
+
+def test_the_validation_loss_of_a_run_with_rewards_is_none(tmp_path):
+    """It is minus the reward."""
+    write_config(tmp_path, "lora", "checkpoint_dir: m\nobjective: grpo\n", launch=None)
+    (tmp_path / "metrics.csv").write_text(
+        "step,loss,val_loss,val_reward\n0,,-0.75,0.75\n1,0.1,,\n"
+    )
+    assert read_run(tmp_path).losses == {"loss": 0.1}
 
 
 def test_the_version_is_printed(tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import ttest_rel
 
 from litft import run_dir
-from litft.args import SweepArgs
+from litft.args import SweepArgs, setting_name
 from litft.args.parser import parse
 from litft.cli import run as command
 from litft.commands.sweep import (
@@ -276,6 +276,14 @@ def shares(name, correct_of_seeds):
         parts = {(n,): Part(float(n < correct), 1.0) for n in range(8)}
         runs.append(RunScores(seed, {"exact_match": correct / 8}, {"exact_match": parts}))
     return RunsOfSetting(name, runs)
+
+
+def test_settings_of_flags_with_one_last_word_have_names_of_their_own():
+    """Their runs would have the same folder."""
+    assert setting_name({"lora.r": "8", "lora.alpha": "16"}) == "r=8, lora.alpha=16"
+    assert setting_name({"distill.alpha": "0.5"}) == "distill.alpha=0.5"
+    assert setting_name({"quantize": "nf4"}) == "quantize=nf4"
+    assert setting_name({"distill.quantize": "nf4"}) == "distill.quantize=nf4"
 
 
 def test_equal_differences_of_shares_are_no_certainty():
