@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
@@ -400,10 +400,11 @@ class Encoder:
                 encoded.notes.append(EMPTY_PROMPT)
                 break
         messages = []
+        own_ends = self.tokenizer.special_stop_texts
         for message in example.messages[: turns[-1] + 1]:
             clean = without_learned(message)
             if message["role"] == "assistant":
-                clean["content"] = strip_end_token(message["content"])
+                clean["content"] = strip_end_token(message["content"], own_ends)
             if clean["content"] != message["content"] and END_TEXT not in encoded.notes:
                 encoded.notes.append(END_TEXT)
             messages.append(clean)
@@ -494,11 +495,11 @@ class Encoder:
             # all positions of a text are looked up at once, in one pass of the tokenizer
             offsets = []
             masked = {}
+            own_ends = self.tokenizer.special_stop_texts
             for turn in rendered.turns:
                 offsets += [turn.start, turn.answer, turn.end]
-                masked[turn.message] = _masked_ranges(
-                    turn, example.messages[turn.message].get("parts", [])
-                )
+                parts = example.messages[turn.message].get("parts", [])
+                masked[turn.message] = _masked_ranges(turn, parts, own_ends)
             for ranges in masked.values():
                 offsets += chain(*ranges)
             ids, boundaries = self.tokenizer.encode_with_boundaries(rendered.text, offsets)
@@ -543,7 +544,9 @@ class Encoder:
         return self.tokenizer.encode(turn.text[: turn.start], bos=False) != prompt_ids
 
 
-def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
+def _masked_ranges(
+    turn: Turn, parts: list[dict], own_ends: Sequence[str]
+) -> list[tuple[int, int]]:
     """Return the ranges of a turn's text that are not learned: parts of a joined message with
     `train` false.
 
@@ -563,7 +566,7 @@ def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
         found = turn.text.find(text, position, turn.end)
         # an end token that the file has after it was removed
         if found < 0:
-            text = strip_end_token(text).strip()
+            text = strip_end_token(text, own_ends).strip()
             found = turn.text.find(text, position, turn.end)
         if found < 0:
             raise ValueError(

@@ -7,7 +7,7 @@ text, `tool_calls`.
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -310,10 +310,11 @@ def rename_columns(record: Record, columns: dict[str, str]) -> Record:
     return others | renamed
 
 
-def strip_end_token(text: str) -> str:
-    """Remove an end token that the file has written after an answer."""
+def strip_end_token(text: str, own: Iterable[str] = ()) -> str:
+    """Remove an end token that the file has written after an answer; own: those of the
+    tokenizer."""
     stripped = text.rstrip()
-    for end in END_TOKENS:
+    for end in (*END_TOKENS, *own):
         if stripped.endswith(end):
             if end == "</s>" and "<s>" in stripped:  # HTML's strikethrough
                 return text

@@ -2,7 +2,7 @@
 forgotten."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -88,6 +88,9 @@ class ComparedTexts:
     exact: Mapping[Key, Part] = field(default_factory=dict)
     # the names of the records of one of the following, see `Samples.names`
     names: Sequence[Key] = ()
+    # how many examples of its set each of them stands for, where there are several sets of which
+    # only some are measured; empty: 1
+    weights: Sequence[float] = ()
     examples: Sequence[Sample] = ()  # with answers to learn
     preferences: Sequence[Sample] = ()
     rewards: Sequence[Part] = ()  # of the completions of prompts
@@ -96,6 +99,20 @@ class ComparedTexts:
         return self.forgetting or any(
             map(len, (self.examples, self.preferences, self.rewards))
         )
+
+    def parts(self, of_each: Iterable[Part]) -> dict[Key, Part]:
+        """Return what each record adds to a score, given what each sample adds."""
+        return parts_of(self.names, weighted(of_each, self.weights))
+
+
+def weighted(parts: Iterable[Part], weights: Sequence[float]) -> list[Part]:
+    """Return the parts, each as many times as its weight says; as they are without weights."""
+    if not weights:
+        return list(parts)
+    found = []
+    for part, weight in zip(parts, weights, strict=True):
+        found.append(Part(part.value * weight, part.weight * weight))
+    return found
 
 
 class BeforeAfter:
@@ -171,12 +188,12 @@ class BeforeAfter:
         measured: dict[str, Mapping[Key, Part]] = {}
         if len(texts.examples):
             losses = self._losses(texts.examples, layout)
-            measured["loss"] = parts_of(texts.names, losses.values())
+            measured["loss"] = texts.parts(losses.values())
             self.mean_losses = [part.value / part.weight for part in losses.values()]
         if texts.preferences:
             measured |= self._preference_scores(texts, layout, is_before)
         if texts.rewards:
-            rated = parts_of(texts.names, texts.rewards)
+            rated = texts.parts(texts.rewards)
             measured["reward"] = {name: part for name, part in rated.items() if part.weight}
         if texts.exact:
             measured["exact_match"] = texts.exact
@@ -216,7 +233,7 @@ class BeforeAfter:
         for name, values in texts.objective.scores_of_each(
             samples, log_probs, lengths
         ).items():
-            measured[name] = parts_of(texts.names, map(Part, values.tolist()))
+            measured[name] = texts.parts(map(Part, values.tolist()))
         return measured
 
     def _losses(self, samples: Sequence[Sample], layout: BatchLayout) -> dict[Key, Part]:

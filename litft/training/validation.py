@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning_fabric import Fabric
 
@@ -38,7 +39,7 @@ from litft.evaluation.verdict import Part, parts_of
 from litft.inference.chat_answers import answer_parser
 from litft.inference.generation import Completion
 from litft.model.transformer import GPT, eval_mode
-from litft.training.before_after import BeforeAfter, ComparedTexts
+from litft.training.before_after import BeforeAfter, ComparedTexts, weighted
 from litft.training.objectives import Objective, Supervised
 from litft.training.objectives.objective import Totals
 from litft.training.output.metrics import Row
@@ -314,18 +315,32 @@ class Validation:
             indices.extend(of_set)
         names = self.data.val.names
         hits = [Part(float(is_hit)) for is_hit in self.exact.values()]
+        hits = weighted(hits, self._weights_of(list(self.exact)))
         exact = parts_of([names[index] for index in self.exact], hits)
         texts = ComparedTexts(self.objective, self.forgetting, exact)
         if self.objective.data == "prompts":
             of_prompts = [names[index] for index in indices]
-            return replace(texts, names=of_prompts, rewards=self.rewards)
+            weights = self._weights_of(indices)
+            return replace(texts, names=of_prompts, weights=weights, rewards=self.rewards)
         # not all examples: each costs a forward pass
         chosen = evenly_spaced(indices, SEARCHED)
-        texts = replace(texts, names=[names[index] for index in chosen])
+        weights = self._weights_of(chosen)
+        texts = replace(texts, names=[names[index] for index in chosen], weights=weights)
         samples = [self.samples[index] for index in chosen]
         if self.objective.data == "supervised":
             return replace(texts, examples=samples)
         return replace(texts, preferences=samples)
+
+    def _weights_of(self, indices: Sequence[int]) -> list[float]:
+        """Return how many examples of its set each measured one stands for; empty if there is one
+        set."""
+        if not self.sets:
+            return []
+        weights: dict[int, float] = {}
+        for numbers in self.sets.values():
+            of_set = np.intersect1d(numbers, indices).tolist()
+            weights |= dict.fromkeys(of_set, len(numbers) / max(1, len(of_set)))
+        return [weights[index] for index in indices]
 
     def _measure_sets(
         self, step: int, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]

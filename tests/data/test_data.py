@@ -260,6 +260,19 @@ def test_which_turns_are_supervised(tiny, messages, settings, supervised, notes)
     assert texts == ([supervised.split()] if supervised else [])
 
 
+def test_the_models_own_end_token_after_an_answer_is_removed():
+    """It is in no list of well-known ones, and the template writes it once more."""
+    tokenizer = Tokenizer(DEMO / "base")
+    end = tokenizer.decode([tokenizer.end_id], skip_special=False)
+    messages = [QUESTION, ANSWER | {"content": f"two {end}\n"}]
+    result = encode_record({"messages": messages}, tokenizer)
+    expected = encode_record({"messages": [QUESTION, ANSWER]}, tokenizer)
+    assert result.notes == [END_TEXT] and expected.notes == []
+    assert [sample.tolist() for sample in result.samples] == [
+        sample.tolist() for sample in expected.samples
+    ]
+
+
 def test_a_mark_that_has_no_effect_is_named(tiny):
     """--data.mask_prompt false learns every token."""
     messages = [QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER]

@@ -9,6 +9,7 @@ from conftest import rows_of, write_records
 from lightning_fabric import Fabric
 
 import litft
+from litft import run_dir
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
 from litft.data.chat_template import STYLES
 from litft.data.dataset import load_data
@@ -24,6 +25,7 @@ from litft.evaluation.scoring import (
     question_text,
     validation_answers,
 )
+from litft.evaluation.verdict import mean_of, parts_in
 from litft.training.objectives import KTO, ORPO, Supervised
 from litft.training.objectives.objective import Totals
 from litft.training.validation import Measured, Validation, validation_scores
@@ -54,6 +56,10 @@ def test_sets_of_which_a_part_is_measured_count_whole(tiny, tmp_path):
         )
         folder = litft.finetune(args).folder
         losses.append(float(rows_of(folder)[0]["val_loss"]))
+        # the verdict, sweeps and cards compare the same mean
+        for when, row in (("before", rows_of(folder)[0]), ("after", rows_of(folder)[-1])):
+            parts = parts_in(folder / run_dir.VERDICT, when)
+            assert mean_of(parts["loss"]) == pytest.approx(float(row["val_loss"]), rel=1e-5)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

@@ -214,8 +214,8 @@ def _verdicts(verdicts: Sequence[str]) -> str:
     if not verdicts:
         return ""
     explanation = (
-        "Measured on the same examples before and after; none of them was trained on. A lower loss "
-        "is better. The interval contains the true difference with a probability of 95 %."
+        "Measured on the same examples of the validation set before and after. A lower loss is "
+        "better. The interval contains the true difference with a probability of 95 %."
     )
     if any(line.startswith("forgotten") for line in verdicts):
         explanation += (
