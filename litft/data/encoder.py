@@ -495,11 +495,13 @@ class Encoder:
             # all positions of a text are looked up at once, in one pass of the tokenizer
             offsets = []
             masked = {}
-            own_ends = self.tokenizer.special_stop_texts
             for turn in rendered.turns:
                 offsets += [turn.start, turn.answer, turn.end]
-                parts = example.messages[turn.message].get("parts", [])
-                masked[turn.message] = _masked_ranges(turn, parts, own_ends)
+                masked[turn.message] = _masked_ranges(
+                    turn,
+                    example.messages[turn.message].get("parts", []),
+                    own_ends=self.tokenizer.special_stop_texts,
+                )
             for ranges in masked.values():
                 offsets += chain(*ranges)
             ids, boundaries = self.tokenizer.encode_with_boundaries(rendered.text, offsets)
