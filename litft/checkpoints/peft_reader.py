@@ -175,7 +175,7 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
         # a parameter of the base, which PEFT names after its own wrapper
         if leaf is None:
             base_name = module.replace(".base_layer", "").replace(".modules_to_save.", ".")
-            # which a module that is saved whole has beside its trained ones
+            # PEFT saves modules whole; these parameters of them were not trained
             if base_name not in frozen:
                 parts.base[base_name] = tensor
             continue

@@ -261,7 +261,7 @@ def _scores(run: Path, seed: int) -> RunScores:
 
 def _with_one_kind_of_loss(settings: list[RunsOfSetting]) -> list[RunsOfSetting]:
     """Return the settings without the losses of runs whose verdict is damaged, if others have one:
-    theirs are the objective's, and not the cross-entropy."""
+    the losses of these runs are the objective's, not the cross-entropy."""
     if not any(LOSS in run.parts for setting in settings for run in setting.runs):
         return settings
     comparable = []

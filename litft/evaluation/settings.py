@@ -138,7 +138,7 @@ def _interval_over_seeds(
     # a run that has diverged
     if not all(map(math.isfinite, differences)):
         return math.nan, math.nan
-    # a share of few examples is often the same by chance
+    # with few examples, differences of shares are often equal by chance
     deviation = max(stdev(differences), _rounding(first.runs[0], score))
     quantile = t.ppf((1 + LEVEL) / 2, len(seeds) - 1)
     half = float(quantile) * deviation / math.sqrt(len(seeds))

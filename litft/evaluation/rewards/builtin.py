@@ -7,7 +7,7 @@ from typing import Any
 
 # a number as people write it: 1,234.5 or -3 or −3 (with the minus sign) or -$3 or .5 or 1e3
 SIGN = r"(?:(?<![\w.])[-\u2212](?:[$€£¥](?=[\d.]))?)?"
-# which 1 and 5 of (1,5000) do not form
+# digits in groups of three, so not 1,500 of (1,5000)
 THOUSANDS = r"\d{1,3}(?:,\d{3})+(?!\d|,\d)"
 DIGITS = rf"(?:{THOUSANDS}|\d+)?(?:\.\d+)?(?<=\d)"
 NUMBER = re.compile(SIGN + DIGITS + r"(?:[eE][-+]?\d+)?")

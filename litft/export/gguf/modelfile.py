@@ -40,16 +40,15 @@ def modelfile(name: str, tokenizer: Tokenizer, sampling: Mapping[str, Any]) -> s
     stop_texts = [
         tokenizer.decode([number], skip_special=False) for number in tokenizer.stop_ids
     ]
-    stops = [
-        f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stop_texts
-    ]
-    settings = []
+    parameters = []
     for field, parameter in PARAMETERS.items():
         if sampling.get(field) is not None:
-            settings.append(f"PARAMETER {parameter} {sampling[field]:g}")
+            parameters.append(f"PARAMETER {parameter} {sampling[field]:g}")
+    for text in stop_texts:
+        parameters.append(f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}")
     # Ollama then continues the prompt as it is
     if not tokenizer.has_template:
-        return "\n".join([*lines, *settings, *stops]) + "\n"
+        return "\n".join([*lines, *parameters]) + "\n"
     parts = None
     # a Go template could print neither the day of a question nor tools
     has_tools = "tools" in tokenizer.template_for([{}])
@@ -60,7 +59,7 @@ def modelfile(name: str, tokenizer: Tokenizer, sampling: Mapping[str, Any]) -> s
         lines.append(f'TEMPLATE """{_go_template(parts)}"""')
     else:
         lines.append("# the chat template in the GGUF file is used (Ollama 0.30 and newer)")
-    return "\n".join([*lines, *settings, *stops]) + "\n"
+    return "\n".join([*lines, *parameters]) + "\n"
 
 
 class _Parts(NamedTuple):

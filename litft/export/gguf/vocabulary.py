@@ -327,7 +327,7 @@ def _pre_tokenizer(stored: dict[str, Any]) -> str:
     with another one, text is divided into other tokens."""
     architecture = stored.get("general.architecture", "")
     name = stored.get("pre") or PRE_OF_ARCHITECTURE.get(architecture)
-    # sentencepiece has none
+    # sentencepiece models have no pre-tokenizer
     if name is None and stored["model"] == "gpt2":
         raise ValueError(
             "the file is from before May 2024, and does not name its pre-tokenizer; download a "

@@ -207,7 +207,7 @@ def _divides_as_sentencepiece(definition: dict[str, Any]) -> bool:
 
 
 def _note_stripped(definition: dict[str, Any] | None) -> None:
-    """Print notes on special tokens that take the space beside them."""
+    """Print notes on special tokens that strip the spaces around them."""
     added = definition["added_tokens"] if definition else []
     # see `model_name`
     is_phi3 = any(token["content"] == "<|endoftext|>" for token in added)

@@ -150,12 +150,12 @@ def gguf_experts(config: Config, keys: Collection[str] = GGUF_EXPERTS) -> dict[s
         "leading_dense_block_count": num_dense,
     }
     # one group is the whole mixture, and needs no metadata
-    if experts.groups > 1 and experts.group_score == "max":
-        raise ValueError(
-            "llama.cpp ranks groups of experts by their two best scores, and this model by the "
-            "best one (topk_method group_limited_greedy); keep the Hugging Face folder"
-        )
     if experts.groups > 1:
+        if experts.group_score == "max":
+            raise ValueError(
+                "llama.cpp ranks groups of experts by their two best scores, and this model by the "
+                "best one (topk_method group_limited_greedy); keep the Hugging Face folder"
+            )
         metadata["expert_group_count"] = experts.groups
         metadata["expert_group_used_count"] = experts.top_groups
     return {key: value for key, value in metadata.items() if key in keys}
