@@ -1,11 +1,10 @@
 """Mutation testing from a table: `tests/mutations.toml` lists small bugs, and the tests that must
 fail on each.
 
-python tests/mutate.py                  # every entry
-python tests/mutate.py attention -n 2   # entries whose file, description or tests contain the text,
-two at a time python tests/mutate.py --check          # only check that the code of each entry
-occurs once, and that its tests exist python tests/mutate.py --move           # give entries whose
-code has moved to another function or file its new place
+    python tests/mutate.py                  # every entry
+    python tests/mutate.py attention -n 2   # whose file, description or tests contain the text
+    python tests/mutate.py --check          # only check that each entry's code occurs once
+    python tests/mutate.py --move           # find the new place of code that has moved
 
 An entry names its code by file, function and syntax (see mutation_places.py), so that formatting
 does not matter. It is applied to a copy of the tree, in which its tests are run, and is killed if

@@ -136,7 +136,7 @@ def _read_count(name: str) -> int:
     return int(text)
 
 
-def is_one_of_several() -> bool:
+def may_be_restarted() -> bool:
     """Return whether this process may be a restarted one: of several, or of a job that SLURM has
     put back into its queue."""
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -16,8 +16,8 @@ from litft.args.finetune import apply_launcher
 from litft.args.processes import (
     is_first_on_node,
     is_first_process,
-    is_one_of_several,
     launch_id,
+    may_be_restarted,
 )
 from litft.checkpoints.hub import fetch, hub_id, pin_dataset
 from litft.data.dataset import load_data
@@ -155,8 +155,8 @@ def _complete_args(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
         print(f"--resume: continuing {folder}, the newest unfinished run", file=sys.stderr)
     # torchrun restarts all nodes after a failure, but tells only the node where a process has died;
     # so a folder that this launch has made is resumed
-    may_be_restarted = not args.overwrite or is_one_of_several()
-    if may_be_restarted and run_dir.launched_by(folder, launch_id()):
+    goes_on = not args.overwrite or may_be_restarted()
+    if goes_on and run_dir.launched_by(folder, launch_id()):
         if args.overwrite and is_first_on_node():
             print(
                 f"--overwrite: this launch has made {folder}, so it goes on there",

@@ -400,7 +400,7 @@ class Encoder:
                 encoded.notes.append(EMPTY_PROMPT)
                 break
         messages = []
-        own_ends = self.tokenizer.special_stop_texts
+        own_ends = self.tokenizer.end_tokens.special_stops
         for message in example.messages[: turns[-1] + 1]:
             clean = without_learned(message)
             if message["role"] == "assistant":
@@ -500,7 +500,7 @@ class Encoder:
                 masked[turn.message] = _masked_ranges(
                     turn,
                     example.messages[turn.message].get("parts", []),
-                    own_ends=self.tokenizer.special_stop_texts,
+                    own_ends=self.tokenizer.end_tokens.special_stops,
                 )
             for ranges in masked.values():
                 offsets += chain(*ranges)

@@ -244,7 +244,16 @@ def _call(call: Any, where: str) -> dict:
 
 
 # what a call has beside its arguments
-_CALL_FIELDS = {"name", "id", "type", "index", "description", "strict", "function"}
+CALL_FIELDS = {
+    "name",
+    "tool_name",
+    "id",
+    "type",
+    "index",
+    "description",
+    "strict",
+    "function",
+}
 
 
 def _arguments_of(function: dict, call: dict, where: str) -> Any:
@@ -256,7 +265,7 @@ def _arguments_of(function: dict, call: dict, where: str) -> Any:
     # a table has empty columns for the fields of other records
     others = []
     for name, value in {**call, **function}.items():
-        if value is not None and name not in _CALL_FIELDS:
+        if value is not None and name not in CALL_FIELDS:
             others.append(name)
     if others:
         raise ValueError(

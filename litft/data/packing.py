@@ -224,8 +224,10 @@ def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[i
     by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     rows = _best_fit(lengths, by_length, row_tokens)
 
-    # as many rows again, rounded up to a multiple of the ranks; a row needs at least one sample
-    count = min(-(-len(rows) // ranks) * ranks, len(lengths))
+    # as many rows again, rounded up to a multiple of the ranks
+    rows_per_rank = math.ceil(len(rows) / ranks)
+    # a row needs at least one sample
+    count = min(rows_per_rank * ranks, len(lengths))
     even_rows = _emptiest_first(lengths, by_length, count)
 
     # one pair may be longer than `row_tokens`; its length is then the limit

@@ -179,13 +179,6 @@ class Tokenizer:
         return EndTokens(self.special_texts, stops)
 
     @property
-    def special_stop_texts(self) -> tuple[str, ...]:
-        """The texts of the special tokens at which generation ends."""
-        special = [number for number in self.stop_ids if number in self.special_ids]
-        texts = [self.decode([number], skip_special=False).strip() for number in special]
-        return tuple(filter(None, texts))
-
-    @property
     def end_id(self) -> int:
         """The token that ends an answer if the template writes none: EOS."""
         if self.eos_id is not None:

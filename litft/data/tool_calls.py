@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from litft.data.messages import CALL_FIELDS
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -251,10 +253,6 @@ def _json_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     return calls
 
 
-# what a call has beside its arguments
-_CALL_FIELDS = {"name", "tool_name", "id", "type", "index"}
-
-
 def _call_of_object(entry: Any) -> ToolCall | None:
     """Return the call that a JSON object describes."""
     if not isinstance(entry, dict):
@@ -264,7 +262,7 @@ def _call_of_object(entry: Any) -> ToolCall | None:
         entry = entry["function"]
     name = entry.get("name", entry.get("tool_name"))
     # a call without arguments may leave them out, but not have them under another name
-    is_bare = entry.keys() <= _CALL_FIELDS
+    is_bare = entry.keys() <= CALL_FIELDS
     arguments = entry.get("arguments", entry.get("parameters", {} if is_bare else None))
     if name is None and len(entry) == 1:  # {"weather": {"town": "Oslo"}}
         (name, arguments), *_ = entry.items()
@@ -464,16 +462,24 @@ def _constant(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_constant(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        # in Python's syntax tree, the key of {**other} is None
-        keys = [_constant(key) for key in node.keys if key is not None]
-        if len(keys) < len(node.keys) or not all(isinstance(key, str) for key in keys):
-            raise ValueError("not an object of JSON")
-        return dict(zip(keys, map(_constant, node.values), strict=True))
+        return _object(node)
     # constants, also negative numbers; bytes and sets are none of JSON
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | None):
         raise ValueError("not a value of JSON")
     return value
+
+
+def _object(node: ast.Dict) -> dict[str, Any]:
+    """Return the value of a dict whose keys are texts; raise ValueError for any other."""
+    values = {}
+    for key_node, value_node in zip(node.keys, node.values, strict=True):
+        # in Python's syntax tree, the key of {**other} is None
+        key = None if key_node is None else _constant(key_node)
+        if not isinstance(key, str):
+            raise ValueError("not an object of JSON")
+        values[key] = _constant(value_node)
+    return values
 
 
 _QUOTE = '<|"|>'  # Gemma 4's quotation mark

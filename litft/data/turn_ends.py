@@ -18,6 +18,11 @@ class EndTokens:
     special: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
 
+    @property
+    def special_stops(self) -> tuple[str, ...]:
+        """The special tokens at which generation ends."""
+        return tuple(text for text in self.stops if text and text in self.special)
+
 
 NO_ENDS = EndTokens()
 

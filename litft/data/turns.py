@@ -6,7 +6,7 @@ content and every tool call, and ends with the token that ends the turn. A conve
 this cannot be found is refused with the reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -439,37 +439,35 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
 
 
 def _end_of_earlier(rendering: TurnRendering, text: str, first: int) -> int:
-    """Return where the content of the last earlier message ends in a text; 0 if it is not found."""
-    if not rendering.earlier or not isinstance(rendering.earlier[-1].get("content"), str):
-        return 0
-    *earlier, last = rendering.earlier
-    marked_last = {**last, "content": CONTENT_MARK}
-    try:
-        marked = replace(rendering, earlier=[*earlier, marked_last]).text()
-    except ValueError:
-        return 0
-    position = common_length(marked.partition(CONTENT_MARK)[0], text[:first])
-    return _after_content(text, position, last["content"])
+    """Return where the content of the last earlier message ends in a text, whose answer begins at
+    `first`; 0 if it is not found."""
+    return _content_end(rendering, text[:first], TurnRendering.text)
 
 
 def _end_in_prompt(rendering: TurnRendering, prompt: str) -> int:
     """Return where the content of the last earlier message ends in the prompt; 0 if it is not
     found."""
+    return _content_end(rendering, prompt, lambda marked: marked.usual_prompt)
+
+
+def _content_end(
+    rendering: TurnRendering, text: str, render: Callable[[TurnRendering], str | None]
+) -> int:
+    """Return where the content of the last earlier message ends in a text that `render` gives;
+    0 if it is not found."""
     if not rendering.earlier or not isinstance(rendering.earlier[-1].get("content"), str):
         return 0
     *earlier, last = rendering.earlier
     marked_last = {**last, "content": CONTENT_MARK}
-    marked = replace(rendering, earlier=[*earlier, marked_last]).usual_prompt
+    try:
+        marked = render(replace(rendering, earlier=[*earlier, marked_last]))
+    except ValueError:
+        return 0
     if marked is None:
         return 0
-    position = common_length(marked.partition(CONTENT_MARK)[0], prompt)
-    return _after_content(prompt, position, last["content"])
-
-
-def _after_content(text: str, position: int, content: str) -> int:
-    """Return where a message's content, which begins at a position, ends in a text: templates may
-    strip it; the position if it is not there."""
-    for written in (content, content.strip()):
+    position = common_length(marked.partition(CONTENT_MARK)[0], text)
+    # templates may strip the content
+    for written in (last["content"], last["content"].strip()):
         if text.startswith(written, position):
             return position + len(written)
     return position

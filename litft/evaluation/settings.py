@@ -1,6 +1,7 @@
 """Settings of a sweep, each with several runs: which of them are really better."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -51,16 +52,19 @@ class RunsOfSetting:
 
     def mean_parts(self, score: str) -> dict[Key, Part]:
         """Return what each example adds to a score, as the mean of the runs."""
-        together: dict[Key, Part] = {}
         measured = [run.parts[score] for run in self.runs if score in run.parts]
+        values: defaultdict[Key, float] = defaultdict(float)
+        weights: defaultdict[Key, float] = defaultdict(float)
         for parts in measured:
             for key, part in parts.items():
-                old = together.get(key, Part(0.0, 0.0))
-                together[key] = Part(old.value + part.value, old.weight + part.weight)
+                values[key] += part.value
+                weights[key] += part.weight
         # divided once: the mean of equal weights is exactly this weight
-        for key, part in together.items():
-            together[key] = Part(part.value / len(measured), part.weight / len(measured))
-        return together
+        count = len(measured)
+        means = {}
+        for key, value in values.items():
+            means[key] = Part(value / count, weights[key] / count)
+        return means
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Two forward passes are worth compiling: a chunk of a prompt, and one token for e
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -303,9 +303,7 @@ class Decoder:
             cache.key_positions = self._key_positions(length + len(ids))
             positions = torch.arange(length, length + len(ids))[None].to(self.device)
 
-        # an interrupted pass leaves states of which some contain the tokens
-        if self.states:
-            self.states[row].length = None
+        self._invalidate_states([row])
         logits = self._forward(
             self._forward_chunk,
             tokens,
@@ -321,6 +319,13 @@ class Decoder:
             self.states[row].length = self.lengths[row]
         # a copy can be modified outside inference mode
         return logits[0].to(torch.float32, copy=True)
+
+    def _invalidate_states(self, rows: Iterable[int]) -> None:
+        """Mark the states of rows as unknown during a pass: an interrupted one leaves states of
+        which some contain the tokens."""
+        if self.states:
+            for row in rows:
+                self.states[row].length = None
 
     def clear(self, row: int) -> None:
         """Empty a row and zero its cache.
@@ -374,11 +379,7 @@ class Decoder:
                 torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
             )
 
-        # an interrupted pass leaves states of which some contain the tokens
-        if self.states:
-            for row in range(rows.start, rows.stop):
-                if active[row]:
-                    self.states[row].length = None
+        self._invalidate_states(row for row, is_active in enumerate(active) if is_active)
         logits = self._forward(
             self._forward_token, tokens[rows, None], positions=positions, cache=cache
         )[:, -1]
