@@ -3,13 +3,11 @@
 `run` starts this file once per process, which find each other as under torchrun.
 """
 
-import os
 import sys
 
-import forkserver
 import torch
 import torch.distributed as dist
-from strategies import free_port, torchrun_env
+from strategies import run_workers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -23,20 +21,7 @@ ROWS, WIDTH = 8, 4
 
 def run(folder):
     """Return what the processes print; fail if one of them does."""
-    forkserver.prepare()
-    port = free_port()
-    workers = []
-    logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
-    for rank, path in enumerate(logs):
-        env = os.environ | torchrun_env(rank, port, PROCESSES)
-        with path.open("w") as log:
-            workers.append(
-                forkserver.Process([__file__], folder, env, stdout=log, stderr=log)
-            )
-    codes = [worker.wait(timeout=120) for worker in workers]
-    text = "\n".join(path.read_text()[-2000:] for path in logs)
-    assert not any(codes), text
-    return text
+    return run_workers(__file__, [], PROCESSES, folder)
 
 
 def main():

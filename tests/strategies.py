@@ -58,26 +58,37 @@ def torchrun_env(rank: int, port: int, count: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
+def run_workers(file: str, words: list[str], count: int, out: Path) -> str:
+    """Run a file with these words in `count` processes that find each other as under torchrun.
+
+    Return what they print; fail with it if one of them fails.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    forkserver.prepare()
+    port = free_port()
+    workers = []
+    logs = [out / f"{Path(file).stem}-{rank}.log" for rank in range(count)]
+    for rank, path in enumerate(logs):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        if count > 1:
+            env |= torchrun_env(rank, port, count)
+        with path.open("w") as log:
+            workers.append(
+                forkserver.Process([file, *words], out, env, stdout=log, stderr=log)
+            )
+    codes = [worker.wait(timeout=900) for worker in workers]
+    printed = "\n".join(path.read_text()[-3000:] for path in logs)
+    assert not any(codes), f"{codes}\n{printed}"
+    return printed
+
+
 def losses(
     model: Path, data: Path, out: Path, strategy: str, case_names: list[str]
 ) -> dict[str, dict[str, list[float]]]:
     """Return each case's loss, val_loss and grad_norm by step; fail with the logs if a process
     fails."""
-    out.mkdir(parents=True, exist_ok=True)
-    forkserver.prepare()
-    count = PROCESSES[strategy]
-    port, workers = free_port(), []
-    for rank in range(count):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        env |= torchrun_env(rank, port, count) if count > 1 else {}
-        command = [__file__, str(model), str(data), str(out), strategy, *case_names]
-        with (out / f"{strategy}{rank}.log").open("w") as log:
-            workers.append(forkserver.Process(command, out, env, stdout=log, stderr=log))
-    codes = [process.wait(timeout=900) for process in workers]
-    logs = "\n".join(
-        (out / f"{strategy}{rank}.log").read_text()[-3000:] for rank in range(count)
-    )
-    assert not any(codes), f"{codes}\n{logs}"
+    words = [str(model), str(data), str(out), strategy, *case_names]
+    run_workers(__file__, words, PROCESSES[strategy], out)
     return json.loads((out / f"{strategy}.json").read_text())
 
 

@@ -5,13 +5,11 @@ torchrun.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
-from forkserver import Process
-from strategies import free_port, torchrun_env
+from strategies import run_workers
 
 
 def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tensor | str]:
@@ -22,20 +20,8 @@ def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tenso
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "cases.json").write_text(json.dumps(cases))
-    port, workers = free_port(), []
-    for rank in range(processes):
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **torchrun_env(rank, port, processes),
-        }
-        command = [__file__, str(out / "cases.json"), str(out / "logits.pt")]
-        with (out / f"{rank}.log").open("w") as log:
-            workers.append(Process(command, out, env, stdout=log, stderr=log))
-    codes = [process.wait(timeout=900) for process in workers]
-    logs = "\n".join((out / f"{rank}.log").read_text()[-3000:] for rank in range(processes))
-    assert not any(codes), f"{codes}\n{logs}"
+    words = [str(out / "cases.json"), str(out / "logits.pt")]
+    run_workers(__file__, words, processes, out)
     return torch.load(out / "logits.pt")
 
 

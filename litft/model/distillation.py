@@ -47,6 +47,15 @@ class TeacherTargets(NamedTuple):
         return TeacherTargets(self.ids[chunk].long(), log_probs, self.is_label[chunk])
 
 
+class TeacherQuestion(NamedTuple):
+    """What is asked of a teacher: its `count` likeliest tokens among the student's vocab_size
+    tokens, at a temperature."""
+
+    count: int
+    vocab_size: int
+    temperature: float
+
+
 class Distillation(NamedTuple):
     """The loss, a weighted sum of the cross-entropy of labels and of the divergence."""
 
@@ -265,25 +274,22 @@ class _ChunkedDistillation(torch.autograd.Function):
 def likeliest_tokens(
     hidden: Tensor,
     head: nn.Module,
-    count: int,
-    vocab_size: int,
-    temperature: float,
+    question: TeacherQuestion,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` likeliest tokens of a teacher, (N, K) int32, and their log-probabilities
-    with that of all others together, (N, K + 1) fp16, for hidden (N, C).
+    """Return the likeliest tokens of a teacher, (N, K) int32, and their log-probabilities with that
+    of all others together, (N, K + 1) fp16, for hidden (N, C).
 
-    The teacher's probabilities are those among the student's vocab_size tokens, at the temperature.
     Without others there are no (N, K + 1), but (N, K) log-probabilities.
     """
     all_ids = []
     all_log_probs = []
     # of no tokens, one empty chunk
     for chunk in hidden.split(LOGIT_ROWS):
-        logits = apply_softcap(head(chunk).float(), softcap)[:, :vocab_size]
-        log_probs = (logits / temperature).log_softmax(-1)
-        own, ids = log_probs.topk(min(count, logits.size(1)), dim=-1)
-        if ids.size(1) < vocab_size:
+        logits = apply_softcap(head(chunk).float(), softcap)[:, : question.vocab_size]
+        log_probs = (logits / question.temperature).log_softmax(-1)
+        own, ids = log_probs.topk(min(question.count, logits.size(1)), dim=-1)
+        if ids.size(1) < question.vocab_size:
             others = log_probs.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
             own = torch.cat([own, others], dim=1)
         all_ids.append(ids.int())

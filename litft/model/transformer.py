@@ -16,7 +16,12 @@ from litft.model.attention import check_packed_backward
 from litft.model.blocks import Block, ParallelBlock, PostNormBlock
 from litft.model.config import Chunk, Config
 from litft.model.device_type import device_type
-from litft.model.distillation import Distillation, distillation_loss
+from litft.model.distillation import (
+    Distillation,
+    TeacherQuestion,
+    distillation_loss,
+    likeliest_tokens,
+)
 from litft.model.kv_cache import KVCache
 from litft.model.linear import Linear
 from litft.model.loss import (
@@ -131,6 +136,7 @@ class GPT(nn.Module):
         logits_to_keep: Tensor | None = None,
         reduction: Literal["sum", "none"] = "sum",
         distillation: Distillation | None = None,
+        question: TeacherQuestion | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run tokens (B, T) through the network.
 
@@ -146,6 +152,8 @@ class GPT(nn.Module):
         reduction: sum: the loss is summed over the targets; none: the loss of each target, (N,),
         without label smoothing.
         distillation: the loss is that of `distillation_loss`, (3,).
+        question: return what `likeliest_tokens` says at each of `target_indices`, instead of a
+        loss.
 
         Returns logits (B, T or N, V), or with targets the loss, and with sum the number of targets
         too. The head runs inside `forward`, so that DDP and FSDP handle it.
@@ -160,6 +168,12 @@ class GPT(nn.Module):
         )
         if targets is None:
             return apply_softcap(self.lm_head(x), self.config.logit_softcap)
+        if question is not None:
+            assert target_indices is not None
+            at_targets = x.flatten(0, 1).index_select(0, target_indices)  # (N, C)
+            return likeliest_tokens(
+                at_targets, self.lm_head, question, self.config.logit_softcap
+            )
         if distillation is not None:
             return distillation_loss(
                 x,

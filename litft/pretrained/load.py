@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from litft.data.tokenizer import Tokenizer
-from litft.model.placement import SINGLE_DEVICE, WeightPlacement
+from litft.distributed.fsdp import shard
+from litft.model.placement import SINGLE_DEVICE, WeightPlacement, copy_into_local
 from litft.model.quantization import KINDS, is_quantizable
 from litft.model.transformer import GPT
-from litft.pretrained.build import base_model
+from litft.pretrained.build import base_model, fill_model, unfilled_model
 from litft.pretrained.folder import PretrainedFolder, resolve
 
 
@@ -67,6 +69,39 @@ def load_models(
             method.load(model, values, placement)
         placement.connect(model.eval())
     return models
+
+
+def load_sharded(
+    source: PretrainedFolder,
+    precision: str | None,
+    device: torch.device | str,
+    quantize: str | None,
+    mesh: DeviceMesh,
+) -> GPT:
+    """Load this process's shard of the frozen network, with the adapter if the folder is one.
+
+    Every process calls `forward` equally often: it gathers the shards.
+    """
+    adapter = source.read_adapter()
+    unquantized: set[str] = set()
+    if adapter:
+        unquantized = adapter[0].unquantized_modules()
+
+    # on the meta device, so that no process ever holds the whole network
+    model = unfilled_model(source, precision, quantize, unquantized)
+    if adapter:
+        adapter[0].attach(model, keep=False)
+    model.requires_grad_(False)
+    shard(model, mesh)
+
+    # the base's values, then the adapter's
+    fill_model(source, model, precision, device)
+    if adapter:
+        method, values = adapter
+        method.reset_parameters(model)
+        for name, parameter in method.parameters(model).items():
+            copy_into_local(parameter, values[name].__getitem__)
+    return model.eval()
 
 
 def share_weights(model: GPT) -> GPT:

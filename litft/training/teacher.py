@@ -3,6 +3,7 @@
 What it says of each target is kept in the run's folder, so that a killed run continues from there.
 """
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from lightning_fabric import Fabric
+from torch.distributed.device_mesh import DeviceMesh
 from xxhash import xxh3_64_intdigest
 
 from litft import run_dir
@@ -22,8 +24,8 @@ from litft.distributed.devices import is_out_of_memory
 from litft.distributed.process_group import Processes
 from litft.errors import Interrupted, RankError
 from litft.evaluation.log_probs import sample_batches
-from litft.model.distillation import likeliest_tokens
-from litft.pretrained.load import load_network
+from litft.model.distillation import TeacherQuestion
+from litft.pretrained.load import load_network, load_sharded
 from litft.signals import Signals
 from litft.training.batches import (
     FOLDER,
@@ -42,19 +44,30 @@ from litft.training.validation import all_measured
 
 
 class Teacher:
-    """The network of the teacher, which says what it would have written at each target."""
+    """The network of the teacher, which says what it would have written at each target.
 
-    def __init__(self, fabric: Fabric, run: PlannedRun) -> None:
+    Over a mesh, each process holds a shard of it.
+    """
+
+    def __init__(self, fabric: Fabric, run: PlannedRun, mesh: DeviceMesh | None) -> None:
         setup = run.setup
         assert setup.teacher is not None  # of --objective distill alone
         precision = run.settings.precision.removesuffix("-true")
         quantize = setup.args.distill.quantize
         self.fabric = fabric
         self.folder = setup.teacher.folder
-        self.args = setup.args.distill
-        self.vocab_size = setup.method.vocab_size(setup.source.config)
-        self.model = load_network(setup.teacher, precision, fabric.device, quantize)
-        self.model.requires_grad_(False)
+        self.question = TeacherQuestion(
+            count=setup.args.distill.top_k,
+            vocab_size=setup.method.vocab_size(setup.source.config),
+            temperature=setup.args.distill.temperature,
+        )
+        if mesh is None:
+            self.model = load_network(setup.teacher, precision, fabric.device, quantize)
+            self.model.requires_grad_(False)
+        else:
+            self.model = load_sharded(
+                setup.teacher, precision, fabric.device, quantize, mesh
+            )
 
     @torch.no_grad()
     def judge(
@@ -69,16 +82,8 @@ class Teacher:
         for order, batch in sample_batches(samples, layout, self.fabric.global_rank):
             before_batch()
             batch = batch.to(self.fabric.device)
-            hidden = self.model.head_input(
-                batch.tokens, positions=batch.positions, documents=batch.documents
-            )
-            ids, log_probs = likeliest_tokens(
-                hidden.flatten(0, 1).index_select(0, batch.target_indices),
-                self.model.lm_head,
-                count=self.args.top_k,
-                vocab_size=self.vocab_size,
-                temperature=self.args.temperature,
-                softcap=self.model.config.logit_softcap,
+            ids, log_probs = self.model(
+                batch.tokens, **batch.inputs(), question=self.question
             )
             counts = [samples[index].supervised for index in order]
             on_host = log_probs.cpu()
@@ -192,7 +197,10 @@ class TeacherPass:
         folder: RunFolder,
         screen: Screen,
         val_indices: Sequence[int],
+        mesh: DeviceMesh | None,
     ) -> None:
+        # mesh: over which the teacher is sharded; None: each process holds all of it
+        self.mesh = mesh
         self.fabric = processes.fabric
         self.hosts = processes.hosts
         self.run = run
@@ -239,12 +247,16 @@ class TeacherPass:
         if not any(missing.values()) and not args.on_policy:
             return
         with self.screen.showing_activity(f"reading the weights of {setup.args.teacher}"):
-            teacher = Teacher(self.fabric, self.run)
+            teacher = Teacher(self.fabric, self.run, self.mesh)
         with self.signals:
             for name, indices in missing.items():
                 self._read(teacher, name, indices)
         if args.on_policy:
             self.teacher = teacher
+        else:
+            # a sharded network refers to itself, and would stay until the next collection
+            del teacher
+            gc.collect()
 
     def _stamps(self) -> list[tuple[str, int, int]]:
         """Return names, sizes and times of the teacher's weights: a teacher that was mended reads
@@ -328,16 +340,23 @@ class TaughtBatches(NamedTuple):
 
 
 def open_batches(
-    processes: Processes, run: PlannedRun, folder: RunFolder, screen: Screen
+    processes: Processes,
+    run: PlannedRun,
+    folder: RunFolder,
+    screen: Screen,
+    mesh: DeviceMesh | None,
 ) -> TaughtBatches:
-    """Return the samples of a run; a teacher, if it has one, reads them first."""
+    """Return the samples of a run; a teacher, if it has one, reads them first.
+
+    mesh: over which the networks are sharded; None: each process holds all of them.
+    """
     args = run.setup.args
     schedule = run.schedule
     # what a reference or a teacher says is needed of all that is measured, of all sets
     measured = all_measured(schedule.data, args.eval, args.train.global_batch_size)
     if run.setup.teacher is None:
         return TaughtBatches(Batches(run.setup.objective, schedule, measured), None)
-    teacher_pass = TeacherPass(processes, run, folder, screen, measured)
+    teacher_pass = TeacherPass(processes, run, folder, screen, measured, mesh)
     teacher_pass.read_examples()
     batches = Batches(run.setup.objective, schedule, measured, teacher_pass.readers)
     return TaughtBatches(batches, teacher_pass.teacher)

@@ -2,24 +2,14 @@
 
 from collections.abc import Iterator
 
-from litft.training.memory.choose import PlannedRun
+from litft.training.memory.choose import PlannedRun, pass_bytes
 from litft.training.memory.flops import Flops
 from litft.training.memory.plan import format_bytes
-from litft.training.memory.teacher import teacher_pass_bytes
 
 # of a target: for each token of the teacher an int32 and an fp16, and one fp16 for all others
 BYTES_OF_TOKEN = 6
 # training examples that are looked at for questions
 LOOKED_AT = 64
-
-
-def pass_bytes(run: PlannedRun) -> int:
-    """Return the bytes of a device that the teacher's pass over the data needs; 0 without one."""
-    setup = run.setup
-    if setup.teacher is None:
-        return 0
-    precision = run.settings.precision.removesuffix("-true")
-    return teacher_pass_bytes(setup.teacher, precision, setup.args.distill.quantize)
 
 
 def teacher_flops(run: PlannedRun) -> float:
@@ -43,6 +33,7 @@ def teacher_lines(run: PlannedRun) -> Iterator[str]:
     numbers = schedule.distinct_indices()
     targets = int(schedule.data.train.supervised[numbers].sum())
     size = targets * setup.args.distill.top_k * BYTES_OF_TOKEN
+    needed = pass_bytes(setup, run.settings.precision, run.settings.shards)
     parameters = sum(parameter.numel() for parameter in setup.teacher.outline.parameters())
     if setup.args.distill.on_policy:
         when = "it stays in memory beside the student"
@@ -50,7 +41,7 @@ def teacher_lines(run: PlannedRun) -> Iterator[str]:
         when = "it is not in memory while the student learns"
     yield (
         f"teacher: {setup.teacher.folder}, {parameters:,} parameters; it reads {len(numbers):,} "
-        f"training examples first, with {format_bytes(pass_bytes(run))} of memory and "
+        f"training examples first, with {format_bytes(needed)} of memory and "
         f"{format_bytes(size)} on disk ({setup.args.distill.top_k} tokens for each of {targets:,} "
         f"targets); {when}"
     )

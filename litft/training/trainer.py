@@ -102,10 +102,12 @@ class Trainer:
 
         # the samples, as `Batches`; a teacher, if there is one, reads them before the student is in
         # memory
-        self.batches, teacher = open_batches(processes, run, self.run_folder, self.screen)
+        self.mesh = mesh_of(self.args, run.settings.strategy, fabric.device)
+        self.batches, teacher = open_batches(
+            processes, run, self.run_folder, self.screen, self.mesh
+        )
 
         # the network, built and filled before Fabric wraps it
-        self.mesh = mesh_of(self.args, run.settings.strategy, fabric.device)
         with self.screen.showing_activity(f"reading the weights of {setup.source.folder}"):
             network = build_trained_network(
                 setup, run.settings.precision, fabric.device, self.mesh

@@ -41,6 +41,7 @@ from litft.methods import LoRA
 from litft.model import loss as chunked
 from litft.model.distillation import (
     Distillation,
+    TeacherQuestion,
     TeacherTargets,
     distillation_loss,
     divergence,
@@ -50,6 +51,8 @@ from litft.model.distillation import (
 from litft.model.loss import IGNORED
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
+from litft.training.memory import choose
+from litft.training.memory.advice import check_memory
 from litft.training.teacher import TeacherFile
 from litft.training.trainer import Trainer
 
@@ -170,7 +173,9 @@ def test_few_tokens_give_the_divergence_of_their_events(beta):
 def test_a_teacher_equal_to_the_student_teaches_nothing():
     head, hidden, targets = head_and_input()
     head.weight.data *= 3
-    ids, log_probs = likeliest_tokens(hidden[0, 3:], head, 5, VOCABULARY, 2.0)
+    ids, log_probs = likeliest_tokens(
+        hidden[0, 3:], head, TeacherQuestion(5, VOCABULARY, 2.0)
+    )
     teacher = TeacherTargets(ids, log_probs, torch.ones(COUNT) > 0)
     for beta in (0.0, 0.5, 1.0):
         how = Distillation(teacher, 0.0, 1.0, beta=beta, temperature=2.0)
@@ -183,7 +188,7 @@ def test_a_teacher_equal_to_the_student_teaches_nothing():
 
 def test_probabilities_are_among_the_tokens_of_the_student():
     head, hidden, _ = head_and_input()
-    ids, log_probs = likeliest_tokens(hidden[0], head, 8, 20, 1.0)
+    ids, log_probs = likeliest_tokens(hidden[0], head, TeacherQuestion(8, 20, 1.0))
     expected = head(hidden[0])[:, :20].log_softmax(-1)
     assert int(ids.max()) < 20
     torch.testing.assert_close(
@@ -596,3 +601,41 @@ def test_the_plan_counts_the_teacher(flags):
     assert before.teacher == before.rollouts == 0
     assert beside.teacher == pytest.approx(size, rel=0.05)
     assert beside.rollouts > 0
+
+    # a shard of all weights, and whole what is gathered at once: the head, and the two largest of
+    # the blocks and the embedding
+    two = prepare_run(replace(flags, devices=2, strategy="fsdp")).settings.plan.memory
+    units = []
+    for module in (*model.blocks, model.embed):
+        units.append(sum(tensor.nbytes for tensor in module.parameters()))
+    gathered = model.lm_head.weight.nbytes + sum(sorted(units)[-2:])
+    assert two.teacher == pytest.approx(size / 2 + gathered, rel=0.05)
+
+
+def test_a_teacher_that_fits_only_in_shards_is_sharded(
+    flags, make_model, tmp_path, monkeypatch
+):
+    """--strategy auto, where a device has room for all of the student."""
+    from transformers import LlamaConfig
+
+    _, large = make_model(
+        LlamaConfig,
+        vocab_size=512,
+        max_position_embeddings=128,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+    )
+    copy_tokenizer(STORIES, large)
+    args = replace(flags, teacher=str(large), devices=2, distill=DistillArgs(top_k=16))
+    weights = sum(path.stat().st_size for path in large.glob("*.safetensors"))
+    monkeypatch.setattr(choose, "device_memory", lambda *_: weights * 2)
+    assert prepare_run(args).settings.strategy == "ddp"
+
+    monkeypatch.setattr(choose, "device_memory", lambda *_: weights)
+    settings = prepare_run(args).settings
+    assert settings.strategy == "fsdp"
+    assert settings.plan.memory.peak < 0.9 * weights
+    assert "since each needs" in settings.reason
+    check_memory(prepare_run(args))
+    with pytest.raises(ValueError, match="shard it over several devices"):
+        check_memory(prepare_run(replace(args, strategy="ddp")))

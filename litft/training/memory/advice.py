@@ -6,11 +6,10 @@ from typing import Any
 
 from litft.args import LoRAFinetuneArgs
 from litft.methods import Method, method_of
-from litft.training.memory.choose import PlannedRun, planned_shape
+from litft.training.memory.choose import PlannedRun, pass_bytes, planned_shape
 from litft.training.memory.plan import format_bytes, predict
 from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS
 from litft.training.run_setup import RunSetup
-from litft.training.teacher_report import pass_bytes
 
 # of the run's peak memory; flags that save less are not suggested
 MIN_SAVING = 0.05
@@ -49,12 +48,13 @@ def check_memory(run: PlannedRun) -> None:
     a word."""
     settings = run.settings
     memory = settings.plan.memory
-    of_teacher = pass_bytes(run)
+    of_teacher = pass_bytes(run.setup, settings.precision, settings.shards)
     if of_teacher > settings.device_bytes and not run.setup.args.train.ignore_memory_plan:
         raise ValueError(
             f"--teacher {run.setup.args.teacher} needs {format_bytes(of_teacher)} to read the "
             f"examples, and there are {format_bytes(settings.device_bytes)}; name a smaller "
-            "teacher, or quantize it (--distill.quantize nf4)"
+            "teacher, quantize it (--distill.quantize nf4), or shard it over several devices "
+            "(--strategy fsdp)"
         )
     if memory.peak <= settings.device_bytes or run.setup.args.train.ignore_memory_plan:
         return

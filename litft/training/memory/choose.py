@@ -10,7 +10,6 @@ import torch
 from litft.args import FinetuneArgs
 from litft.distributed.devices import DTYPES, device_memory, num_shards
 from litft.model.kv_cache import KVCache
-from litft.pretrained.build import weight_bytes
 from litft.training.intervals import num_measured
 from litft.training.memory.plan import (
     USABLE_FRACTION,
@@ -20,6 +19,7 @@ from litft.training.memory.plan import (
     format_bytes,
     predict,
 )
+from litft.training.memory.teacher import teacher_bytes, teacher_pass_bytes
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
 from litft.training.objectives import GRPO, Distill
@@ -100,12 +100,15 @@ def choose_memory_settings(
         )
         # the reason for either: the weights do or do not fit as a whole
         if args.strategy == "auto" and strategy == "ddp":
-            needed = format_bytes(smallest.plan.memory.peak)
+            needed = smallest.plan.memory.peak
+            # a teacher that does not fit needs more than the student, which then does
+            if fit:
+                needed = pass_bytes(setup, precision, shard_count)
             reason = (
-                f"since each needs {needed} with all of the weights, and has "
+                f"since each needs {format_bytes(needed)} with all of the weights, and has "
                 f"{format_bytes(memory)}"
             )
-        if fit:
+        if fit and pass_bytes(setup, precision, shard_count) <= memory:
             break
 
     # where nothing fits, it is the plan with the smallest peak, which `check_memory` refuses if it
@@ -158,12 +161,21 @@ def rollout_bytes(setup: RunSetup, schedule: Schedule, dtype: torch.dtype) -> in
     return rows * (cache + config.vocab_size * BYTES_PER_LOGIT)
 
 
-def resident_teacher_bytes(setup: RunSetup, precision: str) -> int:
+def pass_bytes(setup: RunSetup, precision: str, shards: int) -> int:
+    """Return the bytes of a device that a teacher's pass over the data needs; 0 without one."""
+    if setup.teacher is None:
+        return 0
+    quantize = setup.args.distill.quantize
+    computed_in = precision.removesuffix("-true")
+    return teacher_pass_bytes(setup.teacher, computed_in, quantize, shards)
+
+
+def resident_teacher_bytes(setup: RunSetup, precision: str, shards: int) -> int:
     """Return the bytes of a teacher's weights that are beside the student's; 0 without one, or if
     it reads the examples before."""
     if setup.teacher is None or not setup.args.distill.on_policy:
         return 0
-    return weight_bytes(setup.teacher, precision, setup.args.distill.quantize)
+    return teacher_bytes(setup.teacher, precision, setup.args.distill.quantize, shards)
 
 
 def _reference_bytes(setup: RunSetup, precision: str, trained: int) -> int:
@@ -176,12 +188,14 @@ def _reference_bytes(setup: RunSetup, precision: str, trained: int) -> int:
     return 4 * trained
 
 
-def _beside_the_step(setup: RunSetup, schedule: Schedule, precision: str) -> dict[str, int]:
+def _beside_the_step(
+    setup: RunSetup, schedule: Schedule, precision: str, shards: int
+) -> dict[str, int]:
     """Return the bytes of what a run has beside its steps: fields of `Memory`."""
     computed_in = precision.removesuffix("-true")
     return {
         "rollouts": rollout_bytes(setup, schedule, DTYPES[computed_in]),
-        "teacher": resident_teacher_bytes(setup, computed_in),
+        "teacher": resident_teacher_bytes(setup, computed_in, shards),
     }
 
 
@@ -262,7 +276,7 @@ def _fastest(
             kinds.remove("tiled")
 
     # the same for all settings
-    beside = _beside_the_step(setup, schedule, precision)
+    beside = _beside_the_step(setup, schedule, precision, shard_count)
 
     def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
         shape = planned_shape(with_rows(count), strategy)

@@ -335,7 +335,7 @@ class Weight(NamedTuple):
     packed: bool  # quantized
 
 
-class _PlacedWeights(NamedTuple):
+class PlacedWeights(NamedTuple):
     """Where the bytes of all weights are."""
 
     resident: int  # on the device, unless everything is offloaded
@@ -351,21 +351,20 @@ def _placed_weights(
     compute: torch.dtype,
     shards: int,
     cpu_offload: str,
-) -> _PlacedWeights:
+) -> PlacedWeights:
     """Return where the weights are: sharded, offloaded, or all on the device."""
     if shards > 1:
         gather_dtype = None
         if method.saves_full_model:
             gather_dtype = compute
-        all_gathered, gathered, resident = _sharded(model, weights, shards, gather_dtype)
-        return _PlacedWeights(resident, gathered=gathered, all_gathered=all_gathered)
+        return sharded_weights(model, weights, shards, gather_dtype)
     resident = sum(weight.nbytes for weight in weights.values())
     if cpu_offload == "parameters":
         offloaded = _offloaded(model)
         # the offloaded weights leave the device, but for those of two blocks
         on_device = resident + offloaded.on_device - offloaded.total
-        return _PlacedWeights(on_device, offloaded.pinned)
-    return _PlacedWeights(resident)
+        return PlacedWeights(on_device, offloaded.pinned)
+    return PlacedWeights(resident)
 
 
 class _UpdateBytes(NamedTuple):
@@ -439,11 +438,10 @@ def _weights(model: GPT, method: Method, quantize: str) -> dict[str, Weight]:
     return sizes
 
 
-def _sharded(
+def sharded_weights(
     model: GPT, weights: dict[str, Weight], shards: int, gather_dtype: torch.dtype | None
-) -> tuple[int, int, int]:
-    """Return the bytes of all gathered weights, of those gathered at once, and of those that stay
-    on each device.
+) -> PlacedWeights:
+    """Return the bytes on each device of weights that are sharded.
 
     At most two blocks are gathered at once, one of them in advance. The scales of packed weights
     are on every device.
@@ -481,7 +479,8 @@ def _sharded(
     total = sum(units.values())
     network = units.pop("network", 0)
     # the rest is gathered throughout, of the blocks the two largest at most
-    return total, network + sum(sorted(units.values())[-2:]), resident
+    gathered = network + sum(sorted(units.values())[-2:])
+    return PlacedWeights(resident, gathered=gathered, all_gathered=total)
 
 
 def packed_bytes(weight: Tensor, kind: str) -> int:
