@@ -207,7 +207,16 @@ def load_data(
     training = []
     held_out = []
     parts = distinct_entries([stores[file] for file in train], args.dedup)
-    for store, kept, rest in split(parts, fraction, args.seed):
+    # a file that is not trained on is not measured, either
+    trained = [
+        part for part, weight in zip(parts, args.path_weights, strict=True) if weight
+    ]
+    divided = split(trained, fraction, args.seed)
+    for part, weight in zip(parts, args.path_weights, strict=True):
+        if not weight:
+            training.append(part)
+            continue
+        store, kept, rest = divided.pop(0)
         training.append((store, kept))
         held_out.append((store, rest))
     if named_val:

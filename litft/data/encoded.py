@@ -13,6 +13,7 @@ from litft.data.formats import TEMPLATE_ARGS, Example
 from litft.data.messages import LEARNED_ENTRIES, SYSTEM_ROLES
 from litft.data.notes import CONTROL, SYSTEM_LOST, TOOLS_LOST
 from litft.data.preferences import Preference
+from litft.data.reasoning import REASONING_FIELDS
 from litft.data.record_facts import (
     ComparedConversation,
     RecordFacts,
@@ -168,6 +169,19 @@ class Encoded:
         """Note that one of the texts contains that of a control token."""
         if tokenizer.control_text and any(map(tokenizer.control_text.search, texts)):
             self.notes.append(CONTROL)
+
+
+def learned_texts(messages: Sequence[Message]) -> list[str]:
+    """Return the texts of messages that a template renders: contents, reasoning, and calls as
+    JSON."""
+    texts = []
+    for message in messages:
+        for name in ("content", *REASONING_FIELDS):
+            if isinstance(message.get(name), str):
+                texts.append(message[name])
+        if message.get("tool_calls"):
+            texts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
+    return texts
 
 
 def without_learned(message: Message) -> Message:

@@ -3,7 +3,6 @@ was changed or lost."""
 
 import hashlib
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +13,7 @@ import numpy as np
 
 from litft.data.chat_template import Message
 from litft.data.digests import hash64
-from litft.data.encoded import Encoded, unit_hash, without_learned
+from litft.data.encoded import Encoded, learned_texts, unit_hash, without_learned
 from litft.data.formats import (
     COMMON_FIELDS,
     FORMATS,
@@ -62,7 +61,6 @@ from litft.data.turns import Turn, assistant_turns
 LONG_CONVERSATION = 40
 
 # the end of a prompt whose last token may go on into the answer
-GOES_ON = re.compile(r"[\w ]")
 # characters of a divided text that go into the same split
 SPAN = 2048
 
@@ -219,7 +217,7 @@ class Encoder:
         """Return the stored tokens of a conversation of any length, with its last answers as
         targets; None without one."""
         messages, supervised = self._select_turns(example, encoded)
-        encoded.note_controls([message["content"] for message in messages], self.tokenizer)
+        encoded.note_controls(learned_texts(messages), self.tokenizer)
         if not supervised:
             if EMPTY not in encoded.notes:
                 encoded.notes.append(MASKED)
@@ -285,7 +283,7 @@ class Encoder:
         encoded.notes += suspicions(messages, supervised)
         encoded.compare_example(example, messages, supervised)
         messages = self._up_to_limit(messages, example, supervised, encoded)
-        encoded.note_controls([message["content"] for message in messages], self.tokenizer)
+        encoded.note_controls(learned_texts(messages), self.tokenizer)
         encoded.note_unused(messages, example, self.tokenizer)
         was_cut = False
         previous_ids = []
@@ -538,10 +536,14 @@ class Encoder:
 
     def _splits_token(self, turn: Turn, prompt_ids: list[int]) -> bool:
         """Return whether a turn begins within a token; prompt_ids: the tokens before it."""
-        # marks and lines end a token, but before spaces and signs
+        # a letter begins a token after a line or a special token; many tokenizers join it with
+        # any sign before it
         before = turn.text[turn.start - 1 : turn.start]
         first = turn.text[turn.start : turn.start + 1]
-        if first.isalnum() and not GOES_ON.fullmatch(before):
+        special = self.tokenizer.special_texts
+        if first.isalnum() and (
+            before == "\n" or turn.text.endswith(special, 0, turn.start)
+        ):
             return False
         return self.tokenizer.encode(turn.text[: turn.start], bos=False) != prompt_ids
 

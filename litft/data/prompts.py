@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from litft.data.chat_template import Message, user_content
-from litft.data.encoded import Encoded, unit_hash, without_learned
+from litft.data.encoded import Encoded, learned_texts, unit_hash, without_learned
 from litft.data.formats import (
     COMMON_FIELDS,
     FORMATS,
@@ -165,9 +165,7 @@ class PromptEncoder:
         plain = to_prompt(record, where, "", self.form)
         prompt = to_prompt(record, where, self.tokenizer.chat_template, self.form)
         example = prompt.example
-        encoded.note_controls(
-            [message["content"] for message in example.messages], self.tokenizer
-        )
+        encoded.note_controls(learned_texts(example.messages), self.tokenizer)
         encoded.describe(example.messages, example.tools)
         encoded.unused += prompt.unused
         encoded.note_unused(example.messages, example, self.tokenizer)

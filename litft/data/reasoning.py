@@ -199,6 +199,15 @@ def has_reasoning(message: Message) -> bool:
     )
 
 
+def _without_opening(answer: ReasonedAnswer) -> Message:
+    """Return an answer whose inline reasoning has only the mark that ends it."""
+    bare = replace(answer.spelled(INLINE), opening="")
+    # a mark within a line would be read as text
+    if bare.reasoning and InlineThought.of(bare.write()["content"]) is None:
+        bare = replace(bare, closing="\n</think>\n\n")
+    return bare.write()
+
+
 def spellings(messages: list[Message], inline: bool) -> Iterator[list[Message]]:
     """Yield the conversation with its reasoning in each spelling, first as it is; `inline`: also
     inline.
@@ -224,7 +233,7 @@ def spellings(messages: list[Message], inline: bool) -> Iterator[list[Message]]:
         if inline:
             written = list(messages)
             for number, answer in answers.items():
-                written[number] = replace(answer.spelled(INLINE), opening="").write()
+                written[number] = _without_opening(answer)
             yield written
     elif any(answer.spelling == INLINE for answer in answers.values()):
         yield drop_reasoning(messages)

@@ -119,13 +119,14 @@ class Places:
     """Where a rendered text has what the model produces: the first of it begins at `first`; `tail`
     follows the last.
 
-    tail: None if the last is not found. has_reasoning: whether the reasoning is rendered; None if
-    that cannot be told.
+    tail: None if the last is not found. has_reasoning, has_content: whether they are rendered; None
+    if that cannot be told.
     """
 
     first: int
     tail: str | None
     has_reasoning: bool | None = None
+    has_content: bool | None = None
 
 
 def places_of(rendering: TurnRendering, text: str) -> Places:
@@ -156,10 +157,14 @@ def places_of(rendering: TurnRendering, text: str) -> Places:
         # shorter than what follows the mark if that depends
         # on the value: a number has no quotation marks
         length = common_length(after[::-1], text[::-1])
-        has_reasoning = REASONING_MARK in found if with_texts else None
         # up to the first value, both renderings are the same text
-        return Places(
-            common_length(marked[:first], text), text[len(text) - length :], has_reasoning
+        places = Places(common_length(marked[:first], text), text[len(text) - length :])
+        if not with_texts:
+            return places
+        return replace(
+            places,
+            has_reasoning=REASONING_MARK in found,
+            has_content=CONTENT_MARK in found,
         )
     return Places(len(text), None)
 
@@ -189,17 +194,18 @@ def _marked(rendering: TurnRendering, with_texts: bool, with_calls: bool) -> Mes
     return marked
 
 
-def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | None) -> None:
-    """Raise ValueError if a turn lacks content, reasoning or a tool call; has_reasoning: as in
-    `Places`."""
+def check_complete(rendering: TurnRendering, span: str, places: Places) -> None:
+    """Raise ValueError if a turn lacks content, reasoning or a tool call."""
     answer = rendering.answer
-    if answer.answer.strip() not in span:
+    content = answer.answer.strip()
+    # the words of the content may also be those of a call
+    if content and (content not in span or places.has_content is False):
         raise ValueError(
             f"the chat template leaves out the assistant's content; {OTHER_TEMPLATE}"
         )
     reasoning = answer.reasoning.strip()
     printed = not rendering.content_is_text and prints_parts(span)
-    if reasoning and (reasoning not in span or printed or has_reasoning is False):
+    if reasoning and (reasoning not in span or printed or places.has_reasoning is False):
         name = answer.spelling if answer.spelling != INLINE else "reasoning"
         reason = f"the chat template leaves out the assistant's {name}"
         raise ValueError(
@@ -211,8 +217,8 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
     for number, call in enumerate(rendering.calls):
         position = rest.find(call["function"]["name"])
         is_found = position >= 0 and _has_arguments(rendering, number, rest[position:])
-        # the words of a call may also be those of the content
-        if is_found and call["function"]["name"] in answer.answer:
+        # the words of a call may also be those of the content, or of another call
+        if is_found and _is_ambiguous(rendering, call["function"]["name"]):
             is_found = _changes_text(rendering, number)
         if not is_found:
             reason = (
@@ -220,6 +226,16 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
             )
             raise ValueError(f"{reason}; {OTHER_TEMPLATE}")
         rest = rest[position + len(call["function"]["name"]) :]
+
+
+def _is_ambiguous(rendering: TurnRendering, name: str) -> bool:
+    """Return whether the content, or the arguments of a call, have a function's name."""
+    if name in rendering.answer.answer:
+        return True
+    for call in rendering.calls:
+        if name in json.dumps(call["function"]["arguments"], ensure_ascii=False):
+            return True
+    return False
 
 
 def _has_arguments(rendering: TurnRendering, number: int, text: str) -> bool:

@@ -265,11 +265,12 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
             f"{OTHER_TEMPLATE}"
         )
     text, end = turn_end(rendering, text, places.tail, ends)
-    check_complete(rendering, text[start:end], places.has_reasoning)
+    check_complete(rendering, text[start:end], places)
 
     # an empty thought that reaches into the content was written by the record, not the template
+    # the white space after one may be the answer's own
     empty = EMPTY_THOUGHT.match(text, start, end)
-    if empty and empty.end() > places.first:
+    if empty and start + len(empty[0].rstrip()) > places.first:
         empty = None
     if empty and EMPTY_THOUGHT.match(text, empty.end(), end):
         raise ValueError(
@@ -282,7 +283,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         empty = None
     else:
         if empty:
-            answer = _after_empty_thought(rendering, text, start, empty.end())
+            thought_end = min(empty.end(), places.first)
+            answer = _after_empty_thought(rendering, text, start, thought_end)
         else:
             answer = start
         is_inline = rendering.answer.spelling == INLINE

@@ -188,7 +188,7 @@ def _tokenizer_notes(data: DataSplits, tokenizer: Tokenizer) -> Iterator[str]:
         texts = ", ".join(repr(tokenizer.decode([i], skip_special=False)) for i in unused)
         yield (
             f"warning: no example has the new {texts}, so nothing trains it; commas separate "
-            "tokens, and spaces are a part of them"
+            "tokens"
         )
     note = tokenizer.portability_note()
     if note:

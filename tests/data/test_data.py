@@ -229,6 +229,20 @@ QUESTION, ANSWER = (
 )
 
 
+def test_control_tokens_in_reasoning_and_calls_are_noted(tiny):
+    """A template renders them, and the model reads them as control tokens."""
+    tokenizer = Tokenizer(tiny)
+    tokenizer.use_template(QUIRKS["an empty thought"])
+    call = {"name": "say", "arguments": {"text": "</s>"}}
+    for more in (
+        {"reasoning_content": "It ends with </s> here."},
+        {"tool_calls": [{"type": "function", "function": call}]},
+    ):
+        result = encode_record({"messages": [QUESTION, ANSWER | more]}, tokenizer)
+        assert CONTROL in result.notes
+    assert CONTROL not in encode_record({"messages": [QUESTION, ANSWER]}, tokenizer).notes
+
+
 @pytest.mark.parametrize(
     "messages, settings, supervised, notes",
     [
@@ -1333,7 +1347,15 @@ def test_a_prompt_that_ends_within_a_token_is_noted(tokenizer_folder, tmp_path):
     lines = {"prompt": "Q: Who is it?\n", "completion": "\nthe cat"}
     moved = {"prompt": "Q: Who is it?\nA:", "completion": " the cat"}
     assert len(tokenizer.encode("\n\n", bos=False)) == 1
-    for record, noted in ((spaced, 1), (lines, 1), (moved, 0)):
+    # Llama 3 and Qwen join a sign with the letters after it
+    joined = {"prompt": "Q: Who is it?\nA:", "completion": "the cat"}
+    is_joined = tokenizer.encode(":the", bos=False)[:1] != tokenizer.encode(":", bos=False)
+    for record, noted in (
+        (spaced, 1),
+        (lines, 1),
+        (joined, int(is_joined)),
+        (moved, 0),
+    ):
         path = write_records(tmp_path / "a.jsonl", [record])
         data = load(path, tokenizer, vocab_size=1000, template="plain")
         assert data.count(WITHIN_TOKEN) == noted
@@ -1432,9 +1454,13 @@ def test_a_weight_that_leaves_no_example_of_a_file_is_refused(tmp_path, tiny):
         ValueError, match=r"--data.weights 0.1: an epoch would have none of the 4 "
     ):
         load_data(args, Tokenizer(tiny), 512, 256)
-    assert (
-        len(load_data(replace(args, weights=[1, 0]), Tokenizer(tiny), 512, 256).train) == 8
-    )
+    args = replace(args, weights=[1, 0])
+    assert len(load_data(args, Tokenizer(tiny), 512, 256).train) == 8
+
+    # what is not trained is not measured, either
+    data = load_data(replace(args, val_fraction=0.5), Tokenizer(tiny), 512, 256)
+    assert data.train.sizes[1] == 4
+    assert len(data.val) == 4 - data.train.sizes[0] > 0
 
 
 def test_the_answer_to_compare_is_one_that_is_learned(tmp_path, tiny):

@@ -411,6 +411,64 @@ def test_a_call_whose_words_are_in_the_content_must_be_rendered():
         turns_of(QUIRKS["content alone"], messages)
 
 
+SECOND_CALL_LOST = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|end|>"
+    "{% elif m.role == 'assistant' %}<|assistant|>{% for c in (m.tool_calls or [])[:1] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}<|end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_second_call_whose_name_is_in_the_first_one_must_be_rendered():
+    """The template renders one call, as gpt-oss's does."""
+    first = {"type": "function", "function": {"name": "run", "arguments": {"a": "status"}}}
+    second = {"type": "function", "function": {"name": "status", "arguments": {}}}
+    question = {"role": "user", "content": "When?"}
+    (turn,) = turns_of(SECOND_CALL_LOST, [question, answer("", tool_calls=[first])])
+    assert turn.text[turn.start : turn.end] == 'run{"a": "status"}<|end|>'
+    with pytest.raises(ValueError, match="leaves out a tool call"):
+        turns_of(SECOND_CALL_LOST, [question, answer("", tool_calls=[first, second])])
+
+
+def test_content_whose_words_are_in_a_call_must_be_rendered():
+    """The template leaves out what is said beside a call, as Llama 3.1's does."""
+    source = SECOND_CALL_LOST.replace(
+        "{{ m.content }}<|end|>{% endif %}",
+        "{% if not m.tool_calls %}{{ m.content }}{% endif %}<|end|>{% endif %}",
+    )
+    assert source != SECOND_CALL_LOST
+    call = [{"type": "function", "function": {"name": "find", "arguments": {"at": "Oslo"}}}]
+    question = {"role": "user", "content": "Where?"}
+    turns_of(source, [question, answer("", tool_calls=call)])
+    for content in ("Oslo", "Let me look."):
+        with pytest.raises(ValueError, match="leaves out the assistant's content"):
+            turns_of(source, [question, answer(content, tool_calls=call)])
+
+
+@pytest.mark.parametrize("content", ["4", " 4", "\t4", "4 "])
+@pytest.mark.parametrize(
+    "name", ["an empty thought", "an empty thought without a switch", "a closed thought"]
+)
+def test_an_empty_thought_before_an_answer_with_spaces_is_the_templates(name, content):
+    """It is not learned, however the answer begins."""
+    question = {"role": "user", "content": "2 + 2 ="}
+    (turn,) = turns_of(QUIRKS[name], [question, answer(content)])
+    assert turn.text[turn.answer : turn.end] == f"{content}<|end|>"
+
+
+@pytest.mark.parametrize("mark", ["</think>\n\n", "\n</think>\n\n"])
+@pytest.mark.parametrize(
+    "name", ["thoughts of earlier answers are dropped", "a thought that is never closed"]
+)
+def test_an_inline_thought_is_no_part_of_the_answer(name, mark):
+    """Also where the mark that ends it is within a line."""
+    question = {"role": "user", "content": "2 + 2 ="}
+    (turn,) = turns_of(QUIRKS[name], [question, answer(f"<think>I add.{mark}4")])
+    assert turn.text[turn.answer : turn.end] == "4<|end|>"
+    thought = turn.text[: turn.answer].rpartition("<think>")[2]
+    assert thought.split("</think>")[0].strip() == "I add."
+
+
 def test_reasoning_that_the_prompt_of_generation_switches_off_is_marked():
     """Chats would never show it; with the variable as a default they do."""
     source = (
