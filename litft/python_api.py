@@ -71,7 +71,7 @@ def finetune(
     _check_spellings(flags, model=model, data=data, val_data=val_data)
     try:
         if rewards:
-            flags["reward"] = [reward.name for reward in of_functions(rewards)]
+            flags["reward"] = [reward.source for reward in of_functions(rewards)]
         if model is not None:
             flags["checkpoint_dir"] = fspath(model)
         if data is not None:

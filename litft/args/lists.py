@@ -6,6 +6,8 @@ from typing import Any
 
 # flags with a list of texts, whose white space counts
 TEXT_LISTS = ("stop",)
+# flags whose items may be patterns with commas and white space: their reader joins them again
+PATTERN_LISTS = ("reward",)
 
 
 def next_value(words: list[str]) -> str | None:
@@ -15,8 +17,9 @@ def next_value(words: list[str]) -> str | None:
     return None
 
 
-def next_values(words: list[str], flag_type: Any, keeps_spaces: bool) -> str | None:
+def next_values(words: list[str], flag_type: Any, name: str) -> str | None:
     """Remove the words up to the next flag, and return them as one list; None if there are none.
+    name: of the flag.
 
     A shell writes a pattern without quotes as several words.
     """
@@ -30,21 +33,24 @@ def next_values(words: list[str], flag_type: Any, keeps_spaces: bool) -> str | N
     items = []
     for value in values:
         # with several words, a comma within one is a part of a text
-        if keeps_spaces or ", " in value:
+        if name in TEXT_LISTS or ", " in value:
             items.append(value)
         else:
-            items += json.loads(as_list(value, flag_type, keeps_spaces))
+            items += json.loads(as_list(value, flag_type, name))
     return json.dumps(items, ensure_ascii=False)
 
 
-def _items(value: str, keeps_spaces: bool) -> list[str]:
+def _items(value: str, name: str) -> list[str]:
     """Return the items of a list that commas divide.
 
-    keeps_spaces: a single item is taken as it is, and white space alone is an item, as in
+    Of TEXT_LISTS a single item is taken as it is, and white space alone is an item, as in
     `--stop $'\\n'`.
     """
+    keeps_spaces = name in TEXT_LISTS
     if keeps_spaces and "," not in value:
         return [value]
+    if name in PATTERN_LISTS:
+        return value.split(",")
     # the name of a run may have commas: lr=1e-4,r=8
     if os.path.exists(value):
         return [value]
@@ -57,10 +63,10 @@ def _items(value: str, keeps_spaces: bool) -> list[str]:
     return items
 
 
-def as_list(value: str, flag_type: Any, keeps_spaces: bool = False) -> str:
+def as_list(value: str, flag_type: Any, name: str = "") -> str:
     """Return a list as JSON: a,b becomes ["a", "b"].
 
-    JSON stays unchanged (for items with commas). keeps_spaces: see `_items`.
+    JSON stays unchanged (for items with commas). name: of the flag, see `_items`.
     """
     if value == "null":
         return "[]"
@@ -76,7 +82,7 @@ def as_list(value: str, flag_type: Any, keeps_spaces: bool = False) -> str:
     if isinstance(items, list) and all(isinstance(item, str | dict) for item in items):
         items = item_texts(items)
     else:
-        items = _items(value, keeps_spaces)
+        items = _items(value, name)
     # read as YAML, which has no escapes for surrogate pairs
     return json.dumps(items, ensure_ascii=False)
 

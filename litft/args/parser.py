@@ -27,7 +27,7 @@ from litft.args.build_parser import AnyArgs, args_from, parser_for_help, parser_
 from litft.args.finetune_methods import FINETUNE
 from litft.args.flag_types import describe_type, is_finetuning, short_name, types_of_flags
 from litft.args.foreign_config import translate_config
-from litft.args.lists import TEXT_LISTS, as_list, item_texts, next_value, next_values
+from litft.args.lists import as_list, item_texts, next_value, next_values
 from litft.args.lost_paths import lost_paths
 from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_flag
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
@@ -183,7 +183,7 @@ def _read_argv(
             if flag_types.get(name) in (bool, bool | None):
                 value = _next_boolean(words)
             elif get_origin(flag_types.get(name)) is list:
-                value = next_values(words, flag_types[name], name in TEXT_LISTS)
+                value = next_values(words, flag_types[name], name)
             else:
                 value = next_value(words)
         # a flag of `sweep`, for its runs
@@ -202,7 +202,7 @@ def _read_argv(
             if get_origin(flag_types[name]) is list:
                 if name in dict(values):
                     print(replaced_list(name), file=sys.stderr)
-                value = as_list(value, flag_types[name], keeps_spaces=name in TEXT_LISTS)
+                value = as_list(value, flag_types[name], name)
             values.append((name, value))
     values = from_files + values
     # the message about one flag may depend on the value of another
@@ -448,7 +448,7 @@ def _list_text(value: Any, text: str, name: str, flag_types: dict[str, Any]) -> 
         value = [value]
     if isinstance(value, list):
         return json.dumps(item_texts(value), ensure_ascii=False, default=str)
-    return as_list(text, flag_types[name], keeps_spaces=name in TEXT_LISTS)
+    return as_list(text, flag_types[name], name)
 
 
 def _problem_of_recipe(name: str, cls: type) -> str:
@@ -570,7 +570,7 @@ def _accepts(
 ) -> bool:
     """Return whether a flag accepts a value."""
     if get_origin(flag_types[name]) is list:
-        word = as_list(text, flag_types[name])
+        word = as_list(text, flag_types[name], name)
     elif name == "train.optimizer":
         word = translate_optimizer(text)
     else:

@@ -136,6 +136,11 @@ def _stated_prompt(record: Record, where: str, template: str) -> Example | None:
         messages: list[Message]
         if isinstance(value, list):
             messages = check_messages(value, where)
+            if messages[-1]["role"] == "assistant":
+                raise ValueError(
+                    f"{where}: {name} ends with a message of the assistant, and completions do not "
+                    "continue one; end it with the user's, or give the conversation as messages"
+                )
         else:
             text = text_field(record, name, where)
             if name == "instruction" and record.get("input"):

@@ -76,13 +76,14 @@ class CompletionWriter:
             for request in requests:
                 capacity = max(capacity, len(request.ids) + request.max_new_tokens)
             while True:
+                rows = min(len(requests), self.rows)
                 try:
-                    decoder = Decoder(self.model, min(len(requests), self.rows), capacity)
+                    decoder = Decoder(self.model, rows, capacity)
                     return generate_completions(decoder, self.tokenizer, requests)
                 except RuntimeError as error:
-                    if not self.retries or self.rows == 1 or not is_out_of_memory(error):
+                    if not self.retries or rows == 1 or not is_out_of_memory(error):
                         raise
-                self.rows = min(len(requests), self.rows) // 2
+                self.rows = rows // 2
 
     def _request(self, draw: Draw) -> Request:
         """Return what the decoder is asked for."""

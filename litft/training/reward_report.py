@@ -6,6 +6,7 @@ from itertools import islice
 from litft.data.dataset import DataSplits
 from litft.data.tokenizer import Tokenizer
 from litft.evaluation.rated import completed
+from litft.evaluation.rewards.builtin import alternatives
 from litft.evaluation.rewards.scorer import RewardScorer
 from litft.training.objectives.grpo import GRPO
 
@@ -19,11 +20,12 @@ def reward_lines(objective: GRPO, data: DataSplits, tokenizer: Tokenizer) -> Ite
     items = []
     for sample in islice(data.train, RATED):
         assert sample.prompt is not None  # the samples of --objective grpo have one
-        answer = sample.prompt.columns.get("answer")
-        if answer is None:
+        texts = alternatives(sample.prompt.columns.get("answer"))
+        if not texts:
             continue
-        text = str(answer)
-        items.append(completed(sample, text, len(tokenizer.encode(text, bos=False))))
+        # with the token that ends a completion
+        tokens = len(tokenizer.encode(texts[0], bos=False)) + 1
+        items.append(completed(sample, texts[0], tokens))
     if not items:
         yield "the records have no answer; the reward functions are tried in the first step"
         return

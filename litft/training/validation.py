@@ -169,8 +169,14 @@ class Validation:
         there are several."""
         return [
             *(f"val_{name}" for name in self.objective.validation_scores),
-            *(f"val_loss_{name}" for name in self.sets),
+            *(self.column_of_set(name) for name in self.sets),
         ]
+
+    def column_of_set(self, name: str) -> str:
+        """Return the column with the loss of a named set, or with its mean reward."""
+        if self.rollouts is not None:
+            return f"val_reward_{name}"
+        return f"val_loss_{name}"
 
     @property
     def titles(self) -> dict[str, str]:
@@ -181,7 +187,9 @@ class Validation:
         if self.rollouts is not None:
             of_group = self.objective.validation_scores[-1]
             metrics[f"val_{of_group}"] = of_group.replace("_", "@")
-        return {f"val_loss_{name}": f"loss on {name}" for name in self.sets} | metrics
+        kind = "loss" if self.rollouts is None else "reward"
+        sets = {self.column_of_set(name): f"{kind} on {name}" for name in self.sets}
+        return sets | metrics
 
     def measure(self, step: int, layout: BatchLayout, batch_size: int) -> Row:
         """Return the scores after `step` steps, and the metrics of the model's answers."""
@@ -379,7 +387,9 @@ class Validation:
         self.losses[step] = together[0]
         others = together[1:]
         if self.sets:
-            others += [scores[0] for scores in by_set]
+            # the loss, or, of rewards, the first score: the loss is minus the reward
+            shown = 0 if self.rollouts is None else 1
+            others += [scores[shown] for scores in by_set]
         columns = {}
         for column, score in zip(self.columns, others, strict=True):
             if not math.isnan(score):
@@ -426,8 +436,9 @@ class Validation:
         # a single named set has no loss of its own to show
         if len(self.sets) > 1:
             for name in self.sets:
-                if f"val_loss_{name}" in scores:
-                    parts.append(f"{name} {scores[f'val_loss_{name}']:.4f}")
+                column = self.column_of_set(name)
+                if column in scores:
+                    parts.append(f"{name} {scores[column]:.4f}")
         if self.metrics and not self.num_answers:
             names = ", ".join(name.replace("_", " ") for name in self.metrics)
             return (

@@ -97,6 +97,16 @@ def test_prompts_and_columns(record, messages, columns):
             "no prompt before the answer",
         ),
         ({"chosen": "4"}, "chosen"),
+        (
+            {
+                "prompt": [
+                    {"role": "user", "content": "Plural of mouse?"},
+                    {"role": "assistant", "content": "The plural is"},
+                ],
+                "answer": "mice",
+            },
+            "ends with a message of the assistant",
+        ),
     ],
     ids=str,
 )

@@ -1,11 +1,13 @@
 """Reward functions: those that are built in, those of files, and what happens to broken ones."""
 
+import json
 import math
 import time
 from pathlib import Path
 
 import pytest
 
+from litft.args.lists import as_list
 from litft.evaluation.rewards.call import Completed
 from litft.evaluation.rewards.reward import load_function, of_functions, parse_rewards
 from litft.evaluation.rewards.scorer import RewardError, RewardScorer
@@ -42,6 +44,18 @@ def completed(text: str, answer: str = "", tokens: int = 1, **columns) -> Comple
         ("number", "the point (12,2023)", "3", 0),
         ("number", "x = 1,5000", "5000", 1),
         ("number", "5,2023", "3", 0),
+        # thousands and dollars as LaTeX writes them
+        ("number", r"\boxed{10{,}080}", "10080", 1),
+        ("number", r"\boxed{10,\!080}", "10080", 1),
+        ("number", "80", "10{,}080", 0),
+        ("number", r"-\$5", "-5", 1),
+        # a list has alternatives
+        ("exact", "mice", ["mouses", "mice"], 1),
+        ("exact", "rats", ["mouses", "mice"], 0),
+        ("contains", "two mice", ["mouses", "mice"], 1),
+        ("number", "it is 4", ["3", "4"], 1),
+        ("math", "$0.5$", [r"\frac{1}{3}", r"\frac{1}{2}"], 1),
+        ("exact", "", ["", None], None),
         ("exact", "None", None, None),
         ("contains", "anything", "", None),
         ("number", "3", "none", None),
@@ -86,6 +100,18 @@ def test_patterns_may_have_commas():
     ]
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"regex:(\d+, \d+)", "regex:[, ]+$", "regex:(a,,b)", r"regex:^\w(, \w){2}$"]
+)
+def test_patterns_keep_white_space_after_their_commas(pattern):
+    """On the command line, as in a file."""
+    text = f"{pattern}=0.5, exact,brief:3"
+    items = json.loads(as_list(text, list[str], "reward"))
+    rewards = parse_rewards(items)
+    assert [item.source for item in rewards] == [pattern, "exact", "brief:3"]
+    assert rewards[0].weight == 0.5
+
+
 @pytest.mark.parametrize("pattern", [r"regex:boxed\{", r"regex:^[^(]*$", r"regex:\d{2}"])
 def test_a_pattern_with_a_lone_bracket_does_not_swallow_what_follows(pattern):
     sources = [item.source for item in parse_rewards([pattern, "number"])]
@@ -113,10 +139,19 @@ def test_weights_names_and_patterns_with_an_equals_sign():
     ]
 
 
+def test_no_function_has_the_name_of_a_column_of_rewards():
+    def std(completion):
+        return 0.0
+
+    assert [reward.name for reward in of_functions([std, std])] == ["std_2", "std_3"]
+
+
 @pytest.mark.parametrize(
     ("item", "message"),
     [
         ("nmber", "did you mean number"),
+        # a run with a function from Python that has a built-in one's name
+        (of_functions([math.exp])[0].source, "a function that was given in Python"),
         ("brief", "brief:200"),
         ("regex:(", "not a regular expression"),
         ("format:xml", "format:think"),
@@ -248,3 +283,52 @@ def test_functions_from_python_need_no_process():
     with pytest.raises(RewardError, match="function own failed"):
         scorer.score([completed("b")])
     assert not scorer.workers
+
+
+def test_functions_from_python_do_not_see_what_others_change():
+    """Completions of one prompt share its messages and columns."""
+
+    def judge(prompt, completion, tests):
+        prompt.append({"role": "assistant", "content": completion})
+        tests.append(1)
+        return float(len(prompt) + len(tests))
+
+    prompt = [{"role": "user", "content": "How?"}]
+    columns = {"tests": [1, 2]}
+    items = [Completed(text, 1, prompt, columns) for text in "abc"]
+    rows = RewardScorer(of_functions([judge, judge]), 1).score(items)
+    assert rows == [[5, 5]] * 3
+    assert len(prompt) == 1
+
+
+ORDINARY = """
+from __future__ import annotations
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from words_of_rewards import count
+
+
+@dataclass
+class Judge:
+    words: int | None = None
+
+
+def double(number):
+    return 2 * number
+
+
+def score(completions):
+    with ProcessPoolExecutor(1) as pool:
+        return list(pool.map(double, [count(text) for text in completions]))
+"""
+
+
+def test_a_file_of_rewards_may_do_what_files_of_python_do(tmp_path):
+    """Import from its folder, have dataclasses, and start processes."""
+    (tmp_path / "words_of_rewards.py").write_text(
+        "def count(text):\n    return len(text.split())\n"
+    )
+    path = tmp_path / "ordinary_rewards.py"
+    path.write_text(ORDINARY)
+    assert score(path, "score", [completed("a b"), completed("a b c")]) == [4, 6]

@@ -29,6 +29,7 @@ from litft.distributed.devices import make_fabric
 from litft.distributed.process_group import Processes, launch
 from litft.evaluation.verdict import mean_of, parts_in
 from litft.model.loss import IGNORED
+from litft.training.divergence import DivergenceGuard
 from litft.training.memory.choose import rollout_bytes
 from litft.training.objectives.grpo import GRPO
 from litft.training.rollouts import _pass_rates
@@ -370,6 +371,32 @@ def test_a_first_function_that_never_applies(flags, tmp_path):
     assert shares and max(shares) < 0.3
 
 
+def test_validation_sets_have_their_rewards(flags, prompts, tmp_path):
+    args = replace(
+        flags,
+        data=replace(flags.data, val_path=[f"a={prompts}", f"b={prompts}"], val_fraction=0),
+        train=replace(flags.train, max_steps=1),
+        out_dir=str(tmp_path / "run"),
+    )
+    run_finetuning(args)
+    (row, *_) = [row for row in rows_of(tmp_path / "run") if "val_reward" in row]
+    assert row["val_reward_a"] == pytest.approx(row["val_reward"])
+    assert row["val_reward_b"] > 0
+    assert "reward on a" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_large_rewards_are_no_divergence(flags, tmp_path):
+    """Without division by the spread, the loss has the scale of the rewards, and begins at 0."""
+    objective = prepare_run(flags).setup.objective
+    uniform = objective.uniform_loss(512)
+    schedule = prepare_run(flags).schedule
+    guard = DivergenceGuard(flags.train, schedule, uniform, tmp_path, print)
+    first = {"step": 1.0, "loss": 0.0, "grad_norm": 1.0}
+    guard.check(first | {"step": 6.0, "loss": 78.12}, first)
+    with pytest.raises(ValueError, match="the loss is nan"):
+        guard.check(first | {"step": 6.0, "loss": math.nan}, first)
+
+
 def test_a_step_without_a_reward_is_said(flags, tmp_path, capsys):
     (tmp_path / "rewards.py").write_text("def none(completion):\n    return None\n")
     data = replace(flags.data, val_fraction=0.0)
@@ -377,6 +404,8 @@ def test_a_step_without_a_reward_is_said(flags, tmp_path, capsys):
     run_finetuning(replace(flags, reward=reward, data=data, out_dir=str(tmp_path / "run")))
     said = capsys.readouterr().out
     assert said.count("no reward function applies to a completion") == 1
+    # which are of completions with an advantage
+    assert not any("entropy" in row for row in rows_of(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("loss", ["grpo", "rloo"])

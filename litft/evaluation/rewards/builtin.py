@@ -22,33 +22,49 @@ RewardFunction = Callable[..., float | None]
 def exact(completion: str, answer: Any) -> float | None:
     """1 if the completion is the answer, apart from white space at its ends; None without an
     answer."""
-    if _is_missing(answer):
+    texts = alternatives(answer)
+    if not texts:
         return None
-    return float(completion.strip() == str(answer).strip())
+    return float(completion.strip() in texts)
 
 
 def contains(completion: str, answer: Any) -> float | None:
     """1 if the completion contains the answer; None without one."""
-    if _is_missing(answer):
+    texts = alternatives(answer)
+    if not texts:
         return None
-    return float(str(answer).strip() in completion)
+    return float(any(text in completion for text in texts))
 
 
-def _is_missing(answer: Any) -> bool:
-    """Return whether a record has null, or nothing but white space, for its answer."""
-    return answer is None or not str(answer).strip()
+def alternatives(answer: Any) -> list[str]:
+    """Return the answers of a record as texts: those of a list are alternatives, and null and white
+    space are none. Raises ValueError for an object."""
+    if isinstance(answer, dict):
+        raise ValueError(
+            "the answer is an object; give a text, a number, or a list of alternatives"
+        )
+    answers = answer if isinstance(answer, list) else [answer]
+    texts = []
+    for item in answers:
+        if item is not None and str(item).strip():
+            texts.append(str(item).strip())
+    return texts
 
 
 def number(completion: str, answer: Any) -> float | None:
     """1 if the last number of the completion equals the last number of the answer; None if the
     answer has none."""
-    expected = _last_number(str(answer))
-    if expected is None:
+    expected = [_last_number(text) for text in alternatives(answer)]
+    known = [value for value in expected if value is not None]
+    if not known:
         return None
-    return float(_last_number(completion) == expected)
+    return float(_last_number(completion) in known)
 
 
 def _last_number(text: str) -> Decimal | None:
+    # as LaTeX writes thousands and dollars: 10{,}080, 10,\!080 and \$5
+    for written, plain in (("{,}", ","), (",\\!", ","), ("\\$", "$")):
+        text = text.replace(written, plain)
     found = [match for match in NUMBER.findall(text) if match]
     if not found:
         return None
@@ -62,17 +78,17 @@ def math(completion: str, answer: Any) -> float | None:
     """1 if both are the same by the package math-verify; None if it reads nothing in the answer."""
     from math_verify import parse, verify
 
-    if _is_missing(answer):
-        return None
-    text = str(answer)
-    # of LaTeX without its marks, math-verify would read a single number: 3 of 3\sqrt{13}
-    if _is_formula(text):
-        expected = parse(f"${text}$") or parse(text)
-    else:
-        expected = parse(text) or parse(f"${text}$")
-    if not expected:
-        return None
-    return float(verify(expected, parse(completion)))
+    found = parse(completion)
+    values = []
+    for text in alternatives(answer):
+        # of LaTeX without its marks, math-verify would read a single number: 3 of 3\sqrt{13}
+        if _is_formula(text):
+            expected = parse(f"${text}$") or parse(text)
+        else:
+            expected = parse(text) or parse(f"${text}$")
+        if expected:
+            values.append(float(verify(expected, found)))
+    return max(values, default=None)
 
 
 def _is_formula(text: str) -> bool:

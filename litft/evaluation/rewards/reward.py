@@ -3,12 +3,18 @@
 import importlib.util
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from litft.evaluation.rewards.builtin import EXAMPLES, MADE, PLAIN, RewardFunction
+
+# before the name of a function from Python, which no --reward can name
+FROM_PYTHON = "python:"
+# columns of metrics.csv begin with reward_, and two of them are no function's
+TAKEN_NAMES = ("std", "seconds")
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def _with_whole_patterns(items: Sequence[str]) -> list[str]:
     for item in items:
         if whole and whole[-1].lstrip().startswith("regex:") and _is_open(whole[-1]):
             whole[-1] += f",{item}"
-        else:
+        elif item.strip():
             whole.append(item)
     return whole
 
@@ -78,7 +84,8 @@ def of_functions(functions: Sequence[Callable]) -> list[Reward]:
     rewards = []
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__)
-        rewards.append(Reward(re.sub(r"\W", "_", name), name, function=function))
+        source = f"{FROM_PYTHON}{name}"
+        rewards.append(Reward(re.sub(r"\W", "_", name), source, function=function))
     return _with_unique_names(rewards)
 
 
@@ -101,6 +108,11 @@ def _check_source(source: str) -> str:
         if not function.isidentifier():
             raise ValueError(f"--reward {source}: {function!r} is no name of a function")
         return function
+    if source.startswith(FROM_PYTHON):
+        raise ValueError(
+            f"--reward {source}: a function that was given in Python; go on there, with "
+            "litft.finetune(rewards=[...], resume=True)"
+        )
     name, _, argument = source.partition(":")
     if name in MADE:
         try:
@@ -128,7 +140,7 @@ def _with_unique_names(rewards: list[Reward]) -> list[Reward]:
     """Number the second and further functions of a name."""
     named: list[Reward] = []
     for reward in rewards:
-        taken = {other.name for other in named}
+        taken = {*TAKEN_NAMES, *(other.name for other in named)}
         name = reward.name
         number = 2
         while name in taken:
@@ -146,10 +158,15 @@ def load_function(source: str) -> RewardFunction:
             return MADE[name](argument)
         return PLAIN[source]
     path, _, name = source.rpartition(":")
+    # what a file of Python may expect: its folder is imported from, and classes find their module
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
     spec.loader.exec_module(module)
     function: RewardFunction | None = getattr(module, name, None)
     if function is None or not callable(function):

@@ -1,5 +1,6 @@
 """Rates completions with reward functions, each call under a time limit in another process."""
 
+import copy
 import json
 import os
 import select
@@ -125,6 +126,8 @@ class RewardScorer:
         self, reward: Reward, function: Callable, items: Sequence[Completed]
     ) -> list[float | None]:
         """Call a function from Python in this process."""
+        # what a function changes in a prompt or a column is not seen by other calls
+        items = [copy.deepcopy(item) for item in items]
         item = items[0]
         try:
             if takes_lists(function):

@@ -81,6 +81,10 @@ class GRPO(Objective):
         needed before it."""
         return self.updates > 1 or self.has_kl_reward
 
+    def uniform_loss(self, vocab_size: int) -> float:
+        """Return infinity: the loss has the scale of the rewards, so that none is too large."""
+        return math.inf
+
     @property
     def beta_or_none(self) -> float | None:
         """--preference.beta does not apply."""
@@ -100,7 +104,7 @@ class GRPO(Objective):
         """Return the number of completions, of their tokens that are in the loss, and of those that
         have a gradient."""
         tokens = sum(sample.supervised for sample in samples)
-        learned = sum(sample.supervised for sample in self.learned(samples))
+        learned = sum(sample.supervised for sample in samples if self._has_gradient(sample))
         return Totals(len(samples), tokens, learned=learned)
 
     def learned(self, samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -109,10 +113,14 @@ class GRPO(Objective):
 
         At least one is returned, so that each process has a backward pass.
         """
-        if self.has_kl_term:
-            return samples
-        learned = [sample for sample in samples if sample.advantage and sample.supervised]
+        learned = [sample for sample in samples if self._has_gradient(sample)]
         return learned or samples[:1]
+
+    def _has_gradient(self, sample: Sample) -> bool:
+        """Return whether a completion changes the weights."""
+        if self.has_kl_term:
+            return True
+        return bool(sample.advantage and sample.supervised)
 
     def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
         """Return (5,): this micro-batch's share of the step's loss and of the scores."""
@@ -147,7 +155,10 @@ class GRPO(Objective):
             if completions.decoded is not None:
                 mismatch = (old - completions.decoded).abs().sum()
             sums = [-log_probs.sum(), clipped.sum(), kl.sum(), mismatch]
-            means = torch.stack([value.float() for value in sums]) / max(1, totals.learned)
+            # without a completion that has an advantage, they have no value
+            means = torch.stack([value.float() for value in sums]) / (
+                totals.learned or math.nan
+            )
         return torch.cat([loss[None], means])
 
     def _by_token(self, log_probs: Tensor, old: Tensor, completions: Completions) -> Update:

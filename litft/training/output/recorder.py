@@ -391,9 +391,9 @@ class Recorder:
         for name, by_step in validation.metric_values.items():
             scores.append((name.replace("_", " "), metric_format(name), by_step))
         for name in validation.sets:
-            scores.append(
-                (f"loss on {name}", "{:.4f}", self._score_by_step(f"val_loss_{name}"))
-            )
+            column = validation.column_of_set(name)
+            by_step = self._score_by_step(column)
+            scores.append((validation.titles[column], "{:.4f}", by_step))
         for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
             scores.append((f"validation {name}", form, self._score_by_step(f"val_{name}")))
 

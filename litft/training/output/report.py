@@ -100,6 +100,8 @@ CHARTS = (
     ("Tokens per second", ("tokens_per_second",), True),
     ("Peak memory, GiB", ("memory_gib",), True),
 )
+# of named validation sets
+SET_COLUMNS = ("val_loss_", "val_reward_")
 TRAINING_COLUMNS = {column for _, columns, _ in CHARTS for column in columns}
 SCORES = (
     ("step", "step", "{:.0f}"),
@@ -126,7 +128,7 @@ def write_report(folder: Path, report: Report) -> None:
     config = (folder / CONFIG).read_text("utf-8")
     of_sets = []
     for column in report.scores:
-        if column.startswith("val_loss_"):
+        if column.startswith(SET_COLUMNS):
             of_sets.append(column)
 
     # the charts, of which those without data are empty texts
@@ -135,8 +137,9 @@ def write_report(folder: Path, report: Report) -> None:
         series = {}
         for column in columns:
             series[column] = points(rows, column)
-        if "val_loss" in columns:
-            for column in of_sets:
+        # the sets are drawn with the loss, or the reward, of all of them together
+        for column in of_sets:
+            if "_".join(column.split("_")[:2]) in columns:
                 series[column] = points(rows, column)
         charts.append(chart(title.format(loss=report.loss), series, from_zero))
 
@@ -336,8 +339,8 @@ def _curve(column: str, curve: Points, colour: str, axes: _Axes) -> str:
 
 def _legend_entry(column: str, curve: Points, colour: str) -> str:
     """Return the name of a curve with its last value."""
-    if column.startswith("val_loss_"):
-        name = column.removeprefix("val_loss_")
+    if column.startswith(SET_COLUMNS):
+        name = column.removeprefix("val_").partition("_")[2]
     elif column.startswith("val_"):
         name = "validation"
     elif column in TRAINING_COLUMNS:
