@@ -22,6 +22,8 @@ class Alias(NamedTuple):
     values: Mapping[str, str] = {}
     # the value is multiplied by that of one of these flags, if it is given, too
     times: tuple[str, ...] = ()
+    # the flags for the value null; empty: none are needed
+    unset: str = ""
 
 
 # former names of boolean flags: the flag that has
@@ -292,7 +294,26 @@ ALIASES: dict[str, Alias] = {
         "--train.optimizer {value}",
         "adamw, adamw_8bit, lion, adafactor, muon, sgd, schedule_free",
     ),
-    "max_norm": Alias("--train.max_grad_norm {value}"),
+    "max_norm": Alias("--train.max_grad_norm {value}", unset="--train.max_grad_norm 0"),
+    # litgpt's
+    "lr_warmup_steps": Alias("--train.warmup_steps {value}"),
+    "train.max_seq_length": Alias("--data.max_seq_length {value}"),
+    "optimizer.init_args.weight_decay": Alias("--train.weight_decay {value}"),
+    "optimizer.init_args.betas": Alias("--train.betas {value}"),
+    "data.init_args.mask_prompt": Alias(
+        "--data.mask_prompt true", "", "--data.mask_prompt false"
+    ),
+    "data.init_args.val_split_fraction": Alias("--data.val_fraction {value}"),
+    "data.init_args.json_path": Alias("--data.path {value}"),
+    **dict.fromkeys(
+        "lora_query lora_key lora_value lora_projection lora_mlp lora_head".split(),
+        Alias("--lora.targets NAMES", "q_proj,k_proj,v_proj,o_proj,*.mlp.*,lm_head"),
+    ),
+    "enable_thinking": Alias(
+        "--data.template_args enable_thinking=true",
+        "",
+        "--data.template_args enable_thinking=false",
+    ),
     "gradient_clipping": Alias("--train.max_grad_norm {value}"),
     **dict.fromkeys(
         ("neftune_noise_alpha", "noisy_embedding_alpha"),
@@ -502,9 +523,9 @@ def translate_flag(
     )
     if alias is None:
         return None
-    # null or nothing: it was not set, and needs no counterpart
+    # null or nothing: it was not set, and mostly needs no counterpart
     if value in ("null", "", "[]", "{}"):
-        return "", ""
+        return alias.unset, ""
     # a switch that is off: the flags that turn it off here, often none
     if (value or "").lower() in ("false", "no", "off") and (
         "{value}" not in alias.flags or alias.off

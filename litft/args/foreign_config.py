@@ -53,8 +53,18 @@ NESTED_QUANTIZATION = (
     "use_bnb_nested_quant",
     "bnb_4bit_use_double_quant",
 )
-# flags that apply to supervised training alone
-SUPERVISED_ONLY = ("data.mask_prompt", "data.format", "train.label_smoothing")
+SWITCHES_OF_4_BIT = ("load_in_4bit", "quantization_bit", "use_qlora")
+# flags that apply to supervised data alone
+SUPERVISED_ONLY = ("data.mask_prompt", "data.format")
+# litgpt's switches of the modules that LoRA adapts, with its defaults, and their names here
+LITGPT_TARGETS: dict[str, tuple[bool, str]] = {
+    "lora_query": (True, "q_proj"),
+    "lora_key": (False, "k_proj"),
+    "lora_value": (True, "v_proj"),
+    "lora_projection": (False, "o_proj"),
+    "lora_mlp": (False, "*.mlp.*"),
+    "lora_head": (False, "lm_head"),
+}
 
 
 def translate_config(
@@ -101,7 +111,7 @@ def translate_config(
             "command does not have"
         )
     program = program_of(entries)
-    set_objective(given, entries, program is TRL, notes)
+    set_objective(given, entries, program in (TRL, AXOLOTL), notes)
     _read_together(given, entries, notes)
     if program is not None:
         for flag, value in defaults_of(program, given, entries).items():
@@ -109,18 +119,19 @@ def translate_config(
                 given[flag] = value
         _settle_differences(given, entries, program, notes)
         _note_packing(entries, notes)
-        if "lora.r" in flag_types:
-            _note_full_training(entries, program, notes)
+        _note_command(entries, program, notes, adapts="lora.r" in flag_types)
     elif any(name.startswith("lr_scheduler") for name in entries):
         # the schedules of other programs end at 0
         given.setdefault("train.min_lr_ratio", 0.0)
+    _settle_optimizer(given, notes)
     _settle_lora(given, entries, flag_types, notes)
     # a constant rate has no end to go to
     if given.get("train.lr_schedule") == "constant":
         given.pop("train.min_lr_ratio", None)
-        # nor a beginning, in transformers, unless its name says so
+        # nor a beginning, in transformers, unless its name says so, or the optimizer has one
         names = (entries.get("lr_scheduler"), entries.get("lr_scheduler_type"))
-        if "constant" in names:
+        optimizer = translate_optimizer(str(given.get("train.optimizer", "adamw")))
+        if "constant" in names and optimizer != "schedule_free":
             given.pop("train.warmup_steps", None)
             given["train.warmup_fraction"] = 0.0
 
@@ -137,6 +148,10 @@ def _read_together(
 ) -> None:
     """Read the settings whose meaning depends on others."""
     objective = given.get("objective", "sft")
+    # an adapter knows its base
+    for name in ("adapter_name_or_path", "lora_model_dir"):
+        if entries.get(name):
+            given["checkpoint_dir"] = entries[name]
     # a folder that the file names has the last word
     if entries.get("run_name"):
         given.setdefault("out_dir", f"out/{entries['run_name']}")
@@ -175,6 +190,8 @@ def _read_together(
 
     # other programs ignore what an objective does not use, and litft refuses it
     if objective not in ("sft", "dft"):
+        given.pop("train.label_smoothing", None)
+    if DATA_KINDS.get(objective, "supervised") != "supervised":
         for flag in SUPERVISED_ONLY:
             given.pop(flag, None)
     for flag in list(given):
@@ -212,13 +229,15 @@ def _read_together(
 def _read_quantization(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
     """Set the kind of 4-bit quantization, of which other programs have a setting for each part."""
     kind = str(given.get("quantize", "none"))
-    if not kind.startswith(("nf4", "fp4")):
+    # a file may also have our flag
+    if "quantize" in entries or not kind.startswith(("nf4", "fp4")):
         return
     # the type alone quantizes nothing there
-    if not any(entries.get(name) for name in ("load_in_4bit", "quantization_bit")):
+    if not any(entries.get(name) for name in SWITCHES_OF_4_BIT):
         del given["quantize"]
         return
-    is_nested = kind.endswith("-dq")
+    # axolotl has no switch for it
+    is_nested = kind.endswith("-dq") or program_of(entries) is AXOLOTL
     for name in NESTED_QUANTIZATION:
         if entries.get(name) is not None:
             is_nested = bool(entries[name])
@@ -237,15 +256,34 @@ def _note_packing(entries: Mapping[str, Any], notes: list[str]) -> None:
         )
 
 
-def _note_full_training(
-    entries: Mapping[str, Any], program: ForeignProgram, notes: list[str]
+def _note_command(
+    entries: Mapping[str, Any], program: ForeignProgram, notes: list[str], adapts: bool
 ) -> None:
-    """Note that the other program would train all weights with this file, and no adapter."""
+    """Note that the other program would train all weights with this file, and not an adapter, or
+    the reverse. adapts: whether the command is finetune/lora.py."""
     switch = program.adapter_switch
-    if switch is not None and not entries.get(switch):
+    is_full = False
+    is_adapter = False
+    if switch is not None:
+        is_adapter = bool(entries.get(switch))
+        is_full = not is_adapter
+    elif program is LLAMA_FACTORY:
+        switch = "finetuning_type"
+        is_adapter = entries.get(switch, "lora") == "lora"
+        is_full = not is_adapter
+    if adapts and is_full and program is LLAMA_FACTORY:
+        notes.append(
+            f"finetuning_type: {entries[switch]} is another command here, finetune/full.py"
+        )
+    elif adapts and is_full:
         notes.append(
             f"{switch}: without it, all weights are trained there; here that is another command, "
             "finetune/full.py"
+        )
+    elif not adapts and is_adapter:
+        notes.append(
+            f"{switch}: an adapter is trained there, at a rate that suits one; here that is "
+            "another command, finetune/lora.py"
         )
 
 
@@ -275,11 +313,6 @@ def _settle_differences(
             notes.append(
                 f"template: {template} is a name of LLaMA-Factory; the model's own template is used"
             )
-        tuning = entries.get("finetuning_type", "lora")
-        if tuning != "lora":
-            notes.append(
-                f"finetuning_type: {tuning} is another command here, finetune/full.py"
-            )
         if entries.get("stage") not in ("sft", None, *DATA_KINDS):
             notes.append(
                 f"stage: {entries['stage']} has no counterpart; plain texts are learned with "
@@ -292,13 +325,13 @@ def _settle_differences(
                 "max_length: null means no limit in TRL; here it is the model's context, at most "
                 "2048, or --data.max_seq_length"
             )
-        is_sft = given.get("objective", "sft") == "sft"
+        is_sft = given.get("objective", "sft") in ("sft", "dft")
         if is_sft and "data.mask_prompt" not in given:
             notes.append(
                 "assistant_only_loss: TRL learns all of a conversation by default, litft the "
                 "answers; --data.mask_prompt false learns all"
             )
-        if "lora.targets" not in given:
+        if entries.get("use_peft") and "lora.targets" not in given:
             notes.append(
                 "lora_target_modules: left out, PEFT chooses by the type of the model, often "
                 "q_proj,v_proj; litft adapts all Linears"
@@ -313,6 +346,26 @@ def _settle_differences(
         notes.append(
             "cpo_alpha: TRL and axolotl add the loss of the chosen answers with weight 1 by "
             "default; --preference.sft_weight 1 adds it here"
+        )
+
+
+def _settle_optimizer(given: dict[str, Any], notes: list[str]) -> None:
+    """Leave out the rate of optimizers that mean something else by it."""
+    optimizer = translate_optimizer(str(given.get("train.optimizer", "adamw")))
+    rate = given.get("train.learning_rate")
+    if rate is None:
+        return
+    if optimizer == "adafactor":
+        del given["train.learning_rate"]
+        notes.append(
+            f"adafactor: the rate {rate} is a length there, and a share of each weight here; the "
+            "usual rate of the method is used"
+        )
+    if optimizer == "sgd" and isinstance(rate, int | float):
+        given["train.learning_rate"] = rate / 10
+        notes.append(
+            f"sgd: has a momentum of 0.9 here, and none there, so that a tenth of the rate {rate} "
+            "moves weights as far"
         )
 
 
@@ -331,6 +384,13 @@ def _settle_lora(
             "lora_target_modules: a regular expression has no counterpart; name modules, or "
             "patterns: *.q_proj"
         )
+    # litgpt has a switch for each kind
+    if "lora.targets" in flag_types and not LITGPT_TARGETS.keys().isdisjoint(entries):
+        targets_of_litgpt = []
+        for name, (default, target) in LITGPT_TARGETS.items():
+            if entries.get(name, default):
+                targets_of_litgpt.append(target)
+        given["lora.targets"] = targets_of_litgpt
     # axolotl adapts all Linears beside the modules that are named
     if "lora.targets" in flag_types and entries.get("lora_target_linear") is True:
         given["lora.targets"] = "all-linear"

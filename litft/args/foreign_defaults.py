@@ -69,7 +69,7 @@ TRL = ForeignProgram(
         "lora.dropout": 0.05,
     },
     # its GKD extends its SFT
-    learning_rates={"sft": 2e-5, "distill": 2e-5, "": 1e-6},
+    learning_rates={"sft": 2e-5, "dft": 2e-5, "distill": 2e-5, "": 1e-6},
     steps_replace_epochs=True,
     adapter_switch="use_peft",
 )
@@ -84,7 +84,14 @@ REPLACED_BY = {
 }
 # settings with a share of the examples to hold out, or their number
 HELD_OUT = ("val_set_size", "val_size", "test_split_size")
-ADAPTIVE = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion")
+ADAPTIVE = (
+    "adamw",
+    "adamw_8bit",
+    "paged_adamw",
+    "paged_adamw_8bit",
+    "lion",
+    "schedule_free",
+)
 
 
 def program_of(entries: Mapping[str, Any]) -> ForeignProgram | None:

@@ -20,6 +20,14 @@ SETTINGS_OF: dict[str, frozenset[str]] = {
 }
 # of GRPO: TRL's name of a setting, and ours
 OF_GRPO = {"temperature": "grpo.temperature", "top_p": "grpo.top_p"}
+# flags that count updates in TRL, and steps, of --grpo.updates each, here
+COUNTED_IN_STEPS = (
+    "train.max_steps",
+    "train.warmup_steps",
+    "train.log_interval",
+    "eval.interval",
+    "save.interval",
+)
 # TRL's defaults of GRPO that differ from ours
 GRPO_DEFAULTS: dict[str, Any] = {"grpo.loss": "dapo"}
 
@@ -90,17 +98,19 @@ def _settle_grpo(
     given: dict[str, Any], entries: Mapping[str, Any], is_trl: bool, notes: list[str]
 ) -> None:
     """Set the flags of GRPO, whose beta, loss and temperature other objectives have, too."""
+    # axolotl has them in a group
+    settings = {name.rpartition(".")[2]: value for name, value in entries.items()}
     if "preference.beta" in given:
         given["grpo.beta"] = given.pop("preference.beta")
     for name, flag in OF_GRPO.items():
-        if entries.get(name) is not None:
-            given[flag] = entries[name]
+        if settings.get(name) is not None:
+            given[flag] = settings[name]
     # other programs count completions in a batch
     batch = given.get("train.global_batch_size")
     if isinstance(batch, int) and "train.global_batch_size" not in entries:
         given["train.global_batch_size"] = prompts_of(batch, given)
     # TRL's default holds for all losses
-    scaling = entries.get("scale_rewards", "group" if is_trl else None)
+    scaling = settings.get("scale_rewards", "group" if is_trl else None)
     if scaling is not None and "grpo.advantages" not in entries:
         given["grpo.advantages"] = _advantages(str(scaling).lower())
     # one number for both limits
@@ -113,7 +123,38 @@ def _settle_grpo(
     if not is_trl:
         return
     # the objective and its loss have one name
-    if entries.get("loss_type") == "grpo":
+    if settings.get("loss_type") == "grpo":
         given["grpo.loss"] = "grpo"
+    if settings.get("importance_sampling_level") == "sequence":
+        given["grpo.loss"] = "gspo"
     for flag, value in GRPO_DEFAULTS.items():
         given.setdefault(flag, value)
+    # the limit itself, where ours is its distance from 1
+    if given["grpo.loss"] == "cispo" and isinstance(
+        settings.get("epsilon_high"), int | float
+    ):
+        given["grpo.clip_high"] = settings["epsilon_high"] - 1
+    if "normalize_advantages" in settings or "reward_clip_range" in settings:
+        given["grpo.loss"] = "rloo"
+        given.pop("grpo.advantages", None)
+        notes.append(
+            "RLOO: rewards are neither clipped nor normalized here; each is compared with the "
+            "others of its prompt"
+        )
+    _count_in_steps(given, notes)
+
+
+def _count_in_steps(given: dict[str, Any], notes: list[str]) -> None:
+    """Divide what counts updates by the updates of a step."""
+    updates = given.get("grpo.updates", 1)
+    if not isinstance(updates, int) or updates < 2:
+        return
+    for flag in COUNTED_IN_STEPS:
+        value = given.get(flag)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if is_count:
+            given[flag] = max(1, round(value / updates))
+    notes.append(
+        f"num_iterations: steps are counted in updates there; here a step has {updates} of them, "
+        "and numbers of steps are divided by it"
+    )

@@ -57,9 +57,17 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
         names[flag.replace(".", "_")] = flag
     names["config"] = "config"
     messages = []
+    objective = keywords.get("objective")
     for name, value in keywords.items():
         if name not in names:
             messages.append(_unknown_keyword(name, value, names))
+        # a short name belongs to one group, but the objective's group has it, too
+        elif f"{objective}.{name}" in types and name not in types:
+            messages.append(
+                f"finetune() got {name}, which stands for {names[name].replace('.', '_')}; with "
+                f"objective={objective!r} there is {objective}_{name}, too: write the one that is "
+                "meant"
+            )
     if messages:
         raise TypeError("\n".join(messages))
     words = []

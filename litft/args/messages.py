@@ -40,7 +40,7 @@ def unknown_flag(
     if is_finetuning(flag_types) and (message := hint_for_flag(name, value, given)):
         return message
     if is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
-        return f"--{name} does not exist; leave it out"
+        return _nearest(name, flag_types) or f"--{name} does not exist; leave it out"
     # PEFT's and axolotl's names of what is merged, and where to; elsewhere they mean something else
     if "dequantized_base" in flag_types and name in MERGED_FOLDERS:
         return f"--{name} does not exist; use --{MERGED_FOLDERS[name]} {value}"
@@ -62,6 +62,12 @@ def unknown_flag(
             f"--{name} does not exist here; it is a flag of the fine-tuning scripts, such as "
             "finetune/lora.py"
         )
+    return _nearest(name, flag_types) or f"--{name} does not exist; --help lists all flags"
+
+
+def _nearest(name: str, flag_types: dict[str, Any]) -> str | None:
+    """Return a message with the flag whose name is the most like an unknown one; None if none is
+    like it."""
     # reversed, so that of several flags with this last name, the first is suggested
     leaves = {}
     for flag in reversed(flag_types):
@@ -74,7 +80,7 @@ def unknown_flag(
     full_names = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.75)
     if full_names:
         return f"--{name} does not exist; did you mean --{full_names[0]}?"
-    return f"--{name} does not exist; --help lists all flags"
+    return None
 
 
 def not_a_flag(word: str, flag_types: dict[str, Any]) -> str:

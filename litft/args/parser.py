@@ -163,6 +163,7 @@ def _read_argv(
     words = list(argv)
     recipe = None
     unknown = {}
+    given_names = []
     while words:
         word = words.pop(0)
         if word in ("-h", "--help") or word.startswith("--print_config"):
@@ -172,7 +173,7 @@ def _read_argv(
             problems.append(not_a_flag(word, flag_types))
             continue
         name, equals, value = word.removeprefix("--").partition("=")
-        problems += _other_group(name, _objective(argv), flag_types)
+        given_names.append(name)
         name = _full_name(name, flag_types)
         if _is_former(name, flag_types):
             if not equals:
@@ -191,7 +192,7 @@ def _read_argv(
             # a file has priority over a recipe of the same name
             if value and is_recipe(value) and not os.path.isfile(value):
                 recipe = value
-            file_values, file_problems = _read_config(value, cls)
+            file_values, file_problems = _read_config(value, cls, _objective(argv))
             from_files += file_values
             problems = problems + file_problems
         elif name not in flag_types:
@@ -207,6 +208,8 @@ def _read_argv(
     values = from_files + values
     # the message about one flag may depend on the value of another
     given = dict(values) | unknown
+    for name in given_names:
+        problems += _other_group(name, dict(values).get("objective", ""), flag_types)
     for name, value in unknown.items():
         problems.append(unknown_flag(name, flag_types, value, given))
     if recipe and not (problems or passthrough or _has_model(dict(values))):
@@ -307,10 +310,28 @@ def _implied_flags(
     return _read_config(DEMO / f"{method}.yaml", cls)
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that a mapping has twice: the first value would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Return a mapping; raise ValueError for a key that is there twice."""
+        names = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                continue
+            if key.value in names:
+                raise ValueError(
+                    f"{key.value} is there twice (line {key.start_mark.line + 1}); write it once"
+                )
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_config(
-    path: str | Path | None, cls: type
+    path: str | Path | None, cls: type, objective: str = ""
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the (name, value) pairs of a YAML file or of a recipe, and its problems."""
+    """Return the (name, value) pairs of a YAML file or of a recipe, and its problems. objective: of
+    the command line, if it has one."""
     if path is None:
         return [], ["--config needs a value: a YAML file of flags"]
     if not os.path.isfile(path):
@@ -320,7 +341,7 @@ def _read_config(
         path = DEMO / f"{path}.yaml" if path == GRPO_DEMO else recipe_file(str(path))
     flag_types = types_of_flags(cls)
     try:
-        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+        content = yaml.load(Path(path).read_text("utf-8"), _Loader) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
         _check_size(content)
@@ -344,6 +365,10 @@ def _read_config(
         if not _is_empty(value, flag_types.get(name)):
             all_texts[name] = _as_text(value)
     problems = _config_problems(path, cls, entries, all_texts)
+    objective = objective or all_texts.get("objective", "")
+    for name in content:
+        for problem in _other_group(str(name), objective, flag_types):
+            problems.append(f"{path}: {problem}")
     texts = {}
     for name, text in all_texts.items():
         if name not in flag_types:
@@ -390,7 +415,10 @@ def _entries(content: dict, flag_types: dict[str, Any]) -> dict[str, Any]:
             list_flags.add(name)
     entries = {}
     for name, value in _flatten(content, list_flags):
-        entries[_full_name(name, flag_types)] = value
+        full_name = _full_name(name, flag_types)
+        if full_name in entries:
+            raise ValueError(f"{full_name} is there twice, also as {name}; write it once")
+        entries[full_name] = value
     for name in list(entries):
         if _is_former(name, flag_types):
             new_name, value = _renamed(name, _as_text(entries.pop(name)))

@@ -20,6 +20,7 @@ from litft.args.build_parser import PRINT_CONFIG, parser_of
 from litft.args.finetune_methods import FINETUNE, LoRAFinetuneArgs
 from litft.args.flag_types import types_of_flags
 from litft.args.ignored import ignored_flags
+from litft.args.keywords import from_keywords
 from litft.args.parser import parse
 from litft.cli import COMMANDS, run
 
@@ -359,6 +360,76 @@ def test_a_short_name_is_not_taken_for_another_groups_flag():
         with pytest.raises(ValueError, match=f"stands for --{flag}, but --objective"):
             parse(flags.LoRAFinetuneArgs, [*words, *flags_of_objective.split()])
     parse(flags.LoRAFinetuneArgs, [*words, "sft", "--alpha", "0.3"])
+
+
+def test_a_short_name_is_not_taken_for_another_groups_flag_elsewhere(tmp_path):
+    """In a file, beside one, and in Python."""
+    message = "max_new_tokens stands for --eval.max_new_tokens, but --objective grpo"
+    path = tmp_path / "a.yaml"
+    path.write_text("objective: grpo\nmax_new_tokens: 9\n")
+    demo = ["--config", "grpo-demo", "--max_new_tokens", "9"]
+    for words in (["--config", str(path)], demo):
+        with pytest.raises(ValueError, match=message):
+            parse(flags.LoRAFinetuneArgs, words)
+    given = {"checkpoint_dir": "m", "data_path": "a", "reward": "exact"}
+    with pytest.raises(TypeError, match="max_new_tokens, which stands for eval_max_new"):
+        from_keywords("lora", {**given, "objective": "grpo", "max_new_tokens": 9})
+    args = from_keywords("lora", {**given, "objective": "grpo", "grpo_max_new_tokens": 9})
+    assert args.grpo.max_new_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "train: {epochs: 3}\nlora: {r: 8}\ntrain: {learning_rate: 1e-4}",
+            "train is there",
+        ),
+        ("train: {epochs: 3, epochs: 4}", "epochs is there twice"),
+        ("epochs: 3\ntrain: {epochs: 4}", "train.epochs is there twice, also as"),
+    ],
+)
+def test_a_setting_that_a_file_has_twice_is_refused(text, message, tmp_path):
+    """YAML would take the last one, and lose what the first one says."""
+    (tmp_path / "a.yaml").write_text(f"checkpoint_dir: m\ndata: {{path: d}}\n{text}\n")
+    with pytest.raises(ValueError, match=message):
+        parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--data.mask_promt false", "did you mean --data.mask_prompt"),
+        ("--data.packin false", "did you mean --data.packing"),
+        ("--enable_thinking false", "--data.template_args enable_thinking=false"),
+        ("--push_somewhere false", "leave it out"),
+    ],
+)
+def test_an_unknown_name_that_is_switched_off_may_be_a_typing_error(words, message):
+    with pytest.raises(ValueError, match=message):
+        parse(flags.LoRAFinetuneArgs, words.split())
+
+
+def test_files_of_the_other_command_are_named(tmp_path):
+    """An adapter's rate is not one for all weights."""
+    path = tmp_path / "a.yaml"
+    for text, of_lora, of_full in (
+        ("model_name_or_path: m\nuse_peft: true", "adapts all Linears", "finetune/lora.py"),
+        ("finetuning_type: full\nmodel_name_or_path: m", "finetune/full.py", "terms"),
+        ("finetuning_type: lora\nmodel_name_or_path: m", "terms", "finetune/lora.py"),
+    ):
+        path.write_text(text)
+        messages = []
+        for cls in (flags.LoRAFinetuneArgs, flags.FullFinetuneArgs):
+            with pytest.raises(ValueError) as error:
+                parse(cls, ["--config", str(path)])
+            messages.append(str(error.value))
+        for message, expected, command in (
+            (messages[0], of_lora, "is another command, finetune/lora.py"),
+            (messages[1], of_full, "is another command here, finetune/full.py"),
+        ):
+            assert expected in message
+            assert command not in message
 
 
 def test_answers_of_an_unknown_length_do_not_step_in_the_backward_pass():
@@ -860,7 +931,7 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
     args = parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "litft.yaml")])
     assert (args.checkpoint_dir, args.quantize, args.out_dir, args.lora.r) == (
         "some/model",
-        "nf4",
+        "nf4-dq",
         "./outputs/x",
         16,
     )
@@ -1160,6 +1231,88 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
             "gradient_accumulation_steps: 4\nloss_type: grpo",
             {"grpo.group_size": 8, "train.global_batch_size": 4, "grpo.loss": "grpo"}
             | {"grpo.advantages": "group"},
+            "",
+        ),
+        # TRL counts updates; its limit of CISPO is the ratio itself
+        (
+            "model_name_or_path: m\nnum_generations: 8\nnum_iterations: 2\nmax_steps: 100\n"
+            "warmup_steps: 10\nsave_steps: 51\nloss_type: cispo\nepsilon_high: 5.0",
+            {"grpo.updates": 2, "train.max_steps": 50, "train.warmup_steps": 5}
+            | {"save.interval": 26, "grpo.loss": "cispo", "grpo.clip_high": 4.0},
+            "numbers of steps are divided by it",
+        ),
+        (
+            "model_name_or_path: m\nnum_generations: 8\nloss_type: grpo\n"
+            "importance_sampling_level: sequence",
+            {"grpo.loss": "gspo"},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nnum_generations: 8\nnormalize_advantages: true",
+            {"objective": "grpo", "grpo.loss": "rloo", "grpo.advantages": None},
+            "RLOO: rewards are neither clipped nor normalized here",
+        ),
+        # axolotl has TRL's settings in a group, and its defaults
+        (
+            "base_model: m\nadapter: lora\nrl: grpo\n"
+            "trl:\n  num_generations: 4\n  temperature: 0.7\n  scale_rewards: none",
+            {"grpo.group_size": 4, "grpo.temperature": 0.7, "grpo.loss": "dapo"}
+            | {"grpo.advantages": "group_mean"},
+            "",
+        ),
+        # axolotl quantizes the scales, too, and a teacher's labels may be of the whole text
+        (
+            "base_model: m\nadapter: qlora\nload_in_4bit: true\nkd_trainer: true\n"
+            "train_on_inputs: true\nlearning_rate: 1.0e-4\nteacher: t",
+            {"quantize": "nf4-dq", "data.mask_prompt": False, "objective": "distill"},
+            "",
+        ),
+        # optimizers whose rate means something else here
+        (
+            "model_name_or_path: m\noptim: adafactor\nlearning_rate: 2.0e-5\nuse_peft: true",
+            {"train.optimizer": "adafactor", "train.learning_rate": None},
+            "adafactor: the rate 2e-05 is a length there",
+        ),
+        (
+            "model_name_or_path: m\noptim: sgd\nlearning_rate: 1.0e-3\nuse_peft: true",
+            {"train.learning_rate": pytest.approx(1e-4)},
+            "sgd: has a momentum of 0.9 here",
+        ),
+        (
+            "model_name_or_path: m\noptim: schedule_free_adamw\nlr_scheduler_type: constant\n"
+            "warmup_steps: 50",
+            {"train.warmup_steps": 50, "train.betas": [0.9, 0.999]},
+            "",
+        ),
+        (
+            "model_name_or_path: m\nloss_type: dft",
+            {"objective": "dft", "train.learning_rate": 2e-5},
+            "assistant_only_loss: TRL learns all",
+        ),
+        # in the order of the alphabet
+        (
+            "adapter_name_or_path: saves/x\nfinetuning_type: lora\nlora_rank: 16\n"
+            "model_name_or_path: m\nstage: dpo",
+            {"checkpoint_dir": "saves/x", "lora.r": None},
+            "",
+        ),
+        # our own flag among another program's
+        (
+            "checkpoint_dir: m\nquantize: nf4\nnum_train_epochs: 2",
+            {"quantize": "nf4", "train.epochs": 2},
+            "",
+        ),
+        # litgpt's
+        (
+            "checkpoint_dir: m\nlora_r: 32\nlora_key: false\nlora_mlp: true\n"
+            "data:\n  class_path: litgpt.data.JSON\n  init_args: {mask_prompt: false}\n"
+            "train: {lr_warmup_steps: 100, max_seq_length: 512, max_norm: null, epochs: 4}\n"
+            "optimizer:\n  class_path: torch.optim.AdamW\n"
+            "  init_args: {lr: 2.0e-4, weight_decay: 0.0, betas: [0.9, 0.95]}",
+            {"lora.r": 32, "lora.targets": ["q_proj", "v_proj", "*.mlp.*"]}
+            | {"train.warmup_steps": 100, "data.max_seq_length": 512, "train.epochs": 4}
+            | {"train.max_grad_norm": 0, "train.learning_rate": 2e-4}
+            | {"data.mask_prompt": False, "train.weight_decay": 0.0},
             "",
         ),
         # torchtune's batch is that of a device
