@@ -26,7 +26,12 @@ from litft.inference.prompt_files import (
     ends_with_answer,
     read_prompts,
 )
-from litft.inference.session import Session, make_drafter, open_session
+from litft.inference.session import (
+    Session,
+    make_drafter,
+    missing_template_note,
+    open_session,
+)
 
 
 def run_generation(args: GenerateArgs) -> None:
@@ -85,6 +90,10 @@ def _encoded(
                 "leave out the flag, or write a prompt instead"
             )
         prompts.append(encode_prompt(session, where, record, in_template))
+    # messages were written in a style, since the model has no template
+    note = missing_template_note(session.tokenizer)
+    if note and any(prompt.is_chat for prompt in prompts):
+        print(note, file=sys.stderr)
     return prompts
 
 

@@ -32,6 +32,8 @@ from litft.inference.session import Session
 # per forward pass, 1 GiB in fp32: long texts get smaller batches
 MAX_LOGITS = 2**28
 DEFAULT_MAX_TOKENS = 256  # for tasks that set no limit
+# settings of generation_config.json that change greedy answers, too
+OF_FOLDER = ("repetition_penalty", "logit_bias")
 
 # B rows, N maximum continuation length, V vocabulary size
 
@@ -259,15 +261,15 @@ class HarnessModel(TemplateLM):
             if text:
                 stop.append(text)
 
-        # settings of the harness without a field in Sampling are left out
-        names = {item.name for item in fields(Sampling)}
-        sampling = Sampling(
-            **{
-                name: value
-                for name, value in kwargs.items()
-                if name in names and value is not None
-            }
-        )
+        # as in transformers' `generate`, which the harness calls with settings of the task; those
+        # without a field in Sampling are left out
+        chosen: dict[str, Any] = {}
+        for name in OF_FOLDER:
+            chosen[name] = getattr(self.session.sampling, name)
+        for item in fields(Sampling):
+            if kwargs.get(item.name) is not None:
+                chosen[item.name] = kwargs[item.name]
+        sampling = Sampling(**chosen)
         try:
             # a value of another type raises a TypeError
             problems = sampling.problems()

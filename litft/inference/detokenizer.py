@@ -54,9 +54,15 @@ class Detokenizer:
 
     def _ends_in_replacement(self, before: Sequence[int]) -> bool:
         """Return whether the prompt itself ends in U+FFFD, which is a whole character then."""
+        # the characters before it may be in its first token
+        end = list(before[-LONGEST_CHARACTER:])
+        text = self.tokenizer.decode(end)
+        if not text.endswith(REPLACEMENT):
+            return False
         # encoded after a letter, since at the start of a text some tokenizers add a space
-        written = self.tokenizer.encode(f"a{REPLACEMENT}", bos=False)[1:]
-        return bool(written) and list(before[-len(written) :]) == written
+        count = len(self.tokenizer.encode(f"a{REPLACEMENT}", bos=False)) - 1
+        written = self.tokenizer.encode(f"a{text}", bos=False)
+        return count > 0 and written[-count:] == end[-count:]
 
     def push(self, token: int, last: bool = False) -> str:
         """Add a token and return the text that is complete now."""

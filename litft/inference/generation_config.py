@@ -35,13 +35,19 @@ class GenerationConfig:
     ) -> dict[int, float]:
         """Return the logit bias of the suppressed tokens, and what is given for others.
 
-        given: by token id, which is a text in JSON. Raises ValueError if it is no number.
+        given: by token id, which is a text in JSON. Raises ValueError if it is no number, or no
+        token of the vocabulary.
         """
         bias = {}
         for token in self.suppressed:
             if token < vocab_size:
                 bias[token] = -math.inf
         for token, value in (given or {}).items():
+            if not 0 <= int(token) < vocab_size:
+                raise ValueError(
+                    f"--logit_bias {token}: the model's vocabulary has {vocab_size} tokens; remove "
+                    "the id"
+                )
             bias[int(token)] = float(value)
         return bias
 

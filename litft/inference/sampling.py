@@ -219,12 +219,13 @@ class TokenSampler:
     def _top_p_probs(self, probs: Tensor) -> Tensor:
         """Return probabilities (B, V) that are 0 outside the most likely tokens that have top_p
         together."""
-        sorted_probs, order = probs.topk(self.max_top_k)
+        sorted_probs = probs.topk(self.max_top_k).values
         # the token that crosses the threshold is kept
         excluded = sorted_probs.cumsum(-1) - sorted_probs >= self.top_p
         excluded[:, 0] = False  # a top_p near 0 is 0 in fp32
-        kept_probs = sorted_probs.masked_fill(excluded, 0.0)
-        return torch.zeros_like(probs).scatter_(1, order, kept_probs)
+        # those with equal probabilities together: their order depends on the batch
+        lowest = sorted_probs.masked_fill(excluded, torch.inf).amin(-1, keepdim=True)
+        return probs.masked_fill(probs < lowest, 0.0)
 
 
 def _has_penalties(settings: Sampling) -> bool:

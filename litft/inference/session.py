@@ -270,20 +270,11 @@ def _devices(
 
 
 def _check_bias(sampling: Sampling, vocab_size: int) -> None:
-    """Raise ValueError if logit_bias has tokens outside the vocabulary, or bans every token."""
+    """Raise ValueError if logit_bias bans every token."""
     num_banned = list(sampling.logit_bias.values()).count(-math.inf)
     if num_banned >= vocab_size:
         raise ValueError(
             "generation_config.json: suppress_tokens leaves no token to sample; fix the file"
-        )
-    outside = []
-    for token in sampling.logit_bias:
-        if token >= vocab_size:
-            outside.append(token)
-    if outside:
-        raise ValueError(
-            f"--logit_bias {outside[0]}: the model's vocabulary has {vocab_size} tokens; remove "
-            "the id"
         )
 
 

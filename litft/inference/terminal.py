@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from litft.data.answer_parser import AnswerPart
 
@@ -76,7 +76,8 @@ class ChatTerminal(ChatScreen):
         keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
         for names in (("escape", "enter"), ("c-j",)):
             keys.add(*names)(lambda event: event.current_buffer.insert_text("\n"))
-        self.console = Console(highlight=False)
+        # :smile: stays as it is written
+        self.console = Console(highlight=False, emoji=False)
         self.session: Any = PromptSession(
             history=FileHistory(str(history_file())),
             auto_suggest=AutoSuggestFromHistory(),
@@ -130,9 +131,7 @@ class ChatTerminal(ChatScreen):
             blocks = Blocks()
 
             def show(part: AnswerPart) -> None:
-                for block in blocks.push(
-                    shown_text(part), is_thought=part.kind == "reasoning"
-                ):
+                for block in blocks.push(shown_text(part), part.kind):
                     self.console.print(render_block(block))
                 live.update(Tail(render_block(blocks.pending)))
 
@@ -183,19 +182,27 @@ def typed_lines() -> list[str | None]:
     return lines
 
 
+class Block(NamedTuple):
+    """A part of an answer that is printed at once."""
+
+    text: str
+    kind: str  # content, reasoning or call
+
+
 class Blocks:
-    """Split streamed text into blocks: at empty lines outside code, and where reasoning ends."""
+    """Split streamed text into blocks: at empty lines outside code, and where another kind of part
+    begins."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.is_thought = False
+        self.kind = "content"
 
-    def push(self, text: str, is_thought: bool) -> Iterator[tuple[str, bool]]:
-        """Add text and yield the blocks that are complete now, as (text, is a thought)."""
-        if is_thought != self.is_thought:
+    def push(self, text: str, kind: str) -> Iterator[Block]:
+        """Add text of a kind and yield the blocks that are complete now."""
+        if kind != self.kind:
             yield from self.rest()
             self.text = ""
-            self.is_thought = is_thought
+            self.kind = kind
         self.text += text
         # blocks end at an empty line, except within a code fence that is still open
         start = 0
@@ -207,28 +214,39 @@ class Blocks:
             self.text = self.text[end + 2 :]
             start = 0
             if block.strip():
-                yield block, is_thought
+                yield Block(block, kind)
 
     @property
-    def pending(self) -> tuple[str, bool]:
+    def pending(self) -> Block:
         """The last, incomplete block."""
-        return self.text, self.is_thought
+        return Block(self.text, self.kind)
 
-    def rest(self) -> Iterator[tuple[str, bool]]:
+    def rest(self) -> Iterator[Block]:
         """Yield the last block, unless it is empty."""
         if self.text.strip():
             yield self.pending
 
 
-def render_block(block: tuple[str, bool]) -> Any:
-    """Convert a block to a rich renderable."""
+def render_block(block: Block) -> Any:
+    """Convert a block to a rich renderable: content is Markdown, whose HTML is text and whose line
+    breaks stay."""
+    from markdown_it import MarkdownIt
     from rich.markdown import Markdown
     from rich.text import Text
 
-    text, is_thought = block
-    if is_thought:
-        return Text(text.strip("\n"), style="dim italic")
-    return Markdown(text)
+    if block.kind == "reasoning":
+        return Text(block.text.strip("\n"), style="dim italic")
+    # a call has signs of Markdown that are its own
+    if block.kind == "call":
+        return Text(block.text.strip("\n"))
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    rendered = Markdown(block.text)
+    rendered.parsed = parser.parse(block.text)
+    for token in rendered.parsed:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+    return rendered
 
 
 class Tail:

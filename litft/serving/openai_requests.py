@@ -73,8 +73,19 @@ class ApiError(Exception):
         }
 
 
+# kinds of response_format -> their fields; OpenAI's json_object has no schema
+FORMATS = {
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema"),
+}
+SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+
+
 class StreamOptions(BaseModel):
     """Options of a streamed response."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
 
@@ -271,8 +282,7 @@ class ApiRequest(BaseModel):
             )
 
         # biases of the server stay for other tokens
-        if self.logit_bias:
-            settings["logit_bias"] = session.sampling.logit_bias | self.logit_bias
+        settings["logit_bias"] = session.sampling.logit_bias | (self.logit_bias or {})
         # numbers are checked as those of the command line are
         sampling = replace(session.sampling, **settings)
         for problem in sampling.problems():
@@ -349,7 +359,8 @@ class ChatRequest(ApiRequest):
         response_format = self.response_format or {}
         if response_format.get("type") not in ("json_object", "json_schema"):
             return None
-        schema: Any = {"type": "object"}
+        # other servers have the schema beside it
+        schema: Any = response_format.get("schema", {"type": "object"})
         if response_format["type"] == "json_schema":
             described = response_format.get("json_schema")
             if isinstance(described, dict):
@@ -384,15 +395,29 @@ class ChatRequest(ApiRequest):
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    def _unknown_fields_of_format(self) -> Iterator[tuple[str, str]]:
+        """Yield what response_format has that nothing reads."""
+        response_format = self.response_format
+        if not response_format:
+            return
+        known = FORMATS.get(str(response_format.get("type")))
+        if known is None:
+            yield "response_format", f"its type must be one of {', '.join(FORMATS)}"
+            return
+        unknown = [name for name in response_format if name not in known]
+        described = response_format.get("json_schema")
+        if isinstance(described, dict):
+            unknown += [name for name in described if name not in SCHEMA_FIELDS]
+        if unknown:
+            yield "response_format", f"unknown field {unknown[0]}"
+
     def unsupported(self) -> Iterator[tuple[str, str]]:
         if self.tool_choice not in (None, "none", "auto"):
             yield (
                 "tool_choice",
                 "the model decides whether to call a tool; use auto or none",
             )
-        kinds = ("text", "json_object", "json_schema")
-        if self.response_format and self.response_format.get("type") not in kinds:
-            yield "response_format", f"its type must be one of {', '.join(kinds)}"
+        yield from self._unknown_fields_of_format()
         if (
             self.response_format
             and self.response_format.get("type") != "text"

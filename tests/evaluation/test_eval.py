@@ -272,6 +272,27 @@ def test_answers_end_at_the_tasks_stop_texts(harness_model, folder):
     assert len(set(samples)) > 1
 
 
+def test_answers_to_tasks_have_the_penalty_of_the_folder(folder, tmp_path):
+    """As those of the harness's own backend, which calls transformers' generate."""
+    from lm_eval.models.huggingface import HFLM
+
+    from litft.evaluation.lm_eval_model import HarnessModel
+
+    copytree(folder, tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**config, "repetition_penalty": 5.0}))
+    args = RunEvalArgs(tasks=["any"], precision="fp32").model(str(tmp_path / "model"))
+    ours = HarnessModel(open_session(args), batch_size=1)
+    theirs = HFLM(str(tmp_path / "model"), device="cpu", dtype="float32", batch_size=1)
+    settings = {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}
+    requests = harness_requests(("Once upon a time", settings), kind="generate_until")
+    answers = ours.generate_until(requests, disable_tqdm=True)
+    assert answers == theirs.generate_until(requests, disable_tqdm=True)
+    plain = HarnessModel(open_session(replace(args, checkpoint_dir=str(folder))), 1)
+    assert answers != plain.generate_until(requests, disable_tqdm=True)
+
+
 @pytest.mark.weekly
 def test_scores_equal_the_harness_hugging_face_backend(checkpoints, tasks, tmp_path):
     """All log-probabilities, answers and scores of SmolLM2."""

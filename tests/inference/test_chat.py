@@ -1,5 +1,6 @@
 """The chat: history, commands, context window and screen, with pipes and in a real terminal."""
 
+import io
 import json
 import os
 import pty
@@ -10,7 +11,11 @@ import time
 
 import pytest
 from conftest import ENV, ROOT, script
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from quirks import QUIRKS
+from rich.console import Console
 
 import litft
 from litft.args import AdapterArgs, Sampling
@@ -19,7 +24,14 @@ from litft.data.tokenizer import Tokenizer
 from litft.inference.chat import Chat, Conversation
 from litft.inference.session import Session
 from litft.inference.speculative import PromptLookup
-from litft.inference.terminal import Blocks, ChatScreen, typed_lines
+from litft.inference.terminal import (
+    Block,
+    Blocks,
+    ChatScreen,
+    ChatTerminal,
+    render_block,
+    typed_lines,
+)
 from litft.methods import Adapter
 
 
@@ -372,19 +384,51 @@ def test_blocks_end_at_empty_lines_outside_code_and_at_thoughts():
     thought = "Let me\n\nsee"
     content = "One *line*\n\n```py\na\n\nb\n```\n\nlast"
     expected = [
-        ("Let me", True),
-        ("see", True),
-        ("One *line*", False),
-        ("```py\na\n\nb\n```", False),
-        ("last", False),
+        ("Let me", "reasoning"),
+        ("see", "reasoning"),
+        ("One *line*", "content"),
+        ("```py\na\n\nb\n```", "content"),
+        ("last", "content"),
     ]
     for size in (1, 3, 1000):
         blocks = Blocks()
         found = []
-        for text, is_thought in ((thought, True), (content, False)):
+        for text, kind in ((thought, "reasoning"), (content, "content")):
             for start in range(0, len(text), size):
-                found += blocks.push(text[start : start + size], is_thought)
+                found += blocks.push(text[start : start + size], kind)
         assert found + list(blocks.rest()) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "shown"),
+    [
+        ("content", "<answer>\n42\n</answer>", ["<answer>", "42", "</answer>"]),
+        (
+            "content",
+            "roses are red\nviolets are blue",
+            ["roses are red", "violets are blue"],
+        ),
+        ("content", "std::vector<int> v = f<T>(1);", ["std::vector<int> v = f<T>(1);"]),
+        ("content", "a *word*", ["a word"]),
+        ("content", "- one\n- two", [" • one", " • two"]),
+        ("call", 'run({"a": "2*3*4 __x__ <p>"})', ['run({"a": "2*3*4 __x__ <p>"})']),
+    ],
+)
+def test_a_terminal_shows_the_text_of_an_answer(kind, text, shown):
+    """Markdown is formatted; HTML and line breaks are text."""
+    console = Console(width=80, file=io.StringIO(), highlight=False)
+    console.print(render_block(Block(text, kind)))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert [line for line in lines if line] == shown
+
+
+def test_a_terminal_writes_names_between_colons_as_they_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        terminal = ChatTerminal()
+    terminal.console.file = io.StringIO()
+    terminal.notice("user:id:7, key:on:x")
+    assert "user:id:7, key:on:x" in terminal.console.file.getvalue()
 
 
 def test_thoughts_are_left_out_of_the_history_if_the_template_drops_them(checkpoints):

@@ -119,3 +119,15 @@ def test_stop_texts_that_are_special_tokens(tokenizer):
     )
     kept = streamed(tokenizer, before, answer, shown_special_ids=frozenset([special]))
     assert kept.count(mark) == 1 and kept.replace(mark, "") == shown
+
+
+@pytest.mark.parametrize("end", ["\ufffd", " \ufffd", "\ufffd\ufffd", "word \ufffd"])
+def test_a_prompt_that_ends_in_the_replacement_character(tokenizer, end):
+    """It is a character of the prompt, and no part of the answer."""
+    before = tokenizer.encode(f"The{end}", bos=False)
+    if not tokenizer.decode(before).endswith("\ufffd"):
+        pytest.skip("this tokenizer has no such character")
+    both = tokenizer.encode(f"The{end} cat sat.", bos=False)
+    if both[: len(before)] != before:
+        pytest.skip("the answer's first token is joined with the prompt")
+    assert streamed(tokenizer, before, both[len(before) :]).strip() == "cat sat."

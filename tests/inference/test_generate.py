@@ -2,15 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import script
+from conftest import script, write_records
 
 import litft
 from litft.args import GenerateArgs, ModelArgs, Sampling, ServeArgs
 from litft.args.parser import parse
 from litft.cli import run as command
+from litft.commands.generate import run_generation
 from litft.inference.answer_file import write_settings
 from litft.inference.prompt_files import encode_prompt
 from litft.inference.session import open_session
@@ -613,6 +615,13 @@ def test_python_obeys_the_generation_config(folder, tmp_path):
         ),
         ("One day", {"temprature": 1}, TypeError, "'temprature' is not a setting, did you"),
         ("One day", {"max_tokens": 1}, TypeError, "did you mean 'max_new_tokens'"),
+        (
+            "One day",
+            {"logit_bias": {-1: 5.0}},
+            ValueError,
+            "-1: the model's vocabulary has",
+        ),
+        ("One day", {"logit_bias": {10**6: 5.0}}, ValueError, "1000000: the model's vocab"),
         ([3, 4], {}, TypeError, "a list of messages"),
         (["One", "Two"], {}, TypeError, "several prompts need a call each"),
     ],
@@ -630,3 +639,12 @@ def test_names_of_a_logit_bias_may_be_texts(folder):
     first = litft.load(folder)[1].encode(complete(folder, max_new_tokens=1), bos=False)[0]
     banned = complete(folder, max_new_tokens=1, logit_bias={first: -100})
     assert complete(folder, max_new_tokens=1, logit_bias={str(first): -100}) == banned
+
+
+def test_messages_to_a_model_without_a_template_are_noted(folder, tmp_path, capsys):
+    """They are written in Alpaca style."""
+    records = [{"messages": [{"role": "user", "content": "Once"}]}]
+    path = write_records(tmp_path / "p.jsonl", records)
+    args = GenerateArgs(checkpoint_dir=str(folder), prompts=str(path), max_new_tokens=2)
+    run_generation(replace(args, out=str(tmp_path / "out.jsonl")))
+    assert "the model has no chat template" in capsys.readouterr().err

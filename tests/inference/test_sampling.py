@@ -174,3 +174,15 @@ def test_a_top_p_below_the_smallest_fp32_number_keeps_the_likeliest_token():
     sampler.begin(0, [0], Sampling(temperature=1.0, top_p=1e-46))
     logits = torch.tensor([[0.0, 9.0, 0.0, 0.0]])
     assert sampler.distribution(logits).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
+def test_equal_probabilities_do_not_depend_on_the_batch():
+    """Ties at the limit of top_k are all kept, alone and beside a row that keeps more tokens."""
+    logits = torch.tensor([[2.0, 2.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    settings = Sampling(temperature=1.0, top_k=1, top_p=0.9)
+    for others in ([], [Sampling(temperature=0.0)]):
+        sampler = TokenSampler(1 + len(others), 4, torch.device("cpu"))
+        for row, of_row in enumerate([settings, *others]):
+            sampler.begin(row, [0], of_row)
+        first = sampler.distribution(logits[: 1 + len(others)])[0]
+        assert first.tolist() == [0.5, 0.5, 0.0, 0.0]

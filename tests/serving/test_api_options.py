@@ -2,7 +2,9 @@
 continued messages."""
 
 import json
+import math
 import shutil
+from dataclasses import replace
 from queue import SimpleQueue
 
 import httpx
@@ -17,6 +19,7 @@ from litft.inference.generation import Request
 from litft.inference.json_grammar import JsonGrammars
 from litft.inference.session import open_session
 from litft.serving.engine import Engine, Overloaded
+from litft.serving.openai_requests import CompletionRequest, parse_request
 
 TEMPLATE = (
     "{{ bos_token }}{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
@@ -145,6 +148,12 @@ def test_answers_follow_a_json_schema(client):
         assert choice.finish_reason == "stop"
     first = ask(client, response_format={"type": "json_object"}, max_tokens=8)
     assert first.message.content.startswith("{")
+    # as in llama.cpp's server
+    beside = {"type": "json_object", "schema": SCHEMA}
+    assert json.loads(ask(client, response_format=beside).message.content).keys() == {
+        "name",
+        "age",
+    }
     # the next answer in the same row is free again
     assert not ask(client, max_tokens=8).message.content.startswith("{")
 
@@ -244,3 +253,13 @@ def test_the_sampled_token_is_among_the_alternatives(client):
         assert entry.token in tokens
         counts.add(len(tokens))
     assert counts == {2, 3}
+
+
+def test_an_empty_logit_bias_keeps_that_of_the_server(folder):
+    session = open_session(ModelArgs(checkpoint_dir=str(folder)))
+    banned = {5: -math.inf}
+    session = session._replace(sampling=replace(session.sampling, logit_bias=banned))
+    for bias, expected in ((None, {}), ({}, {}), ({"3": 1}, {3: 1.0})):
+        body = json.dumps({"prompt": "a", "logit_bias": bias}).encode()
+        request = parse_request(CompletionRequest, body)
+        assert request._sampling(session).logit_bias == banned | expected
