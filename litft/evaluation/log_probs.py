@@ -115,19 +115,32 @@ def target_log_probs(
     return log_probs
 
 
-def label_margins(rewards: Tensor, desirable: Tensor) -> Tensor:
-    """Return values whose mean is how much higher the mean reward of desirable answers is than that
-    of undesirable ones: (S,), from (S,) each. Of answers of one kind: the rewards with the label's
-    sign."""
-    count = len(rewards)
-    num_desirable = int(desirable.sum())
-    if num_desirable in (0, count):
+def label_margins(
+    rewards: Tensor, desirable: Tensor, weights: Sequence[float] = ()
+) -> Tensor:
+    """Return values whose mean, with these weights, is how much higher the mean reward of desirable
+    answers is than that of undesirable ones: (S,), from (S,) each. Of answers of one kind: the
+    rewards with the label's sign.
+
+    weights: how many answers each stands for; empty: 1. The values are the margin with each
+    answer's influence on it, so that their spread is that of the margin: a change that all rewards
+    have in common is in none.
+    """
+    counts = torch.ones_like(rewards)
+    if weights:
+        counts = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
+    of_desirable = counts * desirable
+    of_undesirable = counts * ~desirable
+    if not of_desirable.any() or not of_undesirable.any():
         return torch.where(desirable, rewards, -rewards)
-    return torch.where(
+    high = (of_desirable * rewards).sum() / of_desirable.sum()
+    low = (of_undesirable * rewards).sum() / of_undesirable.sum()
+    influence = torch.where(
         desirable,
-        rewards * (count / num_desirable),
-        -rewards * (count / (count - num_desirable)),
+        (rewards - high) * (counts.sum() / of_desirable.sum()),
+        (low - rewards) * (counts.sum() / of_undesirable.sum()),
     )
+    return high - low + influence
 
 
 # differences of log-probabilities below it are rounding errors: before the first step, all are 0

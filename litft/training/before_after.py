@@ -231,7 +231,7 @@ class BeforeAfter:
         lengths = torch.tensor(counts, dtype=torch.float64)
         measured: dict[str, Mapping[Key, Part]] = {}
         for name, values in texts.objective.scores_of_each(
-            samples, log_probs, lengths
+            samples, log_probs, lengths, texts.weights
         ).items():
             measured[name] = texts.parts(map(Part, values.tolist()))
         return measured

@@ -220,7 +220,7 @@ class Validation:
         self, layout: BatchLayout, sets: Mapping[str, Selection]
     ) -> dict[str, float]:
         """Answer the validation questions, and return the metrics of the answers by name; NaN for
-        one that has failed, nothing if no question can be answered."""
+        one that has failed, and for all if no question can be answered."""
         indices = []
         for selection in sets.values():
             indices.extend(selection.indices)
@@ -237,10 +237,15 @@ class Validation:
             for item in answers:
                 is_hit = is_exact(item.answer, item.ended, item.expected)
                 self.exact[indices[item.number]] = is_hit
-        measured = {}
+        measured = dict.fromkeys(self.metrics, math.nan)
         if answers:
             for name in self.metrics:
                 measured[name] = self._measure_metric(name, answers)
+        # as the loss counts them, of which it is measured on the same part
+        weights = self._weights_of(list(self.exact))
+        if "exact_match" in self.metrics and weights:
+            hits = np.array(list(self.exact.values()))
+            measured["exact_match"] = float(np.average(hits, weights=weights))
         return measured
 
     def _answers(

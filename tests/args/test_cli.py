@@ -414,9 +414,17 @@ def test_files_of_the_other_command_are_named(tmp_path):
     """An adapter's rate is not one for all weights."""
     path = tmp_path / "a.yaml"
     for text, of_lora, of_full in (
-        ("model_name_or_path: m\nuse_peft: true", "adapts all Linears", "finetune/lora.py"),
+        (
+            "model_name_or_path: m\nuse_peft: true",
+            "adapts all Linears",
+            "another command, finetune/lora.py",
+        ),
         ("finetuning_type: full\nmodel_name_or_path: m", "finetune/full.py", "terms"),
-        ("finetuning_type: lora\nmodel_name_or_path: m", "terms", "finetune/lora.py"),
+        (
+            "finetuning_type: lora\nmodel_name_or_path: m",
+            "terms",
+            "another command, finetune/lora.py",
+        ),
     ):
         path.write_text(text)
         messages = []

@@ -150,6 +150,17 @@ def test_a_run_whose_gradients_always_overflow_ends(updates):
     assert made.skipped == 22 and torch.equal(weight, torch.ones(3))
 
 
+def test_a_run_whose_updates_were_all_left_out_is_resumed(tiny, examples, tmp_path):
+    """Its checkpoint has no state of the optimizer."""
+    flags = ["--precision", "fp16", "--train.max_steps", "1", "--save.interval", "1"]
+    rows = train("full", tiny, examples, tmp_path, *flags)
+    assert rows[-1]["skipped_updates"] == "1"
+    steps = ["--out_dir", "run", "--train.max_steps", "4"]
+    script("finetune/full.py", "--resume", *steps, cwd=tmp_path)
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["step"] == "4" and int(rows[-1]["skipped_updates"]) < 4
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tiny, examples, tmp_path):
     flags = [

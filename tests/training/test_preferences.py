@@ -678,6 +678,23 @@ def test_margins_do_not_depend_on_the_number_of_each_label():
     assert float(label_margins(rewards, torch.zeros(4, dtype=torch.bool)).mean()) == 1.0
 
 
+def test_the_spread_of_margins_is_that_of_a_difference_of_means():
+    """What all rewards have in common is in no margin, also where answers stand for several."""
+    generator = torch.Generator().manual_seed(0)
+    desirable = torch.arange(60) % 3 == 0
+    noise = torch.randn(60, generator=generator, dtype=torch.float64)
+    rewards = torch.where(desirable, 1.0, 0.0) + 0.1 * noise
+    weights = torch.where(torch.arange(60) < 30, 20.0, 1.0).double()
+    for of_each in (torch.ones(60, dtype=torch.float64), weights):
+        high = (rewards * of_each)[desirable].sum() / of_each[desirable].sum()
+        low = (rewards * of_each)[~desirable].sum() / of_each[~desirable].sum()
+        for shift in (0.0, -10.0):
+            values = label_margins(rewards + shift, desirable, of_each.tolist())
+            mean = (values * of_each).sum() / of_each.sum()
+            assert float(mean) == pytest.approx(float(high - low))
+            assert float(values.std()) < 1
+
+
 def test_rounding_errors_are_ties():
     """Before the first step, all margins are 0 but for rounding."""
     assert wins(torch.tensor([1e-7, -1e-7, 0.0, 1e-3, -1e-3])).tolist() == [

@@ -1,8 +1,10 @@
 """Validation: the loss and exact matches on held-out examples."""
 
 import copy
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import rows_of, write_records
@@ -212,6 +214,53 @@ def test_exact_match_uses_the_samples_of_the_loss(
         single_process[0], SUPERVISED, model, samples[::3], BatchLayout(rows=1)
     )
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@torch.no_grad()
+def test_exact_match_counts_sets_of_which_a_part_is_measured_whole(
+    model_and_samples, single_process, tmp_path, monkeypatch
+):
+    """As the loss does beside it, and the verdict."""
+    model, tokenizer, samples, data = model_and_samples
+    matches = matches_one_by_one(model, tokenizer, samples)
+    # of the second set all are measured, of the first one a fifth
+    hits = [number for number, is_hit in enumerate(matches) if is_hit]
+    misses = [number for number, is_hit in enumerate(matches) if not is_hit]
+    assert hits and misses
+    chosen = [samples[hits[0]]] * 10 + [samples[misses[0]]] * 2
+    sets = {"large": np.arange(10), "small": np.arange(10, 12)}
+    data = replace(data, val=Named(chosen))
+    monkeypatch.setattr(type(data), "val_sets", sets)
+    args = EvalArgs(max_batches=1, exact_match=True, max_new_tokens=0)
+    validation = Validation(
+        Processes(*single_process),
+        model,
+        Measured(tokenizer, data, args),
+        tmp_path / "samples.jsonl",
+    )
+    row = validation.measure(0, BatchLayout(rows=3), 2)
+    assert row["exact_match"] == pytest.approx(10 / 12)
+    validation.measure_before(BatchLayout(rows=3), 2)
+    parts = validation.before_after.before["exact_match"]
+    assert mean_of(parts) == pytest.approx(row["exact_match"])
+
+
+@torch.no_grad()
+def test_metrics_without_an_answer_are_measured_once(
+    model_and_samples, single_process, tmp_path
+):
+    """A step that is measured is not measured again."""
+    model, tokenizer, samples, data = model_and_samples
+    texts = [replace(sample, answer=None) for sample in samples]
+    args = EvalArgs(exact_match=True, max_new_tokens=0)
+    validation = Validation(
+        Processes(*single_process),
+        model,
+        Measured(tokenizer, replace(data, val=Named(texts)), args),
+        tmp_path / "samples.jsonl",
+    )
+    assert "exact_match" not in validation.measure(3, BatchLayout(rows=3), 2)
+    assert math.isnan(validation.metric_values["exact_match"][3])
 
 
 class Twice(list):

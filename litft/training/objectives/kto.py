@@ -103,7 +103,11 @@ class KTO(Objective):
         self.kl = ((total - sum(references)) / len(samples)).clamp(min=0)
 
     def scores_of_each(
-        self, samples: Sequence[Sample], log_probs: Tensor, lengths: Tensor
+        self,
+        samples: Sequence[Sample],
+        log_probs: Tensor,
+        lengths: Tensor,
+        weights: Sequence[float] = (),
     ) -> dict[str, Tensor]:
         """Return what each answer adds to the margin between desirable and undesirable ones:
         (S,)."""
@@ -111,7 +115,7 @@ class KTO(Objective):
         rewards = self.beta * (log_probs - references)[:, 0]
         desirable = [bool(sample.desirable) for sample in samples]
         labels = torch.tensor(desirable, device=rewards.device)
-        return {"margin": label_margins(rewards, labels)}
+        return {"margin": label_margins(rewards, labels, weights)}
 
     def begin_probe(self, device: torch.device) -> None:
         """Prepare for a micro-batch that only measures memory, without `before_step`."""

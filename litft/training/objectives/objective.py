@@ -194,12 +194,17 @@ class Objective:
         """
 
     def scores_of_each(
-        self, samples: Sequence[Sample], log_probs: Tensor, lengths: Tensor
+        self,
+        samples: Sequence[Sample],
+        log_probs: Tensor,
+        lengths: Tensor,
+        weights: Sequence[float] = (),
     ) -> dict[str, Tensor]:
         """Return scores that each preference has by itself, (S,) each: those in which a run is
         compared with the model before it.
 
-        log_probs, lengths: (S, D) fp64, as from `document_log_probs`.
+        log_probs, lengths: (S, D) fp64, as from `document_log_probs`. weights: how many preferences
+        each stands for in a mean; empty: 1.
         """
         return {}
 

@@ -75,7 +75,11 @@ class PairObjective(Objective):
         return self.together_with_tokens(by_set, totals, sums, self.nll_weight)
 
     def scores_of_each(
-        self, samples: Sequence[Sample], log_probs: Tensor, lengths: Tensor
+        self,
+        samples: Sequence[Sample],
+        log_probs: Tensor,
+        lengths: Tensor,
+        weights: Sequence[float] = (),
     ) -> dict[str, Tensor]:
         """Return whether each chosen answer has the higher reward, and by how much: (P,) each."""
         # without a reference, its log-probabilities are not read

@@ -50,6 +50,8 @@ _OWN_HASH = "hash"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # prefix of the keys of trained parameters
 _PARAMETERS = "parameters."
+# and of the optimizer's state
+_OPTIMIZER = "optimizer."
 _DCP = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
     (_DCP, "Metadata"),
@@ -427,8 +429,10 @@ def _restore(
         else:
             saved_shapes[key] = None
 
-    # DCP fills tensors in place, so the optimizer's state must exist before
-    _init_state(optimizer)
+    # DCP fills tensors in place, so the optimizer's state must exist before; a run whose updates
+    # were all left out has none
+    if any(key.startswith(_OPTIMIZER) for key in saved_shapes):
+        _init_state(optimizer)
     with averaged_weights(optimizer):
         state = _state(parameters, optimizer)
         shapes = {key: tuple(value.shape) for key, value in state.items()}
@@ -556,7 +560,7 @@ def _state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[st
     for name, parameter in parameters.items():
         for kind, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
-                state[f"optimizer.{name}.{kind}"] = value
+                state[f"{_OPTIMIZER}{name}.{kind}"] = value
     return state
 
 
