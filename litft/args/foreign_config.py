@@ -262,15 +262,11 @@ def _note_command(
     """Note that the other program would train all weights with this file, and not an adapter, or
     the reverse. adapts: whether the command is finetune/lora.py."""
     switch = program.adapter_switch
-    is_full = False
-    is_adapter = False
-    if switch is not None:
-        is_adapter = bool(entries.get(switch))
-        is_full = not is_adapter
-    elif program is LLAMA_FACTORY:
-        switch = "finetuning_type"
+    if program is LLAMA_FACTORY:
         is_adapter = entries.get(switch, "lora") == "lora"
-        is_full = not is_adapter
+    else:
+        is_adapter = bool(entries.get(switch))
+    is_full = not is_adapter
     if adapts and is_full and program is LLAMA_FACTORY:
         notes.append(
             f"finetuning_type: {entries[switch]} is another command here, finetune/full.py"

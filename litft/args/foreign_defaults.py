@@ -25,8 +25,8 @@ class ForeignProgram:
     learning_rates: Mapping[str, float]
     # whether a number of steps takes the place of the epochs; otherwise the smaller one counts
     steps_replace_epochs: bool
-    # the setting without which all weights are trained; None: the command says what is trained
-    adapter_switch: str | None = None
+    # the setting that says whether an adapter is trained, or all weights
+    adapter_switch: str
 
 
 # of every program that builds on transformers' Trainer
@@ -57,6 +57,7 @@ LLAMA_FACTORY = ForeignProgram(
     defaults={**TRANSFORMERS, "data.max_seq_length": 2048, "lora.r": 8},
     learning_rates={"": 5e-5},
     steps_replace_epochs=True,
+    adapter_switch="finetuning_type",
 )
 TRL = ForeignProgram(
     marks=frozenset({"model_name_or_path"}),

@@ -151,8 +151,7 @@ def _count_in_steps(given: dict[str, Any], notes: list[str]) -> None:
         return
     for flag in COUNTED_IN_STEPS:
         value = given.get(flag)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if is_count:
+        if isinstance(value, int) and value > 0:
             given[flag] = max(1, round(value / updates))
     notes.append(
         f"num_iterations: steps are counted in updates there; here a step has {updates} of them, "

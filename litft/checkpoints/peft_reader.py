@@ -172,6 +172,9 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
         if key.endswith(".base_layer.weight"):
             # PEFT also saves the base weight of an adapted head
             continue
+        # and, with bias="all", the base's bias of a module that is saved
+        if ".original_module." in key:
+            continue
         # a parameter of the base, which PEFT names after its own wrapper
         if leaf is None:
             base_name = module.replace(".base_layer", "").replace(".modules_to_save.", ".")

@@ -264,6 +264,12 @@ def _fit_table(
     # litft's own new tokens, which are rows of a whole table beside LoRA or a trained table
     recorded = reading.config.get("litft", {}).get("new_tokens", [])
     tokens = {*changed, *recorded, *range(size, width)}
+    if "m" in factors and set(changed) - set(recorded):
+        raise ValueError(
+            f"{reading.path}: {target.name} has {len(set(changed) - set(recorded))} rows that "
+            "differ from the base's, beside DoRA; merge the adapter in PEFT, or pass --base_dir "
+            "with the base that it was trained on"
+        )
     rows = table
     # single rows are final values: the update of the module is part of them
     if has_lora:
@@ -289,7 +295,11 @@ def _changed_rows(
     base = reading.read_base(base_table(name, reading.model)).float()
     # without the base's padding, a table gets it back
     whole = torch.cat((table[:size], base[width:]))
-    changed = (whole != base).any(1).nonzero().flatten().tolist()
+    # PEFT saves the table in the dtype of the training, to which rounding is no change
+    is_changed = (whole != base).any(1)
+    for dtype in (torch.bfloat16, torch.float16):
+        is_changed &= (whole != base.to(dtype).float()).any(1)
+    changed = is_changed.nonzero().flatten().tolist()
     is_saved = any(target.name.endswith(pattern) for pattern in reading.saved)
     if is_saved or (len(changed) > MOST_ROWS * size and not has_lora):
         tensors[f"{target.name}.weight"] = whole

@@ -63,6 +63,12 @@ SARVAM = {
 }
 
 
+QK_NORMS = {
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
+
+
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' classes for these model
     types."""
@@ -113,7 +119,12 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names, which are transformers' names in memory."""
     if config.model_type == "sarvam_moe":
-        return [*deepseek.peft_rules(config), *llama.rename_modules(llama.ATTENTION)]
+        names = {**llama.ATTENTION, **QK_NORMS}
+        return [
+            *deepseek.peft_rules(config),
+            Rename("model.embed_tokens.weight", "embed.weight"),
+            *llama.rename_modules(names),
+        ]
     return deepseek.peft_rules(config)
 
 

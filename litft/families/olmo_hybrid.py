@@ -88,8 +88,21 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
+def peft_rules(config: Config) -> list[Rule]:
+    """Return the rules for the names of norms in transformers' class, which the files do not
+    have."""
+    linear = llama.layers_with(config, lambda layer: layer.mixer)
+    full = llama.layers_with(config, lambda layer: not layer.mixer)
+    before = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return [
+        *llama.rename_modules(before, linear),
+        *llama.rename_modules({"attention_post_norm": "post_attention_layernorm"}, full),
+    ]
+
+
 FAMILY = Family(
     model_types=("olmo_hybrid",),
     config=config,
     rules=rules,
+    peft_rules=peft_rules,
 )

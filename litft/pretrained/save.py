@@ -126,16 +126,27 @@ def model_entries(
     def read(mapping: TensorMapping) -> list[Tensor]:
         return mapping.convert([source.checkpoint.read(name) for name in mapping.sources])
 
+    base_dtype = source.dtype(None)
+
+    def written_dtype(name: str) -> torch.dtype:
+        # a 16-bit folder may have some tensors in fp32, such as routers, which stay so
+        if dtype == base_dtype and name in locations:
+            mapping, _ = locations[name]
+            metas = [source.checkpoint.meta(stored) for stored in mapping.sources]
+            if all(meta.dtype == torch.float32 for meta in metas):
+                return torch.float32
+        return stored_dtype(name, dtype)
+
     def litft_tensor(name: str) -> Tensor:
         replacement = result.replacement(name, base) if result else None
         if replacement is not None:
-            return _rounded(replacement, name, dtype)
+            return _rounded(replacement, name, written_dtype(name))
         # an untied head has no tensor yet
         mapping, index = locations[name if name in locations else "embed.weight"]
         tensor = read(mapping)[index]
         if result is not None:
             tensor = result.tensor(name, tensor, base)
-        return _rounded(tensor, name, dtype)
+        return _rounded(tensor, name, written_dtype(name))
 
     @lru_cache(maxsize=1)  # as are the experts of a stack
     def hf_tensors(mapping: TensorMapping) -> list[Tensor]:
@@ -146,7 +157,7 @@ def model_entries(
         tensors = []
         for name_in_model in mapping.sources:
             parameter = model.get_parameter(name_in_model).detach()
-            tensors.append(parameter.to(stored_dtype(name_in_model, dtype)))
+            tensors.append(parameter.to(written_dtype(name_in_model)))
         like = mapping.convert(tensors)[index]
         return LazyTensor(name, like, lambda: hf_tensors(mapping)[index])
 
@@ -162,7 +173,7 @@ def model_entries(
 def _rounded(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """Return a tensor in the dtype that it is written in; raise ValueError if fp16 has no such
     numbers."""
-    rounded = tensor.to(stored_dtype(name, dtype))
+    rounded = tensor.to(dtype)
     if (
         rounded.dtype == torch.float16
         and rounded.isinf().any()

@@ -381,3 +381,56 @@ def test_fully_trained_modules_on_a_quantized_base_must_be_loaded_alone(
         LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["norm", "lm_head"])),
     )
     assert len(load_models([resolve(base), resolve(plain)], "fp32", "cpu", "nf4")) == 2
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_a_table_that_training_has_rounded_is_the_bases(tiny, tmp_path, module, dora):
+    """PEFT saves the base's table beside the factors, in the dtype of the training."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj", module], use_dora=dora)
+    trained = get_peft_model(load_hf(tiny).to(torch.bfloat16), config)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    source = resolve(tmp_path / "adapter", tiny)
+    method, _ = source.read_adapter()
+    assert not method.tokens
+    model = load_network(source, "fp32", "cpu", None)
+    with torch.no_grad():
+        logits = model(TOKENS)
+        reference = PeftModel.from_pretrained(load_hf(tiny), tmp_path / "adapter")
+        expected = reference.eval()(TOKENS).logits
+    # PEFT puts the rounded table into the base
+    error = (logits - expected).abs().max() / expected.abs().max()
+    assert error < 0.02
+
+
+def test_the_bases_bias_beside_a_saved_module_is_not_the_adapters(make_model, tmp_path):
+    """PEFT writes both with bias="all"."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config
+
+    _, folder = make_model(GPT2Config)
+    config = LoraConfig(
+        r=2,
+        target_modules=["c_attn"],
+        modules_to_save=["ln_f"],
+        bias="all",
+        fan_in_fan_out=True,
+    )
+    trained = get_peft_model(load_hf(folder), config).eval()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    trained.save_pretrained(tmp_path / "adapter")
+    model = load_network(resolve(tmp_path / "adapter", folder), "fp32", "cpu", None)
+    tokens = TOKENS % model.config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(tokens), trained(tokens).logits, rtol=1e-4, atol=1e-5
+        )

@@ -1186,6 +1186,7 @@ UNWRITABLE = {
     # which is no table, and of Gemma 4 alone
     "adapts per_layer.projection": LoRA(LoRAArgs(r=2)),
     "is adapter_v2": AdapterV2(AdapterV2Args()),
+    "is of a model with latent attention": LoRA(LoRAArgs(r=2, targets=["q_b_proj"])),
 }
 
 
@@ -1194,6 +1195,8 @@ def test_adapters_that_llama_cpp_does_not_support_are_refused(reason, tiny, tmp_
     base = tiny
     if "per_layer" in reason:
         base = make_folder("gemma4", tmp_path / "base")
+    if "latent" in reason:
+        base = make_folder("deepseek_v3", tmp_path / "base")
     adapter = adapted(base, tmp_path / "adapter", UNWRITABLE[reason])
     with pytest.raises(
         ValueError, match=rf"{reason}.*: llama.cpp only supports plain LoRA of Linears"

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import STORIES, adapted, copy_tokenizer, script
+from parity import DEEPSEEK
 from peft_reference import TOKENS, write_adapter
 from safetensors.torch import load_file, save_file
 
@@ -288,3 +289,25 @@ def test_invalid_merges_are_refused(tiny, adapter, tmp_path):
         "already exists"
         in script(*command, adapter, "--out_dir", "taken", cwd=tmp_path, code=2).stderr
     )
+
+
+def test_tensors_that_are_wider_than_the_folder_stay_so(make_model, tmp_path):
+    """Routers of published models are in fp32 beside bf16 weights."""
+    from transformers import Glm4MoeConfig
+
+    values = dict(head_dim=16, n_routed_experts=5, **DEEPSEEK)
+    _, base = make_model(Glm4MoeConfig, **values)
+    path = base / "model.safetensors"
+    stored = {}
+    for name, tensor in load_file(path).items():
+        is_wide = name.endswith(("gate.weight", "correction_bias"))
+        stored[name] = tensor if is_wide else tensor.bfloat16()
+    save_file(stored, path, {"format": "pt"})
+    adapter = adapted(base, tmp_path / "adapter", LoRA(LoRAArgs(r=2)))
+    args = MergeArgs(checkpoint_dir=[str(adapter)], out_dir=str(tmp_path / "merged"))
+    merged = merge(args)
+    tensors = load_file(merged / "model.safetensors")
+    for name, tensor in stored.items():
+        assert tensors[name].dtype == tensor.dtype, name
+    routers = [name for name in stored if name.endswith("gate.weight")]
+    assert routers and all(torch.equal(tensors[name], stored[name]) for name in routers)

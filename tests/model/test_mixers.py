@@ -155,6 +155,18 @@ def test_convolution_equals_torchs_and_stays_within_documents():
     torch.testing.assert_close(packed[1], reference(x[1:])[0])
 
 
+def test_a_convolution_in_bf16_is_rounded_once():
+    """As torch's: its sum of four products is in fp32."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 16)
+    weight = torch.randn(16, 4)
+    bias = torch.randn(16)
+    exact = causal_conv(x.bfloat16().float(), weight.bfloat16().float(), bias, None, None)
+    found = causal_conv(x.bfloat16(), weight.bfloat16(), bias, None, None)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, exact.bfloat16())
+
+
 @pytest.mark.parametrize(
     "mixer",
     [

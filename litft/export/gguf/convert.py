@@ -38,10 +38,8 @@ MXFP4_VALUES = 1 << 20
 # for the small matrices of an adapter
 ADAPTER_OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 QUANTIZATION_VERSION = 2
-# what llama.cpp multiplies without looking for an adapter: tables, Gemma 4's projection of them,
-# and Kimi Linear's gates
+# what llama.cpp multiplies without looking for an adapter: tables, and Gemma 4's projection of them
 NOT_ADAPTED = ("embed", "embed_positions", "per_layer.projection")
-NOT_ADAPTED_IN_KIMI = ("decay_a_proj", "decay_proj", "gate_a_proj", "mixer.gate_proj")
 
 
 @dataclass(frozen=True)
@@ -220,13 +218,14 @@ def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:
         "trains whole modules or biases": isinstance(method, LoRA) and bool(method.trained),
     }
     sites = list(method.specs) if isinstance(method, LoRA) else []
-    names = NOT_ADAPTED
-    if config.model_type == "kimi_linear":
-        names += NOT_ADAPTED_IN_KIMI
+    # llama.cpp's graphs multiply most of their weights without looking for an adapter
+    has_latent = any(layer.latent for layer in config.layers)
+    unsupported["is of a model with latent attention"] = has_latent
+    unsupported["is of Kimi Linear"] = config.model_type == "kimi_linear" and not has_latent
     not_adapted = []
     for site in sites:
         # a tied head is the embedding
-        if site.endswith(names) or (site == "lm_head" and config.tied):
+        if site.endswith(NOT_ADAPTED) or (site == "lm_head" and config.tied):
             not_adapted.append(site)
     # one of many blocks is enough
     shown = " and ".join(not_adapted[:2])

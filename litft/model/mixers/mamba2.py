@@ -104,7 +104,8 @@ class Mamba2(Mixer):
         q = q.unflatten(-1, (mamba.n_groups, -1))
 
         # dt of the paper: it scales what a token writes, and the rate -exp(A_log) of the decay
-        step = F.softplus(step + step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
+        step = F.softplus(step.float() + step_bias.float())  # (B, T, H)
+        step = step.clamp(*mamba.step_limits)
         state = None if cache is None else cache.states[1]
         decay = -log_rate.float().exp() * step
         y, state = recurrence(q, k, v * step[..., None], decay, None, documents, state)

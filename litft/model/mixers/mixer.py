@@ -154,15 +154,15 @@ def causal_conv(
         if ids is not None and tap < width - 1:
             is_other = ids[:, tap : tap + length] != ids[:, width - 1 :]
             shifted = shifted.masked_fill(is_other[..., None], 0)
-        return shifted * weight[:, tap]
+        return shifted.float() * weight[:, tap].float()
 
-    # a sum of K shifted products
+    # a sum of K shifted products, rounded once
     y = tap_product(0)
     for tap in range(1, width):
         y = y + tap_product(tap)
-    if bias is None:
-        return y
-    return y + bias
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
 
 
 class GatedNorm(nn.Module):
