@@ -166,19 +166,7 @@ def _read_together(
     elif smoothing is not None:
         given["preference.label_smoothing"] = smoothing
 
-    # the examples on a device, but for axolotl
-    accumulated = entries.get("gradient_accumulation_steps")
-    is_per_device = program_of(entries) is not AXOLOTL
-    if is_per_device and accumulated and not any(name in entries for name in MICRO_NAMES):
-        size = given.get("train.global_batch_size")
-        if isinstance(size, int) and isinstance(accumulated, int):
-            given["train.global_batch_size"] = size * accumulated
-            notes.append(
-                f"batch_size: {size} examples on each device there, and {accumulated} times as "
-                "many in a step; on several devices, multiply --train.global_batch_size by their "
-                "number"
-            )
-
+    _read_batch(given, entries, notes)
     _read_quantization(given, entries)
     # other programs ignore the rates of moments that the optimizer does not have
     optimizer = translate_optimizer(str(given.get("train.optimizer", "adamw")))
@@ -223,6 +211,24 @@ def _read_together(
             notes.append(
                 f"{name}: {entries[name]} is a number of examples; --data.val_fraction is a share "
                 "of them"
+            )
+
+
+def _read_batch(
+    given: dict[str, Any], entries: Mapping[str, Any], notes: list[str]
+) -> None:
+    """Count the examples of a step where the file has those of a device."""
+    # the examples on a device, but for axolotl
+    accumulated = entries.get("gradient_accumulation_steps")
+    is_per_device = program_of(entries) is not AXOLOTL
+    if is_per_device and accumulated and not any(name in entries for name in MICRO_NAMES):
+        size = given.get("train.global_batch_size")
+        if isinstance(size, int) and isinstance(accumulated, int):
+            given["train.global_batch_size"] = size * accumulated
+            notes.append(
+                f"batch_size: {size} examples on each device there, and {accumulated} times as "
+                "many in a step; on several devices, multiply --train.global_batch_size by their "
+                "number"
             )
 
 

@@ -31,11 +31,11 @@ from litft.args.lists import as_list, item_texts, next_value, next_values
 from litft.args.lost_paths import lost_paths
 from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_flag
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
+from litft.args.yaml_files import read_yaml
 
 DEMO = Path(__file__).parent.parent / "demo"
 # the demo of learning from rewards, for --config
 GRPO_DEMO = "grpo-demo"
-MOST_VALUES = 10_000  # of a YAML file
 
 # settings of a recipe that memory depends on and `plan` does not have, with the values that change
 # nothing
@@ -163,7 +163,6 @@ def _read_argv(
     words = list(argv)
     recipe = None
     unknown = {}
-    given_names = []
     while words:
         word = words.pop(0)
         if word in ("-h", "--help") or word.startswith("--print_config"):
@@ -173,7 +172,6 @@ def _read_argv(
             problems.append(not_a_flag(word, flag_types))
             continue
         name, equals, value = word.removeprefix("--").partition("=")
-        given_names.append(name)
         name = _full_name(name, flag_types)
         if _is_former(name, flag_types):
             if not equals:
@@ -208,8 +206,7 @@ def _read_argv(
     values = from_files + values
     # the message about one flag may depend on the value of another
     given = dict(values) | unknown
-    for name in given_names:
-        problems += _other_group(name, dict(values).get("objective", ""), flag_types)
+    problems += _names_of_other_groups(argv, given.get("objective") or "", flag_types)
     for name, value in unknown.items():
         problems.append(unknown_flag(name, flag_types, value, given))
     if recipe and not (problems or passthrough or _has_model(dict(values))):
@@ -310,23 +307,6 @@ def _implied_flags(
     return _read_config(DEMO / f"{method}.yaml", cls)
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads YAML, and refuses a key that a mapping has twice: the first value would be lost."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Return a mapping; raise ValueError for a key that is there twice."""
-        names = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                continue
-            if key.value in names:
-                raise ValueError(
-                    f"{key.value} is there twice (line {key.start_mark.line + 1}); write it once"
-                )
-            names.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _read_config(
     path: str | Path | None, cls: type, objective: str = ""
 ) -> tuple[list[tuple[str, str]], list[str]]:
@@ -341,10 +321,9 @@ def _read_config(
         path = DEMO / f"{path}.yaml" if path == GRPO_DEMO else recipe_file(str(path))
     flag_types = types_of_flags(cls)
     try:
-        content = yaml.load(Path(path).read_text("utf-8"), _Loader) or {}
+        content = read_yaml(Path(path).read_text("utf-8")) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
-        _check_size(content)
         recipe = content.pop(KEY, None)
         method = None
         if isinstance(recipe, dict):
@@ -493,25 +472,6 @@ def _problem_of_recipe(name: str, cls: type) -> str:
     return f"--config {name}: no such file or recipe; {remedy}"
 
 
-def _check_size(content: Any) -> None:
-    """Raise ValueError if a YAML file stands for more than MOST_VALUES values: nested aliases
-    multiply them."""
-    count = 0
-    waiting = [content]
-    while waiting:
-        value = waiting.pop()
-        count += 1
-        if count > MOST_VALUES:
-            raise ValueError(
-                f"it stands for more than {MOST_VALUES:,} values; write them without aliases "
-                "(&name, *name)"
-            )
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-
-
 def _flatten(content: dict, lists: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield nested entries with dotted names.
 
@@ -558,6 +518,16 @@ def _objective(words: list[str]) -> str:
         if word.startswith("--objective="):
             return word.partition("=")[2]
     return ""
+
+
+def _names_of_other_groups(
+    words: list[str], objective: str, flag_types: dict[str, Any]
+) -> Iterator[str]:
+    """Yield the problems of `_other_group` of the names on a command line."""
+    for word in words:
+        if word.startswith("--"):
+            name = word.removeprefix("--").partition("=")[0]
+            yield from _other_group(name, objective, flag_types)
 
 
 def _other_group(name: str, objective: str, flag_types: dict[str, Any]) -> Iterator[str]:

@@ -204,21 +204,8 @@ def load_data(
 
     # without validation files, a part of each training file is held out
     fraction = 0.0 if named_val else args.val_fraction
-    training = []
-    held_out = []
     parts = distinct_entries([stores[file] for file in train], args.dedup)
-    # a file that is not trained on is not measured, either
-    trained = [
-        part for part, weight in zip(parts, args.path_weights, strict=True) if weight
-    ]
-    divided = split(trained, fraction, args.seed)
-    for part, weight in zip(parts, args.path_weights, strict=True):
-        if not weight:
-            training.append(part)
-            continue
-        store, kept, rest = divided.pop(0)
-        training.append((store, kept))
-        held_out.append((store, rest))
+    training, held_out = _divided(parts, args.path_weights, fraction, args.seed)
     if named_val:
         held_out = []
         for _, file in named_val:
@@ -303,6 +290,25 @@ def _left_out(labels: list[str], parts: list[Part]) -> dict[str, int]:
         label: len(store.units) - len(entries)
         for label, (store, entries) in zip(labels, parts, strict=True)
     }
+
+
+def _divided(
+    parts: list[Part], weights: list[float], fraction: float, seed: int
+) -> tuple[list[Part], list[Part]]:
+    """Return the training entries of all files, and the entries that are held out."""
+    # a file that is not trained on is not measured, either
+    trained = [part for part, weight in zip(parts, weights, strict=True) if weight]
+    divided = iter(split(trained, fraction, seed))
+    training = []
+    held_out = []
+    for part, weight in zip(parts, weights, strict=True):
+        if not weight:
+            training.append(part)
+            continue
+        store, kept, rest = next(divided)
+        training.append((store, kept))
+        held_out.append((store, rest))
+    return training, held_out
 
 
 def _check_weights(data: DataSplits, labels: list[str]) -> None:

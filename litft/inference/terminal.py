@@ -182,7 +182,7 @@ def typed_lines() -> list[str | None]:
     return lines
 
 
-class Block(NamedTuple):
+class AnswerBlock(NamedTuple):
     """A part of an answer that is printed at once."""
 
     text: str
@@ -197,7 +197,7 @@ class Blocks:
         self.text = ""
         self.kind = "content"
 
-    def push(self, text: str, kind: str) -> Iterator[Block]:
+    def push(self, text: str, kind: str) -> Iterator[AnswerBlock]:
         """Add text of a kind and yield the blocks that are complete now."""
         if kind != self.kind:
             yield from self.rest()
@@ -214,20 +214,20 @@ class Blocks:
             self.text = self.text[end + 2 :]
             start = 0
             if block.strip():
-                yield Block(block, kind)
+                yield AnswerBlock(block, kind)
 
     @property
-    def pending(self) -> Block:
+    def pending(self) -> AnswerBlock:
         """The last, incomplete block."""
-        return Block(self.text, self.kind)
+        return AnswerBlock(self.text, self.kind)
 
-    def rest(self) -> Iterator[Block]:
+    def rest(self) -> Iterator[AnswerBlock]:
         """Yield the last block, unless it is empty."""
         if self.text.strip():
             yield self.pending
 
 
-def render_block(block: Block) -> Any:
+def render_block(block: AnswerBlock) -> Any:
     """Convert a block to a rich renderable: content is Markdown, whose HTML is text and whose line
     breaks stay."""
     from markdown_it import MarkdownIt

@@ -35,10 +35,10 @@ from litft.training.batches import (
     digest,
     progress_bar,
 )
+from litft.training.measured_samples import all_measured
 from litft.training.memory.choose import PlannedRun
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import Screen
-from litft.training.validation import all_measured
 
 # N targets of a sample, K tokens of the teacher
 

@@ -40,6 +40,7 @@ from litft.inference.chat_answers import answer_parser
 from litft.inference.generation import Completion
 from litft.model.transformer import GPT, eval_mode
 from litft.training.before_after import BeforeAfter, ComparedTexts, weighted
+from litft.training.measured_samples import measured_indices
 from litft.training.objectives import Objective, Supervised
 from litft.training.objectives.objective import Totals
 from litft.training.output.metrics import Row
@@ -545,31 +546,6 @@ class Validation:
         """Return the number of validations since the best one."""
         best = self.best or 0
         return sum(step > best for step in self.losses)
-
-
-def measured_indices(
-    data: DataSplits, args: EvalArgs, batch_size: int
-) -> dict[str, Sequence[int]]:
-    """Return the indices of the samples that a validation measures, by set; "" if there is one
-    only.
-
-    Of each set these are at most --eval.max_batches batches of `batch_size`, evenly spaced.
-    """
-    sets: dict[str, Sequence[int]] = {}
-    for name, numbers in data.val_sets.items():
-        sets[name] = numbers.tolist()
-    if not sets:
-        sets[""] = range(len(data.val))
-    limit = (args.max_batches or len(data.val)) * batch_size
-    return {name: evenly_spaced(indices, limit) for name, indices in sets.items()}
-
-
-def all_measured(data: DataSplits, args: EvalArgs, batch_size: int) -> list[int]:
-    """Return the indices of the samples that a validation measures, of all sets together."""
-    measured: set[int] = set()
-    for indices in measured_indices(data, args, batch_size).values():
-        measured.update(indices)
-    return sorted(measured)
 
 
 def metric_format(metric: str) -> str:

@@ -25,7 +25,7 @@ from litft.inference.chat import Chat, Conversation
 from litft.inference.session import Session
 from litft.inference.speculative import PromptLookup
 from litft.inference.terminal import (
-    Block,
+    AnswerBlock,
     Blocks,
     ChatScreen,
     ChatTerminal,
@@ -417,7 +417,7 @@ def test_blocks_end_at_empty_lines_outside_code_and_at_thoughts():
 def test_a_terminal_shows_the_text_of_an_answer(kind, text, shown):
     """Markdown is formatted; HTML and line breaks are text."""
     console = Console(width=80, file=io.StringIO(), highlight=False)
-    console.print(render_block(Block(text, kind)))
+    console.print(render_block(AnswerBlock(text, kind)))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert [line for line in lines if line] == shown
 

@@ -681,10 +681,12 @@ def test_margins_do_not_depend_on_the_number_of_each_label():
 def test_the_spread_of_margins_is_that_of_a_difference_of_means():
     """What all rewards have in common is in no margin, also where answers stand for several."""
     generator = torch.Generator().manual_seed(0)
-    desirable = torch.arange(60) % 3 == 0
+    numbers = torch.arange(60)
+    # the sets differ in their size and in their share of desirable answers
+    desirable = torch.where(numbers < 30, numbers % 3 == 0, numbers % 5 == 0)
     noise = torch.randn(60, generator=generator, dtype=torch.float64)
     rewards = torch.where(desirable, 1.0, 0.0) + 0.1 * noise
-    weights = torch.where(torch.arange(60) < 30, 20.0, 1.0).double()
+    weights = torch.where(numbers < 30, 20.0, 1.0).double()
     for of_each in (torch.ones(60, dtype=torch.float64), weights):
         high = (rewards * of_each)[desirable].sum() / of_each[desirable].sum()
         low = (rewards * of_each)[~desirable].sum() / of_each[~desirable].sum()

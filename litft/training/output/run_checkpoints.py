@@ -20,10 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
     TensorStorageMetadata,
 )
 from torch.optim import Optimizer
@@ -33,6 +30,7 @@ from litft.distributed.process_group import CpuProcessGroup
 from litft.run_dir import checkpoint_step, checkpoints
 from litft.training.optimizers.make import averaged_weights
 from litft.training.optimizers.rounded import StochasticRounding
+from litft.training.output.checkpoint_index import IndexReader
 from litft.training.output.file_hashes import (
     HashingWriter,
     check_hashes,
@@ -52,28 +50,6 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursi
 _PARAMETERS = "parameters."
 # and of the optimizer's state
 _OPTIMIZER = "optimizer."
-_DCP = "torch.distributed.checkpoint.metadata"
-_METADATA_CLASSES = {
-    (_DCP, "Metadata"),
-    (_DCP, "TensorStorageMetadata"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    (_DCP, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("torch", "float32"),
-    ("torch", "float16"),
-    ("torch", "bfloat16"),
-    ("torch", "float64"),
-    ("torch", "int64"),
-    ("torch", "int32"),
-    ("torch", "uint8"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
 
 # DCP warns whenever there is only one process
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -275,7 +251,7 @@ def read_parameters(folder: Path) -> dict[str, Tensor]:
     Raises DamagedCheckpoint if they cannot be read.
     """
     check_files(folder, read_progress(folder))
-    reader = _Reader(folder)
+    reader = IndexReader(folder)
     state = {}
     for key, entry in _index(reader).items():
         if key.startswith(_PARAMETERS):
@@ -288,7 +264,7 @@ def read_parameters(folder: Path) -> dict[str, Tensor]:
     return {key.removeprefix(_PARAMETERS): value for key, value in state.items()}
 
 
-def _index(reader: "_Reader") -> dict[str, Any]:
+def _index(reader: IndexReader) -> dict[str, Any]:
     """Return the metadata of each tensor from a checkpoint's index."""
     try:
         return reader.read_metadata().state_dict_metadata
@@ -420,7 +396,7 @@ def _restore(
 
     Raises ValueError if the run had other parameters, DamagedCheckpoint if it cannot be read.
     """
-    reader = _Reader(folder)
+    reader = IndexReader(folder)
     index = _index(reader)
     saved_shapes = {}
     for key, entry in index.items():
@@ -482,31 +458,6 @@ def _delete(run: Path, folders: list[Path]) -> None:
         folder.rename(folder.with_name(folder.name + ".partial"))
     for folder in (run / "checkpoints").glob("*.partial"):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader, with a restricted unpickler for the index, since a run folder may come from an
-    untrusted source."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index of the folder.
-
-        Raises UnpicklingError if it names a class that does not belong in an index.
-        """
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _METADATA_CLASSES:
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which does not belong in a checkpoint's index"
-            )
-        return super().find_class(module, name)
 
 
 @contextmanager

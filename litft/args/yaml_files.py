@@ -1,0 +1,55 @@
+"""YAML files, read as a user means them: no key twice, and no more values than the file shows."""
+
+from typing import Any
+
+import yaml
+
+MOST_VALUES = 10_000  # of a YAML file
+
+
+def read_yaml(text: str) -> Any:
+    """Return what a YAML text stands for; raise YAMLError, or ValueError for a key that is there
+    twice and for too many values."""
+    loader = _Loader(text)
+    try:
+        content = loader.get_single_data()
+    finally:
+        loader.dispose()
+    _check_size(content)
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that a mapping has twice: the first value would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Return a mapping; raise ValueError for a key that is there twice."""
+        names = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                continue
+            if key.value in names:
+                raise ValueError(
+                    f"{key.value} is there twice (line {key.start_mark.line + 1}); write it once"
+                )
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _check_size(content: Any) -> None:
+    """Raise ValueError if a YAML file stands for more than MOST_VALUES values: nested aliases
+    multiply them."""
+    count = 0
+    waiting = [content]
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise ValueError(
+                f"it stands for more than {MOST_VALUES:,} values; write them without aliases "
+                "(&name, *name)"
+            )
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
