@@ -66,6 +66,21 @@ class RunEvalArgs(OpenArgs):
                 f"--objective {self.objective} scores examples otherwise than --reward; leave one "
                 "out"
             )
+        if self.tasks and self.reward and not self.data.path:
+            problems.append(
+                "--reward rates answers to --data, which is not given beside --tasks; leave it out"
+            )
+        if not self.tasks:
+            of_tasks = {
+                "num_fewshot": self.num_fewshot is not None,
+                "chat_template": self.chat_template,
+                "include_path": self.include_path,
+            }
+            for name, is_set in of_tasks.items():
+                if is_set:
+                    problems.append(
+                        f"--{name} applies to --tasks, which is not given; leave it out"
+                    )
         # flags of the data that only a training run uses
         for name in ("new_tokens", "weights", "replay"):
             if getattr(self.data, name):

@@ -28,6 +28,9 @@ EQUIVALENT_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
         "--data.template, or template of this item, is a name or a Jinja file",
     ),
 }
+# types of axolotl that say the fields alone, or are converted
+KNOWN_TYPES = (*get_args(Formats), "alpaca", "completion", "input_output")
+KNOWN_TYPES += ("chat_template", "chat_template.default", "sharegpt", "llama3", "chatml")
 # a type of axolotl with a style of its prompt
 STYLE = re.compile(r"\w+[:.](?!default$)(?P<name>[\w.-]+)")
 COLUMN_FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
@@ -193,6 +196,11 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"type {data_set['type']}: {style['name']} has no counterpart: the model's template is "
             "used; `template` names another"
+        )
+    elif isinstance(data_set.get("type"), str) and data_set["type"] not in KNOWN_TYPES:
+        yield (
+            f"type {data_set['type']} has no counterpart: the fields of the records say their "
+            "format, and the model's template writes the prompt; `template` names another"
         )
     if data_set.get("type") == "input_output":
         yield "type input_output (segments) is not supported: use records of input_ids and labels"

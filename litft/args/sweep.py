@@ -13,6 +13,8 @@ from litft.args.messages import unknown_flag
 
 # flags that the sweep sets itself
 OWN_FLAGS = ("out_dir", "seed", "config", "resume", "overwrite")
+# of these, what no run of a sweep may be given, either
+SET_BY_THE_SWEEP = ("out_dir", "seed", "resume", "overwrite")
 
 # one setting of a grid: values by flag
 Setting = dict[str, str]
@@ -41,9 +43,14 @@ class SweepArgs:
         """Return every problem with the values that can be found before anything is run."""
         problems = below_minimum(self, "", 1, "seeds")
         try:
-            shlex.split(self.flags)
+            words = shlex.split(self.flags)
         except ValueError as error:
+            words = []
             problems.append(f"--flags {self.flags}: {error}; close the quotation")
+        for word in words:
+            name = word.removeprefix("--").partition("=")[0]
+            if word.startswith("--") and name in SET_BY_THE_SWEEP:
+                problems.append(f"--flags {word}: the sweep sets it itself; leave it out")
         if self.method not in FINETUNE:
             methods = ", ".join(FINETUNE)
             return [*problems, f"--method {self.method}: expected one of {methods}"]

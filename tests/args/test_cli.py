@@ -1604,3 +1604,33 @@ def test_a_flag_needs_its_group_only_where_several_have_it(tmp_path):
 )
 def test_white_space_counts_in_stop_texts(value, stops):
     assert parse(flags.GenerateArgs, ["--prompt", "Hi", "--stop", value]).stop == stops
+
+
+@pytest.mark.parametrize(
+    ("cls", "words", "message"),
+    [
+        (flags.RunEvalArgs, "--tasks t --reward exact", "--reward rates answers to --data"),
+        (flags.RunEvalArgs, "--num_fewshot 5", "--num_fewshot applies to --tasks"),
+        (flags.RunEvalArgs, "--include_path d", "--include_path applies to --tasks"),
+        (
+            flags.SweepArgs,
+            "--grid lora.r=2 --flags=--seed=7",
+            "--flags --seed=7: the sweep sets",
+        ),
+    ],
+)
+def test_flags_that_nothing_would_read_are_refused(cls, words, message):
+    with pytest.raises(ValueError, match=message):
+        parse(cls, words.split())
+
+
+def test_types_of_axolotl_that_say_a_prompt_are_noted(tmp_path):
+    """The fields of the records say the format, but not the words of the prompt."""
+    path = tmp_path / "a.yaml"
+    for kind, is_noted in (("gpteacher", True), ("chat_template", False)):
+        path.write_text(
+            f"base_model: m\nadapter: lora\ndatasets:\n  - path: d.jsonl\n    type: {kind}\n"
+        )
+        with pytest.raises(ValueError) as error:
+            parse(flags.LoRAFinetuneArgs, ["--config", str(path)])
+        assert (f"type {kind} has no counterpart" in str(error.value)) == is_noted
