@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from litft.checkpoints.conversion import mappings_to_hf
-from litft.checkpoints.weight_files import LazyTensor, write_weights
+from litft.checkpoints.weight_writer import LazyTensor, write_weights
 from litft.families import family, read_config
 from litft.model.transformer import GPT
 

@@ -53,6 +53,13 @@ NESTED_QUANTIZATION = (
     "use_bnb_nested_quant",
     "bnb_4bit_use_double_quant",
 )
+# settings of programs, litgpt among them, whose rates end at 0
+ENDS_AT_0 = (
+    "lr_scheduler",
+    "lr_warmup_steps",
+    "train.lr_warmup_steps",
+    "optimizer.init_args",
+)
 SWITCHES_OF_4_BIT = ("load_in_4bit", "quantization_bit", "use_qlora")
 # flags that apply to supervised data alone
 SUPERVISED_ONLY = ("data.mask_prompt", "data.format")
@@ -120,10 +127,11 @@ def translate_config(
         _settle_differences(given, entries, program, notes)
         _note_packing(entries, notes)
         _note_command(entries, program, notes, adapts="lora.r" in flag_types)
-    elif any(name.startswith("lr_scheduler") for name in entries):
+    elif any(name.startswith(ENDS_AT_0) for name in entries):
         # the schedules of other programs end at 0
         given.setdefault("train.min_lr_ratio", 0.0)
-    _settle_optimizer(given, notes)
+    if program is not None or "optim" in entries:
+        _settle_optimizer(given, notes)
     _settle_lora(given, entries, flag_types, notes)
     # a constant rate has no end to go to
     if given.get("train.lr_schedule") == "constant":
@@ -191,6 +199,9 @@ def _read_together(
     max_steps = given.get("train.max_steps")
     if isinstance(max_steps, int) and max_steps < 1:
         del given["train.max_steps"]
+    # no limit
+    if "train.max_grad_norm" in entries and entries["train.max_grad_norm"] is None:
+        given["train.max_grad_norm"] = 0.0
     # a switch that is off says nothing beside one that is on
     if entries.get("fp16") is True and entries.get("bf16") is False:
         given["precision"] = "fp16"
@@ -235,6 +246,9 @@ def _read_batch(
 def _read_quantization(given: dict[str, Any], entries: Mapping[str, Any]) -> None:
     """Set the kind of 4-bit quantization, of which other programs have a setting for each part."""
     kind = str(given.get("quantize", "none"))
+    # litgpt's names
+    if kind.startswith("bnb."):
+        given["quantize"] = kind.removeprefix("bnb.")
     # a file may also have our flag
     if "quantize" in entries or not kind.startswith(("nf4", "fp4")):
         return
@@ -363,8 +377,9 @@ def _settle_optimizer(given: dict[str, Any], notes: list[str]) -> None:
             f"adafactor: the rate {rate} is a length there, and a share of each weight here; the "
             "usual rate of the method is used"
         )
-    if optimizer == "sgd" and isinstance(rate, int | float):
-        given["train.learning_rate"] = rate / 10
+    if optimizer == "sgd":
+        # YAML reads 1e-3, which has no point, as text
+        given["train.learning_rate"] = float(rate) / 10
         notes.append(
             f"sgd: has a momentum of 0.9 here, and none there, so that a tenth of the rate {rate} "
             "moves weights as far"

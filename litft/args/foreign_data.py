@@ -173,14 +173,6 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
             )
         elif name not in known:
             yield f"{name} has no counterpart"
-    if (
-        isinstance(prompt := data_set.get("type"), Mapping)
-        and {"format", "no_input_format", "system_prompt"} & prompt.keys()
-    ):
-        yield (
-            "the format of its type has no counterpart: the model's template is used; `template` "
-            "names another"
-        )
     # such as train[:1000]
     if (
         str(data_set.get("split", "train")) != "train"
@@ -189,6 +181,19 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"split {data_set['split']!r} has no counterpart for a file: `limit` takes its first "
             "records"
+        )
+    yield from _lost_prompts(data_set)
+
+
+def _lost_prompts(data_set: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note where the type of a data set says words of the prompt."""
+    if (
+        isinstance(prompt := data_set.get("type"), Mapping)
+        and {"format", "no_input_format", "system_prompt"} & prompt.keys()
+    ):
+        yield (
+            "the format of its type has no counterpart: the model's template is used; `template` "
+            "names another"
         )
     # alpaca:mistral, chatml.intel: the part after the kind is a way to write the prompt
     style = STYLE.fullmatch(str(data_set.get("type")))

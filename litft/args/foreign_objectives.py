@@ -13,7 +13,8 @@ SETTINGS_OF: dict[str, frozenset[str]] = {
     "distill": frozenset({"teacher_model_name_or_path", "lmbda", "seq_kd"}),
     "grpo": frozenset(
         "num_generations reward_funcs reward_weights num_iterations scale_rewards epsilon_high "
-        "mask_truncated_completions importance_sampling_level".split()
+        "mask_truncated_completions importance_sampling_level normalize_advantages "
+        "reward_clip_range".split()
     ),
     "kto": frozenset({"desirable_weight", "undesirable_weight"}),
     "dpo": frozenset({"rpo_alpha", "precompute_ref_log_probs"}),
@@ -28,6 +29,8 @@ COUNTED_IN_STEPS = (
     "eval.interval",
     "save.interval",
 )
+# settings of TRL's RLOO alone
+OF_RLOO = frozenset({"normalize_advantages", "reward_clip_range"})
 # TRL's defaults of GRPO that differ from ours
 GRPO_DEFAULTS: dict[str, Any] = {"grpo.loss": "dapo"}
 
@@ -105,6 +108,11 @@ def _settle_grpo(
     for name, flag in OF_GRPO.items():
         if settings.get(name) is not None:
             given[flag] = settings[name]
+    # TRL's RLOO has defaults of its own
+    is_rloo = not OF_RLOO.isdisjoint(settings)
+    if is_rloo:
+        given.setdefault("grpo.beta", 0.05)
+        given.setdefault("grpo.group_size", 2)
     # other programs count completions in a batch
     batch = given.get("train.global_batch_size")
     if isinstance(batch, int) and "train.global_batch_size" not in entries:
@@ -134,7 +142,7 @@ def _settle_grpo(
         settings.get("epsilon_high"), int | float
     ):
         given["grpo.clip_high"] = settings["epsilon_high"] - 1
-    if "normalize_advantages" in settings or "reward_clip_range" in settings:
+    if is_rloo:
         given["grpo.loss"] = "rloo"
         given.pop("grpo.advantages", None)
         notes.append(

@@ -57,17 +57,9 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
         names[flag.replace(".", "_")] = flag
     names["config"] = "config"
     messages = []
-    objective = keywords.get("objective")
     for name, value in keywords.items():
         if name not in names:
             messages.append(_unknown_keyword(name, value, names))
-        # a short name belongs to one group, but the objective's group has it, too
-        elif f"{objective}.{name}" in types and name not in types:
-            messages.append(
-                f"finetune() got {name}, which stands for {names[name].replace('.', '_')}; with "
-                f"objective={objective!r} there is {objective}_{name}, too: write the one that is "
-                "meant"
-            )
     if messages:
         raise TypeError("\n".join(messages))
     words = []
@@ -80,7 +72,8 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
         if flag == "eval.prompts" and isinstance(value, str):
             value = [value]
         words.append(f"--{flag}={_as_word(value, types.get(flag))}")
-    return parse(FINETUNE[method], words)
+    short = [f"--{name}" for name in keywords]
+    return parse(FINETUNE[method], words, short=short)
 
 
 def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:

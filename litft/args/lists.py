@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from typing import Any
 
 # flags with a list of texts, whose white space counts
 TEXT_LISTS = ("stop",)
-# flags whose items may be patterns with commas and white space: their reader joins them again
+# flags whose items may be patterns with commas and white space
 PATTERN_LISTS = ("reward",)
+PATTERN = "regex:"  # before one
 
 
 def next_value(words: list[str]) -> str | None:
@@ -50,7 +53,8 @@ def _items(value: str, name: str) -> list[str]:
     if keeps_spaces and "," not in value:
         return [value]
     if name in PATTERN_LISTS:
-        return value.split(",")
+        # a comma at the end divides nothing, also where the pattern goes on in the next word
+        return whole_patterns(value.rstrip().removesuffix(",").split(","))
     # the name of a run may have commas: lr=1e-4,r=8
     if os.path.exists(value):
         return [value]
@@ -61,6 +65,31 @@ def _items(value: str, name: str) -> list[str]:
         elif item and keeps_spaces:
             items.append(item)
     return items
+
+
+def whole_patterns(items: Sequence[str]) -> list[str]:
+    """Return the items with the commas of patterns, such as regex:[0-9]{1,3}, at which a list is
+    divided; blank items outside patterns are none."""
+    whole: list[str] = []
+    for item in items:
+        if whole and whole[-1].startswith(PATTERN) and _is_open(whole[-1]):
+            whole[-1] += f",{item}"
+        elif item.strip():
+            whole.append(item.lstrip())
+    return [item.rstrip() for item in whole]
+
+
+def _is_open(item: str) -> bool:
+    """Return whether regex:PATTERN has a bracket that is not closed."""
+    pattern = item.removeprefix(PATTERN)
+    # python takes the beginning of {1,3} for plain text
+    if re.search(r"(?<!\\)\{\d*$", pattern):
+        return True
+    try:
+        re.compile(pattern)
+    except re.error:
+        return True
+    return False
 
 
 def as_list(value: str, flag_type: Any, name: str = "") -> str:

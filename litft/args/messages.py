@@ -40,7 +40,9 @@ def unknown_flag(
     if is_finetuning(flag_types) and (message := hint_for_flag(name, value, given)):
         return message
     if is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
-        return _nearest(name, flag_types) or f"--{name} does not exist; leave it out"
+        # of a switch that is off, the name may be a typing error
+        nearest = _nearest(name, flag_types) if value == "false" else None
+        return nearest or f"--{name} does not exist; leave it out"
     # PEFT's and axolotl's names of what is merged, and where to; elsewhere they mean something else
     if "dequantized_base" in flag_types and name in MERGED_FOLDERS:
         return f"--{name} does not exist; use --{MERGED_FOLDERS[name]} {value}"

@@ -8,7 +8,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -47,10 +47,16 @@ NOT_PLANNED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse(cls: type[AnyArgs], argv: list[str], prog: str | None = None) -> AnyArgs:
+def parse(
+    cls: type[AnyArgs],
+    argv: list[str],
+    prog: str | None = None,
+    short: Sequence[str] = (),
+) -> AnyArgs:
     """Return an instance of the dataclass `cls` from flags.
 
     Later flags win, and all win over --config FILE.yaml, and over the recipe of --config NAME.
+    short: names as a user has given them, `--name`, for flags that `argv` has with their group.
 
     Raise ValueError with all mistakes in one message.
     """
@@ -59,6 +65,10 @@ def parse(cls: type[AnyArgs], argv: list[str], prog: str | None = None) -> AnyAr
     if issubclass(cls, flags.FinetuneArgs):
         values, invalid = _for_finetuning(values, cls)
         problems = problems + invalid
+    problems = [
+        *problems,
+        *_names_of_other_groups([*argv, *short], dict(values), flag_types),
+    ]
     words = [f"--{name}={value}" for name, value in values]
     # --help would end the process before the problems are shown
     if not problems:
@@ -79,19 +89,21 @@ def parse(cls: type[AnyArgs], argv: list[str], prog: str | None = None) -> AnyAr
     # of a flag that is given several times, the last value
     for name, value in dict(values).items():
         if flag_types[name] in (str, str | None) and value != "null":
-            group, _, leaf = name.rpartition(".")
-            if group:
-                owner = getattr(args, group)
-            else:
-                owner = args
-            # verbatim: jsonargparse reads "# a" as null
-            setattr(owner, leaf, value)
+            _set_text(args, name, value)
     problems = getattr(args, "problems", list)()
     if problems:
         raise ValueError("\n".join(problems))
     if isinstance(args, flags.RunEvalArgs):
         args.given_flags = frozenset(name for name, _ in values)
     return args
+
+
+def _set_text(args: Any, name: str, value: str) -> None:
+    """Set a flag that is a text to its value as it was written: jsonargparse reads "# a" as
+    null."""
+    group, _, leaf = name.rpartition(".")
+    owner = getattr(args, group) if group else args
+    setattr(owner, leaf, value)
 
 
 def _for_finetuning(
@@ -206,7 +218,6 @@ def _read_argv(
     values = from_files + values
     # the message about one flag may depend on the value of another
     given = dict(values) | unknown
-    problems += _names_of_other_groups(argv, given.get("objective") or "", flag_types)
     for name, value in unknown.items():
         problems.append(unknown_flag(name, flag_types, value, given))
     if recipe and not (problems or passthrough or _has_model(dict(values))):
@@ -521,9 +532,13 @@ def _objective(words: list[str]) -> str:
 
 
 def _names_of_other_groups(
-    words: list[str], objective: str, flag_types: dict[str, Any]
+    words: list[str], values: Mapping[str, str], flag_types: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the problems of `_other_group` of the names on a command line."""
+    """Yield the problems of `_other_group` of the names on a command line.
+
+    values: also those of a file, and of the run that is resumed, which may name the objective.
+    """
+    objective = values.get("objective", "")
     for word in words:
         if word.startswith("--"):
             name = word.removeprefix("--").partition("=")[0]

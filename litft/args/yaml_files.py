@@ -22,8 +22,9 @@ def read_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """Reads YAML, and refuses a key that a mapping has twice: the first value would be lost."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return a mapping; raise ValueError for a key that is there twice."""
+        node = super().compose_mapping_node(anchor)
         names = set()
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:str":
@@ -33,7 +34,27 @@ class _Loader(yaml.SafeLoader):
                     f"{key.value} is there twice (line {key.start_mark.line + 1}); write it once"
                 )
             names.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the pairs of merged mappings (<<) before a mapping's own, which win.
+
+        PyYAML's own form lets the last of several merged mappings win, where YAML has the first,
+        and loses a pair of a merged mapping that was merged itself.
+        """
+        own = []
+        merged = []
+        for key, value in node.value:
+            if key.tag != "tag:yaml.org,2002:merge":
+                own.append((key, value))
+                continue
+            parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for part in reversed(parts):
+                if not isinstance(part, yaml.MappingNode):
+                    raise ValueError("<<: what is merged is no mapping")
+                self.flatten_mapping(part)
+                merged += part.value
+        node.value = merged + own
 
 
 def _check_size(content: Any) -> None:

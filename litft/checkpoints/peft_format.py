@@ -19,7 +19,7 @@ from litft.checkpoints.conversion import mappings_to_hf
 from litft.checkpoints.peft_names import PREFIX, TEXT_NAMES, ModuleNames, target_regex
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.rules import Rule
-from litft.checkpoints.weight_files import write_file
+from litft.checkpoints.weight_writer import write_file
 from litft.model.transformer import GPT
 
 # key of new tokens: rows, not differences

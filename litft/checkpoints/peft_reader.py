@@ -22,6 +22,7 @@ from litft.checkpoints.adapter_reader import (
 from litft.checkpoints.conversion import mappings_from_hf
 from litft.checkpoints.peft_coverage import check_coverage
 from litft.checkpoints.peft_format import (
+    TABLES,
     LoraAdapter,
     ReadBase,
     peft_keys,
@@ -167,6 +168,7 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
     stacked = [text_name(name) for name in reading.config.get("target_parameters") or []]
     parameter_keys = _expert_keys(stacked, targets.values())
     frozen = reading.config.get("litft", {}).get("frozen", [])
+    untrained = _untrained_biases(reading)
     for key, tensor in tensors.items():
         module, leaf = split_key(key)
         if key.endswith(".base_layer.weight"):
@@ -179,7 +181,7 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
         if leaf is None:
             base_name = module.replace(".base_layer", "").replace(".modules_to_save.", ".")
             # PEFT saves modules whole; these parameters of them were not trained
-            if base_name not in frozen:
+            if base_name not in frozen and base_name not in untrained:
                 parts.base[base_name] = tensor
             continue
         # a stack of experts that is adapted as a parameter
@@ -205,6 +207,17 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
         else:
             parts.targets.setdefault(targets[name], {})[leaf] = tensor
     return parts
+
+
+def _untrained_biases(reading: AdapterReading) -> set[str]:
+    """Return the biases that save_embedding_layers saves beside the tables, without training."""
+    names = set()
+    for table in TABLES:
+        name = reading.targets[table].name
+        is_saved = any(name.endswith(pattern) for pattern in reading.saved)
+        if reading.config.get("bias", "none") == "none" and not is_saved:
+            names.add(f"{name}.bias")
+    return names
 
 
 def _weights(

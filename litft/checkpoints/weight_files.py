@@ -1,18 +1,17 @@
-"""Read weight files lazily, one tensor at a time, and write them in shards.
+"""Read weight files lazily, one tensor at a time.
 
 Pickle files may only contain tensors.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, mappings_to_hf
@@ -28,7 +27,6 @@ from litft.model.quantization import (
     stored_shape,
 )
 
-SHARD_BYTES = 5 * 10**9  # Hugging Face's default shard size
 # bytes read from a file before it is reopened
 MAX_MAPPED_BYTES = 2**28
 ROWS_AT_ONCE = 8192  # of two matrices that are compared
@@ -125,6 +123,12 @@ class Checkpoint:
         if name in self._packed:
             return self._read_packed(name).dequantize()[slices]
         return self._read_stored(name, slices)
+
+    def is_stored_in_fp32(self, name: str) -> bool:
+        """Whether a tensor itself, not the number that it is dequantized to, is fp32."""
+        if name in self._stored or name in self._packed:
+            return False
+        return self.meta(name).dtype == torch.float32
 
     def is_packed(self, name: str) -> bool:
         """Whether a weight is stored quantized."""
@@ -532,68 +536,3 @@ def _read_part(
         sources = mapping.sources[slices[0]]
         return mapping.convert([checkpoint.read(name, slices[1:]) for name in sources])[0]
     return mapping.convert([checkpoint.read(name) for name in mapping.sources])[0][slices]
-
-
-def write_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file with the read and write permissions of its folder (safetensors
-    itself uses 0600)."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(0, str(error), str(path)) from None
-    path.chmod(path.parent.stat().st_mode & 0o666)
-
-
-class LazyTensor(NamedTuple):
-    """A tensor to be written: name, meta tensor, and a function that computes it when its shard is
-    written."""
-
-    name: str
-    like: Tensor  # on the meta device
-    make: Callable[[], Tensor]
-
-
-def write_weights(
-    folder: Path | None, entries: list[LazyTensor], shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write `model.safetensors`, or shards of at most `shard_bytes` with an index; only one shard
-    is in memory.
-
-    folder: None to compute each tensor and discard it.
-    """
-    if folder is None:
-        for entry in entries:
-            entry.make()
-        return
-    # a tensor that does not fit into the last shard begins a new one
-    shards: list[list[LazyTensor]] = [[]]
-    for entry in entries:
-        if (
-            shards[-1]
-            and sum(previous.like.nbytes for previous in shards[-1]) + entry.like.nbytes
-            > shard_bytes
-        ):
-            shards.append([])
-        shards[-1].append(entry)
-    count = len(shards)
-    if count > 1:
-        names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-    else:
-        names = ["model.safetensors"]
-
-    # one shard after the other, so that only its own tensors are in memory
-    for file, shard in zip(names, shards, strict=True):
-        tensors = {entry.name: entry.make().detach().cpu().contiguous() for entry in shard}
-        write_file(tensors, folder / file)
-    if count > 1:
-        weight_map = {}
-        for file, shard in zip(names, shards, strict=True):
-            for entry in shard:
-                weight_map[entry.name] = file
-        index = {
-            "metadata": {"total_size": sum(entry.like.nbytes for entry in entries)},
-            "weight_map": weight_map,
-        }
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2) + "\n", "utf-8"
-        )

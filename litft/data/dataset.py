@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,12 @@ def load_data(
 
     # without validation files, a part of each training file is held out
     fraction = 0.0 if named_val else args.val_fraction
-    parts = distinct_entries([stores[file] for file in train], args.dedup)
-    training, held_out = _divided(parts, args.path_weights, fraction, args.seed)
+    training = []
+    held_out = []
+    parts = _distinct([stores[file] for file in train], args)
+    for store, kept, rest in split(parts, fraction, args.seed):
+        training.append((store, kept))
+        held_out.append((store, rest))
     if named_val:
         held_out = []
         for _, file in named_val:
@@ -223,7 +228,7 @@ def load_data(
         kind=kind,
         val_names=val_names if len(set(val_names)) > 1 else (),
         dedup=args.dedup,
-        left_out=_left_out([file.label for file in train], parts),
+        left_out=_left_out([file.label for file in train], parts, args.path_weights),
         stores=by_label,
     )
     _check_weights(data, [file.label for file in train])
@@ -284,31 +289,23 @@ def _by_label(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, TokenSt
     return by_label
 
 
-def _left_out(labels: list[str], parts: list[Part]) -> dict[str, int]:
+def _left_out(labels: list[str], parts: list[Part], weights: list[float]) -> dict[str, int]:
     """Return how many entries of each training file --data.dedup has left out."""
-    return {
-        label: len(store.units) - len(entries)
-        for label, (store, entries) in zip(labels, parts, strict=True)
-    }
+    left_out = {}
+    for label, (store, entries), weight in zip(labels, parts, weights, strict=True):
+        left_out[label] = len(store.units) - len(entries) if weight else 0
+    return left_out
 
 
-def _divided(
-    parts: list[Part], weights: list[float], fraction: float, seed: int
-) -> tuple[list[Part], list[Part]]:
-    """Return the training entries of all files, and the entries that are held out."""
-    # a file that is not trained on is not measured, either
-    trained = [part for part, weight in zip(parts, weights, strict=True) if weight]
-    divided = iter(split(trained, fraction, seed))
-    training = []
-    held_out = []
-    for part, weight in zip(parts, weights, strict=True):
-        if not weight:
-            training.append(part)
-            continue
-        store, kept, rest = next(divided)
-        training.append((store, kept))
-        held_out.append((store, rest))
-    return training, held_out
+def _distinct(stores: list[TokenStore], args: DataArgs) -> list[Part]:
+    """Return each file with its entries, without those that --data.dedup leaves out."""
+    # a file with weight 0 has none, and removes no copies from others
+    used = [weight > 0 for weight in args.path_weights]
+    distinct = iter(distinct_entries(list(compress(stores, used)), args.dedup))
+    parts = []
+    for store, is_used in zip(stores, used, strict=True):
+        parts.append(next(distinct) if is_used else (store, np.arange(0)))
+    return parts
 
 
 def _check_weights(data: DataSplits, labels: list[str]) -> None:

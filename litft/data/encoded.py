@@ -171,10 +171,10 @@ class Encoded:
             self.notes.append(CONTROL)
 
 
-def learned_texts(messages: Sequence[Message]) -> list[str]:
-    """Return the texts of messages that a template renders: contents, reasoning, and calls as
-    JSON."""
-    texts = []
+def learned_texts(messages: Sequence[Message], tools: list | None) -> list[str]:
+    """Return the texts of a conversation that a template renders: contents, reasoning, and calls
+    and tools as JSON."""
+    texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
     for message in messages:
         for name in ("content", *REASONING_FIELDS):
             if isinstance(message.get(name), str):

@@ -217,7 +217,7 @@ class Encoder:
         """Return the stored tokens of a conversation of any length, with its last answers as
         targets; None without one."""
         messages, supervised = self._select_turns(example, encoded)
-        encoded.note_controls(learned_texts(messages), self.tokenizer)
+        encoded.note_controls(learned_texts(messages, example.tools), self.tokenizer)
         if not supervised:
             if EMPTY not in encoded.notes:
                 encoded.notes.append(MASKED)
@@ -283,7 +283,7 @@ class Encoder:
         encoded.notes += suspicions(messages, supervised)
         encoded.compare_example(example, messages, supervised)
         messages = self._up_to_limit(messages, example, supervised, encoded)
-        encoded.note_controls(learned_texts(messages), self.tokenizer)
+        encoded.note_controls(learned_texts(messages, example.tools), self.tokenizer)
         encoded.note_unused(messages, example, self.tokenizer)
         was_cut = False
         previous_ids = []
@@ -536,14 +536,13 @@ class Encoder:
 
     def _splits_token(self, turn: Turn, prompt_ids: list[int]) -> bool:
         """Return whether a turn begins within a token; prompt_ids: the tokens before it."""
-        # a letter begins a token after a line or a special token; many tokenizers join it with
-        # any sign before it
-        before = turn.text[turn.start - 1 : turn.start]
+        # a letter begins a token after a special token, and after a single line break: GPT-2
+        # divides several of them before a letter; many tokenizers join it with any sign before it
+        before = turn.text[max(0, turn.start - 2) : turn.start]
         first = turn.text[turn.start : turn.start + 1]
         special = self.tokenizer.special_texts
-        if first.isalnum() and (
-            before == "\n" or turn.text.endswith(special, 0, turn.start)
-        ):
+        is_line = before.endswith("\n") and not before[:-1].isspace()
+        if first.isalnum() and (is_line or turn.text.endswith(special, 0, turn.start)):
             return False
         return self.tokenizer.encode(turn.text[: turn.start], bos=False) != prompt_ids
 

@@ -58,9 +58,10 @@ class EncodingReport:
         if system is not None and system not in self.systems and not is_full:
             self.systems.append(system)
         self.with_tools += encoded.has_tools
-        for name in encoded.unused:
+        # a pair has those of both answers
+        for name in dict.fromkeys(encoded.unused):
             self.unused[name] = self.unused.get(name, 0) + 1
-        for note in encoded.notes:
+        for note in dict.fromkeys(encoded.notes):
             _count(self.notes.setdefault(note, [0, []]), encoded.where)
 
     def add_findings(self, findings: Iterable[Finding]) -> None:

@@ -235,6 +235,13 @@ def _call(call: Any, where: str) -> dict:
         arguments = {}
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where}: the arguments of {function['name']}")
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError) as error:  # a date from Parquet
+        raise ValueError(
+            f"{where}: the arguments of {function['name']} are not JSON ({error}); fix or remove "
+            "them"
+        ) from None
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {
         "type": "function",

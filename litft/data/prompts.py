@@ -170,7 +170,8 @@ class PromptEncoder:
         plain = to_prompt(record, where, "", self.form)
         prompt = to_prompt(record, where, self.tokenizer.chat_template, self.form)
         example = prompt.example
-        encoded.note_controls(learned_texts(example.messages), self.tokenizer)
+        texts = learned_texts(example.messages, example.tools)
+        encoded.note_controls(texts, self.tokenizer)
         encoded.describe(example.messages, example.tools)
         encoded.unused += prompt.unused
         encoded.note_unused(example.messages, example, self.tokenizer)

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from litft.atomic import atomic_folder
-from litft.checkpoints.weight_files import Checkpoint, LazyTensor
+from litft.checkpoints.weight_files import Checkpoint
+from litft.checkpoints.weight_writer import LazyTensor
 from litft.distributed.devices import DTYPES
 from litft.pretrained.folder import PretrainedFolder
 from litft.signals import sigterm_exits

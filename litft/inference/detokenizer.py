@@ -32,23 +32,30 @@ class Detokenizer:
         shortest = list(before[-WINDOW_LENGTHS[0] :])
         # a prompt may end in the very character that stands for incomplete bytes
         if self._ends_in_replacement(before):
-            return shortest, len(shortest)
+            for length in WINDOW_LENGTHS:
+                window = list(before[-length:])
+                if not self.tokenizer.decode(window).startswith(REPLACEMENT):
+                    return window, len(window)
+            return list(before), len(before)
         for length in (*WINDOW_LENGTHS, len(before)):
             window = list(before[-length:])
-            num_whole = self._num_whole(window)
+            num_whole = self._num_whole(window, is_prompt=len(window) == len(before))
             if num_whole is not None:
                 return window, num_whole
         # no window has whole characters: the prompt is not valid text
         return shortest, len(shortest)
 
-    def _num_whole(self, window: list[int]) -> int | None:
+    def _num_whole(self, window: list[int], is_prompt: bool) -> int | None:
         """Return how many tokens of a window begin and end with a whole character, leaving out at
         most the last three; None if none do."""
         most_left_out = min(LONGEST_CHARACTER - 1, len(window))
         for left_out in range(most_left_out + 1):
             count = len(window) - left_out
             text = self.tokenizer.decode(window[:count])
-            if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+            if left_out and not text and not is_prompt:
+                continue
+            begins_whole = is_prompt or not text.startswith(REPLACEMENT)
+            if begins_whole and not text.endswith(REPLACEMENT):
                 return count
         return None
 
@@ -60,7 +67,11 @@ class Detokenizer:
         if not text.endswith(REPLACEMENT):
             return False
         # encoded after a letter, since at the start of a text some tokenizers add a space
-        count = len(self.tokenizer.encode(f"a{REPLACEMENT}", bos=False)) - 1
+        alone = self.tokenizer.encode(f"a{REPLACEMENT}", bos=False)[1:]
+        count = len(alone)
+        # the text may be the bytes of a character, which are encoded in another way
+        if count and end[-count:] == alone:
+            return True
         written = self.tokenizer.encode(f"a{text}", bos=False)
         return count > 0 and written[-count:] == end[-count:]
 

@@ -223,6 +223,7 @@ class TokenSampler:
         # the token that crosses the threshold is kept
         excluded = sorted_probs.cumsum(-1) - sorted_probs >= self.top_p
         excluded[:, 0] = False  # a top_p near 0 is 0 in fp32
+        excluded &= self.top_p < 1  # which the sum may pass before the last token
         # those with equal probabilities together: their order depends on the batch
         lowest = sorted_probs.masked_fill(excluded, torch.inf).amin(-1, keepdim=True)
         return probs.masked_fill(probs < lowest, 0.0)

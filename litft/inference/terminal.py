@@ -240,6 +240,8 @@ def render_block(block: AnswerBlock) -> Any:
     if block.kind == "call":
         return Text(block.text.strip("\n"))
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    # which remove characters that models write for what they are: \\(x\\), &lt; and [1]: http://...
+    parser.disable(["escape", "entity", "reference"])
     rendered = Markdown(block.text)
     rendered.parsed = parser.parse(block.text)
     for token in rendered.parsed:

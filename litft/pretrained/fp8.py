@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from litft.checkpoints.conversion import rule_of
 from litft.checkpoints.rules import Rename, Rule, Split
-from litft.checkpoints.weight_files import LazyTensor
+from litft.checkpoints.weight_writer import LazyTensor
 from litft.methods.lora import is_inner_linear
 from litft.model.transformer import GPT
 

@@ -21,7 +21,7 @@ from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
 from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from litft.checkpoints.peft_names import missing_modules
 from litft.checkpoints.rules import Rule
-from litft.checkpoints.weight_files import LazyTensor, write_weights
+from litft.checkpoints.weight_writer import LazyTensor, write_weights
 from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.families import family
 from litft.methods import AdapterTensors, Method, read_method
@@ -132,8 +132,7 @@ def model_entries(
         # a 16-bit folder may have some tensors in fp32, such as routers, which stay so
         if dtype == base_dtype and name in locations:
             mapping, _ = locations[name]
-            metas = [source.checkpoint.meta(stored) for stored in mapping.sources]
-            if all(meta.dtype == torch.float32 for meta in metas):
+            if all(map(source.checkpoint.is_stored_in_fp32, mapping.sources)):
                 return torch.float32
         return stored_dtype(name, dtype)
 

@@ -88,6 +88,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
+    # accepted and ignored: chunks have no padding
+    include_obfuscation: Any = None
 
 
 class ApiRequest(BaseModel):
@@ -360,7 +362,9 @@ class ChatRequest(ApiRequest):
         if response_format.get("type") not in ("json_object", "json_schema"):
             return None
         # other servers have the schema beside it
-        schema: Any = response_format.get("schema", {"type": "object"})
+        schema: Any = response_format.get("schema")
+        if schema is None:
+            schema = {"type": "object"}
         if response_format["type"] == "json_schema":
             described = response_format.get("json_schema")
             if isinstance(described, dict):
@@ -404,10 +408,16 @@ class ChatRequest(ApiRequest):
         if known is None:
             yield "response_format", f"its type must be one of {', '.join(FORMATS)}"
             return
-        unknown = [name for name in response_format if name not in known]
+        unknown = []
         described = response_format.get("json_schema")
-        if isinstance(described, dict):
-            unknown += [name for name in described if name not in SCHEMA_FIELDS]
+        for fields_of, known_names in (
+            (response_format, known),
+            (described, SCHEMA_FIELDS),
+        ):
+            if isinstance(fields_of, dict):
+                for name, value in fields_of.items():
+                    if value is not None and name not in known_names:
+                        unknown.append(name)
         if unknown:
             yield "response_format", f"unknown field {unknown[0]}"
 

@@ -20,7 +20,9 @@ def reward_lines(objective: GRPO, data: DataSplits, tokenizer: Tokenizer) -> Ite
     items = []
     for sample in islice(data.train, RATED):
         assert sample.prompt is not None  # the samples of --objective grpo have one
-        texts = alternatives(sample.prompt.columns.get("answer"))
+        answer = sample.prompt.columns.get("answer")
+        # an object may be read by a function of the user's
+        texts = [str(answer)] if isinstance(answer, dict) else alternatives(answer)
         if not texts:
             continue
         # with the token that ends a completion

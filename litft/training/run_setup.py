@@ -14,7 +14,7 @@ from litft.data.dataset import DataSplits
 from litft.data.digests import file_hash
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import pick_full_precision, pick_precision
-from litft.evaluation.rewards.reward import Reward
+from litft.evaluation.rewards.reward import FROM_PYTHON, Reward
 from litft.families import fits_fp16
 from litft.methods import AdapterTensors, Method, method_of
 from litft.methods.base import pattern_matches
@@ -135,7 +135,8 @@ class RunSetup:
                 f"preference.{name}": value for name, value in flags["preference"].items()
             }
         if self.args.objective == "grpo":
-            objective["reward"] = ", ".join(self.args.reward)
+            names = [name.removeprefix(FROM_PYTHON) for name in self.args.reward]
+            objective["reward"] = ", ".join(names)
             for name, value in flags["grpo"].items():
                 if name not in ("rollout_rows", "reward_timeout"):
                     objective[f"grpo.{name}"] = value

@@ -372,8 +372,9 @@ def test_a_short_name_is_not_taken_for_another_groups_flag_elsewhere(tmp_path):
         with pytest.raises(ValueError, match=message):
             parse(flags.LoRAFinetuneArgs, words)
     given = {"checkpoint_dir": "m", "data_path": "a", "reward": "exact"}
-    with pytest.raises(TypeError, match="max_new_tokens, which stands for eval_max_new"):
-        from_keywords("lora", {**given, "objective": "grpo", "max_new_tokens": 9})
+    for more in ({"objective": "grpo"}, {"config": "grpo-demo"}):
+        with pytest.raises(ValueError, match=message):
+            from_keywords("lora", {**given, **more, "max_new_tokens": 9})
     args = from_keywords("lora", {**given, "objective": "grpo", "grpo_max_new_tokens": 9})
     assert args.grpo.max_new_tokens == 9
 
@@ -396,6 +397,17 @@ def test_a_setting_that_a_file_has_twice_is_refused(text, message, tmp_path):
         parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
 
 
+def test_mappings_are_merged_as_yaml_says(tmp_path):
+    """Own pairs win over merged ones, and of several the first one; no key is there twice."""
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "recipe: {one: {a: &small {r: 8, dropout: 0.1}, b: &large {<<: *small, r: 64}}}\n"
+        "checkpoint_dir: m\ndata: {path: x.jsonl}\nlora: {<<: [*large, *small], alpha: 16}\n"
+    )
+    args = parse(flags.LoRAFinetuneArgs, ["--config", str(path)])
+    assert (args.lora.r, args.lora.alpha, args.lora.dropout) == (64, 16, 0.1)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -403,6 +415,7 @@ def test_a_setting_that_a_file_has_twice_is_refused(text, message, tmp_path):
         ("--data.packin false", "did you mean --data.packing"),
         ("--enable_thinking false", "--data.template_args enable_thinking=false"),
         ("--push_somewhere false", "leave it out"),
+        ("--max_tokens null", "leave it out"),
     ],
 )
 def test_an_unknown_name_that_is_switched_off_may_be_a_typing_error(words, message):
@@ -1256,8 +1269,9 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
             "",
         ),
         (
-            "model_name_or_path: m\nnum_generations: 8\nnormalize_advantages: true",
-            {"objective": "grpo", "grpo.loss": "rloo", "grpo.advantages": None},
+            "model_name_or_path: m\nnormalize_advantages: true",
+            {"objective": "grpo", "grpo.loss": "rloo", "grpo.advantages": None}
+            | {"grpo.beta": 0.05, "grpo.group_size": 2},
             "RLOO: rewards are neither clipped nor normalized here",
         ),
         # axolotl has TRL's settings in a group, and its defaults
@@ -1282,8 +1296,9 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
             "adafactor: the rate 2e-05 is a length there",
         ),
         (
-            "model_name_or_path: m\noptim: sgd\nlearning_rate: 1.0e-3\nuse_peft: true",
-            {"train.learning_rate": pytest.approx(1e-4)},
+            "model_name_or_path: m\noptim: sgd\nlearning_rate: 1e-3\nuse_peft: true\n"
+            "max_grad_norm: null",
+            {"train.learning_rate": pytest.approx(1e-4), "train.max_grad_norm": 0},
             "sgd: has a momentum of 0.9 here",
         ),
         (
@@ -1306,13 +1321,14 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
         ),
         # our own flag among another program's
         (
-            "checkpoint_dir: m\nquantize: nf4\nnum_train_epochs: 2",
-            {"quantize": "nf4", "train.epochs": 2},
+            "checkpoint_dir: m\nquantize: nf4\nnum_train_epochs: 2\noptimizer: sgd\n"
+            "learning_rate: 0.1",
+            {"quantize": "nf4", "train.epochs": 2, "train.learning_rate": 0.1},
             "",
         ),
         # litgpt's
         (
-            "checkpoint_dir: m\nlora_r: 32\nlora_key: false\nlora_mlp: true\n"
+            "checkpoint_dir: m\nquantize: bnb.nf4\nlora_r: 32\nlora_key: false\nlora_mlp: true\n"
             "data:\n  class_path: litgpt.data.JSON\n  init_args: {mask_prompt: false}\n"
             "train: {lr_warmup_steps: 100, max_seq_length: 512, max_norm: null, epochs: 4}\n"
             "optimizer:\n  class_path: torch.optim.AdamW\n"
@@ -1320,7 +1336,8 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
             {"lora.r": 32, "lora.targets": ["q_proj", "v_proj", "*.mlp.*"]}
             | {"train.warmup_steps": 100, "data.max_seq_length": 512, "train.epochs": 4}
             | {"train.max_grad_norm": 0, "train.learning_rate": 2e-4}
-            | {"data.mask_prompt": False, "train.weight_decay": 0.0},
+            | {"data.mask_prompt": False, "train.weight_decay": 0.0}
+            | {"train.min_lr_ratio": 0.0, "quantize": "nf4"},
             "",
         ),
         # torchtune's batch is that of a device

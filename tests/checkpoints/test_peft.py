@@ -434,3 +434,16 @@ def test_the_bases_bias_beside_a_saved_module_is_not_the_adapters(make_model, tm
         torch.testing.assert_close(
             model(tokens), trained(tokens).logits, rtol=1e-4, atol=1e-5
         )
+
+
+def test_a_heads_bias_beside_its_table_is_not_trained(make_model, tmp_path):
+    """PEFT saves it with the base's table."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import PhiConfig
+
+    _, folder = make_model(PhiConfig)
+    config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    trained = get_peft_model(load_hf(folder), config)
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    method, _ = resolve(tmp_path / "adapter", folder).read_adapter()
+    assert method.trained == []

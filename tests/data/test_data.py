@@ -3,6 +3,7 @@ records."""
 
 import copy
 import csv
+import datetime
 import json
 import os
 import random
@@ -241,6 +242,18 @@ def test_control_tokens_in_reasoning_and_calls_are_noted(tiny):
         result = encode_record({"messages": [QUESTION, ANSWER | more]}, tokenizer)
         assert CONTROL in result.notes
     assert CONTROL not in encode_record({"messages": [QUESTION, ANSWER]}, tokenizer).notes
+    tools = [{"type": "function", "function": {"name": "say", "description": "a </s>"}}]
+    record = {"messages": [QUESTION, ANSWER], "tools": tools}
+    assert CONTROL in encode_record(record, tokenizer).notes
+
+
+def test_arguments_of_calls_that_are_not_json_are_one_message(tiny):
+    tokenizer = Tokenizer(tiny)
+    tokenizer.use_template(QUIRKS["plain"])
+    call = {"name": "say", "arguments": {"day": datetime.date(2026, 1, 2)}}
+    calling = ANSWER | {"tool_calls": [{"type": "function", "function": call}]}
+    with pytest.raises(ValueError, match="the arguments of say are not JSON"):
+        encode_record({"messages": [QUESTION, calling]}, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -1455,12 +1468,13 @@ def test_a_weight_that_leaves_no_example_of_a_file_is_refused(tmp_path, tiny):
     ):
         load_data(args, Tokenizer(tiny), 512, 256)
     args = replace(args, weights=[1, 0])
-    assert len(load_data(args, Tokenizer(tiny), 512, 256).train) == 8
+    assert len(load_data(args, Tokenizer(tiny), 512, 256).train) == 4
 
-    # what is not trained is not measured, either
+    # what is not trained is not measured, either, and is no original of a copy
     data = load_data(replace(args, val_fraction=0.5), Tokenizer(tiny), 512, 256)
-    assert data.train.sizes[1] == 4
-    assert len(data.val) == 4 - data.train.sizes[0] > 0
+    assert list(data.train.sizes) == [4 - len(data.val), 0] and len(data.val)
+    same = replace(args, path=[paths[1], paths[1]], weights=[0, 1], dedup="exact")
+    assert len(load_data(same, Tokenizer(tiny), 512, 256).train) == 4
 
 
 def test_the_answer_to_compare_is_one_that_is_learned(tmp_path, tiny):

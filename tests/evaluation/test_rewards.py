@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from litft.args.lists import as_list
+from litft.args.lists import as_list, next_values, whole_patterns
 from litft.evaluation.rewards.call import Completed
 from litft.evaluation.rewards.reward import load_function, of_functions, parse_rewards
 from litft.evaluation.rewards.scorer import RewardError, RewardScorer
@@ -47,6 +47,8 @@ def completed(text: str, answer: str = "", tokens: int = 1, **columns) -> Comple
         # thousands and dollars as LaTeX writes them
         ("number", r"\boxed{10{,}080}", "10080", 1),
         ("number", r"\boxed{10,\!080}", "10080", 1),
+        ("number", r"$10\,080$", "10080", 1),
+        ("number", r"$1\ 000\ 000$", "1000000", 1),
         ("number", "80", "10{,}080", 0),
         ("number", r"-\$5", "-5", 1),
         # a list has alternatives
@@ -110,6 +112,20 @@ def test_patterns_keep_white_space_after_their_commas(pattern):
     rewards = parse_rewards(items)
     assert [item.source for item in rewards] == [pattern, "exact", "brief:3"]
     assert rewards[0].weight == 0.5
+
+
+def test_lists_of_rewards_on_the_command_line():
+    """White space and blank items outside patterns are none, and a pattern may be several words."""
+    for words, expected in (
+        ("--reward|number, rw.py:score", ["number", "rw.py:score"]),
+        ("--reward|", []),
+        ("--reward|number,,exact,", ["number", "exact"]),
+        ("--reward|regex:[a,|b]", ["regex:[a,b]"]),
+        ("--reward|regex:x{1,|3}|exact", ["regex:x{1,3}", "exact"]),
+    ):
+        text = next_values(words.split("|")[1:], list[str], "reward")
+        items = json.loads(as_list(text, list[str], "reward"))
+        assert whole_patterns(items) == expected
 
 
 @pytest.mark.parametrize("pattern", [r"regex:boxed\{", r"regex:^[^(]*$", r"regex:\d{2}"])
@@ -332,3 +348,17 @@ def test_a_file_of_rewards_may_do_what_files_of_python_do(tmp_path):
     path = tmp_path / "ordinary_rewards.py"
     path.write_text(ORDINARY)
     assert score(path, "score", [completed("a b"), completed("a b c")]) == [4, 6]
+
+
+def test_a_file_of_rewards_imports_what_is_beside_it(tmp_path, monkeypatch):
+    """Not a file of that name in the current folder."""
+    for folder, value in (("rewards", 1), ("here", 99)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "words_of_rewards_2.py").write_text(f"VALUE = {value}\n")
+    path = tmp_path / "rewards" / "imports.py"
+    path.write_text(
+        "import words_of_rewards_2\n\n\n"
+        "def value(completion):\n    return words_of_rewards_2.VALUE\n"
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    assert score(path, "value", [completed("a")]) == [1]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import LoRAArgs, MergeArgs
-from litft.checkpoints.weight_files import write_weights
+from litft.checkpoints.weight_writer import write_weights
 from litft.commands.merge_lora import merge
 from litft.methods import LoRA
 from litft.pretrained.folder import resolve

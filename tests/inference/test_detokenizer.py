@@ -121,7 +121,9 @@ def test_stop_texts_that_are_special_tokens(tokenizer):
     assert kept.count(mark) == 1 and kept.replace(mark, "") == shown
 
 
-@pytest.mark.parametrize("end", ["\ufffd", " \ufffd", "\ufffd\ufffd", "word \ufffd"])
+@pytest.mark.parametrize(
+    "end", ["\ufffd", " \ufffd", "\ufffd\ufffd", "word \ufffd", " 😀\ufffd", "\ufffdé"]
+)
 def test_a_prompt_that_ends_in_the_replacement_character(tokenizer, end):
     """It is a character of the prompt, and no part of the answer."""
     before = tokenizer.encode(f"The{end}", bos=False)

@@ -186,3 +186,13 @@ def test_equal_probabilities_do_not_depend_on_the_batch():
             sampler.begin(row, [0], of_row)
         first = sampler.distribution(logits[: 1 + len(others)])[0]
         assert first.tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_all_tokens_stay_beside_a_row_that_cuts_some():
+    """The sum of many fp32 probabilities passes 1 before the last one."""
+    logits = 3 * torch.randn(2, 150_000, generator=torch.Generator().manual_seed(0))
+    sampler = TokenSampler(2, 150_000, torch.device("cpu"))
+    sampler.begin(0, [0], Sampling(temperature=1.0))
+    sampler.begin(1, [0], Sampling(temperature=1.0, top_p=0.9))
+    kept = (sampler.distribution(logits) > 0).sum(-1)
+    assert kept[0] == 150_000 > kept[1]

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import litft
 import litft.cli
-from litft.checkpoints.weight_files import Checkpoint, write_weights
+from litft.checkpoints.weight_files import Checkpoint
+from litft.checkpoints.weight_writer import write_weights
 from litft.pretrained.folder import resolve
 from litft.pretrained.save import model_entries
 

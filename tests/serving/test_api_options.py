@@ -19,7 +19,7 @@ from litft.inference.generation import Request
 from litft.inference.json_grammar import JsonGrammars
 from litft.inference.session import open_session
 from litft.serving.engine import Engine, Overloaded
-from litft.serving.openai_requests import CompletionRequest, parse_request
+from litft.serving.openai_requests import ChatRequest, CompletionRequest, parse_request
 
 TEMPLATE = (
     "{{ bos_token }}{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
@@ -263,3 +263,20 @@ def test_an_empty_logit_bias_keeps_that_of_the_server(folder):
         body = json.dumps({"prompt": "a", "logit_bias": bias}).encode()
         request = parse_request(CompletionRequest, body)
         assert request._sampling(session).logit_bias == banned | expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object", "json_schema": None, "schema": None}},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {"stream_options": {"include_usage": True, "include_obfuscation": False}},
+    ],
+)
+def test_what_clients_write_out_as_not_set_is_accepted(fields, folder):
+    body = {"messages": MESSAGES, **fields}
+    request = parse_request(ChatRequest, json.dumps(body).encode())
+    assert not list(request.unsupported())
+    session = open_session(ModelArgs(checkpoint_dir=str(folder)))
+    request._prompt = ""
+    request.constraint(session)

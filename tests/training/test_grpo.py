@@ -32,6 +32,7 @@ from litft.model.loss import IGNORED
 from litft.training.divergence import DivergenceGuard
 from litft.training.memory.choose import rollout_bytes
 from litft.training.objectives.grpo import GRPO
+from litft.training.reward_report import reward_lines
 from litft.training.rollouts import _pass_rates
 from litft.training.trainer import Trainer
 
@@ -395,6 +396,20 @@ def test_large_rewards_are_no_divergence(flags, tmp_path):
     guard.check(first | {"step": 6.0, "loss": 78.12}, first)
     with pytest.raises(ValueError, match="the loss is nan"):
         guard.check(first | {"step": 6.0, "loss": math.nan}, first)
+
+
+def test_answers_that_are_objects_are_for_functions_of_the_user(flags, tmp_path):
+    """The dry run rates them, too."""
+    records = [{"prompt": f"say {n} now", "answer": {"min": n}} for n in range(6)]
+    path = write_records(tmp_path / "objects.jsonl", records)
+    (tmp_path / "rewards.py").write_text(
+        "def longer(completion, answer):\n    return float(len(completion) > answer['min'])\n"
+    )
+    data = replace(flags.data, path=[str(path)])
+    reward = [f"{tmp_path / 'rewards.py'}:longer"]
+    run = prepare_run(replace(flags, reward=reward, data=data))
+    (line,) = reward_lines(run.setup.objective, run.schedule.data, run.setup.tokenizer)
+    assert "longer 1" in line
 
 
 def test_a_step_without_a_reward_is_said(flags, tmp_path, capsys):

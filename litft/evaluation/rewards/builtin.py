@@ -62,7 +62,8 @@ def number(completion: str, answer: Any) -> float | None:
 
 
 def _last_number(text: str) -> Decimal | None:
-    # as LaTeX writes thousands and dollars: 10{,}080, 10,\!080 and \$5
+    # as LaTeX writes thousands and dollars: 10\,080, 10{,}080, 10,\!080 and \$5
+    text = re.sub(r"(?<=\d)\\[, ](?=\d{3}(?!\d))", ",", text)
     for written, plain in (("{,}", ","), (",\\!", ","), ("\\$", "$")):
         text = text.replace(written, plain)
     found = [match for match in NUMBER.findall(text) if match]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from litft.args.lists import whole_patterns
 from litft.evaluation.rewards.builtin import EXAMPLES, MADE, PLAIN, RewardFunction
 
 # before the name of a function from Python, which no --reward can name
@@ -33,8 +34,8 @@ class Reward:
 def parse_rewards(items: Sequence[str]) -> list[Reward]:
     """Return the functions that --reward names; raise ValueError for one that is not known."""
     rewards = []
-    for item in _with_whole_patterns(items):
-        source, weight = _weight(item.strip())
+    for item in whole_patterns(items):
+        source, weight = _weight(item)
         if not math.isfinite(weight):
             raise ValueError(
                 f"--reward {item}: the weight {weight} is not finite; give a number"
@@ -43,40 +44,15 @@ def parse_rewards(items: Sequence[str]) -> list[Reward]:
         is_pattern = source.startswith("regex:") and not source.endswith(
             (")", "]", "}", "$")
         )
-        if source != item.strip() and is_pattern:
+        if source != item and is_pattern:
             pattern = source.removeprefix("regex:")
             raise ValueError(
                 f"--reward {item}: its end may be a weight or a part of the pattern; write "
-                f"{item.strip()}=1 for the pattern, or regex:({pattern})={weight:g} for the weight"
+                f"{item}=1 for the pattern, or regex:({pattern})={weight:g} for the weight"
             )
         name = re.sub(r"\W", "_", _check_source(source))
         rewards.append(Reward(name, source, weight))
     return _with_unique_names(rewards)
-
-
-def _with_whole_patterns(items: Sequence[str]) -> list[str]:
-    """Return the items with the commas of patterns, such as regex:[0-9]{1,3}, at which a list of
-    flags is divided."""
-    whole: list[str] = []
-    for item in items:
-        if whole and whole[-1].lstrip().startswith("regex:") and _is_open(whole[-1]):
-            whole[-1] += f",{item}"
-        elif item.strip():
-            whole.append(item)
-    return whole
-
-
-def _is_open(item: str) -> bool:
-    """Return whether regex:PATTERN has a bracket that is not closed."""
-    pattern = item.partition(":")[2]
-    # python takes the beginning of {1,3} for plain text
-    if re.search(r"(?<!\\)\{\d*$", pattern):
-        return True
-    try:
-        re.compile(pattern)
-    except re.error:
-        return True
-    return False
 
 
 def of_functions(functions: Sequence[Callable]) -> list[Reward]:
@@ -161,7 +137,7 @@ def load_function(source: str) -> RewardFunction:
     # what a file of Python may expect: its folder is imported from, and classes find their module
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None

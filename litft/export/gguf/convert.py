@@ -11,7 +11,7 @@ import torch
 from litft.args import GgufExportArgs
 from litft.checkpoints.peft_targets import LoraWeights, peft_targets
 from litft.checkpoints.rules import InterleaveValueHeads, KeysAndValues, Reshape, Rule
-from litft.checkpoints.weight_files import LazyTensor
+from litft.checkpoints.weight_writer import LazyTensor
 from litft.export.gguf import k_quants
 from litft.export.gguf.families import gguf_architecture, gguf_rules
 from litft.export.gguf.files import GgufFile, gguf

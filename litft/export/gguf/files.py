@@ -73,6 +73,10 @@ class GgufFile:
         """The names of all tensors, sorted."""
         return sorted(self._tensors)
 
+    def is_stored_in_fp32(self, name: str) -> bool:
+        """Return False: GGUF has all vectors in fp32, whatever the model had."""
+        return False
+
     def meta(self, name: str) -> Tensor:
         """Return a meta tensor with the tensor's shape and the dtype to store it in."""
         tensor = self._tensors[name]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from litft import run_dir
 from litft.atomic import atomic_folder, replace_folder
 from litft.checkpoints.adapter_reader import note_step, noted_step
-from litft.checkpoints.weight_files import SHARD_BYTES
+from litft.checkpoints.weight_writer import SHARD_BYTES
 from litft.data.dataset import histogram
 from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import Processes
