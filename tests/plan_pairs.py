@@ -36,7 +36,7 @@ from litft.args import (
 )
 from litft.data.dataset import load_data
 from litft.pretrained.folder import resolve
-from litft.training.memory.choose import choose_memory_settings
+from litft.training.memory.choose import plan_run
 from litft.training.run_setup import resolve_setup
 from litft.training.schedule import Schedule
 
@@ -220,7 +220,7 @@ def compare(
     data = load_data(
         args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions
     )
-    run = choose_memory_settings(setup, Schedule(args, data, 1), torch.device("cpu"))
+    run = plan_run(setup, Schedule(args, data, 1), torch.device("cpu"))
     schedule = run.schedule
     settings = run.settings
     shape = schedule.shape()

@@ -31,7 +31,7 @@ from litft.model.quantization import bitsandbytes
 from litft.pretrained.folder import DEMO, resolve
 from litft.training.dry_run import description, dry_run, run_title
 from litft.training.memory.advice import check_memory
-from litft.training.memory.choose import PlannedRun, choose_memory_settings
+from litft.training.memory.choose import PlannedRun, plan_run
 from litft.training.memory.flops import check_chip, peak_flops
 from litft.training.objectives import OBJECTIVES
 from litft.training.output.loggers import check_logger
@@ -251,7 +251,7 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
         if value and not len(data.val):
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
-    setup = setup.with_data(data)
+    setup = setup.with_tokenizer_of(data)
     data = add_replay(args, setup, data)
     ranks = args.devices * args.num_nodes
     schedule = Schedule(
@@ -261,7 +261,7 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
         group_size=setup.objective.group_size,
         shares_prompts=setup.shares_prompts,
     )
-    run = choose_memory_settings(setup, schedule, device)
+    run = plan_run(setup, schedule, device)
     check_teacher(run)
     return run
 

@@ -60,7 +60,6 @@ from litft.data.turns import Turn, assistant_turns
 # messages; from here on, those beyond the length limit are not rendered
 LONG_CONVERSATION = 40
 
-# the end of a prompt whose last token may go on into the answer
 # characters of a divided text that go into the same split
 SPAN = 2048
 

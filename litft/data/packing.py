@@ -99,7 +99,8 @@ class MicroBatch:
         return replace(self, targets=targets, target_indices=target_indices_of(targets))
 
     def inputs(self) -> dict[str, Tensor | PackedSequences | None]:
-        """Return the model's keyword arguments."""
+        """Return the model's keyword arguments, which are all but the tokens: with the targets, the
+        model returns the loss."""
         arguments = {}
         for item in fields(self):
             if item.name not in ("tokens", "sequences", "completions", "teacher"):

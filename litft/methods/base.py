@@ -69,11 +69,11 @@ class Method:
        `unquantized_modules`. `attach` adds the method's modules, then `set_compute_dtype` sets the
        compute dtype.
     3. The network is sharded and filled, and `reset_parameters` initializes what `attach` has
-    added.
+       added.
     4. The optimizer updates the `parameters` that require gradients, at the learning rate times
-    `lr_multiplier`.
+       `lr_multiplier`.
     5. `values` are saved: by `write` as an adapter, or tensor by tensor by `merged` as a full
-    model.
+       model.
 
     A saved adapter is opened by `read`, then `load`.
     """

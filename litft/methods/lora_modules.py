@@ -81,6 +81,7 @@ class LoRALinear(Mixin, LowRankUpdate):
 
     def reset_parameters(self) -> None:
         """Initialize A and B; DoRA's magnitudes are the norms of the rows."""
+        # of the mixins alone: that of a Linear, which would overwrite its weight, is not reached
         super().reset_parameters()
         nn.init.zeros_(self.lora_b)
         self.init_factors()

@@ -45,7 +45,8 @@ class Mixin(nn.Module):
     """
 
     enabled = True
-    # whether the mixin reads the module's weight, which is then gathered in `reset_parameters`
+    # whether the mixin reads the weight of the module besides `forward`: it is then gathered in
+    # `reset_parameters`, and a Linear is not packed
     reads_weight = False
 
     @classmethod

@@ -40,7 +40,7 @@ class RunSetup:
     """What a run is: its flags, model folder, tokenizer, method and objective.
 
     `resolve_setup` makes it, and nothing changes it later: what is known only then makes a copy
-    (`with_data`, and `run_finetuning` where a launcher restarts the run).
+    (`with_tokenizer_of`, and `run_finetuning` where a launcher restarts the run).
     """
 
     # with the defaults that depend on the objective and the method
@@ -55,7 +55,7 @@ class RunSetup:
     quantize: str  # the kind, or "none"
     teacher: PretrainedFolder | None = None  # of --objective distill
 
-    def with_data(self, data: DataSplits) -> "RunSetup":
+    def with_tokenizer_of(self, data: DataSplits) -> "RunSetup":
         """Return the setup with the tokenizer and the date of the data."""
         args = self.args
         # a resumed run keeps the date of its first day

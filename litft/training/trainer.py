@@ -83,7 +83,8 @@ class Trainer:
     ) -> None:
         fabric = processes.fabric
         setup = run.setup
-        # resuming moves it, and a retry after an out-of-memory error lays it out again
+        # a copy of the schedule: resuming moves it, and a retry after an out-of-memory error
+        # lays it out again
         run = replace(run, schedule=copy.copy(run.schedule))
         self.args = setup.args
         self.fabric = fabric

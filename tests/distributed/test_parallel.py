@@ -34,7 +34,7 @@ from litft.methods import method_of
 from litft.model.placement import local_slices, placement
 from litft.pretrained.folder import resolve
 from litft.training.dry_run import plan_lines
-from litft.training.memory.choose import choose_memory_settings
+from litft.training.memory.choose import plan_run
 from litft.training.memory.communication import Cluster, communication_volume
 from litft.training.memory.plan import predict
 from litft.training.memory.trace import Shape
@@ -531,7 +531,7 @@ def plan_with_memory(tiny, examples, monkeypatch):
         )
         setup = resolve_setup(args, resolve(tiny))
         data = load_data(args.data, setup.tokenizer, 512, 256)
-        run = choose_memory_settings(setup, Schedule(args, data, 2), torch.device("cpu"))
+        run = plan_run(setup, Schedule(args, data, 2), torch.device("cpu"))
         return run.settings, list(plan_lines(run, 1e12)), run.schedule
 
     return plan

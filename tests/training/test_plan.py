@@ -40,7 +40,7 @@ from litft.methods import LoRA, method_of
 from litft.model.quantization import QuantizedLinear
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
-from litft.training.memory.choose import choose_memory_settings
+from litft.training.memory.choose import plan_run
 from litft.training.memory.flops import Flops, chip_peak_flops, peak_flops
 from litft.training.memory.plan import USABLE_FRACTION, predict
 from litft.training.memory.trace import Shape
@@ -591,7 +591,7 @@ def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeyp
             "device_memory",
             lambda device, processes, available=available: available,
         )
-        run = choose_memory_settings(setup, Schedule(args, data, 1), torch.device("cpu"))
+        run = plan_run(setup, Schedule(args, data, 1), torch.device("cpu"))
         choices.append((run.schedule.layout.rows, run.settings.recomputed))
         assert available == 1 or run.settings.plan.memory.peak <= 0.9 * available
     assert choices[0] == (32, "none") and choices[-1] == (1, "full")

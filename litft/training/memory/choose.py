@@ -63,9 +63,7 @@ def planned_shape(schedule: Schedule, strategy: str) -> Shape:
     return shape._replace(accumulated=shape.accumulated or strategy == "ddp")
 
 
-def choose_memory_settings(
-    setup: RunSetup, schedule: Schedule, device: torch.device
-) -> PlannedRun:
+def plan_run(setup: RunSetup, schedule: Schedule, device: torch.device) -> PlannedRun:
     """Choose what the flags leave open, by the device's memory: also the rows of a micro-batch, by
     which the run's schedule is laid out.
 

@@ -289,7 +289,7 @@ class Recorder:
                 bests.append((int(step), path))
         return sorted(bests)
 
-    def write(self, name: str, step: int | None = None) -> None:
+    def write(self, folder_name: str, step: int | None = None) -> None:
         """Write a folder to open, which gets its name only when it is complete. step: noted in it,
         if given.
 
@@ -303,7 +303,7 @@ class Recorder:
         }
         # None: only take part
         with (
-            atomic_folder(self.folder / name)
+            atomic_folder(self.folder / folder_name)
             if self.is_writer
             else nullcontext() as partial
         ):
@@ -325,7 +325,7 @@ class Recorder:
                     "precision": self.settings.precision,
                 }
                 source = dataclasses.replace(source, text_names=self.args.save.text_names)
-                record = base_record(source, self.folder / name)
+                record = base_record(source, self.folder / folder_name)
                 method.write(
                     partial, source, values, record | {"litft": record["litft"] | training}
                 )
