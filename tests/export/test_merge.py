@@ -11,8 +11,9 @@ from peft_reference import TOKENS, write_adapter
 from safetensors.torch import load_file, save_file
 
 import litft
-from litft.args import LoRAArgs, MergeArgs
+from litft.args import ExportArgs, LoRAArgs, MergeArgs
 from litft.checkpoints.weight_writer import write_weights
+from litft.commands.convert_to_hf import export
 from litft.commands.merge_lora import merge
 from litft.methods import LoRA
 from litft.pretrained.folder import resolve
@@ -311,3 +312,22 @@ def test_tensors_that_are_wider_than_the_folder_stay_so(make_model, tmp_path):
         assert tensors[name].dtype == tensor.dtype, name
     routers = [name for name in stored if name.endswith("gate.weight")]
     assert routers and all(torch.equal(tensors[name], stored[name]) for name in routers)
+
+
+def test_a_quantized_folder_is_written_in_its_own_dtype(make_model, tmp_path):
+    """Weights that are dequantized to fp32 are not stored in fp32."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+    _, folder = make_model(LlamaConfig, hidden_size=64, intermediate_size=128)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4"
+        ),
+        dtype=torch.bfloat16,
+        device_map="cpu",
+    )
+    quantized.save_pretrained(tmp_path / "nf4")
+    args = ExportArgs(checkpoint_dir=str(tmp_path / "nf4"), out_dir=str(tmp_path / "out"))
+    tensors = load_file(export(args) / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
