@@ -29,29 +29,35 @@ class Detokenizer:
         The window must not begin within a character: some tokenizers decode a whole run of bytes to
         U+FFFD if any of its characters is incomplete.
         """
-        shortest = list(before[-WINDOW_LENGTHS[0] :])
         # a prompt may end in the very character that stands for incomplete bytes
-        if self._ends_in_replacement(before):
-            for length in WINDOW_LENGTHS:
-                window = list(before[-length:])
-                if not self.tokenizer.decode(window).startswith(REPLACEMENT):
-                    return window, len(window)
-            return list(before), len(before)
+        ends_whole = self._ends_in_replacement(before)
         for length in (*WINDOW_LENGTHS, len(before)):
             window = list(before[-length:])
-            num_whole = self._num_whole(window, is_prompt=len(window) == len(before))
+            is_prompt = len(window) == len(before)
+            if ends_whole and (is_prompt or self._begins_whole(window)):
+                return window, len(window)
+            if ends_whole:
+                continue
+            num_whole = self._num_whole(window, is_prompt)
             if num_whole is not None:
                 return window, num_whole
         # no window has whole characters: the prompt is not valid text
+        shortest = list(before[-WINDOW_LENGTHS[0] :])
         return shortest, len(shortest)
+
+    def _begins_whole(self, window: list[int]) -> bool:
+        """Return whether the text of a window does not begin within a character."""
+        return not self.tokenizer.decode(window).startswith(REPLACEMENT)
 
     def _num_whole(self, window: list[int], is_prompt: bool) -> int | None:
         """Return how many tokens of a window begin and end with a whole character, leaving out at
-        most the last three; None if none do."""
+        most the last three; None if none do. is_prompt: the window is the whole prompt, which
+        begins with a character, be it U+FFFD."""
         most_left_out = min(LONGEST_CHARACTER - 1, len(window))
         for left_out in range(most_left_out + 1):
             count = len(window) - left_out
             text = self.tokenizer.decode(window[:count])
+            # without text, it is not known where a character begins
             if left_out and not text and not is_prompt:
                 continue
             begins_whole = is_prompt or not text.startswith(REPLACEMENT)
@@ -61,19 +67,18 @@ class Detokenizer:
 
     def _ends_in_replacement(self, before: Sequence[int]) -> bool:
         """Return whether the prompt itself ends in U+FFFD, which is a whole character then."""
-        # the characters before it may be in its first token
         end = list(before[-LONGEST_CHARACTER:])
         text = self.tokenizer.decode(end)
         if not text.endswith(REPLACEMENT):
             return False
         # encoded after a letter, since at the start of a text some tokenizers add a space
         alone = self.tokenizer.encode(f"a{REPLACEMENT}", bos=False)[1:]
+        if not alone:
+            return False
+        # its tokens alone, or joined with characters before it
+        joined = self.tokenizer.encode(f"a{text}", bos=False)
         count = len(alone)
-        # the text may be the bytes of a character, which are encoded in another way
-        if count and end[-count:] == alone:
-            return True
-        written = self.tokenizer.encode(f"a{text}", bos=False)
-        return count > 0 and written[-count:] == end[-count:]
+        return end[-count:] in (alone, joined[-count:])
 
     def push(self, token: int, last: bool = False) -> str:
         """Add a token and return the text that is complete now."""
