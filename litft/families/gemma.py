@@ -122,6 +122,7 @@ def _with_windows(hf: dict[str, Any], base: Config, norm: NormConfig) -> Config:
 def ropes_of_types(hf: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Return Gemma 3's RoPE of layers with full attention, and that of layers with a window; only
     the first is scaled."""
+    llama.check_rope_type(hf)
     nested = llama.ropes_by_type(hf)
     full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
     full.setdefault("rope_theta", hf.get("rope_theta", 1e6))

@@ -99,6 +99,18 @@ def layer_kinds(
     return [supported[layer_type] for layer_type in types]
 
 
+def check_rope_type(hf: dict[str, Any]) -> None:
+    """Raise ValueError for a `rope_scaling` whose kind has the name that it had before
+    transformers 4.45, for a model type of which transformers does not read that name."""
+    scaling = hf.get("rope_scaling") or {}
+    kind = scaling.get("type", "default")
+    if kind != "default" and "rope_type" not in scaling:
+        raise ValueError(
+            f"config.json: rope_scaling has type {kind!r}, which transformers does not read for "
+            f"{hf['model_type']}; name it rope_type"
+        )
+
+
 def layers_with(
     config: Config, has: Callable[[LayerConfig], Any], prefix: str = "model.layers."
 ) -> str:

@@ -65,6 +65,7 @@ def config(hf: dict[str, Any]) -> Config:
 def _check_olmo3_ropes(hf: dict[str, Any], nested: dict[str, Any]) -> None:
     """Raise ValueError for scaled `rope_parameters` of all layers: OLMo 3 scales only those with
     full attention, and transformers ignores such parameters."""
+    llama.check_rope_type(hf)
     parameters = hf.get("rope_parameters") or {}
     rope_type = parameters.get("rope_type", "default")
     if not nested and rope_type != "default":

@@ -412,8 +412,8 @@ class PlainExperts(nn.Module):
         return self.down_proj(hidden, grouping)
 
 
-# name suffixes of the modules that select experts; these stay in full precision, since a small
-# error changes the selection
+# name suffixes of the modules that select experts; these are not quantized, since a small error
+# changes the selection
 ROUTERS = (
     ".router",
     ".shared_gate",

@@ -49,6 +49,8 @@ YARN = dict(
     original_max_position_embeddings=32,
     attention_factor=1.3,
 )
+# as it was written before transformers 4.45
+OLD_YARN = {"type": "yarn", "factor": 4.0}
 BY_KIND = dict(
     sliding_attention=dict(rope_type="default", rope_theta=5e5),
     full_attention=dict(rope_type="default", rope_theta=5e5),
@@ -133,6 +135,14 @@ def test_published_names_of_bloom():
         (
             dict(model_type="olmo3", rope_parameters=YARN, vocab_size=64),
             "name no kind of layer; put them under full_attention",
+        ),
+        (
+            dict(model_type="olmo3", rope_scaling=OLD_YARN, vocab_size=64),
+            "rope_scaling has type 'yarn', which transformers does not read for olmo3",
+        ),
+        (
+            dict(model_type="gemma3_text", rope_scaling=OLD_YARN, vocab_size=64),
+            "rope_scaling has type 'yarn', which transformers does not read for gemma3_text",
         ),
         (
             dict(model_type="codegen", head_dim=128, n_embd=64, n_head=4, vocab_size=64),
