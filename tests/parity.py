@@ -1,6 +1,7 @@
 """Variations of every family and measures of their difference from transformers, for tests and
 tutorials/families.md."""
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -1165,6 +1166,22 @@ def tolerance(config: Config) -> float:
     computes a text token by token.
     """
     return 3e-5 if any(layer.mixer for layer in config.layers) else 1e-5
+
+
+@torch.no_grad()
+def rounding_noise(reference: torch.nn.Module) -> float:
+    """Return how far logits of transformers move if each weight changes by 1e-7 of itself, about
+    half a rounding of fp32: another processor's products differ by as much."""
+    changed = copy.deepcopy(reference)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in changed.parameters():
+        signs = torch.randn(parameter.shape, generator=generator).sign()
+        parameter.mul_(1 + 1e-7 * signs)
+    differences = []
+    for length in LENGTHS:
+        tokens = draw(2, length, seed=length)
+        differences.append(relative(changed(tokens).logits, reference(tokens).logits))
+    return max(differences)
 
 
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:

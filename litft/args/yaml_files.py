@@ -51,7 +51,9 @@ class _Loader(yaml.SafeLoader):
             parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
             for part in reversed(parts):
                 if not isinstance(part, yaml.MappingNode):
-                    raise ValueError("<<: what is merged is no mapping")
+                    raise ValueError(
+                        "<<: what is merged is no mapping; name one (&name) and merge *name"
+                    )
                 self.flatten_mapping(part)
                 merged += part.value
         node.value = merged + own
