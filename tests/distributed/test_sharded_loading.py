@@ -19,6 +19,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 def test_a_sharded_network_has_the_logits_of_the_whole_one(tiny, tmp_path):
     """The base and adapters of every method, quantized too; each process holds about half."""
     tokens = torch.randint(0, 400, (2, 9), generator=torch.Generator().manual_seed(0))
