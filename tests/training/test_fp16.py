@@ -41,9 +41,10 @@ def test_losses_are_near_those_of_fp32(tiny, examples, tmp_path, kind):
             assert {row["loss_scale"] for row in rows[1:]} == {"65536"}
             assert {row["skipped_updates"] for row in rows[1:]} == {"0"}
     assert len(losses["fp16"]) == 30
-    # relative to losses near that of a guess
+    # relative to losses near that of a guess; fp16 rounds by 5e-4, and steps add up: 1.1e-3 on an
+    # Intel processor, below 1e-3 on an AMD one
     difference = (losses["fp16"] - losses["fp32"]).abs() / losses["fp32"]
-    assert difference.max() <= 1e-3
+    assert difference.max() <= 2e-3
     assert losses["fp16"][-1] < losses["fp16"][0]
 
 
