@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from strategies import run_workers
+from strategies import run_cases
 from torch.distributed.device_mesh import init_device_mesh
 
 PROCESSES = 2
@@ -21,11 +21,7 @@ def logits(cases: list[dict], out: Path) -> list[dict]:
 
     A case has "folder" and "tokens", optionally "quantize".
     """
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "cases.json").write_text(json.dumps(cases))
-    words = [str(out / "cases.json"), str(out / "logits.pt")]
-    run_workers(__file__, words, PROCESSES, out)
-    return torch.load(out / "logits.pt")
+    return run_cases(__file__, cases, PROCESSES, out)
 
 
 @torch.no_grad()

@@ -82,6 +82,17 @@ def run_workers(file: str, words: list[str], count: int, out: Path) -> str:
     return printed
 
 
+def run_cases(file: str, cases: list[dict], count: int, out: Path) -> list:
+    """Run `python FILE CASES OUT` in `count` processes, and return what they save: the result of
+    each case."""
+    import torch
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "cases.json").write_text(json.dumps(cases))
+    run_workers(file, [str(out / "cases.json"), str(out / "results.pt")], count, out)
+    return torch.load(out / "results.pt")
+
+
 def losses(
     model: Path, data: Path, out: Path, strategy: str, case_names: list[str]
 ) -> dict[str, dict[str, list[float]]]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from strategies import run_workers
+from strategies import run_cases
 
 
 def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tensor | str]:
@@ -18,11 +18,7 @@ def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tenso
     A case has "folder" and "tokens", optionally "quantize" and "precision". The second half of the
     tokens is computed with a KV cache, the last token in a step of its own.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "cases.json").write_text(json.dumps(cases))
-    words = [str(out / "cases.json"), str(out / "logits.pt")]
-    run_workers(__file__, words, processes, out)
-    return torch.load(out / "logits.pt")
+    return run_cases(__file__, cases, processes, out)
 
 
 @torch.inference_mode()

@@ -286,17 +286,18 @@ def _note_command(
         is_adapter = entries.get(switch, "lora") == "lora"
     else:
         is_adapter = bool(entries.get(switch))
-    is_full = not is_adapter
-    if adapts and is_full and program is LLAMA_FACTORY:
+    if adapts == is_adapter:
+        return
+    if adapts and program is LLAMA_FACTORY:
         notes.append(
-            f"finetuning_type: {entries[switch]} is another command here, finetune/full.py"
+            f"{switch}: {entries[switch]} is another command here, finetune/full.py"
         )
-    elif adapts and is_full:
+    elif adapts:
         notes.append(
             f"{switch}: without it, all weights are trained there; here that is another command, "
             "finetune/full.py"
         )
-    elif not adapts and is_adapter:
+    else:
         notes.append(
             f"{switch}: an adapter is trained there, at a rate that suits one; here that is "
             "another command, finetune/lora.py"

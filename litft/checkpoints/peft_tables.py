@@ -264,9 +264,10 @@ def _fit_table(
     # litft's own new tokens, which are rows of a whole table beside LoRA or a trained table
     recorded = reading.config.get("litft", {}).get("new_tokens", [])
     tokens = {*changed, *recorded, *range(size, width)}
-    if "m" in factors and set(changed) - set(recorded):
+    unknown = set(changed) - set(recorded)
+    if "m" in factors and unknown:
         raise ValueError(
-            f"{reading.path}: {target.name} has {len(set(changed) - set(recorded))} rows that "
+            f"{reading.path}: {target.name} has {len(unknown)} rows that "
             "differ from the base's, beside DoRA; merge the adapter in PEFT, or pass --base_dir "
             "with the base that it was trained on"
         )

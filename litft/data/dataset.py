@@ -299,7 +299,7 @@ def _left_out(labels: list[str], parts: list[Part], weights: list[float]) -> dic
 
 def _distinct(stores: list[TokenStore], args: DataArgs) -> list[Part]:
     """Return each file with its entries, without those that --data.dedup leaves out."""
-    # a file with weight 0 has none, and removes no copies from others
+    # a file with weight 0 is not used: it has no entries, and its records do not count as originals
     used = [weight > 0 for weight in args.path_weights]
     distinct = iter(distinct_entries(list(compress(stores, used)), args.dedup))
     parts = []

@@ -134,7 +134,7 @@ def load_function(source: str) -> RewardFunction:
             return MADE[name](argument)
         return PLAIN[source]
     path, _, name = source.rpartition(":")
-    # what a file of Python may expect: its folder is imported from, and classes find their module
+    # as Python runs a script: imports look into its folder, and classes find their module
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

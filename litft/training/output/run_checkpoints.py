@@ -406,7 +406,7 @@ def _restore(
             saved_shapes[key] = None
 
     # DCP fills tensors in place, so the optimizer's state must exist before; a run whose updates
-    # were all left out has none, but for the weights beside an average
+    # were all left out has none, except for the weights that schedule-free keeps beside its average
     state_keys = [key for key in saved_shapes if key.startswith(_OPTIMIZER)]
     if any(not key.endswith(".stepped") for key in state_keys):
         _init_state(optimizer)
