@@ -5,8 +5,9 @@
 Needs `pip install -e '.[test]'`. Both train the same LoRA targets and rank on the same number of
 prompts, completions and tokens a step, in one precision with the same threads. Each turn starts a
 process of its own, takes `steps` steps and reports the median time of all but the first; the
-contenders alternate. A record has a `prompt` or a `question`; the reward is the length of a
-completion, whose spread gives every group an advantage.
+contenders alternate. A record has a `prompt` or a `question`. With `--reward length` every group
+has an advantage, so both train on all completions. With `--reward number` the last number must be
+that of the record's `answer`: litft leaves completions without an advantage out of the update.
 """
 
 import csv
@@ -48,6 +49,8 @@ class RewardBenchmarkArgs:
     """Turns of each contender."""
     threads: int = 2
     """CPU threads."""
+    reward: Literal["length", "number"] = "length"
+    """The length of a completion, or whether its last number is that of the answer."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """The dtype of the frozen weights and of the computation."""
     out: str | None = None
@@ -68,10 +71,13 @@ class RewardBenchmarkArgs:
 
 def litft_seconds(args: RewardBenchmarkArgs, folder: Path) -> list[float]:
     """Return the seconds of each step of a litft run."""
-    (folder / "rewards.py").write_text(REWARD)
+    reward = args.reward
+    if reward == "length":
+        (folder / "rewards.py").write_text(REWARD)
+        reward = f"{folder}/rewards.py:length"
     command = [sys.executable, ROOT / "finetune" / "lora.py", "--objective", "grpo"]
     command += ["--checkpoint_dir", args.checkpoint_dir, "--data.path", args.data.path[0]]
-    command += ["--reward", f"{folder}/rewards.py:length", "--data.val_fraction", "0"]
+    command += ["--reward", reward, "--data.val_fraction", "0"]
     command += [
         "--grpo.group_size",
         args.group_size,

@@ -14,6 +14,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from litft.evaluation.rewards.builtin import number
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -30,6 +32,21 @@ class Clock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
 
+def length(completions: list[list[dict]], **_: list) -> list[float]:
+    """Return the number of characters of each completion."""
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def last_number(
+    completions: list[list[dict]], answer: list[str], **_: list
+) -> list[float | None]:
+    """Return litft's reward `number` of each completion."""
+    rewards = []
+    for completion, text in zip(completions, answer, strict=True):
+        rewards.append(number(completion[0]["content"], text))
+    return rewards
+
+
 def main() -> None:
     """Train, and print the seconds of each step."""
     setup = json.loads(Path(sys.argv[1]).read_text())
@@ -39,7 +56,8 @@ def main() -> None:
     for line in lines:
         record = json.loads(line)
         question = record.get("prompt") or record["question"]
-        records.append({"prompt": [{"role": "user", "content": question}]})
+        prompt = [{"role": "user", "content": question}]
+        records.append({"prompt": prompt, "answer": record.get("answer", "")})
     completions = setup["prompts"] * setup["group_size"]
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -61,9 +79,7 @@ def main() -> None:
     clock = Clock()
     trainer = GRPOTrainer(
         model=setup["checkpoint_dir"],
-        reward_funcs=lambda completions, **_: [
-            float(len(c[0]["content"])) for c in completions
-        ],
+        reward_funcs={"length": length, "number": last_number}[setup["reward"]],
         args=args,
         train_dataset=Dataset.from_list(records),
         peft_config=LoraConfig(r=16, target_modules=["q_proj", "v_proj"]),
