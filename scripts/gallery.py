@@ -68,8 +68,8 @@ def planned(model: str, memory: str, chip: str) -> Cell | None:
     """
     from litft.args import PlanArgs
     from litft.commands.plan import longest_row, plan_on_paper, setting_flags
-    from litft.training.dry_run import UTILIZATION, format_duration
     from litft.training.memory.plan import format_bytes
+    from litft.training.run_description import UTILIZATION, format_duration
 
     args = PlanArgs(
         checkpoint_dir=str(CONFIGS / model), budget=memory.replace(" ", ""), chip=chip

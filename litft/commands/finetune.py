@@ -29,8 +29,8 @@ from litft.evaluation.scoring import Metric
 from litft.folder_lock import locked_folder
 from litft.model.quantization import bitsandbytes
 from litft.pretrained.folder import DEMO, resolve
-from litft.training.dry_run import description, dry_run, run_title
-from litft.training.memory.advice import check_memory
+from litft.training.dry_run import dry_run
+from litft.training.memory.check import check_memory
 from litft.training.memory.choose import PlannedRun, plan_run
 from litft.training.memory.flops import check_chip, peak_flops
 from litft.training.objectives import OBJECTIVES
@@ -39,6 +39,7 @@ from litft.training.output.metrics import COLUMNS, INTERNAL, Row
 from litft.training.output.recorder import Observers
 from litft.training.output.screen import open_screen
 from litft.training.replay import add_replay
+from litft.training.run_description import description, run_title
 from litft.training.run_setup import RunSetup, resolve_setup
 from litft.training.schedule import Schedule
 from litft.training.teacher_report import check_teacher
@@ -84,34 +85,46 @@ def run_finetuning(
             lock.enter_context(locked_folder(named))
             # again: another run may have ended between the first check and the lock
             _check_folder(args, named)
+        return _train(run, named, lock, callback=callback, metrics=metrics)
 
-        # the processes start, and agree on one folder
-        fabric = make_fabric(args, run.settings.strategy)
-        hosts = launch(fabric, args.timeout)
-        # Only the first process makes the folder. Every process has checked its earlier content in
-        # `_complete_args`, before the processes met.
-        name = ""
-        if fabric.global_rank == 0:
-            name = str(named or run_dir.claim(run.setup.method.title))
-        folder = Path(fabric.broadcast(name))
-        if not named and fabric.global_rank == 0:
-            lock.enter_context(locked_folder(folder))
 
-        # torchrun may have told a single node to resume: then all processes do
-        if any(hosts.all_reduce_max(args.resume)):
-            resumed = replace(run.setup.args, resume=True, overwrite=False)
-            run = replace(run, setup=replace(run.setup, args=resumed))
-        hosts.check_equal(_facts_equal_on_all_ranks(run))
-        screen = open_screen(fabric.global_rank == 0)
-        # before the weights are read, which takes long
-        if fabric.global_rank == 0:
-            peak = peak_flops(fabric.device, run.settings.precision)
-            screen.header(run_title(run.setup), str(folder), description(run, peak))
+def _train(
+    run: PlannedRun,
+    named: Path | None,
+    lock: ExitStack,
+    *,
+    callback: Callback | None,
+    metrics: Mapping[str, Metric] | None,
+) -> RunResult:
+    """Start the processes, and train; named: the run's folder if the flags name it, which `lock`
+    then holds."""
+    fabric = make_fabric(run.setup.args, run.settings.strategy)
+    cpu_group = launch(fabric, run.setup.args.timeout)
 
-        # the run itself
-        observers = Observers(screen, callback)
-        trainer = Trainer(Processes(fabric, hosts), run, folder, observers, metrics)
-        trainer.fit()
+    # Only the first process makes the folder. Every process has checked its earlier content in
+    # `_complete_args`, before the processes met.
+    name = ""
+    if fabric.global_rank == 0:
+        name = str(named or run_dir.claim(run.setup.method.title))
+    folder = Path(fabric.broadcast(name))
+    if not named and fabric.global_rank == 0:
+        lock.enter_context(locked_folder(folder))
+
+    # torchrun may have told a single node to resume: then all processes do
+    if any(cpu_group.all_reduce_max(run.setup.args.resume)):
+        resumed = replace(run.setup.args, resume=True, overwrite=False)
+        run = replace(run, setup=replace(run.setup, args=resumed))
+    cpu_group.check_equal(_facts_equal_on_all_ranks(run))
+    screen = open_screen(fabric.global_rank == 0)
+    # before the weights are read, which takes long
+    if fabric.global_rank == 0:
+        peak = peak_flops(fabric.device, run.settings.precision)
+        screen.header(run_title(run.setup), str(folder), description(run, peak))
+
+    # the run itself
+    observers = Observers(screen, callback)
+    trainer = Trainer(Processes(fabric, cpu_group), run, folder, observers, metrics)
+    trainer.fit()
     return RunResult(folder, trainer.metrics.newest)
 
 
@@ -145,10 +158,7 @@ def _complete_args(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     if problems:
         raise ValueError("\n".join(problems))
     if args.checkpoint_dir is None:
-        # completions that are sometimes right can be learned from; those of the base never are
-        start = "tuned" if args.objective == "grpo" else "base"
-        data = replace(args.data, path=[str(DEMO)])
-        args = replace(args, checkpoint_dir=str(DEMO / start), data=data)
+        args = _with_demo(args)
     args = _pin_hub_ids(args)
     folder = run_dir.from_flags(args.out_dir, args.resume)
     if folder and args.resume and not args.out_dir and is_first_on_node():
@@ -166,6 +176,14 @@ def _complete_args(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     if folder and not args.dry_run:
         _check_folder(args, folder)
     return args, folder
+
+
+def _with_demo(args: FinetuneArgs) -> FinetuneArgs:
+    """Return the arguments with the model and the data of the demo."""
+    # completions that are sometimes right can be learned from; those of the base never are
+    start = "tuned" if args.objective == "grpo" else "base"
+    data = replace(args.data, path=[str(DEMO)])
+    return replace(args, checkpoint_dir=str(DEMO / start), data=data)
 
 
 def _check_folder(args: FinetuneArgs, folder: Path) -> None:
@@ -234,7 +252,7 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
     vocab_size = setup.method.vocab_size(source.config)
     max_positions = source.config.max_positions
     timeout = args.timeout_seconds
-    kind = setup.objective.data
+    kind = setup.objective.data_kind
     data = load_data(
         args.data,
         setup.tokenizer,

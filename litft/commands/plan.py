@@ -17,7 +17,6 @@ from litft.data.dataset import length_limit
 from litft.distributed.devices import num_shards
 from litft.methods import Method, method_of
 from litft.pretrained.folder import PretrainedFolder, resolve
-from litft.training.dry_run import time_line
 from litft.training.memory.communication import (
     Cluster,
     CommunicationVolume,
@@ -34,6 +33,7 @@ from litft.training.memory.plan import (
 )
 from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS, RECOMPUTED
+from litft.training.run_description import time_line
 
 DEFAULT_CHIP = "H100"
 # --longest is exact to so many tokens

@@ -35,7 +35,7 @@ def prepare_data(args: PrepareArgs) -> None:
         setup.tokenizer,
         setup.method.vocab_size(source.config),
         source.config.max_positions,
-        kind=objective.data,
+        kind=objective.data_kind,
         completion_tokens=objective.completion_tokens,
     )
     schedule = Schedule(finetuning, data, ranks=1, group_size=objective.group_size)

@@ -36,8 +36,8 @@ from litft.evaluation.verdict import LOSS, mean_of, parts_in
 from litft.folder_lock import locked_folder
 from litft.model.config_file import read_object
 from litft.pretrained.folder import fingerprint, resolve
-from litft.training.dry_run import format_duration
 from litft.training.output.report import Points, points, write_sweep_page
+from litft.training.run_description import format_duration
 
 RESULTS = "sweep.json"
 PAGE = "sweep.html"

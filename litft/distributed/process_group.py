@@ -105,7 +105,7 @@ class Processes:
     """The processes of a run: Fabric for their devices, and a group for what they decide."""
 
     fabric: "Fabric"
-    hosts: "CpuProcessGroup"
+    cpu_group: "CpuProcessGroup"
 
 
 class CpuProcessGroup:
@@ -206,7 +206,7 @@ def sync_gradients(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[N
 
 
 @contextmanager
-def join_uneven(model: GPT, hosts: CpuProcessGroup) -> Iterator[None]:
+def join_uneven(model: GPT, cpu_group: CpuProcessGroup) -> Iterator[None]:
     """Within the context, processes may run the network different numbers of times.
 
     A forward pass of a sharded network needs all processes. A process that has finished joins the
@@ -217,7 +217,7 @@ def join_uneven(model: GPT, hosts: CpuProcessGroup) -> Iterator[None]:
         return
     # announced before each forward pass, for the processes that have finished
     hook = model.register_forward_pre_hook(
-        lambda *_: hosts.all_reduce_max(1.0) and None, prepend=True
+        lambda *_: cpu_group.all_reduce_max(1.0) and None, prepend=True
     )
     try:
         yield
@@ -226,7 +226,7 @@ def join_uneven(model: GPT, hosts: CpuProcessGroup) -> Iterator[None]:
 
     # a finished process joins until no process announces a pass
     dummy_token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    while any(hosts.all_reduce_max(0.0)):
+    while any(cpu_group.all_reduce_max(0.0)):
         model(dummy_token)
 
 

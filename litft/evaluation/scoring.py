@@ -105,7 +105,7 @@ def _scored_answer(
 
 def validation_answers(
     fabric: Fabric,
-    hosts: CpuProcessGroup,
+    cpu_group: CpuProcessGroup,
     model: GPT,
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
@@ -124,7 +124,7 @@ def validation_answers(
     questions = _questions(samples, min_new_tokens, max_new_tokens)
     answers = greedy_completions(
         fabric,
-        hosts,
+        cpu_group,
         model,
         tokenizer,
         prompts=[(question.prompt, question.room) for question in questions],
@@ -139,7 +139,7 @@ def validation_answers(
 
 def greedy_completions(
     fabric: Fabric,
-    hosts: CpuProcessGroup,
+    cpu_group: CpuProcessGroup,
     model: GPT,
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[list[int], int]],
@@ -160,14 +160,16 @@ def greedy_completions(
             before_batch()
             stop = min(start + ranks * rows, len(prompts))
             indices = range(start + fabric.global_rank, stop, ranks)
-            with join_uneven(model, hosts):
+            with join_uneven(model, cpu_group):
                 answers = greedy_answers(
                     model, tokenizer, [prompts[index] for index in indices]
                 )
             completed += zip(indices, answers, strict=True)
 
     # in the order of the prompts, the same on every rank
-    of_all = [numbered for of_rank in hosts.all_gather(completed) for numbered in of_rank]
+    of_all = [
+        numbered for of_rank in cpu_group.all_gather(completed) for numbered in of_rank
+    ]
     return [answer for _, answer in sorted(of_all, key=lambda numbered: numbered[0])]
 
 

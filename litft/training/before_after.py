@@ -130,7 +130,7 @@ class BeforeAfter:
     ) -> None:
         # before_batch: called before each batch; it may raise
         self.fabric = processes.fabric
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.model = model
         self.tokenizer = tokenizer
         self.data = data
@@ -262,7 +262,7 @@ class BeforeAfter:
         with eval_mode(self.model):
             answers = greedy_completions(
                 self.fabric,
-                self.hosts,
+                self.cpu_group,
                 self.model,
                 self.tokenizer,
                 prompts=[(prompt, ANSWER_TOKENS) for prompt in prompts],

@@ -55,7 +55,7 @@ class CompletionWriter:
         retries: bool,
     ) -> None:
         # retries: generate fewer completions at once after an out-of-memory error
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings
@@ -69,7 +69,7 @@ class CompletionWriter:
     def write(self, draws: Sequence[Draw]) -> list[Completion]:
         """Return the completions of this process; every process takes part, if only with none."""
         requests = [self._request(draw) for draw in draws]
-        with eval_mode(self.model), uncompiled(), join_uneven(self.model, self.hosts):
+        with eval_mode(self.model), uncompiled(), join_uneven(self.model, self.cpu_group):
             if not requests:
                 return []
             capacity = 0

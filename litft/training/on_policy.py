@@ -35,7 +35,7 @@ class OwnAnswers:
     ) -> None:
         # limit: the most tokens of a sample
         self.fabric = processes.fabric
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.args = setup.args.distill
         self.seed = setup.args.seed
         self.teacher = teacher
@@ -103,7 +103,7 @@ class OwnAnswers:
             draws.append(Draw(f"own answer, {step}, {place}", prompt_ids, room))
         completions = self.writer.write(draws)
         answers: dict[int, Completion] = {}
-        for places, of_rank in self.hosts.all_gather((own, completions)):
+        for places, of_rank in self.cpu_group.all_gather((own, completions)):
             answers |= zip(places, of_rank, strict=True)
         return {place: answers[place] for place in chosen}
 
@@ -112,7 +112,7 @@ class OwnAnswers:
         # of a step without own answers
         if not samples:
             return []
-        return self.hosts.gather_parts(self.teacher.judge(samples, layout))
+        return self.cpu_group.gather_parts(self.teacher.judge(samples, layout))
 
 
 def open_own_answers(

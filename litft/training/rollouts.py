@@ -105,7 +105,7 @@ class Rollouts:
         self.say = say
         self.has_warned = False  # of a step without a reward
         self.fabric = processes.fabric
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.model = model
         self.objective = objective
         self.args = objective.grpo
@@ -258,7 +258,7 @@ class Rollouts:
         """Return the numbers, completions and values of all processes, in the order of the numbers;
         raise RewardError with the message of the first process that has one."""
         numbered: list[tuple[int, Completion, list[float]]] = []
-        for numbers, of_rank, of_functions, failure in self.hosts.all_gather(
+        for numbers, of_rank, of_functions, failure in self.cpu_group.all_gather(
             (own, completions, values, error)
         ):
             if failure is not None:
@@ -326,7 +326,7 @@ class Rollouts:
             own = target_log_probs(
                 self.model, samples, layout, self.fabric.device, self.fabric.global_rank
             )
-        return self.hosts.gather_parts(own)
+        return self.cpu_group.gather_parts(own)
 
     def _facts(self, rated: Rated) -> dict[str, float]:
         """Return the values of columns that the loss does not give."""

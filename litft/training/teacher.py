@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,20 +26,20 @@ from litft.evaluation.log_probs import sample_batches
 from litft.model.distillation import TeacherQuestion
 from litft.pretrained.load import load_network, load_sharded
 from litft.signals import Signals
-from litft.training.batches import (
-    FOLDER,
-    SAMPLES_AT_ONCE,
-    Batches,
-    TeacherReader,
-    digest,
-    progress_bar,
-)
-from litft.training.measured_samples import all_measured
 from litft.training.memory.choose import PlannedRun
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import Screen
+from litft.training.reference_values import (
+    FOLDER,
+    SAMPLES_AT_ONCE,
+    digest,
+    progress_bar,
+)
 
 # N targets of a sample, K tokens of the teacher
+
+# returns what a teacher says of the sample with this number; None if it was not asked
+TeacherReader = Callable[[int], TeacherValues | None]
 
 
 class Teacher:
@@ -202,7 +201,7 @@ class TeacherPass:
         # mesh: over which the teacher is sharded; None: each process holds all of it
         self.mesh = mesh
         self.fabric = processes.fabric
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.run = run
         self.folder = folder
         self.screen = screen
@@ -289,7 +288,7 @@ class TeacherPass:
             for start in range(0, len(indices), size):
                 block = indices[start : start + size]
                 own = self._judge(teacher, [samples[index] for index in block])
-                values = self.hosts.gather_parts(own)
+                values = self.cpu_group.gather_parts(own)
                 if self.fabric.global_rank == 0:
                     file.append(dict(zip(block, values, strict=True)))
                 bar.update(len(block))
@@ -323,40 +322,10 @@ class TeacherPass:
 
     def _check_signals(self) -> None:
         """Raise Interrupted on every process if one has caught a signal."""
-        (caught,) = self.hosts.all_reduce_max(self.signals.caught)
+        (caught,) = self.cpu_group.all_reduce_max(self.signals.caught)
         if caught:
             command = run_dir.command(
                 f"finetune/{method_name(type(self.run.setup.args))}.py"
             )
             resume = f"{command} --resume --out_dir {self.folder.folder}"
             raise Interrupted(int(caught), 0, resume)
-
-
-class TaughtBatches(NamedTuple):
-    """The samples of a run, and its teacher where the steps need it."""
-
-    batches: Batches
-    teacher: Teacher | None
-
-
-def open_batches(
-    processes: Processes,
-    run: PlannedRun,
-    folder: RunFolder,
-    screen: Screen,
-    mesh: DeviceMesh | None,
-) -> TaughtBatches:
-    """Return the samples of a run; a teacher, if it has one, reads them first.
-
-    mesh: over which the networks are sharded; None: each process holds all of them.
-    """
-    args = run.setup.args
-    schedule = run.schedule
-    # what a reference or a teacher says is needed of all that is measured, of all sets
-    measured = all_measured(schedule.data, args.eval, args.train.global_batch_size)
-    if run.setup.teacher is None:
-        return TaughtBatches(Batches(run.setup.objective, schedule, measured), None)
-    teacher_pass = TeacherPass(processes, run, folder, screen, measured, mesh)
-    teacher_pass.read_examples()
-    batches = Batches(run.setup.objective, schedule, measured, teacher_pass.readers)
-    return TaughtBatches(batches, teacher_pass.teacher)

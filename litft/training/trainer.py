@@ -26,7 +26,6 @@ from litft.evaluation.scoring import Metric
 from litft.signals import Signals
 from litft.training.before_after import measures_forgetting
 from litft.training.divergence import DivergenceGuard
-from litft.training.dry_run import format_duration
 from litft.training.intervals import (
     checkpoint_is_due,
     num_measured,
@@ -49,7 +48,8 @@ from litft.training.output.recorder import Observers, Recorder
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import open_screen, shorten, shorten_left
 from litft.training.rollouts import open_rollouts
-from litft.training.teacher import open_batches
+from litft.training.run_description import format_duration
+from litft.training.run_samples import open_samples
 from litft.training.updates import Updates
 from litft.training.validation import Measured, Validation
 
@@ -65,7 +65,7 @@ class Trainer:
     """Trains on one process; every process of a run does the same. `fit` reads top to bottom.
 
     The pieces it is made of: `PlannedRun` says what the run is, which samples a step has and what
-    memory decided; `build_trained_network` builds the network, `Batches` reads the samples,
+    memory decided; `build_trained_network` builds the network, `RunSamples` reads the samples,
     `Updates` takes optimizer steps, `MemoryProbe` tries the largest micro-batch, `Validation`
     measures, `DivergenceGuard` looks at losses, `Recorder` writes the run's folder,
     `CpuProcessGroup` is how the processes agree.
@@ -88,7 +88,7 @@ class Trainer:
         run = replace(run, schedule=copy.copy(run.schedule))
         self.args = setup.args
         self.fabric = fabric
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.setup = setup
         self.schedule = run.schedule
         self.settings = run.settings
@@ -101,10 +101,9 @@ class Trainer:
         self.say = self.screen.say
         self.run_folder = RunFolder(processes, run, folder)
 
-        # the samples, as `Batches`; a teacher, if there is one, reads them before the student is in
-        # memory
+        # the samples, as `RunSamples`; a teacher reads them before the student is in memory
         self.mesh = mesh_of(self.args, run.settings.strategy, fabric.device)
-        self.batches, teacher = open_batches(
+        self.samples, teacher = open_samples(
             processes, run, self.run_folder, self.screen, self.mesh
         )
 
@@ -166,7 +165,7 @@ class Trainer:
             self.model,
             measured,
             folder / "samples.jsonl",
-            samples=self.batches.validation(),
+            samples=self.samples.of_validation(),
             # a signal is noticed between the batches of a validation too
             before_batch=self._check_signals,
         )
@@ -180,7 +179,11 @@ class Trainer:
         with self.recorder.reporting_failures(), self._explain_errors(), self.signals:
             # the reference is the model at the start, so it comes before a checkpoint is read
             self._compute_references()
-            model, optimizer = self._start()
+            # a checkpoint is read into the plain network and optimizer, before Fabric wraps them
+            optimizer = make_optimizer(self.args.train, self.setup.method, self.trained)
+            self._open_run(optimizer)
+            model, optimizer = self._wrap(optimizer)
+            self._try_largest_micro_batch(model, optimizer)
             with self._stop_on_signal(optimizer):
                 # before training, or after a resumed step: the run may have been interrupted within
                 # this validation
@@ -191,7 +194,7 @@ class Trainer:
                     self.recorder.report_progress(self.step)
                 # under a time limit the learning rate depends on
                 # it, so all processes must have the same value
-                (self.elapsed_before,) = self.hosts.all_reduce_max(
+                (self.elapsed_before,) = self.cpu_group.all_reduce_max(
                     time.monotonic() - self.start_time
                 )
                 with self.screen.bar(self.step, self.schedule.steps, "first step"):
@@ -208,7 +211,7 @@ class Trainer:
     def _compute_references(self) -> None:
         """Compute the log-probabilities in the reference model; a resumed run computes them from
         the initial weights, too."""
-        if self.batches.parts:
+        if self.samples.parts:
             self.run_folder.begin()
             while (reason := self._try_references()) is not None:
                 self.probe.halve(reason)  # what was computed is not computed again
@@ -223,7 +226,7 @@ class Trainer:
             with uncompiled():
                 identity = self.run_folder.identity()
                 folder = self.recorder.folder
-                self.batches.compute_references(
+                self.samples.compute_references(
                     self.fabric, self.model, folder, identity, self.say, self._check_signals
                 )
             return None
@@ -235,32 +238,31 @@ class Trainer:
                 raise
             return str(error)
 
-    def _start(self) -> tuple[nn.Module, Optimizer]:
-        """Resume where asked to, open the run's folder, and try the largest micro-batch."""
-        # a checkpoint is read into the plain network and optimizer, before Fabric wraps them
-        optimizer = make_optimizer(self.args.train, self.setup.method, self.trained)
+    def _open_run(self, optimizer: Optimizer) -> None:
+        """Open the run's folder, with the state of its newest checkpoint if asked to resume."""
         warnings = self._resume(optimizer)
         # all have read the checkpoint by now
-        self.hosts.check_equal({"step to continue from": self.start_step})
+        self.cpu_group.check_equal({"step to continue from": self.start_step})
         self.recorder.open(self.start_step)
         self.validation.restore(self.metrics.resumed_rows)
         self.screen.record(self.metrics.resumed_rows)
-
-        # Fabric must not move offloaded blocks to the device
-        on_host = blocks_on_host(self.setup, self.mesh is not None)
-        model, optimizer = self.fabric.setup(
-            self.model, optimizer, move_to_device=not on_host
-        )
         for line in [*warnings, *self.recorder.start_lines(self.start_step)]:
             self.say(line)
 
-        # the largest micro-batch comes first: what does not
-        # fit, or does not compile, fails before training
-        with self.screen.showing_activity(
-            f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"
-        ):
+    def _wrap(self, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Return the network and the optimizer as Fabric wraps them."""
+        # Fabric must not move offloaded blocks to the device
+        on_host = blocks_on_host(self.setup, self.mesh is not None)
+        return self.fabric.setup(self.model, optimizer, move_to_device=not on_host)
+
+    def _try_largest_micro_batch(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take the largest micro-batch first: what does not fit, or does not compile, fails before
+        training."""
+        activity = "trying the largest micro-batch"
+        if is_compiled(self.model):
+            activity += ", compiling"
+        with self.screen.showing_activity(activity):
             self.probe.try_largest(model, optimizer, resumed=self.start_step > 0)
-        return model, optimizer
 
     def _resume(self, optimizer: Optimizer) -> list[str]:
         """Continue from the newest readable checkpoint if asked to; returns warnings about
@@ -290,7 +292,7 @@ class Trainer:
         step = self.step
         metrics = self.metrics
         metrics.start()
-        samples = self.batches.step(step)
+        samples = self.samples.of_step(step)
         if self.rollouts is not None or self.own_answers is not None:
             # to generate and to rate answers is no waiting for data
             metrics.data_ready()
@@ -407,36 +409,35 @@ class Trainer:
         A resumed run repeats nothing that is done already.
         """
         validation = self.validation
-
-        # the parts that a run interrupted in this validation has already recorded
         step = self.step
-        has_metrics = all(step in values for values in validation.metric_values.values())
         has_answers = any(item["step"] == step for item in validation.answers)
-        has_scores = step in validation.losses and has_metrics
-        is_end = self._end_reason() is not None
         self.metrics.synchronize(self.fabric.device)
         with averaged_weights(optimizer), uncompiled():
-            if len(self.data.val) and not has_scores:
-                scores = validation.measure(
-                    step, self.schedule.layout, self.args.train.global_batch_size
-                )
-                self.divergence.check_validation(step, scores["val_loss"])
-                self.metrics.note(step, **scores)
-                self.say(validation.line(step, scores))
-            size = self.args.train.global_batch_size
-            if step == 0:
-                validation.measure_before(self.schedule.layout, size)
-            elif is_end:
-                validation.measure_after(self.schedule.layout, size)
+            self._measure()
             if not has_answers:
                 self._show_answers()
-            if (
-                self.args.save.best
-                and step
-                and validation.best == step
-                and not self.recorder.has_best(step)
-            ):
+            is_best = self.args.save.best and step > 0 and validation.best == step
+            if is_best and not self.recorder.has_best(step):
                 self.recorder.write_best(step)
+
+    def _measure(self) -> None:
+        """Measure the scores of this step, unless a run that was interrupted in this validation has
+        recorded them; before and after training also what the verdict compares."""
+        validation = self.validation
+        step = self.step
+        layout = self.schedule.layout
+        size = self.args.train.global_batch_size
+        has_metrics = all(step in values for values in validation.metric_values.values())
+        has_scores = step in validation.losses and has_metrics
+        if len(self.data.val) and not has_scores:
+            scores = validation.measure(step, layout, size)
+            self.divergence.check_validation(step, scores["val_loss"])
+            self.metrics.note(step, **scores)
+            self.say(validation.line(step, scores))
+        if step == 0:
+            validation.measure_before(layout, size)
+        elif self._end_reason() is not None:
+            validation.measure_after(layout, size)
 
     def _show_answers(self) -> None:
         """Generate the sample answers of this step, and print each when it is there."""
@@ -464,7 +465,7 @@ class Trainer:
         Called after every step, and by `Validation` before each of its batches.
         """
         # one reduction: all processes learn of a signal of any of them, and agree on the time
-        caught, self.elapsed = self.hosts.all_reduce_max(
+        caught, self.elapsed = self.cpu_group.all_reduce_max(
             self.signals.caught, time.monotonic() - self.start_time
         )
         if caught:

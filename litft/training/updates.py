@@ -156,23 +156,8 @@ class Updates:
             try:
                 # a new attempt starts with the same random state, however far the failed one got
                 torch.manual_seed(seed)
-                learned = self.objective.learned(samples)
-                batches = self.schedule.layout.batches(learned, self.fabric.global_rank)
                 # later, the time of the failed attempt would count as waiting for data
-                if is_first_attempt and counts_data:
-                    self.data_ready()
-                self.objective.before_step(
-                    self.fabric, self.model, samples, self.schedule.layout
-                )
-                totals = self.objective.totals(samples)
-                return accumulate(
-                    self.fabric,
-                    self.objective,
-                    model,
-                    batches,
-                    totals,
-                    scale=self.scaler.scale,
-                )
+                return self._gradients(model, samples, counts_data and is_first_attempt)
             except RuntimeError as error:
                 # with several processes the others wait in a
                 # collective: only the probe can recover there
@@ -188,3 +173,23 @@ class Updates:
             optimizer.zero_grad(set_to_none=True)
             self.probe.halve(reason)
             is_first_attempt = False
+
+    def _gradients(
+        self, model: nn.Module, samples: list[Sample], counts_data: bool
+    ) -> Tensor:
+        """Lay the samples out in micro-batches and accumulate their gradients; returns the loss and
+        scores. counts_data: whether the time until now was waiting for data."""
+        layout = self.schedule.layout
+        learned = self.objective.learned(samples)
+        batches = layout.batches(learned, self.fabric.global_rank)
+        if counts_data:
+            self.data_ready()
+        self.objective.before_step(self.fabric, self.model, samples, layout)
+        return accumulate(
+            self.fabric,
+            self.objective,
+            model,
+            batches,
+            totals=self.objective.totals(samples),
+            scale=self.scaler.scale,
+        )

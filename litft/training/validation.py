@@ -90,7 +90,7 @@ class Validation:
         # path: of samples.jsonl. samples: those of the data, with what the objective needs of the
         # reference. before_batch: called before each batch; it may raise.
         self.fabric = processes.fabric
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.model = model
         self.objective = measured.objective
         self.rollouts = measured.rollouts
@@ -260,7 +260,7 @@ class Validation:
         `max_new_tokens` of `validation_answers`."""
         return validation_answers(
             self.fabric,
-            self.hosts,
+            self.cpu_group,
             self.model,
             self.tokenizer,
             samples=samples,
@@ -332,7 +332,7 @@ class Validation:
         hits = weighted(hits, self._weights_of(list(self.exact)))
         exact = parts_of([names[index] for index in self.exact], hits)
         texts = ComparedTexts(self.objective, self.forgetting, exact)
-        if self.objective.data == "prompts":
+        if self.objective.data_kind == "prompts":
             of_prompts = [names[index] for index in indices]
             weights = self._weights_of(indices)
             return replace(texts, names=of_prompts, weights=weights, rewards=self.rewards)
@@ -341,7 +341,7 @@ class Validation:
         weights = self._weights_of(chosen)
         texts = replace(texts, names=[names[index] for index in chosen], weights=weights)
         samples = [self.samples[index] for index in chosen]
-        if self.objective.data == "supervised":
+        if self.objective.data_kind == "supervised":
             return replace(texts, examples=samples)
         return replace(texts, preferences=samples)
 

@@ -17,6 +17,7 @@ from litft.training.objectives import OBJECTIVES
 # where modules were before: other commits of litft are peers, too
 FORMER_MODULES = {
     "litft.pretrained.folder": "litft.pretrained",
+    "litft.training.reference_values": "litft.training.batches",
     "litft.training.batches": "litft.training.references",
     "litft.training.optimizers.make": "litft.training.optimizers",
     "litft.training.memory.flops": "litft.training.flops",
@@ -35,11 +36,11 @@ FORMER_NAMES = {"BatchLayout": "Layout", "select_targets": "choose"}
 def member(module: str, name: str) -> Any:
     """Return what a module of litft defines, also of a commit that had it in another module or
     under another name."""
-    try:
-        home = import_module(module)
-    except ModuleNotFoundError:
-        home = import_module(FORMER_MODULES[module])
-    return attribute(home, name)
+    while True:
+        try:
+            return attribute(import_module(module), name)
+        except ModuleNotFoundError:
+            module = FORMER_MODULES[module]
 
 
 def attribute(owner: Any, name: str) -> Any:
@@ -50,7 +51,7 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 resolve = member("litft.pretrained.folder", "resolve")
-log_probs = member("litft.training.batches", "log_probs")
+log_probs = member("litft.training.reference_values", "log_probs")
 batch_layout = member("litft.data.packing", "BatchLayout")
 
 

@@ -52,7 +52,7 @@ from litft.model.loss import IGNORED
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
 from litft.training.memory import choose
-from litft.training.memory.advice import check_memory
+from litft.training.memory.check import check_memory
 from litft.training.teacher import TeacherFile
 from litft.training.trainer import Trainer
 
@@ -296,7 +296,7 @@ def test_what_the_teacher_says_is_its_own_forward_pass(flags, tmp_path):
     """Of each target, in the order of the sample, however the samples are laid out."""
     trainer = trainer_of(replace(flags, distill=DistillArgs(top_k=16)), tmp_path / "a")
     teacher = base_model(resolve(flags.teacher))
-    for sample in trainer.batches.step(0):
+    for sample in trainer.samples.of_step(0):
         logits = teacher(sample.tokens[None])[0][sample.targets != IGNORED]
         expected = logits.log_softmax(-1).topk(16)
         assert sample.teacher is not None
@@ -318,7 +318,7 @@ def test_what_the_teacher_says_is_its_own_forward_pass(flags, tmp_path):
 def test_gradients_do_not_depend_on_the_layout(flags, tmp_path):
     """Also with the student's own answers, whose cross-entropy does not count."""
     trainer = trainer_of(flags, tmp_path / "a")
-    step = trainer.batches.step(0)
+    step = trainer.samples.of_step(0)
     results = []
     for layout in (BatchLayout(3), BatchLayout(1), BatchLayout(2, 64)):
         samples, facts = trainer.own_answers.replaced(0, step, layout)
@@ -343,7 +343,7 @@ def test_own_answers_depend_on_their_place_alone(flags, tmp_path):
     trainer = trainer_of(
         replace(flags, distill=replace(flags.distill, on_policy=1.0)), tmp_path / "a"
     )
-    samples = trainer.batches.step(0)
+    samples = trainer.samples.of_step(0)
     layout = trainer.schedule.layout
 
     def tokens(step: int, part: list[Sample]) -> list[list[int]]:
@@ -507,7 +507,7 @@ def test_a_teacher_that_has_changed_is_noticed(flags, models, tmp_path):
 def test_more_tokens_than_the_vocabulary_are_all_tokens(flags, tmp_path):
     args = replace(flags, distill=DistillArgs(top_k=9999, on_policy=0.5, max_new_tokens=4))
     trainer = trainer_of(args, tmp_path / "a")
-    for sample in trainer.batches.step(0):
+    for sample in trainer.samples.of_step(0):
         assert sample.teacher is not None
         assert sample.teacher.log_probs.shape == (sample.supervised, 512)
     trainer.fit()
@@ -574,7 +574,7 @@ def test_own_answers_have_tokens_of_the_teacher_alone(flags, make_model, tmp_pat
     args = replace(flags, checkpoint_dir=str(padded), distill=distill)
     trainer = trainer_of(args, tmp_path / "a")
     own, _ = trainer.own_answers.replaced(
-        0, trainer.batches.step(0), trainer.schedule.layout
+        0, trainer.samples.of_step(0), trainer.schedule.layout
     )
     assert max(int(sample.tokens.max()) for sample in own) < 512
 

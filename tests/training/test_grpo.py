@@ -239,7 +239,7 @@ def test_prompts_are_prepared_and_shown(model, prompts, tmp_path):
 def test_what_is_drawn_depends_on_its_place_alone(flags, tmp_path):
     """Rows that are generated at once, and the other prompts, change nothing."""
     trainer = trainer_of(flags, tmp_path / "a")
-    prompts = trainer.batches.step(0)
+    prompts = trainer.samples.of_step(0)
     many = trainer.rollouts.rate("step 0", prompts)
     trainer.rollouts.rows = 3
     few = trainer.rollouts.rate("step 0", prompts)
@@ -255,7 +255,7 @@ def test_what_is_drawn_depends_on_its_place_alone(flags, tmp_path):
 def test_gradients_do_not_depend_on_the_layout(flags, tmp_path):
     args = replace(flags, grpo=replace(flags.grpo, beta=0.1, updates=2, loss="dapo"))
     trainer = trainer_of(args, tmp_path / "a")
-    step = trainer.batches.step(0)
+    step = trainer.samples.of_step(0)
     results = []
     for layout in (BatchLayout(12), BatchLayout(1), BatchLayout(2, 64), BatchLayout(5)):
         samples, _ = trainer.rollouts.collect(0, step, layout)
@@ -279,7 +279,7 @@ def test_groups_with_one_reward_are_drawn_again(flags, tmp_path):
     args = replace(flags, grpo=replace(flags.grpo, resample=2, max_new_tokens=3))
     trainer = trainer_of(args, tmp_path / "a")
     rollouts = trainer.rollouts
-    prompts = trainer.batches.step(0)
+    prompts = trainer.samples.of_step(0)
     first = rollouts.rate("step 0", prompts)
 
     def tokens(rated, place: int) -> list[list[int]]:
@@ -486,7 +486,7 @@ def test_full_fine_tuning_keeps_a_copy_as_its_reference(flags, tmp_path):
     trainer = trainer_of(args, tmp_path / "a")
     trainer.fit()
     weights = {name: p.detach().clone() for name, p in trainer.trained.items()}
-    samples = trainer.batches.step(0)[:2]
+    samples = trainer.samples.of_step(0)[:2]
     base = trainer_of(replace(args, grpo=flags.grpo), tmp_path / "b")
     expected = base.rollouts._log_probs(samples, BatchLayout(2))
     with trainer.rollouts._as_reference():
@@ -543,7 +543,7 @@ def test_masked_completions_have_no_target(flags, tmp_path):
     args = replace(flags, grpo=replace(flags.grpo, max_new_tokens=2, mask_truncated=True))
     trainer = trainer_of(args, tmp_path / "a")
     samples, facts = trainer.rollouts.collect(
-        0, trainer.batches.step(0), trainer.schedule.layout
+        0, trainer.samples.of_step(0), trainer.schedule.layout
     )
     trainer.rollouts.close()
     assert facts["truncated"] > 0

@@ -45,8 +45,9 @@ from litft.evaluation.log_probs import label_margins, wins
 from litft.evaluation.verdict import mean_of, parts_in
 from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
-from litft.training.batches import FOLDER, Batches, LogProbFile
 from litft.training.objectives import OBJECTIVES, Totals
+from litft.training.reference_values import FOLDER, LogProbFile
+from litft.training.run_samples import RunSamples
 
 
 class Given(nn.Module):
@@ -567,8 +568,8 @@ def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
     for seed in (42, 42, 43):
         run = prepare_run(replace(args, seed=seed))
         schedule = run.schedule
-        batches = Batches(run.setup.objective, schedule, [])
-        drawn = [batches._train_partners(position) for position in range(schedule.samples)]
+        samples = RunSamples(run.setup.objective, schedule, [])
+        drawn = [samples._train_partners(position) for position in range(schedule.samples)]
         assert partners.setdefault(seed, drawn) == drawn and all(i != j for i, j in drawn)
         assert [i for i, _ in drawn] == schedule.order.indices(0, schedule.samples)
     size = len(partners[42]) // 2

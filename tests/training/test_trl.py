@@ -22,8 +22,8 @@ from litft.distributed.devices import make_fabric
 from litft.distributed.process_group import Processes, launch
 from litft.methods.lora import LoRA
 from litft.pretrained.folder import resolve
-from litft.training import batches
 from litft.training.accumulation import accumulate
+from litft.training.run_samples import RunSamples
 from litft.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ def first_gradients(args: LoRAFinetuneArgs, folder: Path) -> dict[str, torch.Ten
     )
     trainer._compute_references()
     trainer.model.train()
-    samples = trainer.batches.step(0)
+    samples = trainer.samples.of_step(0)
     setup.objective.before_step(fabric, trainer.model, samples, schedule.layout)
     totals = setup.objective.totals(samples)
     accumulate(
@@ -251,7 +251,7 @@ def test_gradients_and_ten_losses_equal_trls(objective, adapter, tmp_path, monke
         (index,) = self.schedule.order.indices(position, position + 1)
         return index, order[order.index(index) - 1]
 
-    monkeypatch.setattr(batches.Batches, "_train_partners", of_trl)
+    monkeypatch.setattr(RunSamples, "_train_partners", of_trl)
     expected = trl_trainer(objective, adapter, data, order)
     if objective == "orpo":
         mean_answer_loss(expected)

@@ -13,7 +13,7 @@ from litft.distributed.devices import is_out_of_memory
 from litft.distributed.process_group import Processes, sync_gradients
 from litft.errors import RankError, first_line
 from litft.model.placement import local
-from litft.training.memory.advice import remedies
+from litft.training.memory.check import remedies
 from litft.training.memory.choose import PlannedRun
 from litft.training.memory.residence import residence
 from litft.training.memory_saving.compile import is_compiled, run_uncompiled
@@ -36,7 +36,7 @@ class MemoryProbe:
     ) -> None:
         self.args = run.setup.args
         self.fabric = processes.fabric
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.run = run
         self.schedule = run.schedule
         self.network = network
@@ -65,7 +65,7 @@ class MemoryProbe:
                 reason = str(error)
             optimizer.zero_grad(set_to_none=True)
             # one process that lacks memory is enough: all must lay the steps out alike
-            if not any(self.hosts.all_reduce_max(float(reason is not None))):
+            if not any(self.cpu_group.all_reduce_max(float(reason is not None))):
                 return
             self.halve(reason or "in another process")
 

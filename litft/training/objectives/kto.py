@@ -88,7 +88,7 @@ class KTO(Objective):
         """Compute the KL divergence over the step's samples with the answers of others."""
         mismatches: list[Sample] = []
         for sample in samples:
-            # `Batches` adds one, as `needs_mismatches` says
+            # `RunSamples` adds one, as `needs_mismatches` says
             assert sample.mismatch is not None
             mismatches.append(sample.mismatch)
         log_probs, _ = document_log_probs(

@@ -87,7 +87,7 @@ class Objective:
         return self.scores
 
     @property
-    def data(self) -> DataKind:
+    def data_kind(self) -> DataKind:
         """The kind of examples that it learns from."""
         return DATA_KINDS[self.name]
 

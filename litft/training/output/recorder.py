@@ -24,7 +24,6 @@ from litft.errors import Interrupted
 from litft.model.placement import full_tensor
 from litft.pretrained.folder import base_record
 from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
-from litft.training.dry_run import description, format_duration, method_title, run_title
 from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import peak_flops
 from litft.training.network import TrainedNetwork
@@ -36,6 +35,12 @@ from litft.training.output.next_commands import next_commands
 from litft.training.output.report import Report, SummaryTile, write_report
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import Screen
+from litft.training.run_description import (
+    description,
+    format_duration,
+    method_title,
+    run_title,
+)
 from litft.training.validation import Validation, metric_format
 
 
@@ -67,7 +72,7 @@ class Recorder:
         setup = run.setup
         self.args = setup.args
         self.fabric = fabric
-        self.hosts = processes.hosts
+        self.cpu_group = processes.cpu_group
         self.run = run
         self.setup = setup
         self.schedule = run.schedule
@@ -96,7 +101,7 @@ class Recorder:
         if run.settings.precision == "fp16":
             columns += FP16_COLUMNS
         self.metrics = Metrics(path, peak, columns, self._send_row)
-        group = processes.hosts.checkpoint_group
+        group = processes.cpu_group.checkpoint_group
         self.saver = run_checkpoints.Saver(self.folder, self.is_writer, group)
         self.base_files = BaseFiles(
             [*setup.source.weight_files, setup.source.base / "config.json"]
@@ -128,7 +133,7 @@ class Recorder:
         parameters = self.network.parameters
         identity = self.run_folder.identity()
         progress, damaged = run_checkpoints.restore_newest(
-            self.folder, identity, parameters, optimizer, self.hosts
+            self.folder, identity, parameters, optimizer, self.cpu_group
         )
         if progress is not None:
             self.logged_as = progress.get("logger")
@@ -147,7 +152,7 @@ class Recorder:
             self.base_files.start()
             self.teacher_files.start()
         self.fabric.barrier()
-        if any(self.hosts.all_reduce_max(not run_dir.is_run(self.folder))):
+        if any(self.cpu_group.all_reduce_max(not run_dir.is_run(self.folder))):
             reason = "a process does not see what the first one writes there"
             raise ValueError(
                 f"--out_dir {self.folder}: {reason}; name a folder that all nodes share"
@@ -383,7 +388,7 @@ class Recorder:
 
         # title, format, and values by step
         scores = [("validation loss", "{:.4f}", validation.losses)]
-        if self.setup.objective.data == "prompts":
+        if self.setup.objective.data_kind == "prompts":
             scores = [("validation reward", "{:.4f}", self._score_by_step("val_reward"))]
             for name in validation.objective.validation_scores[1:]:
                 title = name.replace("_", "@")

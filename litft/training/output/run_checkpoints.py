@@ -215,13 +215,13 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def check_files(
-    folder: Path, progress: dict[str, Any], hosts: CpuProcessGroup | None = None
+    folder: Path, progress: dict[str, Any], cpu_group: CpuProcessGroup | None = None
 ) -> None:
     """Read all files once and compare their hashes.
 
     Each process reads a part of them; all have the same result.
 
-    hosts: the processes; None: this one alone. Raises DamagedCheckpoint.
+    cpu_group: the processes; None: this one alone. Raises DamagedCheckpoint.
     """
     hashes = progress.get("hashes", {})
     names = sorted(hashes)
@@ -229,9 +229,9 @@ def check_files(
     processes = 1
 
     # each process reads its part of the files
-    if hosts is not None and hosts.processes > 1:
+    if cpu_group is not None and cpu_group.processes > 1:
         rank = distributed.get_rank()
-        processes = hosts.processes
+        processes = cpu_group.processes
 
     # all processes must raise, or none: the others would wait for a process that has raised
     problem = ""
@@ -239,7 +239,7 @@ def check_files(
         check_hashes(folder, hashes, names[rank::processes])
     except (OSError, ValueError) as error:
         problem = str(error)
-    problems = hosts.all_gather(problem) if hosts is not None else [problem]
+    problems = cpu_group.all_gather(problem) if cpu_group is not None else [problem]
     for found in problems:
         if found:
             raise DamagedCheckpoint(folder, found)
@@ -335,7 +335,7 @@ def restore_newest(
     identity: dict[str, Any],
     parameters: dict[str, nn.Parameter],
     optimizer: Optimizer,
-    hosts: CpuProcessGroup | None = None,
+    cpu_group: CpuProcessGroup | None = None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Restore parameters and optimizer in place from the newest readable checkpoint, with all
     processes.
@@ -350,7 +350,7 @@ def restore_newest(
             progress = read_progress(folder)
             _check_identity(folder, progress, identity)
             # reads all files, so it comes after the quick checks
-            check_files(folder, progress, hosts)
+            check_files(folder, progress, cpu_group)
             _restore(folder, progress, parameters, optimizer)
             return progress, damaged
         except DamagedCheckpoint as error:

@@ -1,4 +1,4 @@
-"""Flags that reduce the memory of a run that does not fit, according to its plan."""
+"""Refuse a run that needs more memory than there is, with the flags that reduce it."""
 
 import copy
 from collections.abc import Iterator

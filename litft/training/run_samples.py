@@ -1,37 +1,39 @@
-"""The samples of a run's steps and validations, with what their objective needs of the reference
-model: the model as it stands before the first step.
+"""The samples of a run's steps and validations, with what their objective needs of another model:
+of a teacher, or of the reference, which is the model as it stands before the first step.
 
 The log-probabilities of answers in the reference model are computed once, one number for each
 answer, so that no second model is in memory, and kept in the run's folder. A resumed run builds the
 same model again before it reads its checkpoint, so what is missing can still be computed.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lightning_fabric import Fabric
-from tqdm import tqdm
-from xxhash import xxh3_64_intdigest
+from torch.distributed.device_mesh import DeviceMesh
 
-from litft.data.packing import BatchLayout
-from litft.data.sample import Sample, TeacherValues
+from litft.data.sample import Sample
 from litft.data.token_store import Samples
-from litft.distributed.process_group import sum_over_processes
-from litft.evaluation.log_probs import document_log_probs
+from litft.distributed.process_group import Processes
 from litft.model.transformer import GPT
+from litft.training.measured_samples import all_measured
+from litft.training.memory.choose import PlannedRun
 from litft.training.objectives import Objective
+from litft.training.output.run_folder import RunFolder
+from litft.training.output.screen import Screen
+from litft.training.reference_values import (
+    FOLDER,
+    SAMPLES_AT_ONCE,
+    LogProbFile,
+    digest,
+    log_probs,
+    progress_bar,
+)
 from litft.training.schedule import Schedule
-
-FOLDER = "reference"  # within the run's folder
-# returns what a teacher says of the sample with this number; None if it was not asked
-TeacherReader = Callable[[int], TeacherValues | None]
-# samples of a process that are laid out at once, and written together
-SAMPLES_AT_ONCE = 64
+from litft.training.teacher import Teacher, TeacherPass, TeacherReader
 
 
 class KLPairs(Sequence[Sample]):
@@ -103,7 +105,7 @@ class SamplesWithTeacher(Sequence[Sample]):
         return replace(self.samples[index], teacher=self.read(index))
 
 
-class Batches:
+class RunSamples:
     """The samples of a run's steps and validations, with what their objective needs of the
     reference model."""
 
@@ -112,14 +114,14 @@ class Batches:
         objective: Objective,
         schedule: Schedule,
         val_indices: Sequence[int],
-        teacher: Mapping[str, TeacherReader] | None = None,
+        readers: Mapping[str, TeacherReader] | None = None,
     ) -> None:
-        # teacher: of the parts "train" and "val"
-        self.teacher = teacher or {}
+        # readers: of what a teacher says of the parts "train" and "val"
+        self.readers = readers or {}
         self.objective = objective
         self.schedule = schedule
         data = schedule.data
-        self.width = 2 if objective.data == "pairs" else 1
+        self.width = 2 if objective.data_kind == "pairs" else 1
         # by name: samples, and the indices whose log-probabilities a run needs
         self.parts: dict[str, tuple[Sequence[Sample], Sequence[int]]] = {}
         if objective.needs_reference:
@@ -156,7 +158,7 @@ class Batches:
         # in a stream of a single example, its partner is itself
         return index, index
 
-    def step(self, step: int) -> list[Sample]:
+    def of_step(self, step: int) -> list[Sample]:
         """Return the samples of a step."""
         train = self._referenced("train", self.schedule.data.train)
         schedule = self.schedule
@@ -172,7 +174,7 @@ class Batches:
             with_mismatches.append(replace(sample, mismatch=mismatches[at]))
         return with_mismatches
 
-    def validation(self) -> Sequence[Sample]:
+    def of_validation(self) -> Sequence[Sample]:
         """Return the validation samples."""
         mismatches = None
         if self.objective.needs_mismatches:
@@ -185,8 +187,8 @@ class Batches:
         samples: Sequence[Sample],
         mismatches: SamplesWithReference | None = None,
     ) -> Sequence[Sample]:
-        if name in self.teacher:
-            return SamplesWithTeacher(samples, self.teacher[name])
+        if name in self.readers:
+            return SamplesWithTeacher(samples, self.readers[name])
         if self.parts:
             return SamplesWithReference(samples, self.values, name, mismatches)
         return samples
@@ -245,91 +247,32 @@ class Batches:
             self.values[name] = values
 
 
-def digest(facts: dict[str, Any]) -> str:
-    """Return a short hash of facts."""
-    text = json.dumps(facts, default=str)
-    # config.yaml turns some whole numbers into floats
-    text = json.dumps(json.loads(text, parse_int=float), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+class OpenedSamples(NamedTuple):
+    """The samples of a run, and its teacher where the steps need it."""
+
+    samples: RunSamples
+    teacher: Teacher | None
 
 
-def progress_bar(total: int, whose: str, title: str, fabric: Fabric) -> tqdm:
-    """Return a progress bar that the first process shows on a terminal; whose: the model that reads
-    the examples."""
-    if fabric.global_rank == 0:
-        hidden = None
-    else:
-        hidden = True
-    return tqdm(total=total, desc=f"{whose}, {title}", unit=" examples", disable=hidden)
+def open_samples(
+    processes: Processes,
+    run: PlannedRun,
+    folder: RunFolder,
+    screen: Screen,
+    mesh: DeviceMesh | None,
+) -> OpenedSamples:
+    """Return the samples of a run; a teacher, if it has one, reads them first.
 
-
-def log_probs(
-    fabric: Fabric,
-    model: GPT,
-    layout: BatchLayout,
-    samples: list[Sample],
-    before_batch: Callable[[], None] = lambda: None,
-) -> np.ndarray:
-    """Return the summed log-probability of each document's targets, (len(samples), documents) fp64,
-    on every process."""
-    values, _ = document_log_probs(
-        model, samples, layout, fabric.device, fabric.global_rank, before_batch
-    )
-    return sum_over_processes(fabric, values).cpu().numpy()
-
-
-class LogProbFile:
-    """A file of rows, each with the index of a sample, its log-probabilities, and a hash of both.
-
-    A last row that a crash has cut short is ignored, and so are rows that have changed since they
-    were written.
+    mesh: over which the networks are sharded; None: each process holds all of them.
     """
-
-    def __init__(self, path: Path, width: int) -> None:
-        self.path = path
-        self.row = np.dtype(
-            [("index", np.int64), ("values", np.float64, (width,)), ("hash", np.uint64)]
-        )
-
-    def rows(self) -> np.ndarray:
-        """Return the rows that are as they were written."""
-        if not self.path.is_file():
-            return np.empty(0, self.row)
-        rows = np.fromfile(self.path, self.row, self._num_complete())
-        return rows[rows["hash"] == self._hashes(rows)]
-
-    def read_into(self, values: np.ndarray) -> None:
-        """Set the rows of `values` that the file has, and remove an incomplete last row from the
-        file."""
-        rows = self.rows()
-        # or the next row would be appended to half a row
-        if self.path.is_file():
-            with self.path.open("r+b") as file:
-                file.truncate(self._num_complete() * self.row.itemsize)
-        rows = rows[(rows["index"] >= 0) & (rows["index"] < len(values))]
-        values[rows["index"]] = rows["values"]
-
-    def append(self, indices: list[int], values: np.ndarray) -> None:
-        """Add rows."""
-        rows = np.zeros(len(indices), self.row)
-        rows["index"] = indices
-        rows["values"] = values
-        rows["hash"] = self._hashes(rows)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write(rows.tobytes())
-
-    def _num_complete(self) -> int:
-        """Return the number of rows that were written to their end."""
-        return self.path.stat().st_size // self.row.itemsize
-
-    def _hashes(self, rows: np.ndarray) -> np.ndarray:
-        """Return a hash of each row's index and log-probabilities."""
-        # the hash is the last field of a row
-        hashed = self.row.itemsize - np.dtype(np.uint64).itemsize
-        contents = rows.tobytes()
-        hashes = np.empty(len(rows), np.uint64)
-        for number in range(len(rows)):
-            start = number * self.row.itemsize
-            hashes[number] = xxh3_64_intdigest(contents[start : start + hashed])
-        return hashes
+    args = run.setup.args
+    schedule = run.schedule
+    objective = run.setup.objective
+    # what a reference or a teacher says is needed of all that is measured, of all sets
+    measured = all_measured(schedule.data, args.eval, args.train.global_batch_size)
+    if run.setup.teacher is None:
+        return OpenedSamples(RunSamples(objective, schedule, measured), None)
+    teacher_pass = TeacherPass(processes, run, folder, screen, measured, mesh)
+    teacher_pass.read_examples()
+    samples = RunSamples(objective, schedule, measured, teacher_pass.readers)
+    return OpenedSamples(samples, teacher_pass.teacher)
