@@ -36,7 +36,7 @@ from litft.args import (
 )
 from litft.data.dataset import load_data
 from litft.pretrained.folder import resolve
-from litft.training.memory.choose import plan_run
+from litft.training.planned_run import plan_run
 from litft.training.run_setup import resolve_setup
 from litft.training.schedule import Schedule
 

@@ -31,13 +31,13 @@ from litft.model.quantization import bitsandbytes
 from litft.pretrained.folder import DEMO, resolve
 from litft.training.dry_run import dry_run
 from litft.training.memory.check import check_memory
-from litft.training.memory.choose import PlannedRun, plan_run
 from litft.training.memory.flops import check_chip, peak_flops
 from litft.training.objectives import OBJECTIVES
 from litft.training.output.loggers import check_logger
 from litft.training.output.metrics import COLUMNS, INTERNAL, Row
 from litft.training.output.recorder import Observers
 from litft.training.output.screen import open_screen
+from litft.training.planned_run import PlannedRun, plan_run
 from litft.training.replay import add_replay
 from litft.training.run_description import description, run_title
 from litft.training.run_setup import RunSetup, resolve_setup
@@ -96,8 +96,11 @@ def _train(
     callback: Callback | None,
     metrics: Mapping[str, Metric] | None,
 ) -> RunResult:
-    """Start the processes, and train; named: the run's folder if the flags name it, which `lock`
-    then holds."""
+    """Start the processes, take the run's folder, and train.
+
+    named: the folder if the flags name it; `lock` holds it then, and is given one that is claimed
+    here.
+    """
     fabric = make_fabric(run.setup.args, run.settings.strategy)
     cpu_group = launch(fabric, run.setup.args.timeout)
 
@@ -154,6 +157,7 @@ def _complete_args(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     Raises ValueError for invalid flags.
     """
     args = apply_launcher(args)
+    # those of a command line have been checked before; those of `litft.finetune` have not
     problems = args.problems()
     if problems:
         raise ValueError("\n".join(problems))

@@ -26,7 +26,7 @@ from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, NO_ROOM, WIT
 from litft.data.preferences import PREFERENCE_FIELDS
 from litft.data.similarity import near_pairs
 from litft.data.sources import File, HubSplit, find_sources
-from litft.data.token_cache import prepare_store
+from litft.data.token_cache import tokenized
 from litft.data.token_store import Samples, TokenStore
 from litft.data.tokenizer import CONTROL_TOKEN, Tokenizer
 
@@ -202,6 +202,13 @@ def load_data(
     _check_columns(encoder.columns, reports)
     for file, store in stores.items():
         _check_columns(dict(file.reading.columns), {file.label: store.report})
+    # from here on, as answers are generated after training on this data
+    tokenizer = _after_training(tokenizer, reports)
+    if not _has_conversations(reports):
+        # the folder's templates stay, and none is invented
+        tokenizer.chat_template = of_folder.chat_template
+        tokenizer.named_templates = of_folder.named_templates
+        template = "not used: the data is text"
 
     # without validation files, a part of each training file is held out
     fraction = 0.0 if named_val else args.val_fraction
@@ -233,9 +240,6 @@ def load_data(
     )
     _check_weights(data, [file.label for file in train])
     _check_samples(data)
-
-    data = _with_template_of_folder(data, of_folder)
-    _add_stop_tokens(tokenizer, reports)
     return data
 
 
@@ -246,7 +250,7 @@ def _prepare_stores(
     stores = {}
     for file in files:
         of_file = _encoder_of(file, encoder, args.template_args)
-        stores[file] = prepare_store(file, of_file, args.skip_bad, timeout)
+        stores[file] = tokenized(file, of_file, args.skip_bad, timeout)
     return stores
 
 
@@ -254,7 +258,7 @@ def with_replay(data: DataSplits, file: File, timeout: float = math.inf) -> Data
     """Return the data with the conversations of a file in its training examples; none of them is
     held out."""
     encoder = Encoder(data.tokenizer, data.limit, form="messages")
-    store = prepare_store(file, encoder, 0.0, timeout)
+    store = tokenized(file, encoder, 0.0, timeout)
     added = Samples.of([(store, np.arange(len(store.units)))], data.limit)
     return replace(
         data,
@@ -265,16 +269,9 @@ def with_replay(data: DataSplits, file: File, timeout: float = math.inf) -> Data
     )
 
 
-def _with_template_of_folder(data: DataSplits, of_folder: Tokenizer) -> DataSplits:
-    """Return the data with the template of the model's folder, if no record was rendered."""
-    tokenizer = data.tokenizer
-    if any(report.has_conversations for report in data.reports.values()):
-        tokenizer.has_template = True
-        return data
-    # the folder's templates stay, and none is invented
-    tokenizer.chat_template = of_folder.chat_template
-    tokenizer.named_templates = of_folder.named_templates
-    return replace(data, template="not used: the data is text")
+def _has_conversations(reports: Mapping[str, EncodingReport]) -> bool:
+    """Return whether a record was rendered with the chat template."""
+    return any(report.has_conversations for report in reports.values())
 
 
 def _by_label(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, TokenStore]:
@@ -339,12 +336,18 @@ def _with_template(tokenizer: Tokenizer, args: DataArgs) -> tuple[Tokenizer, str
     return tokenizer, template
 
 
-def _add_stop_tokens(tokenizer: Tokenizer, reports: dict[str, EncodingReport]) -> None:
-    """Let generation stop at the special tokens that end a turn in the data, even if no file of the
-    model names them."""
+def _after_training(
+    tokenizer: Tokenizer, reports: Mapping[str, EncodingReport]
+) -> Tokenizer:
+    """Return a copy of a tokenizer with which generation stops at the special tokens that end a
+    turn in the data, even if no file of the model names them."""
+    tokenizer = copy.copy(tokenizer)
+    if _has_conversations(reports):
+        tokenizer.has_template = True
     ends = {token for report in reports.values() for token in report.ends}
     missing = sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
     tokenizer.stop_ids = [*tokenizer.stop_ids, *missing]
+    return tokenizer
 
 
 def _check_samples(data: DataSplits) -> None:

@@ -81,7 +81,11 @@ class TurnTokens:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Converts records to samples, as a pure function of the record and these fields."""
+    """Converts records to samples, as a pure function of the record and these fields.
+
+    Learned tokens are marked `SUPERVISED`: those of the assistant's turns, with the token that ends
+    each, and of texts all. The others are context. A sample is cut at `limit` tokens.
+    """
 
     tokenizer: Tokenizer
     limit: int  # the most input tokens of a sample

@@ -48,10 +48,10 @@ PR_SET_PDEATHSIG = 1
 MAX_PROCESSES = 16
 
 
-def prepare_store(
+def tokenized(
     file: File | HubSplit, encoder: Encoder, max_bad: float, timeout: float = math.inf
 ) -> TokenStore:
-    """Return the file's samples from the cache, tokenizing the file first if needed; other
+    """Return the samples that the encoder makes of the file, from the cache if it has them; other
     processes wait meanwhile.
 
     max_bad: the fraction of records that may be bad. timeout: seconds to wait for another process

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from litft.args.processes import global_rank
 from litft.training.advice import advice_lines, warnings_of_settings
 from litft.training.data_report import data_report
-from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import chip_peak_flops, peak_flops
 from litft.training.objectives import GRPO
+from litft.training.planned_run import PlannedRun
 from litft.training.reward_report import reward_lines
 from litft.training.run_description import device_lines, notes_on_flags, plan_lines
 

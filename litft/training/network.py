@@ -53,7 +53,7 @@ def build_trained_network(
     storage = setup.method.storage(precision)
     on_host = setup.args.train.cpu_offload == "parameters"
     model = unfilled_model(
-        setup.source, storage, setup.args.quantize, setup.method.unquantized_modules()
+        setup.source, storage, setup.quantize, setup.method.unquantized_modules()
     )
     setup.method.attach(model, keep=False)
     setup.method.set_compute_dtype(model, precision)

@@ -16,10 +16,10 @@ from litft.training.intervals import (
     validation_cost,
     validation_interval,
 )
-from litft.training.memory.choose import MemorySettings, PlannedRun
 from litft.training.memory.communication import UTILIZATION
 from litft.training.memory.flops import peak_flops
 from litft.training.memory.plan import format_bytes, process_line
+from litft.training.planned_run import DeviceSettings, PlannedRun
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
 from litft.training.teacher_report import teacher_flops, teacher_lines
@@ -126,7 +126,7 @@ def notes_on_flags(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
         )
 
 
-def device_lines(setup: RunSetup, settings: MemorySettings) -> list[str]:
+def device_lines(setup: RunSetup, settings: DeviceSettings) -> list[str]:
     """What a user may not have noticed of the device."""
     if setup.args.accelerator == "auto" and settings.device.type == "cpu":
         return [no_gpu_line()]
@@ -228,7 +228,7 @@ def plan_lines(
         )
 
 
-def _bf16_warning(settings: MemorySettings, peak: float) -> Iterator[str]:
+def _bf16_warning(settings: DeviceSettings, peak: float) -> Iterator[str]:
     """Yield a warning if this CPU computes much slower in bf16 than in fp32. peak: FLOP/s."""
     peak_in_fp32 = peak_flops(settings.device, "fp32")
     if not settings.precision.startswith("bf16") or peak_in_fp32 is None:

@@ -20,10 +20,10 @@ from litft.data.token_store import Samples
 from litft.distributed.process_group import Processes
 from litft.model.transformer import GPT
 from litft.training.measured_samples import all_measured
-from litft.training.memory.choose import PlannedRun
 from litft.training.objectives import Objective
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import Screen
+from litft.training.planned_run import PlannedRun
 from litft.training.reference_values import (
     FOLDER,
     SAMPLES_AT_ONCE,

@@ -40,10 +40,14 @@ class RunSetup:
     """What a run is: its flags, model folder, tokenizer, method and objective.
 
     `resolve_setup` makes it, and nothing changes it later: what is known only then makes a copy
-    (`with_tokenizer_of`, and `run_finetuning` where a launcher restarts the run).
+    (`with_tokenizer_of`, and `_train` of commands/finetune.py where a launcher restarts the run).
+
+    Flags that the user left open are decided by those who know enough: the learning rate and beta
+    here; the length of samples by `load_data`; epochs and the rows of a micro-batch by `Schedule`;
+    strategy, precision and recomputation by `plan_run`, which writes them into `DeviceSettings`;
+    intervals of validations, checkpoints and lines by `Trainer`.
     """
 
-    # with the defaults that depend on the objective and the method
     args: FinetuneArgs
     source: PretrainedFolder
     objective: Objective

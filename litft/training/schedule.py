@@ -23,6 +23,9 @@ class Schedule:
     size: samples per step (--train.global_batch_size, times the completions of a prompt); samples:
     how many the whole run sees; steps: how many it takes, from where it was resumed, see
     `resume_at`; layout: how a step's samples become micro-batches; largest: what that demands.
+
+    It decides what the flags leave open: three epochs, and micro-batches of one packed row, or of
+    four rows without packing, whose number `plan_run` may change.
     """
 
     def __init__(

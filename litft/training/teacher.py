@@ -26,9 +26,9 @@ from litft.evaluation.log_probs import sample_batches
 from litft.model.distillation import TeacherQuestion
 from litft.pretrained.load import load_network, load_sharded
 from litft.signals import Signals
-from litft.training.memory.choose import PlannedRun
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import Screen
+from litft.training.planned_run import PlannedRun
 from litft.training.reference_values import (
     FOLDER,
     SAMPLES_AT_ONCE,

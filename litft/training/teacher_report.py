@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from litft.training.memory.choose import PlannedRun, pass_bytes
+from litft.training.memory.choose import pass_bytes
 from litft.training.memory.flops import Flops
 from litft.training.memory.plan import format_bytes
+from litft.training.planned_run import PlannedRun
 
 # of a target: for each token of the teacher an int32 and an fp16, and one fp16 for all others
 BYTES_OF_TOKEN = 6

@@ -33,7 +33,6 @@ from litft.training.intervals import (
     validation_interval,
 )
 from litft.training.lr_schedule import learning_rate
-from litft.training.memory.choose import PlannedRun, check_one_micro_batch
 from litft.training.memory.flops import Flops
 from litft.training.memory.probe import MemoryProbe
 from litft.training.memory_saving.compile import is_compiled, uncompiled
@@ -47,6 +46,7 @@ from litft.training.optimizers.make import (
 from litft.training.output.recorder import Observers, Recorder
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import open_screen, shorten, shorten_left
+from litft.training.planned_run import PlannedRun, check_one_micro_batch
 from litft.training.rollouts import open_rollouts
 from litft.training.run_description import format_duration
 from litft.training.run_samples import open_samples
@@ -62,7 +62,10 @@ class SignalCaught(Exception):
 
 
 class Trainer:
-    """Trains on one process; every process of a run does the same. `fit` reads top to bottom.
+    """Trains on one process; every process of a run does the same.
+
+    The constructor opens the samples and builds the network with the method in it; `fit` is the run
+    from there on, and reads top to bottom.
 
     The pieces it is made of: `PlannedRun` says what the run is, which samples a step has and what
     memory decided; `build_trained_network` builds the network, `RunSamples` reads the samples,
@@ -211,7 +214,7 @@ class Trainer:
     def _compute_references(self) -> None:
         """Compute the log-probabilities in the reference model; a resumed run computes them from
         the initial weights, too."""
-        if self.samples.parts:
+        if self.objective.needs_reference:
             self.run_folder.begin()
             while (reason := self._try_references()) is not None:
                 self.probe.halve(reason)  # what was computed is not computed again

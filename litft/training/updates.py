@@ -15,11 +15,11 @@ from litft.distributed.process_group import Processes
 from litft.model.placement import full_tensor
 from litft.training.accumulation import accumulate
 from litft.training.divergence import DivergenceGuard
-from litft.training.memory.choose import PlannedRun
 from litft.training.memory.probe import MemoryProbe
 from litft.training.network import TrainedNetwork
 from litft.training.optimizers.wrapped import unwrapped_in_backward
 from litft.training.output.metrics import FP16_COLUMNS
+from litft.training.planned_run import PlannedRun
 
 # beyond the seeds of dropout, one for each rank
 FIRST_ROUNDING_SEED = 2049

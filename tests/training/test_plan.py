@@ -40,7 +40,6 @@ from litft.methods import LoRA, method_of
 from litft.model.quantization import QuantizedLinear
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
-from litft.training.memory.choose import plan_run
 from litft.training.memory.flops import Flops, chip_peak_flops, peak_flops
 from litft.training.memory.plan import USABLE_FRACTION, predict
 from litft.training.memory.trace import Shape
@@ -48,6 +47,7 @@ from litft.training.memory_saving import activation_checkpointing
 from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS
 from litft.training.optimizers.make import OPTIMIZERS
 from litft.training.optimizers.rounded import FP32_BYTES, ROUNDING_BYTES
+from litft.training.planned_run import plan_run
 from litft.training.run_setup import resolve_setup
 from litft.training.schedule import Schedule
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from litft.args import LoRAFinetuneArgs
 from litft.methods import Method, method_of
-from litft.training.memory.choose import PlannedRun, pass_bytes, planned_shape
+from litft.training.memory.choose import pass_bytes, planned_shape
 from litft.training.memory.plan import format_bytes, predict
 from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS
+from litft.training.planned_run import PlannedRun
 from litft.training.run_setup import RunSetup
 
 # of the run's peak memory; flags that save less are not suggested

@@ -14,13 +14,13 @@ from litft.distributed.process_group import Processes, sync_gradients
 from litft.errors import RankError, first_line
 from litft.model.placement import local
 from litft.training.memory.check import remedies
-from litft.training.memory.choose import PlannedRun
 from litft.training.memory.residence import residence
 from litft.training.memory_saving.compile import is_compiled, run_uncompiled
 from litft.training.network import TrainedNetwork
 from litft.training.objectives import Totals
 from litft.training.optimizers.make import state_bytes
 from litft.training.optimizers.wrapped import unwrapped_in_backward
+from litft.training.planned_run import PlannedRun
 
 
 class MemoryProbe:

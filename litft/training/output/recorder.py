@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from litft import run_dir
@@ -22,9 +23,8 @@ from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import Processes
 from litft.errors import Interrupted
 from litft.model.placement import full_tensor
-from litft.pretrained.folder import base_record
+from litft.pretrained.folder import PretrainedFolder, base_record
 from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
-from litft.training.memory.choose import PlannedRun
 from litft.training.memory.flops import peak_flops
 from litft.training.network import TrainedNetwork
 from litft.training.output import run_checkpoints
@@ -35,6 +35,7 @@ from litft.training.output.next_commands import next_commands
 from litft.training.output.report import Report, SummaryTile, write_report
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import Screen
+from litft.training.planned_run import PlannedRun
 from litft.training.run_description import (
     description,
     format_duration,
@@ -300,44 +301,62 @@ class Recorder:
 
         A sharded network is gathered tensor by tensor, with all processes; the first one writes.
         """
-        source = self.setup.source
-        method = self.setup.method
-        sharded = self.network.sharded
-        values = {
-            name: parameter.detach() for name, parameter in self.network.parameters.items()
-        }
         # None: only take part
         with (
             atomic_folder(self.folder / folder_name)
             if self.is_writer
             else nullcontext() as partial
         ):
-            if method.saves_full_model and (self.is_writer or sharded):
-                write_result(
-                    partial,
-                    source,
-                    source.dtype(None),
-                    Result(method, values),
-                    SHARD_BYTES / 1e9,
-                )
-            elif sharded:
-                values = {name: full_tensor(value) for name, value in values.items()}
+            if self.setup.method.saves_full_model:
+                self._write_full_model(partial)
+            else:
+                self._write_adapter(partial, self.folder / folder_name)
             if partial is None:
                 return
-            if not method.saves_full_model:
-                training = {
-                    "quantize": self.setup.quantize,
-                    "precision": self.settings.precision,
-                }
-                source = dataclasses.replace(source, text_names=self.args.save.text_names)
-                record = base_record(source, self.folder / folder_name)
-                method.write(
-                    partial, source, values, record | {"litft": record["litft"] | training}
-                )
             copy_tokenizer(self.setup.tokenizer, partial)
-            check_written(partial, source)
+            check_written(partial, self._source_of_result())
             if step is not None:
                 note_step(partial, step)
+
+    def _write_full_model(self, partial: Path | None) -> None:
+        """Write all weights; None: only take part in gathering them."""
+        # a whole network needs no other process
+        if partial is None and not self.network.sharded:
+            return
+        source = self.setup.source
+        result = Result(self.setup.method, self._values())
+        write_result(partial, source, source.dtype(None), result, SHARD_BYTES / 1e9)
+
+    def _write_adapter(self, partial: Path | None, final: Path) -> None:
+        """Write the adapter; None: only take part in gathering it. final: the folder's later name,
+        from which its record names the base."""
+        values = self._values()
+        if self.network.sharded:
+            values = {name: full_tensor(value) for name, value in values.items()}
+        if partial is None:
+            return
+        source = self._source_of_result()
+        record = base_record(source, final)
+        training = {
+            "quantize": self.setup.quantize,
+            "precision": self.settings.precision,
+        }
+        record = record | {"litft": record["litft"] | training}
+        self.setup.method.write(partial, source, values, record)
+
+    def _values(self) -> dict[str, Tensor]:
+        """The parameters that are saved; of a sharded network, this process's part."""
+        values = {}
+        for name, parameter in self.network.parameters.items():
+            values[name] = parameter.detach()
+        return values
+
+    def _source_of_result(self) -> PretrainedFolder:
+        """The folder of the base, with the names of modules that the result is written with."""
+        source = self.setup.source
+        if self.setup.method.saves_full_model:
+            return source
+        return dataclasses.replace(source, text_names=self.args.save.text_names)
 
     # ---- the end
 
@@ -505,7 +524,7 @@ class Recorder:
             "base model": args.checkpoint_dir,
             "data": ", ".join(item.path for item in args.data.paths),
             "method": method_title(self.setup),
-            "quantization of the base": args.quantize,
+            "quantization of the base": self.setup.quantize,
             "precision": self.settings.precision,
             "planned steps": f"{schedule.steps:,}, each of {args.train.global_batch_size} examples",
             "learning rate": f"{args.train.learning_rate:g}, {args.train.lr_schedule}",

@@ -14,8 +14,8 @@ from litft.data.dataset import SPLIT_RULE
 from litft.data.sources import source_digests
 from litft.distributed.process_group import Processes
 from litft.training.intervals import num_measured
-from litft.training.memory.choose import PlannedRun
 from litft.training.output import run_checkpoints
+from litft.training.planned_run import PlannedRun
 
 
 class RunFolder:

@@ -56,8 +56,8 @@ from litft.model.mixers import kernels  # noqa: E402
 from litft.model.placement import SINGLE_DEVICE  # noqa: E402
 from litft.pretrained.folder import DEMO, PretrainedFolder  # noqa: E402
 from litft.training import network  # noqa: E402
-from litft.training.memory.choose import MemorySettings, PlannedRun  # noqa: E402
 from litft.training.optimizers.make import make_optimizer  # noqa: E402
+from litft.training.planned_run import DeviceSettings, PlannedRun  # noqa: E402
 from litft.training.run_setup import resolve_setup  # noqa: E402
 from litft.training.schedule import Schedule  # noqa: E402
 from litft.training.trainer import Trainer  # noqa: E402
@@ -230,7 +230,7 @@ def train(
     ):
         device = torch.device(pick_accelerator("cuda"), 0)
         recomputed = args.train.activation_checkpointing
-        settings = MemorySettings(
+        settings = DeviceSettings(
             device,
             "single",
             "",
