@@ -206,7 +206,7 @@ def pretended_gpus() -> Iterator[None]:
     with (
         mock.patch("litft.commands.finetune.pick_accelerator", lambda _: "cuda"),
         mock.patch("litft.commands.finetune.check_devices"),
-        mock.patch("litft.training.memory.choose.device_memory", lambda *_: GPU_MEMORY),
+        mock.patch("litft.training.planned_run.device_memory", lambda *_: GPU_MEMORY),
     ):
         yield
 

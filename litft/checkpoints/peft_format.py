@@ -38,7 +38,7 @@ class LoraAdapter:
 
     factors: dict[str, LoraWeights]
     # parameters of the base model, trained in full
-    trained: dict[str, Tensor] = field(default_factory=dict)
+    trained_in_full: dict[str, Tensor] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)  # ids of new tokens
     # rows of the new tokens, (N, C) each
     token_rows: dict[str, Tensor] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def write_adapter(
     adapter = replace(
         adapter,
         factors=vocabulary.factors,
-        trained=vocabulary.trained,
+        trained_in_full=vocabulary.trained_in_full,
         token_rows=vocabulary.token_rows,
     )
 
@@ -81,7 +81,7 @@ def write_adapter(
     tensors = vocabulary.tables | _factor_tensors(fused)
 
     # parameters trained in full, and rows of new tokens
-    trained = _peft_tensors(adapter.trained, rules, fused)
+    trained = _peft_tensors(adapter.trained_in_full, rules, fused)
     if _trains_tied_embedding(adapter, model):
         trained |= _tied_head(adapter, targets)
     for name, rows in adapter.token_rows.items():
@@ -136,7 +136,7 @@ class _WrittenVocabulary:
     """What an adapter has of embedding and head, as PEFT opens it."""
 
     factors: dict[str, LoraWeights]
-    trained: dict[str, Tensor]
+    trained_in_full: dict[str, Tensor]
     token_rows: dict[str, Tensor]
     # whole tables that are not trained, by their keys
     tables: dict[str, Tensor] = field(default_factory=dict)
@@ -151,31 +151,31 @@ def _vocabulary(
     PEFT has no trainable tokens in a module that it adapts in another way, or whose tied module it
     does.
     """
-    plain = _WrittenVocabulary(adapter.factors, adapter.trained, adapter.token_rows)
+    plain = _WrittenVocabulary(adapter.factors, adapter.trained_in_full, adapter.token_rows)
     others = []
     for name in TABLES:
-        if name in adapter.factors or f"{name}.weight" in adapter.trained:
+        if name in adapter.factors or f"{name}.weight" in adapter.trained_in_full:
             others.append(name)
     # without anything else in the tables, PEFT's trainable tokens do
     if not (adapter.tokens and others):
         return plain
-    written = _WrittenVocabulary(dict(adapter.factors), dict(adapter.trained), {})
+    written = _WrittenVocabulary(dict(adapter.factors), dict(adapter.trained_in_full), {})
     for name in TABLES:
         rows = adapter.token_rows.get(
             f"{name}.token_rows", adapter.token_rows["embed.token_rows"]
         )
         weight = f"{name}.weight"
         # a table that is trained in full takes the rows
-        if weight in written.trained:
-            written.trained[weight] = _with_rows(
-                written.trained[weight], adapter.tokens, rows
+        if weight in written.trained_in_full:
+            written.trained_in_full[weight] = _with_rows(
+                written.trained_in_full[weight], adapter.tokens, rows
             )
             continue
         if (
             name == "lm_head"
             and model.config.tied
             and not adapter.untied
-            and "embed.weight" in written.trained
+            and "embed.weight" in written.trained_in_full
         ):
             continue  # it is a copy of the trained embedding
 
@@ -282,13 +282,13 @@ def _extra_config(
     """Return the fields of PEFT's config for modules trained in full and for new tokens."""
     config: dict[str, Any] = {}
     full_modules = set()
-    for name in adapter.trained:
+    for name in adapter.trained_in_full:
         if not name.endswith(".bias"):
             full_modules.add(name.rpartition(".")[0])
     # modules trained in full, by their names in the checkpoint
     if full_modules:
         parameters = []
-        for name in adapter.trained:
+        for name in adapter.trained_in_full:
             if name.rpartition(".")[0] in full_modules:
                 parameters.append(name)
         # a dict keeps the order and removes duplicates
@@ -308,12 +308,18 @@ def _extra_config(
 
 def _trains_tied_embedding(adapter: LoraAdapter, model: GPT) -> bool:
     """Whether the adapter trains the embedding in full and the head stays tied to it."""
-    return model.config.tied and not adapter.untied and "embed.weight" in adapter.trained
+    return (
+        model.config.tied
+        and not adapter.untied
+        and "embed.weight" in adapter.trained_in_full
+    )
 
 
 def _tied_head(adapter: LoraAdapter, targets: dict[str, PeftTarget]) -> dict[str, Tensor]:
     """Return the copy of the embedding that PEFT expects for the tied head, too."""
-    return {f"{targets['lm_head'].name}.weight": adapter.trained["embed.weight"].clone()}
+    return {
+        f"{targets['lm_head'].name}.weight": adapter.trained_in_full["embed.weight"].clone()
+    }
 
 
 def _rest_of_saved_modules(
@@ -330,7 +336,7 @@ def _rest_of_saved_modules(
     """
     others = []
     for name, _ in model.named_parameters():
-        if name not in adapter.trained:
+        if name not in adapter.trained_in_full:
             others.append(name)
     rest = {}
     for mapping in mappings_to_hf(rules, others):

@@ -85,7 +85,7 @@ def read_adapter(
     _check_complete(factors, parts.base, reading)
     adapter = LoraAdapter(
         factors,
-        trained=_trained_parameters(parts.base, reading),
+        trained_in_full=_trained_parameters(parts.base, reading),
         tokens=vocabulary.ids,
         token_rows=vocabulary.rows,
         bias=config.get("bias", "none"),
@@ -115,8 +115,8 @@ def _differs(adapter: LoraAdapter) -> bool:
     """Return whether an adapter of a tied base has other values for the head than for the
     embedding."""
     # parameters trained in full, and then the rows of new tokens
-    embed = adapter.trained.get("embed.weight")
-    head = adapter.trained.get("lm_head.weight")
+    embed = adapter.trained_in_full.get("embed.weight")
+    head = adapter.trained_in_full.get("lm_head.weight")
     if embed is not None and head is not None:
         if not torch.equal(embed, head):
             return True
@@ -140,11 +140,11 @@ def _stored_tensors(reading: AdapterReading) -> dict[str, Tensor]:
 
 def _without_head(adapter: LoraAdapter) -> LoraAdapter:
     """Return an adapter of a tied base without the head's values, which are the embedding's."""
-    trained = dict(adapter.trained)
+    trained = dict(adapter.trained_in_full)
     trained.pop("lm_head.weight", None)
     token_rows = dict(adapter.token_rows)
     token_rows.pop("lm_head.token_rows", None)
-    return replace(adapter, trained=trained, token_rows=token_rows)
+    return replace(adapter, trained_in_full=trained, token_rows=token_rows)
 
 
 @dataclass

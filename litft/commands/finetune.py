@@ -164,6 +164,12 @@ def _complete_args(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     if args.checkpoint_dir is None:
         args = _with_demo(args)
     args = _pin_hub_ids(args)
+    return _choose_folder(args)
+
+
+def _choose_folder(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
+    """Return the arguments, which resume a run that this launch has begun, and the run's folder if
+    they name one."""
     folder = run_dir.from_flags(args.out_dir, args.resume)
     if folder and args.resume and not args.out_dir and is_first_on_node():
         print(f"--resume: continuing {folder}, the newest unfinished run", file=sys.stderr)
@@ -240,6 +246,7 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
     if args.save.text_names:
         source.check_text_names("--save.text_names")
     setup = resolve_setup(args, source, rewards)
+    args = setup.args
     if setup.quantize != "none":
         # raises here rather than after the data has been read
         bitsandbytes()
@@ -274,10 +281,11 @@ def prepare_run(args: FinetuneArgs, rewards: Sequence[Reward] = ()) -> PlannedRu
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
     setup = setup.with_tokenizer_of(data)
+    args = setup.args
     data = add_replay(args, setup, data)
     ranks = args.devices * args.num_nodes
     schedule = Schedule(
-        setup.args,
+        args,
         data,
         ranks,
         group_size=setup.objective.group_size,

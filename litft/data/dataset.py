@@ -210,18 +210,9 @@ def load_data(
         tokenizer.named_templates = of_folder.named_templates
         template = "not used: the data is text"
 
-    # without validation files, a part of each training file is held out
-    fraction = 0.0 if named_val else args.val_fraction
-    training = []
-    held_out = []
     parts = _distinct([stores[file] for file in train], args)
-    for store, kept, rest in split(parts, fraction, args.seed):
-        training.append((store, kept))
-        held_out.append((store, rest))
-    if named_val:
-        held_out = []
-        for _, file in named_val:
-            held_out.append((stores[file], np.arange(len(stores[file].units))))
+    for_validation = [stores[file] for _, file in named_val]
+    training, held_out = _divided(parts, for_validation, args)
     val_names = tuple(name for name, _ in named_val)
     data = DataSplits(
         train=Samples.of(training, limit),
@@ -303,6 +294,22 @@ def _distinct(stores: list[TokenStore], args: DataArgs) -> list[Part]:
     for store, is_used in zip(stores, used, strict=True):
         parts.append(next(distinct) if is_used else (store, np.arange(0)))
     return parts
+
+
+def _divided(
+    parts: list[Part], for_validation: list[TokenStore], args: DataArgs
+) -> tuple[list[Part], list[Part]]:
+    """Return the entries to learn from and those that are held out: all of the validation files,
+    without which a part of each training file is held out."""
+    fraction = 0.0 if for_validation else args.val_fraction
+    training = []
+    held_out = []
+    for store, kept, rest in split(parts, fraction, args.seed):
+        training.append((store, kept))
+        held_out.append((store, rest))
+    if for_validation:
+        held_out = [(store, np.arange(len(store.units))) for store in for_validation]
+    return training, held_out
 
 
 def _check_weights(data: DataSplits, labels: list[str]) -> None:

@@ -71,7 +71,7 @@ class LoRA(Method):
     def __init__(self, args: LoRAArgs) -> None:
         super().__init__(args)
         self.specs: dict[str, LoraSpec] = {}
-        self.trained: list[str] = []
+        self.trained_in_full: list[str] = []
 
     def select_targets(self, model: GPT, rules: list[Rule]) -> None:
         """Select the modules of `targets` and `modules_to_save`; raise ValueError if a pattern
@@ -112,7 +112,7 @@ class LoRA(Method):
         self.specs = {name: self._spec(name, hf_names[name], model) for name in names}
 
         # base parameters trained in full: those of `modules_to_save`, then biases
-        self.trained = _parameters_of(model, saved_modules)
+        self.trained_in_full = _parameters_of(model, saved_modules)
         if self.args.bias == "all":
             biases = _biases(model)
         elif self.args.bias == "lora":
@@ -124,7 +124,7 @@ class LoRA(Method):
             biases = with_fused(rules, adapted_biases)
         else:
             biases = []
-        self.trained = list(dict.fromkeys([*self.trained, *biases]))
+        self.trained_in_full = list(dict.fromkeys([*self.trained_in_full, *biases]))
 
     def _modules_to_save(self, model: GPT, rules: list[Rule]) -> set[str]:
         """Return the names of modules trained in full, including modules fused with one of them in
@@ -195,7 +195,7 @@ class LoRA(Method):
     def unquantized_modules(self) -> set[str]:
         """Return the modules whose weight is trained in full."""
         modules = set()
-        for name in self.trained:
+        for name in self.trained_in_full:
             if name.endswith(".weight"):
                 modules.add(name.removesuffix(".weight"))
         return modules
@@ -204,7 +204,7 @@ class LoRA(Method):
         """Add A and B to the adapted modules, make `trained` trainable, and freeze all other
         parameters."""
         model.requires_grad_(False)
-        make_trainable(model, self.trained, keep=keep, untied=self.untied)
+        make_trainable(model, self.trained_in_full, keep=keep, untied=self.untied)
         for name, spec in self.specs.items():
             module = model.get_submodule(name)
             # PiSSA and OLoRA are defined for matrices of Linears
@@ -225,7 +225,7 @@ class LoRA(Method):
                 factor = getattr(module, leaf)
                 if factor is not None:
                     parameters[f"{name}.{leaf}"] = factor
-        for name in self.trained:
+        for name in self.trained_in_full:
             parameters[name] = model.get_parameter(name)
         return parameters | self.token_rows(model)
 
@@ -268,8 +268,8 @@ class LoRA(Method):
         for name in TOKEN_ROW_PARAMETERS:
             if name in values:
                 rows[name] = values[name]
-        trained = {name: values[name] for name in self.trained}
-        adapter = LoraAdapter(factors, trained, list(self.tokens), rows, untied=self.untied)
+        in_full = {name: values[name] for name in self.trained_in_full}
+        adapter = LoraAdapter(factors, in_full, list(self.tokens), rows, untied=self.untied)
 
         settings = {
             "lora_dropout": self.args.dropout,
@@ -306,7 +306,7 @@ class LoRA(Method):
         args = LoRAArgs(dropout=adapter.dropout, dora=has_magnitudes, bias=bias)
         method = cls(args)
         method.tokens = {token: [] for token in adapter.tokens}
-        method.trained = list(adapter.trained)
+        method.trained_in_full = list(adapter.trained_in_full)
         method.untied = adapter.untied
 
         # in the order of the network's modules
@@ -323,7 +323,7 @@ class LoRA(Method):
                 value = getattr(adapter.factors[name], leaf[-1])
                 if value is not None:
                     factors[f"{name}.{leaf}"] = value
-        return method, factors | adapter.trained | adapter.token_rows
+        return method, factors | adapter.trained_in_full | adapter.token_rows
 
     def update_args(self, args: LoRAArgs) -> None:
         """Take dropout and LoRA+'s ratio from `args`; ranks, scales and targets remain the

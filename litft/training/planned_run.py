@@ -8,7 +8,7 @@ import torch
 
 from litft.args import FinetuneArgs
 from litft.distributed.devices import device_memory, num_shards
-from litft.training.memory.choose import fastest_settings, pass_bytes
+from litft.training.memory.choose import fastest_fit, pass_bytes
 from litft.training.memory.plan import USABLE_FRACTION, Plan, format_bytes
 from litft.training.run_setup import RunSetup
 from litft.training.schedule import Schedule
@@ -35,6 +35,8 @@ class PlannedRun:
     """A run before its processes start: what it is, its steps, and how it uses the devices."""
 
     setup: RunSetup
+    # a run works on a copy: resuming moves it, and a retry after an out-of-memory error lays it out
+    # again
     schedule: Schedule
     settings: DeviceSettings
 
@@ -45,11 +47,9 @@ def plan_run(setup: RunSetup, schedule: Schedule, device: torch.device) -> Plann
 
     Raises ValueError for flags that the chosen strategy cannot do.
     """
-    args, reason, memory = (
-        setup.args,
-        "as asked for",
-        device_memory(device, setup.args.devices),
-    )
+    args = setup.args
+    reason = "as asked for"
+    memory = device_memory(device, args.devices)
 
     @cache
     def with_rows(rows: int) -> Schedule:
@@ -62,7 +62,7 @@ def plan_run(setup: RunSetup, schedule: Schedule, device: torch.device) -> Plann
     for strategy in _strategies(args, schedule.layout.ranks):
         shard_count = num_shards(args, strategy)
         precision = setup.precision(device, shard_count)
-        fit, smallest = fastest_settings(
+        fit, smallest = fastest_fit(
             setup,
             schedule,
             with_rows,

@@ -86,8 +86,7 @@ class Trainer:
     ) -> None:
         fabric = processes.fabric
         setup = run.setup
-        # a copy of the schedule: resuming moves it, and a retry after an out-of-memory error
-        # lays it out again
+        # `PlannedRun` says why
         run = replace(run, schedule=copy.copy(run.schedule))
         self.args = setup.args
         self.fabric = fabric

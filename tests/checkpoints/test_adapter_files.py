@@ -152,7 +152,7 @@ def test_trained_parts_of_mixtures_open_in_peft(make_model, tmp_path, case):
 
     # and as it was trained, here
     read, _ = LoRA.read(tmp_path, resolve(tmp_path, folder))
-    assert sorted(read.trained) == sorted(method.trained)
+    assert sorted(read.trained_in_full) == sorted(method.trained_in_full)
     assert relative(litft.load(tmp_path, base_dir=folder)[0](TOKENS), expected) <= 1e-5
 
 

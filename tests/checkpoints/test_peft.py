@@ -446,4 +446,4 @@ def test_a_heads_bias_beside_its_table_is_not_trained(make_model, tmp_path):
     trained = get_peft_model(load_hf(folder), config)
     trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
     method, _ = resolve(tmp_path / "adapter", folder).read_adapter()
-    assert method.trained == []
+    assert method.trained_in_full == []

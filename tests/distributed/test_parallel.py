@@ -21,7 +21,7 @@ from parity import ROWS
 from safetensors.torch import load_file, save_file
 from strategies import free_port, losses, torchrun_env
 
-import litft.training.memory.choose
+import litft.training.planned_run
 from litft.args import DataArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, TrainArgs
 from litft.args.finetune import apply_launcher
 from litft.args.processes import cores
@@ -527,7 +527,7 @@ def plan_with_memory(tiny, examples, monkeypatch):
             **options,
         )
         monkeypatch.setattr(
-            litft.training.memory.choose, "device_memory", lambda device, processes: memory
+            litft.training.planned_run, "device_memory", lambda device, processes: memory
         )
         setup = resolve_setup(args, resolve(tiny))
         data = load_data(args.data, setup.tokenizer, 512, 256)

@@ -51,7 +51,7 @@ from litft.model.distillation import (
 from litft.model.loss import IGNORED
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
-from litft.training.memory import choose
+from litft.training import planned_run
 from litft.training.memory.check import check_memory
 from litft.training.teacher import TeacherFile
 from litft.training.trainer import Trainer
@@ -628,10 +628,10 @@ def test_a_teacher_that_fits_only_in_shards_is_sharded(
     copy_tokenizer(STORIES, large)
     args = replace(flags, teacher=str(large), devices=2, distill=DistillArgs(top_k=16))
     weights = sum(path.stat().st_size for path in large.glob("*.safetensors"))
-    monkeypatch.setattr(choose, "device_memory", lambda *_: weights * 2)
+    monkeypatch.setattr(planned_run, "device_memory", lambda *_: weights * 2)
     assert prepare_run(args).settings.strategy == "ddp"
 
-    monkeypatch.setattr(choose, "device_memory", lambda *_: weights)
+    monkeypatch.setattr(planned_run, "device_memory", lambda *_: weights)
     settings = prepare_run(args).settings
     assert settings.strategy == "fsdp"
     assert settings.plan.memory.peak < 0.9 * weights

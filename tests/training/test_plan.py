@@ -15,7 +15,7 @@ from conftest import ENV, config_folder, script
 from tracked_memory import tracked_peak
 from transformers import Qwen3MoeConfig
 
-import litft.training.memory.choose
+import litft.training.planned_run
 from litft.args import (
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -587,7 +587,7 @@ def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeyp
     choices = []
     for available in (2**40, 10 * 2**20, 4 * 2**20, 1):
         monkeypatch.setattr(
-            litft.training.memory.choose,
+            litft.training.planned_run,
             "device_memory",
             lambda device, processes, available=available: available,
         )

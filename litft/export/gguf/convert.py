@@ -215,7 +215,8 @@ def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:
         f"is {method.title}": not isinstance(method, LoRA),
         "is DoRA": isinstance(method, LoRA) and method.args.dora,
         "has new tokens": bool(method.tokens),
-        "trains whole modules or biases": isinstance(method, LoRA) and bool(method.trained),
+        "trains whole modules or biases": isinstance(method, LoRA)
+        and bool(method.trained_in_full),
     }
     sites = list(method.specs) if isinstance(method, LoRA) else []
     # llama.cpp's graphs multiply most of their weights without looking for an adapter

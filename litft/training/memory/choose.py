@@ -98,7 +98,7 @@ def _beside_the_step(
     }
 
 
-def fastest_settings(
+def fastest_fit(
     setup: RunSetup,
     schedule: Schedule,
     with_rows: Callable[[int], Schedule],

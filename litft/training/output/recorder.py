@@ -6,25 +6,20 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from litft import run_dir
-from litft.atomic import atomic_folder, replace_folder
-from litft.checkpoints.adapter_reader import note_step, noted_step
-from litft.checkpoints.weight_writer import SHARD_BYTES
+from litft.atomic import replace_folder
+from litft.checkpoints.adapter_reader import noted_step
 from litft.data.dataset import histogram
 from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import Processes
 from litft.errors import Interrupted
-from litft.model.placement import full_tensor
-from litft.pretrained.folder import PretrainedFolder, base_record
-from litft.pretrained.save import Result, check_written, copy_tokenizer, write_result
 from litft.training.memory.flops import peak_flops
 from litft.training.network import TrainedNetwork
 from litft.training.output import run_checkpoints
@@ -33,6 +28,7 @@ from litft.training.output.loggers import finish, make_logger, row_sink
 from litft.training.output.metrics import FP16_COLUMNS, Metrics, Row
 from litft.training.output.next_commands import next_commands
 from litft.training.output.report import Report, SummaryTile, write_report
+from litft.training.output.result_folder import ResultWriter
 from litft.training.output.run_folder import RunFolder
 from litft.training.output.screen import Screen
 from litft.training.planned_run import PlannedRun
@@ -86,6 +82,7 @@ class Recorder:
         self.callback = observers.callback
         self.say = self.screen.say
         self.is_writer = fabric.global_rank == 0
+        self.results = ResultWriter(run, network, self.folder, self.is_writer)
         self.peak = peak_flops(fabric.device, run.settings.precision)
         path = self.folder / "metrics.csv"
         peak = None
@@ -260,7 +257,7 @@ class Recorder:
                 # no checkpoint, complete or being written, has it as its best
                 if earlier > (self.saver.writing_step or 0):
                     shutil.rmtree(path)
-        self.write(f"best-{step:06d}.partial", step)
+        self.results.write(f"best-{step:06d}.partial", step)
 
     def has_best(self, step: int) -> bool:
         """Whether best/, or what becomes best/, has the weights after `step` steps; the same in
@@ -276,7 +273,7 @@ class Recorder:
 
     def write_final(self) -> None:
         """Write final/, and delete what it was before the run was continued."""
-        self.write("final")
+        self.results.write("final")
         if self.is_writer:
             run_dir.delete_previous_final(self.folder)
 
@@ -294,69 +291,6 @@ class Recorder:
             if step.isdecimal():
                 bests.append((int(step), path))
         return sorted(bests)
-
-    def write(self, folder_name: str, step: int | None = None) -> None:
-        """Write a folder to open, which gets its name only when it is complete. step: noted in it,
-        if given.
-
-        A sharded network is gathered tensor by tensor, with all processes; the first one writes.
-        """
-        # None: only take part
-        with (
-            atomic_folder(self.folder / folder_name)
-            if self.is_writer
-            else nullcontext() as partial
-        ):
-            if self.setup.method.saves_full_model:
-                self._write_full_model(partial)
-            else:
-                self._write_adapter(partial, self.folder / folder_name)
-            if partial is None:
-                return
-            copy_tokenizer(self.setup.tokenizer, partial)
-            check_written(partial, self._source_of_result())
-            if step is not None:
-                note_step(partial, step)
-
-    def _write_full_model(self, partial: Path | None) -> None:
-        """Write all weights; None: only take part in gathering them."""
-        # a whole network needs no other process
-        if partial is None and not self.network.sharded:
-            return
-        source = self.setup.source
-        result = Result(self.setup.method, self._values())
-        write_result(partial, source, source.dtype(None), result, SHARD_BYTES / 1e9)
-
-    def _write_adapter(self, partial: Path | None, final: Path) -> None:
-        """Write the adapter; None: only take part in gathering it. final: the folder's later name,
-        from which its record names the base."""
-        values = self._values()
-        if self.network.sharded:
-            values = {name: full_tensor(value) for name, value in values.items()}
-        if partial is None:
-            return
-        source = self._source_of_result()
-        record = base_record(source, final)
-        training = {
-            "quantize": self.setup.quantize,
-            "precision": self.settings.precision,
-        }
-        record = record | {"litft": record["litft"] | training}
-        self.setup.method.write(partial, source, values, record)
-
-    def _values(self) -> dict[str, Tensor]:
-        """The parameters that are saved; of a sharded network, this process's part."""
-        values = {}
-        for name, parameter in self.network.parameters.items():
-            values[name] = parameter.detach()
-        return values
-
-    def _source_of_result(self) -> PretrainedFolder:
-        """The folder of the base, with the names of modules that the result is written with."""
-        source = self.setup.source
-        if self.setup.method.saves_full_model:
-            return source
-        return dataclasses.replace(source, text_names=self.args.save.text_names)
 
     # ---- the end
 
