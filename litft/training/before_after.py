@@ -72,7 +72,7 @@ def measures_forgetting(args: FinetuneArgs, schedule: Schedule) -> bool:
     # twice, before training and after it
     cost = 2 * (NEUTRAL_TOKENS + answered) * FORWARD_COST
     cost += NUM_QUESTIONS * ANSWER_TOKENS * DECODED_TOKEN_COST / DECODED_AT_ONCE
-    trained = schedule.samples * float(schedule.data.train.lengths.mean())
+    trained = schedule.num_samples * float(schedule.data.train.lengths.mean())
     return cost <= LARGEST_SHARE * trained
 
 

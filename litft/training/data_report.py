@@ -169,7 +169,7 @@ def _flags_for_few_examples(schedule: Schedule) -> str:
     epochs = FEW_EXAMPLES_EPOCHS
     if schedule.size <= FEW_EXAMPLES_BATCH:
         # the steps can only come from more epochs
-        epochs = max(epochs, round(2 * schedule.samples / schedule.order.size))
+        epochs = max(epochs, round(2 * schedule.num_samples / schedule.order.size))
     flags.append(f"--train.epochs {epochs}")
     if schedule.size > FEW_EXAMPLES_BATCH:
         flags.append(f"--train.global_batch_size {FEW_EXAMPLES_BATCH}")

@@ -134,7 +134,7 @@ class RunSamples:
         # training pairs positions of the stream, validation pairs examples
         if objective.needs_mismatches:
             of_train = KLPairs(
-                data.train, self._train_partners, data.limit, schedule.samples
+                data.train, self._train_partners, data.limit, schedule.num_samples
             )
             of_val = KLPairs(
                 data.val,
@@ -142,7 +142,7 @@ class RunSamples:
                 data.limit,
                 len(data.val),
             )
-            self.parts["train_mismatches"] = (of_train, range(schedule.samples))
+            self.parts["train_mismatches"] = (of_train, range(schedule.num_samples))
             self.parts["val_mismatches"] = (of_val, val_indices)
         self.values: dict[str, np.ndarray] = {}
 

@@ -20,9 +20,11 @@ LARGEST_STEP = 100  # times the training examples
 class Schedule:
     """A run's steps. The position in the data is the number of samples seen.
 
-    size: samples per step (--train.global_batch_size, times the completions of a prompt); samples:
-    how many the whole run sees; steps: how many it takes, from where it was resumed, see
-    `resume_at`; layout: how a step's samples become micro-batches; largest: what that demands.
+    size: samples per step, --train.global_batch_size times the completions of a prompt.
+    num_samples: how many the whole run sees.
+    steps: how many it takes, from where it was resumed, see `resume_at`.
+    layout: how a step's samples become micro-batches.
+    largest: what that demands.
 
     It decides what the flags leave open: three epochs, and micro-batches of one packed row, or of
     four rows without packing, whose number `plan_run` may change.
@@ -54,7 +56,7 @@ class Schedule:
                 f"each of the {self.order.epoch_size:,} training examples more than {LARGEST_STEP} "
                 "times; lower it, or leave out --train.max_steps and --train.max_time"
             )
-        self.samples = planned_samples(args.train, self.order.epoch_size) * group_size
+        self.num_samples = planned_samples(args.train, self.order.epoch_size) * group_size
         self.layout = replace(
             initial_layout(args, data, ranks), shares_prompts=shares_prompts
         )
@@ -63,7 +65,7 @@ class Schedule:
     @property
     def epochs(self) -> float:
         """How often the run sees each example, on average."""
-        return self.samples / self.order.size
+        return self.num_samples / self.order.size
 
     def resume_at(self, step: int, samples: int) -> None:
         """Start after `step` steps that have seen `samples` samples.
@@ -73,7 +75,7 @@ class Schedule:
         from the beginning.
         """
         self.origin = step, samples
-        num_left = math.ceil(max(0, self.samples - samples) / self.size)
+        num_left = math.ceil(max(0, self.num_samples - samples) / self.size)
         if self.max_steps is not None:
             num_left = max(0, min(num_left, self.max_steps - step))
         self.steps = step + num_left
@@ -92,7 +94,7 @@ class Schedule:
         self.layout = layout
         position = self.origin[1]
         self.largest = largest_micro_batch(
-            self.data.train, self.order, layout, self.samples, self.size, position
+            self.data.train, self.order, layout, self.num_samples, self.size, position
         )
 
     def shape(self) -> Shape:
@@ -142,7 +144,7 @@ class Schedule:
 
     def distinct_indices(self) -> list[int]:
         """The numbers of all examples that the run sees, each once, in ascending order."""
-        return np.unique(self.order.indices(0, self.samples)).tolist()
+        return np.unique(self.order.indices(0, self.num_samples)).tolist()
 
     def seen(self, steps: int) -> int:
         """How many samples the first `steps` steps see: the position in the data after them."""
@@ -150,7 +152,7 @@ class Schedule:
         # steps before this process's first one had the full size, but for the last of a shorter run
         if steps < start_step:
             return min(steps * self.size, samples)
-        return min(samples + (steps - start_step) * self.size, self.samples)
+        return min(samples + (steps - start_step) * self.size, self.num_samples)
 
     def lengths(self, step: int) -> np.ndarray:
         """The number of tokens of each of a step's samples."""
@@ -160,7 +162,7 @@ class Schedule:
         """FLOPs of the whole run, from its first 200,000 samples, with the forward passes that its
         objective needs."""
         train = self.data.train
-        numbers = self.order.indices(0, min(self.samples, 200_000))
+        numbers = self.order.indices(0, min(self.num_samples, 200_000))
         counts = train.document_lengths(numbers), train.supervised[numbers]
         # the reference model reads each distinct example once
         if objective.needs_reference:
@@ -173,7 +175,7 @@ class Schedule:
         passes += objective.extra_forward_passes
         forward = flops.forward(*counts)
         flops_of_numbers = objective.updates * flops.for_lengths(*counts) + passes * forward
-        return flops_of_numbers * self.samples / len(numbers)
+        return flops_of_numbers * self.num_samples / len(numbers)
 
 
 def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> BatchLayout:

@@ -273,7 +273,7 @@ class Trainer:
         if progress is None:
             return []
         self.step = self.start_step = progress["step"]
-        if progress["samples"] > self.schedule.samples:
+        if progress["samples"] > self.schedule.num_samples:
             newest = f"{self.recorder.folder}/checkpoints/step-{self.start_step:06d}"
             reason = f"is beyond the run's {self.schedule.steps} steps"
             raise ValueError(

@@ -569,9 +569,11 @@ def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
         run = prepare_run(replace(args, seed=seed))
         schedule = run.schedule
         samples = RunSamples(run.setup.objective, schedule, [])
-        drawn = [samples._train_partners(position) for position in range(schedule.samples)]
+        drawn = [
+            samples._train_partners(position) for position in range(schedule.num_samples)
+        ]
         assert partners.setdefault(seed, drawn) == drawn and all(i != j for i, j in drawn)
-        assert [i for i, _ in drawn] == schedule.order.indices(0, schedule.samples)
+        assert [i for i, _ in drawn] == schedule.order.indices(0, schedule.num_samples)
     size = len(partners[42]) // 2
     assert partners[42] != partners[43] and dict(partners[42][:size]) != dict(
         partners[42][size:]
