@@ -151,7 +151,8 @@ class GRPO(Objective):
             loss = loss + self.grpo.beta * (kl * ratios * weights).sum()
         with torch.no_grad():
             # the decoder's log-probabilities are those at temperature 1
-            mismatch = old.new_tensor(math.nan)
+            # filled on the device: a copy of a number would wait for it
+            mismatch = old.new_full((), math.nan)
             if completions.decoded is not None:
                 mismatch = (old - completions.decoded).abs().sum()
             sums = [-log_probs.sum(), clipped.sum(), kl.sum(), mismatch]

@@ -41,6 +41,7 @@ from litft.args import (  # noqa: E402
     EvalArgs,
     FinetuneArgs,
     FullFinetuneArgs,
+    GrpoArgs,
     LoRAArgs,
     LoRAFinetuneArgs,
     TrainArgs,
@@ -52,12 +53,14 @@ from litft.data.tokenizer import Tokenizer  # noqa: E402
 from litft.distributed.devices import lacks_bf16, make_fabric, pick_accelerator  # noqa: E402
 from litft.distributed.process_group import Processes, launch  # noqa: E402
 from litft.families import families, fits_fp16, read_config  # noqa: E402
+from litft.model.loss import IGNORED  # noqa: E402
 from litft.model.mixers import kernels  # noqa: E402
 from litft.model.placement import SINGLE_DEVICE  # noqa: E402
 from litft.pretrained.folder import DEMO, PretrainedFolder  # noqa: E402
 from litft.training import network  # noqa: E402
 from litft.training.optimizers.make import make_optimizer  # noqa: E402
 from litft.training.planned_run import DeviceSettings, PlannedRun  # noqa: E402
+from litft.training.rollouts import Rollouts  # noqa: E402
 from litft.training.run_setup import resolve_setup  # noqa: E402
 from litft.training.schedule import Schedule  # noqa: E402
 from litft.training.trainer import Trainer  # noqa: E402
@@ -107,6 +110,13 @@ MORE_WAYS: dict[str, FinetuneArgs] = {
     ),
     "LoRA, a teacher": replace(_lora(), objective="distill"),
     "LoRA, label smoothing, auto precision": _lora("auto", label_smoothing=0.1),
+    "LoRA, rewards": replace(_lora(), objective="grpo", reward=["brief:20"]),
+    "full, rewards with a reference, two updates": FullFinetuneArgs(
+        precision="bf16",
+        objective="grpo",
+        reward=["brief:20"],
+        grpo=GrpoArgs(loss="gspo", beta=0.04, updates=2),
+    ),
 }
 MORE_FAMILIES = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
 # with --covering: parts of the names of the steps that are taken on a GPU without bf16, too
@@ -162,15 +172,40 @@ class FourSamples(Sequence):
         return self.lengths[indices]
 
 
+def some_completions() -> list[Sample]:
+    """Return two completions of each of two prompts, which they share; on the host."""
+    completions = []
+    for prompt, advantage, length in ((0, 1.0, 6), (0, -1.0, 9), (1, 0.5, 4), (1, -0.5, 7)):
+        tokens = torch.cat([draw(8, seed=prompt), draw(length, seed=10 * length)])
+        targets = tokens[1:].clone()
+        targets[:7] = IGNORED
+        sample = Sample(
+            tokens[:-1],
+            targets,
+            advantage=advantage,
+            decoded=torch.zeros(length),
+            old=torch.zeros(length),
+            reference_tokens=torch.zeros(length),
+            shared_tokens=7,
+        )
+        # counted before the tensors are fake
+        assert sample.supervised == length
+        completions.append(sample)
+    return completions
+
+
 @contextmanager
 def real_on_the_host(mode: FakeTensorMode) -> Iterator[None]:
     """Within the context, the order of samples and their micro-batches are real; these then become
     fake, on the host."""
     collate_rows, step_indices = BatchLayout.collate_rows, Schedule.step_indices
+    plan_samples = BatchLayout.plan_samples
 
     def collate(self: BatchLayout, rows: list[list[Sample]]) -> MicroBatch:
         with unset_fake_temporarily():
             batch = collate_rows(self, rows)
+        if self.shares_prompts:
+            assert batch.documents is not None and batch.documents.shared is not None
         return MicroBatch(
             *(fake_cuda.faked(mode, getattr(batch, item.name)) for item in fields(batch))
         )
@@ -179,9 +214,14 @@ def real_on_the_host(mode: FakeTensorMode) -> Iterator[None]:
         with unset_fake_temporarily():
             return step_indices(self, step)
 
+    def plan(self: BatchLayout, samples: list[Sample]) -> list[list[list[int]]]:
+        with unset_fake_temporarily():
+            return plan_samples(self, samples)
+
     with (
         mock.patch.object(BatchLayout, "collate_rows", collate),
         mock.patch.object(Schedule, "step_indices", indices),
+        mock.patch.object(BatchLayout, "plan_samples", plan),
     ):
         yield
 
@@ -222,8 +262,17 @@ def train(
         flags = replace(flags, activation_checkpointing="none")
     args = replace(args, train=flags, eval=EvalArgs(max_new_tokens=0))
     setup = resolve_setup(args, source)
-    schedule = Schedule(args, data, 1)
+    schedule = Schedule(
+        args,
+        data,
+        1,
+        group_size=setup.objective.group_size,
+        shares_prompts=setup.shares_prompts,
+    )
+    # a fake network draws no tokens
+    completions = some_completions()
     with (
+        mock.patch.object(Rollouts, "collect", lambda *_: (completions, {})),
         fake_cuda.fake_cuda(capability, waits="allow") as mode,
         mock.patch.object(network, "fill_model", unfilled),
         tempfile.TemporaryDirectory() as folder,
